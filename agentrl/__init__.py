@@ -1,0 +1,1 @@
+"""RL of language-model agents whose unit is the episode."""

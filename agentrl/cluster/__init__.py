@@ -1,0 +1,1 @@
+"""Ray: the trainer pool."""

@@ -1,0 +1,1 @@
+"""Configuration: what a run is, and how it is read."""

@@ -1,0 +1,103 @@
+"""One tree of errors. A message says what happened, where (episode, turn, key), and what to do.
+
+The command line maps the tree to exit codes (`exit_code`): 1 a check failed, 2 bad input, 70 internal, 74 storage,
+130 interrupted. Everything agentrl raises on purpose is an `AgentRLError`; anything else is a bug of ours.
+"""
+
+from __future__ import annotations
+
+
+class AgentRLError(Exception):
+    """Base of all errors agentrl raises on purpose."""
+
+    exit_code = 70
+
+
+class CheckFailedError(AgentRLError):
+    """A check the user asked for (an environment, a ledger, a replay) did not hold."""
+
+    exit_code = 1
+
+
+class InputError(AgentRLError):
+    """The user's input cannot be used as it is; the message names the input and the mend."""
+
+    exit_code = 2
+
+
+class ConfigError(InputError):
+    """A configuration key or value that does not exist or does not fit."""
+
+
+class ModelError(InputError):
+    """A model directory that lacks what training or sampling needs."""
+
+
+class EnvironmentDefinitionError(InputError):
+    """An environment class that cannot be registered or run: wrong seats, untyped tools, and the like."""
+
+
+class RunDirectoryError(InputError):
+    """A run directory that exists, is missing, or belongs to a live process."""
+
+
+class StorageError(AgentRLError):
+    """The disk or a database refused: full, read-only, damaged."""
+
+    exit_code = 74
+
+
+class JournalError(StorageError):
+    """A journal that is damaged, of another format version, or of another run."""
+
+
+class EngineError(AgentRLError):
+    """An engine cannot serve a request: dead, unreachable, or asked for what it cannot give."""
+
+
+class EngineCapabilityError(InputError):
+    """Something was asked of an engine that it cannot give; raised at start, with the alternatives."""
+
+
+class TrainerError(AgentRLError):
+    """A trainer refused or failed a step; its weights are as before the step."""
+
+
+class NonFiniteError(TrainerError):
+    """A loss or gradient was NaN or infinite; the step was skipped before the optimizer."""
+
+
+class EpisodeError(AgentRLError):
+    """An episode cannot go on. `reason` becomes the episode's drop reason.
+
+    Args:
+        message: what happened and what to do.
+        reason: the drop reason recorded in the journal.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class RewardError(EpisodeError):
+    """A reward that is not a finite real number."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, reason="bad_reward")
+
+
+class ReplayMismatchError(EpisodeError):
+    """Re-execution departed from the journal: the message names the call, both values, and the code then and now."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, reason="nondeterminism")
+
+
+class UnstructuredConcurrencyError(EpisodeError):
+    """An episode made a call from a task it did not start through `ctx.gather` or `ctx.spawn`."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, reason="unstructured_concurrency")

@@ -1,0 +1,51 @@
+"""Deterministic ids: the same run, restarted, names the same things the same way.
+
+Root episode `k` is `e<k>` (evaluation: `v<k>`, fork: `f<k>`). A child's id is (parent, attempt, spawn call, index).
+A call id belongs to a logical branch of an episode, never to a global order: `branch#n`, where the root branch is `r`
+and the k-th coroutine of the gather at call `r#3` is the branch `r/3.k`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+ROOT_BRANCH = "r"
+
+
+def episode_id(purpose_prefix: str, number: int) -> str:
+    """The id of root episode `number`; `purpose_prefix` is one of `e`, `v`, `f`."""
+    return f"{purpose_prefix}{number}"
+
+
+def child_episode_id(parent_id: str, attempt: int, spawn_call: str, index: int) -> str:
+    """The id of a child episode: a resumed parent finds the same children."""
+    return f"{parent_id}~{attempt}.{spawn_call}.{index}"
+
+
+def call_id(branch: str, number: int) -> str:
+    """The id of call `number` (from 0) on `branch`."""
+    return f"{branch}#{number}"
+
+
+def child_branch(branch: str, number: int, index: int) -> str:
+    """The branch of the `index`-th coroutine started by call `number` of `branch`."""
+    return f"{branch}/{number}.{index}"
+
+
+def key64(*parts: object) -> int:
+    """A 64-bit key from the text of `parts`: equal parts give equal keys in every process.
+
+    Example:
+        >>> key64(0, "e1", "r#0") == key64(0, "e1", "r#0")
+        True
+    """
+    text = "\x1f".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def is_safe_name(name: str) -> bool:
+    """Whether `name` may become part of a path or an adapter name."""
+    return _NAME.fullmatch(name) is not None

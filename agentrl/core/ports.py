@@ -1,0 +1,248 @@
+"""The ports: what the loop asks of engines, trainers, chat formats, journals and workers, and nothing more.
+
+Adapters implement them in `engines/`, `learn/`, `cluster/`, `rollout/`, `journal/`; `app.py` wires one of each.
+Everything above the ports runs without torch, ray and vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from agentrl.core.records import (
+        Completion,
+        EpisodeHeader,
+        EpisodeSpec,
+        FinishReason,
+        Float32Array,
+        Int32Array,
+        Message,
+        PolicyVersion,
+        StepReport,
+        ToolSpec,
+        TrainBatch,
+        WeightsRef,
+    )
+
+Refresh = Literal["token", "turn", "episode", "lazy"]
+"""When a session moves to newer weights: between two tokens, two turns, never, or when its lag reaches the bound."""
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCapabilities:
+    """What an engine can give; asked for more, a run refuses to start."""
+
+    name: str
+    refresh: frozenset[Refresh]
+    expert_routing: bool
+    sampling_mask: bool
+    adapters: int
+    """How many adapters it serves side by side; 0: full weights only."""
+    max_context: int
+    """Longest context in tokens, completion included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample. Filters apply in the order temperature, top-k, top-p, min-p."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    """0: off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One engine call. Token in: `token_ids` is the whole context; the session's KV makes the prefix free."""
+
+    request_id: str
+    token_ids: Int32Array
+    sampling: SamplingParams
+    seed: int
+    """64 bits; the n-th sampled token depends on (seed, n) and the distribution, never on the company in the batch."""
+
+
+class Delta(Protocol):
+    """Receives a chunk of new tokens of a running call, for partials and live views."""
+
+    def __call__(self, request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion) -> None:
+        """Called from the event loop, about every 200 ms per call, before the call returns."""
+        ...
+
+
+class EngineSession(Protocol):
+    """One conversation's place in an engine: its KV, its slot, its version pin."""
+
+    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
+        """Sample until a stop token, the limit, or an abort (which returns the partial).
+
+        Raises:
+            EngineError: the engine died or refused; nothing of the call is kept.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give the KV and the slot back. Idempotent."""
+        ...
+
+
+class Engine(Protocol):
+    """Who samples."""
+
+    capabilities: EngineCapabilities
+
+    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None, priority: int = 0) -> EngineSession:
+        """A session for one conversation of `policy`; lower `priority` is served first.
+
+        With `pin` the session stays on that version, which must have been given by `update` (and kept).
+        """
+        ...
+
+    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
+        """Serve a new version between two forward passes; with `keep` it stays available to pins until `release`.
+
+        Raises:
+            EngineError: the files do not match their digest or the model; the old version keeps serving.
+        """
+        ...
+
+    def release(self, version: PolicyVersion) -> None:
+        """Forget a kept version once no session pins it."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop between two forward passes; calls in flight stay."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on after `pause`. Idempotent."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a call in flight; it returns its partial with finish_reason `abort`."""
+        ...
+
+    async def score(self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0) -> Float32Array:
+        """Log-probability of each token given those before it; entry 0 is 0. A str names a policy's current version."""
+        ...
+
+    def busy_seconds(self) -> float:
+        """Seconds spent in forward passes since the start."""
+        ...
+
+    async def close(self) -> None:
+        """Release everything. Idempotent."""
+        ...
+
+
+# --- chat formats -----------------------------------------------------------------------------------------------------
+
+
+class ChatFormat(Protocol):
+    """Between messages and tokens, for one model. Sampled tokens are never re-tokenised."""
+
+    stop_token_ids: tuple[int, ...]
+
+    def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        """Token ids of a new conversation, up to where the assistant's turn begins."""
+        ...
+
+    def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
+        """Token ids that follow a sampled turn: what closes it (all, unless `after` is `stop`), the new messages,
+        and what begins the next assistant turn.
+        """
+        ...
+
+    def parse(self, token_ids: Sequence[int]) -> Message:
+        """The assistant message a completion says, tool calls included; never raises on hostile content."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, special tokens included."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of text as the template would tokenise it; used to count drift."""
+        ...
+
+
+# --- trainers ---------------------------------------------------------------------------------------------------------
+
+
+class Trainer(Protocol):
+    """Who learns. One trainer serves all policies of a run; calls are idempotent by step id."""
+
+    async def start(self, resume_from: str | None = None) -> Mapping[str, WeightsRef]:
+        """Load models and, on resume, a checkpoint directory; publish every policy's starting weights."""
+        ...
+
+    async def forward_backward(self, batch: TrainBatch) -> None:
+        """Accumulate the gradient of a batch; token data is read where its units say it lies."""
+        ...
+
+    async def optim_step(self, policy: str, step_id: int) -> StepReport:
+        """Apply the accumulated gradient. Repeating the last applied step id returns its report.
+
+        Raises:
+            NonFiniteError: loss or gradient is not finite; the weights are as before.
+        """
+        ...
+
+    async def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
+        """Write the policy's weights as an immutable version."""
+        ...
+
+    async def save(self, directory: str) -> None:
+        """Write every policy's weights, optimizer and random state into an empty directory, synced to disk."""
+        ...
+
+    async def close(self) -> None:
+        """Release everything. Idempotent."""
+        ...
+
+
+# --- scorers ----------------------------------------------------------------------------------------------------------
+
+
+class Scorer(Protocol):
+    """Who judges outside the environment: outcome or process rewards for a finished conversation."""
+
+    async def score(self, spec: EpisodeSpec, messages: Sequence[Message]) -> float:
+        """A finite reward for the conversation."""
+        ...
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+class EpisodeHost(Protocol):
+    """What a running episode may ask of the orchestrator: child episodes."""
+
+    def spawn(self, specs: Sequence[EpisodeSpec], on_end: Callable[[EpisodeHeader], None]) -> None:
+        """Admit and start child episodes of an admitted parent; `on_end` is called once for each."""
+        ...
+
+
+class Worker(Protocol):
+    """Runs episodes. `on_end` is called exactly once for each submitted spec, commit durable before it."""
+
+    def submit(self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None]) -> None:
+        """Start an episode; never blocks."""
+        ...
+
+    async def drain(self) -> None:
+        """Wait until nothing is in flight."""
+        ...
+
+    async def cancel(self) -> None:
+        """End everything in flight; `on_end` reports each as dropped (`cancelled`)."""
+        ...

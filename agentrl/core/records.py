@@ -1,0 +1,387 @@
+"""The whole vocabulary as records: what an episode is made of, and what a trainer consumes.
+
+Invariants, checked where a record is built:
+1. `VersionSpan`s of a completion cover its tokens exactly, in order, without gaps.
+2. `token_ids` and `logprobs` of a completion have the same length; logprobs are of the *processed* distribution.
+3. A trajectory's rows carry one loss mask, one behavior logprob and one version per token.
+
+Token columns are numpy arrays (`int32` ids, `float32` logprobs); numpy is imported by whoever makes one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Int32Array = NDArray[np.int32]
+    Float32Array = NDArray[np.float32]
+    ExpertArray = NDArray[np.uint8]
+    BoolArray = NDArray[np.bool_]
+
+Purpose = Literal["train", "evaluate", "replay", "fork"]
+"""Why an episode runs; only `train` enters the buffer and the ledger."""
+
+FinishReason = Literal["stop", "length", "abort"]
+"""Why a completion ended: a stop token, the token limit, or an abort that returned the partial."""
+
+StopReason = Literal["completed", "max_turns", "max_tokens", "context_length", "time_limit"]
+"""Why an episode ended, if it was committed; a dropped episode has a drop reason instead."""
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One work item.
+
+    Example:
+        >>> Task(id="chain_sum-7", data={"question": "What is 2 + 3?", "answer": "5"}).data["answer"]
+        '5'
+    """
+
+    id: str
+    """Unique within its source; episodes of one task are comparable."""
+    data: Mapping[str, Any]
+    """What the environment reads; JSON-serialisable."""
+
+
+# --- policies and versions --------------------------------------------------------------------------------------------
+
+
+class PolicyVersion(NamedTuple):
+    """The id of a policy's weights. Never reused: after a rollback the lineage grows.
+
+    Example:
+        >>> str(PolicyVersion("solver", 0, 12))
+        'solver@0.12'
+    """
+
+    policy: str
+    lineage: int
+    """Grows by one with every resume, so that a version of a dead lineage is never confused with a live one."""
+    step: int
+    """Optimizer steps that made these weights."""
+
+    def __str__(self) -> str:
+        return f"{self.policy}@{self.lineage}.{self.step}"
+
+
+class VersionSpan(NamedTuple):
+    """Tokens `[start, stop)` of a completion were sampled by `version`."""
+
+    start: int
+    stop: int
+    version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsRef:
+    """Where a published version's immutable files lie."""
+
+    version: PolicyVersion
+    path: str
+    """A directory: `model.safetensors` (full weights) or `adapter_model.safetensors` + `adapter_config.json`."""
+    kind: Literal["full", "adapter"]
+    sha256: str
+    """Digest of the safetensors file; the engine checks it before it serves the version."""
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A policy's request to call a tool. `arguments` is what the model wrote, not yet validated."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any] | str
+    """The parsed JSON object, or the raw text where it did not parse."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message of a conversation."""
+
+    role: Role
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    """Of the tool that answers, for role `tool`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSpec:
+    """What a policy is told about a tool."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    """JSON schema of the arguments, an object."""
+
+
+# --- completions and turns --------------------------------------------------------------------------------------------
+
+
+class MaskKind(enum.IntEnum):
+    """What `SamplingMask.counts` says where it is not the size of a kept set."""
+
+    NONE = 0
+    """Nothing was masked: the full vocabulary was kept."""
+    MISSING = -1
+    """A mask was applied but not recorded: do not train this token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingMask:
+    """The kept set K_t of each token after top-k, top-p and min-p, as a ragged array.
+
+    `counts[t]` ids of `token_ids` belong to token t; a forced token has the set `{token}` (count 1); see `MaskKind`.
+    """
+
+    counts: Int32Array  # [n]
+    token_ids: Int32Array  # [sum of the positive counts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The engine's reply to one call: the five fields, and which weights sampled each token."""
+
+    token_ids: Int32Array  # [n]
+    logprobs: Float32Array  # [n], natural log, of the processed distribution
+    finish_reason: FinishReason
+    spans: tuple[VersionSpan, ...]
+    expert_routing: ExpertArray | None = None  # [positions, layers, top_k]; see `routing_start`
+    routing_start: int = 0
+    """Index, in the whole context, of the position that row 0 of `expert_routing` belongs to."""
+    sampling_mask: SamplingMask | None = None
+    prompt_tokens: int = 0
+    """Length of the context that was sent."""
+    cached_tokens: int = 0
+    """How many of those were served from the session's KV."""
+
+    def __post_init__(self) -> None:
+        count = len(self.token_ids)
+        if len(self.logprobs) != count:
+            raise ValueError(f"{count} tokens but {len(self.logprobs)} logprobs")
+        at = 0
+        for span in self.spans:
+            if span.start != at or span.stop <= span.start:
+                raise ValueError(f"version spans {self.spans} do not cover {count} tokens in order")
+            at = span.stop
+        if at != count:
+            raise ValueError(f"version spans {self.spans} cover {at} of {count} tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One engine call of an agent, as the environment sees it."""
+
+    text: str
+    """The decoded completion, special tokens left out."""
+    message: Message
+    completion: Completion
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tool calls that parsed from the completion."""
+        return self.message.tool_calls
+
+
+# --- episodes ---------------------------------------------------------------------------------------------------------
+
+
+class SeatBinding(NamedTuple):
+    """Who holds a seat: a policy, and a version where it is pinned (evaluation, past opponents)."""
+
+    policy: str
+    pin: PolicyVersion | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeSpec:
+    """Everything a worker needs to run an episode, in this process or another."""
+
+    episode_id: str
+    environment: str
+    """The registered name of the environment class."""
+    task: Task
+    seed: int
+    seats: Mapping[str, SeatBinding]
+    group_id: str
+    group_size: int = 1
+    attempt: int = 0
+    purpose: Purpose = "train"
+    parent_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One token sequence of a trajectory; an agent has one, more where its context was rewritten."""
+
+    token_ids: Int32Array  # [T]
+    loss_mask: BoolArray  # [T], True where the policy sampled the token
+    behavior_logprobs: Float32Array  # [T], 0 where the mask is False
+    turn_index: Int32Array  # [T], the turn that sampled the token, -1 elsewhere
+    spans: tuple[VersionSpan, ...]
+    """Over positions of the row; they cover exactly the sampled tokens."""
+    temperature: float = 1.0
+    expert_routing: ExpertArray | None = None  # [T, layers, top_k]
+    sampling_mask: SamplingMask | None = None  # counts [T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One agent's conversation in an episode, as token sequences, with its reward."""
+
+    seat: str
+    index: int
+    """Which of the seat's agents, from 0."""
+    policy: str
+    rows: tuple[Row, ...]
+    reward: float | None
+    """The sum of the rewards given to the agent; None where it was given none."""
+    turn_rewards: Mapping[int, float] = field(default_factory=dict)
+
+
+class UnitHeader(NamedTuple):
+    """What the control path knows of one agent's trajectory."""
+
+    seat: str
+    index: int
+    policy: str
+    reward: float | None
+    tokens: int
+    """Sampled tokens."""
+    oldest_step: int
+    """Step of the oldest weights that sampled one of them."""
+    lineage: int
+    """Lineage of those weights."""
+
+
+class DataLocation(NamedTuple):
+    """Where an episode's token columns lie."""
+
+    partition: str
+    """File name of the turn database, relative to the run's journal directory."""
+    entries: int
+    """How many journal entries the episode has there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeHeader:
+    """All that passes through the orchestrator when an episode ends: at most 256 bytes for one agent (tested)."""
+
+    episode_id: str
+    group_id: str
+    attempt: int
+    purpose: Purpose
+    parent_id: str | None
+    stop_reason: StopReason | None
+    """None where the episode was dropped."""
+    drop_reason: str | None
+    """None where the episode was committed."""
+    turns: int
+    tokens: int
+    """Sampled tokens of all agents."""
+    seconds: float
+    trajectories: tuple[UnitHeader, ...]
+    location: DataLocation | None
+
+    @property
+    def committed(self) -> bool:
+        """Whether the episode entered the journal whole."""
+        return self.drop_reason is None
+
+    @property
+    def reward(self) -> float | None:
+        """The sum over agents; None where no agent was rewarded."""
+        rewards = [t.reward for t in self.trajectories if t.reward is not None]
+        return sum(rewards) if rewards else None
+
+
+# --- what a trainer consumes ------------------------------------------------------------------------------------------
+
+
+class TrajectoryCredit(NamedTuple):
+    """The advantage of one trajectory, computed on the control path from headers alone."""
+
+    seat: str
+    index: int
+    reward: float
+    advantage: float
+    baseline: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """An episode's trajectories of one policy: always in one optimizer step. Token data stays where `location` says."""
+
+    episode_id: str
+    attempt: int
+    policy: str
+    location: DataLocation
+    credits: tuple[TrajectoryCredit, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """One optimizer step of one policy, by reference."""
+
+    step_id: int
+    """The step these units make: current step + 1. Trainers are idempotent by it."""
+    policy: str
+    units: tuple[Unit, ...]
+    normaliser: float
+    """The constant the summed token losses are divided by: step_size × configured tokens per unit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSample:
+    """A row to train on."""
+
+    token_ids: Int32Array  # [T]
+    loss_mask: BoolArray  # [T]
+    behavior_logprobs: Float32Array  # [T]
+    advantages: Float32Array  # [T], 0 where the mask is False
+    temperature: float = 1.0
+    expert_routing: ExpertArray | None = None  # [T, layers, top_k]
+    sampling_mask: SamplingMask | None = None  # counts [T]
+    episode_id: str = ""
+    row_index: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What an optimizer step did."""
+
+    step_id: int
+    policy: str
+    started_from: PolicyVersion
+    loss: float
+    grad_norm: float
+    samples: int
+    tokens: int
+    """Trained tokens."""
+    seconds: float
+    """Wall seconds the trainer was busy with it."""
+    metrics: Mapping[str, float]
+    input_digest: str
+    """blake2b over the step's rows, masks, behavior logprobs and advantages, in order."""
+    columns: str | None = None
+    """File with the step's trainer logprobs, relative to the run directory."""
+
+
+def sampled_tokens(rows: Sequence[Row]) -> int:
+    """How many tokens of `rows` a policy sampled."""
+    return int(sum(int(row.loss_mask.sum()) for row in rows))

@@ -1,0 +1,1 @@
+"""From rewards to training samples: scorers, baselines, advantages."""

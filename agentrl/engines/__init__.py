@@ -1,0 +1,1 @@
+"""Who samples: adapters of the Engine port."""

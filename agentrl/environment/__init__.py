@@ -1,0 +1,1 @@
+"""How tasks are written: environments, tools, agents, adapters, registry."""

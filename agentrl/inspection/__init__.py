@@ -1,0 +1,1 @@
+"""Reading runs, without importing anyone's environment."""

@@ -1,0 +1,200 @@
+"""Entry kinds: every act of an episode that re-execution must find again.
+
+An entry lives under (episode, attempt, call id); the call id belongs to a logical branch (`core.ids`), so no order
+across branches is needed. `asked` is a hash of what was newly asked: on replay a difference there is divergence.
+Bodies are msgspec structs encoded as tagged msgpack arrays; token columns inside them are little-endian bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+FORMAT = 0
+"""Journal format; 0 until the first release. Another value is refused by name."""
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """`VersionSpan` of the entry's policy, over the turn's sampled tokens."""
+
+    start: int
+    stop: int
+    lineage: int
+    step: int
+
+
+class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
+    """What the episode is; always the entry at call id `begin`."""
+
+    environment: str
+    code_hash: str
+    task_id: str
+    task: dict[str, Any]
+    seed: int
+    seats: dict[str, str]
+    purpose: str
+    group_id: str
+    group_size: int
+    parent_id: str | None
+
+
+class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
+    """One engine call of an agent: the context tokens that were new, and the reply.
+
+    A row's tokens are, over its turns in order, `context_ids + token_ids`; `row` grows when the context was rewritten.
+    """
+
+    seat: str
+    index: int
+    policy: str
+    row: int
+    turn: int
+    """The agent's turn number over all its rows, from 0."""
+    context_ids: bytes  # <i4, new context tokens before the sampled ones
+    token_ids: bytes  # <i4
+    logprobs: bytes  # <f4
+    finish_reason: str
+    spans: tuple[Span, ...]
+    text: str
+    messages: tuple[dict[str, Any], ...]
+    """The new messages `context_ids` stands for, for readers."""
+    temperature: float
+    seconds: float
+    started: float
+    """Wall-clock label, seconds since the epoch."""
+    expert_routing: bytes | None = None  # u8
+    routing_shape: tuple[int, ...] = ()
+    routing_start: int = 0
+    mask_counts: bytes | None = None  # <i4
+    mask_ids: bytes | None = None  # <i4
+    drift: str | None = None
+    """Cause, where the sampled tokens differ from how the template would tokenise the same text."""
+    cached_tokens: int = 0
+    parent_context: int = 0
+    """Length of the row before this turn's `context_ids`."""
+
+
+class ToolEntry(msgspec.Struct, frozen=True, array_like=True, tag="tool"):
+    """A tool call and its observation; re-run and compared on replay unless `external`."""
+
+    name: str
+    arguments: Any
+    observation: str
+    outcome: str
+    """`ok`, `error`, `timeout`, `bad_arguments`, `unknown_tool`."""
+    external: bool
+    seconds: float
+
+
+class EffectEntry(msgspec.Struct, frozen=True, array_like=True, tag="effect"):
+    """An act on the outside world: memoised, never repeated."""
+
+    name: str
+    guarantee: str
+    """`read`, `idempotent` or `once`."""
+    value: Any
+    error: str | None
+    seconds: float
+
+
+class ResourceEntry(msgspec.Struct, frozen=True, array_like=True, tag="resource"):
+    """A call on a stateful object of the episode; `level` says how it comes back on re-execution."""
+
+    resource: str
+    level: str
+    """`replay`, `snapshot` or `pinned`."""
+    method: str
+    value: Any
+    seconds: float
+
+
+class SpawnEntry(msgspec.Struct, frozen=True, array_like=True, tag="spawn"):
+    """Child episodes started by one call."""
+
+    environment: str
+    group_id: str
+    children: tuple[str, ...]
+
+
+class GatherEntry(msgspec.Struct, frozen=True, array_like=True, tag="gather"):
+    """What waiting on one child returned."""
+
+    child: str
+    drop_reason: str | None
+    rewards: dict[str, float]
+
+
+class ValueEntry(msgspec.Struct, frozen=True, array_like=True, tag="value"):
+    """A value drawn from outside: `now`, `uuid`, the end of a `sleep`."""
+
+    kind: str
+    value: Any
+
+
+class RewardEntry(msgspec.Struct, frozen=True, array_like=True, tag="reward"):
+    """A reward given to an agent, for the episode or for one turn."""
+
+    seat: str
+    index: int
+    value: float
+    turn: int | None
+
+
+class OrderEntry(msgspec.Struct, frozen=True, array_like=True, tag="order"):
+    """The order in which the coroutines of a `gather` finished."""
+
+    order: tuple[int, ...]
+
+
+EntryBody = (
+    Begin
+    | TurnEntry
+    | ToolEntry
+    | EffectEntry
+    | ResourceEntry
+    | SpawnEntry
+    | GatherEntry
+    | ValueEntry
+    | RewardEntry
+    | OrderEntry
+)
+
+
+class JournalEntry(msgspec.Struct, frozen=True):
+    """An entry as the store keeps it."""
+
+    episode_id: str
+    attempt: int
+    call_id: str
+    asked: bytes
+    """8 bytes: blake2b of what was newly asked; empty where nothing was."""
+    body: bytes
+    """`encode_body` of one of the kinds."""
+
+    def decode(self) -> EntryBody:
+        """The body as a struct.
+
+        Raises:
+            msgspec.DecodeError: the bytes are not an entry body of this format.
+        """
+        return _DECODER.decode(self.body)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[EntryBody] = msgspec.msgpack.Decoder(EntryBody)
+
+
+def encode_body(body: EntryBody) -> bytes:
+    """Bytes of an entry body."""
+    return _ENCODER.encode(body)
+
+
+def asked_hash(*parts: bytes) -> bytes:
+    """8-byte blake2b of what was newly asked."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(len(part).to_bytes(4, "little"))
+        digest.update(part)
+    return digest.digest()

@@ -1,0 +1,113 @@
+"""The `JournalStore` port: what the loop and the workers ask of durable storage.
+
+A run has one *control* log with one writer (admissions, commits, drops, versions, steps, metrics) and one *turn* log
+(partition) per worker. `append` and the `record_*` calls never block and never raise for a full disk: the failure
+surfaces at the next `flush`/`commit_episode`, which wait until everything before them is on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, StepReport, TrainBatch, WeightsRef
+    from agentrl.journal.entries import JournalEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """What the control log keeps of one optimizer step."""
+
+    report: StepReport
+    version: PolicyVersion
+    """The version the step made."""
+    batch: TrainBatch
+
+
+class TurnLog(Protocol):
+    """One worker's partition."""
+
+    name: str
+    """File name, relative to the journal directory."""
+
+    def append(self, entry: JournalEntry) -> None:
+        """Queue an entry; on disk with the next group commit (at most 200 ms later)."""
+        ...
+
+    async def flush(self) -> None:
+        """Wait until all appended entries are on disk.
+
+        Raises:
+            StorageError: the disk refused; nothing appended since the last success counts as written.
+        """
+        ...
+
+    def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
+        """Entries on disk of an episode, in the order they were appended."""
+        ...
+
+
+class JournalStore(Protocol):
+    """The run's durable log, as the orchestrator sees it."""
+
+    def turn_log(self, worker: str) -> TurnLog:
+        """The partition of a worker; created if missing."""
+        ...
+
+    def admit(self, spec: EpisodeSpec) -> None:
+        """Record that an episode was admitted."""
+        ...
+
+    async def commit_episode(self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float]) -> None:
+        """Record a committed or dropped episode with its query columns, after its entries are on disk; waits for the disk."""
+        ...
+
+    def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
+        """Record that a committed unit will not be trained."""
+        ...
+
+    def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
+        """Record a published version."""
+        ...
+
+    def record_step(self, row: StepRow) -> None:
+        """Record an optimizer step and that its units were consumed by it."""
+        ...
+
+    def record_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Record metric values at a step."""
+        ...
+
+    async def flush(self) -> None:
+        """Wait until everything recorded is on disk."""
+        ...
+
+    async def close(self) -> None:
+        """Flush and release. Idempotent."""
+        ...
+
+
+class RunLog(Protocol):
+    """Reading a run's control log back, for resume: a pure fold of what was written."""
+
+    def admitted(self) -> int:
+        """How many root training episodes were ever admitted: the next root number."""
+        ...
+
+    def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
+        """Committed training episodes with a unit neither consumed along the surviving lineage nor dropped."""
+        ...
+
+    def unfinished(self) -> Sequence[EpisodeSpec]:
+        """Root training episodes admitted but neither committed nor dropped."""
+        ...
+
+    def highest_lineage(self) -> int:
+        """The largest lineage any published version carries; -1 before the first."""
+        ...
+
+    def info(self) -> Mapping[str, Any]:
+        """The run's identity: format, name, resolved configuration."""
+        ...

@@ -1,0 +1,1 @@
+"""Torch: losses, packing, the policy trainer, checkpoints."""

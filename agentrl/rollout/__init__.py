@@ -1,0 +1,1 @@
+"""Running episodes: the runner, asyncio workers, message and token bookkeeping."""

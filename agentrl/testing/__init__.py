@@ -1,0 +1,1 @@
+"""Public test tools: simulated loop, in-memory journal, recording trainer, builders."""
