@@ -1,1 +1,93 @@
-"""RL of language-model agents whose unit is the episode."""
+"""RL of language-model agents whose unit is the episode.
+
+The public names; importing this loads nothing heavy. Everything else may change between releases.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentrl.app.evaluation import evaluate
+    from agentrl.app.training import Run, train
+    from agentrl.config.run import RunConfig
+    from agentrl.core.errors import AgentRLError
+    from agentrl.core.records import Message, Task, ToolCall, Turn
+    from agentrl.environment.base import (
+        Agent,
+        ChildResult,
+        Environment,
+        EpisodeContext,
+        LimitReachedError,
+        TaskSource,
+        system,
+        user,
+    )
+    from agentrl.environment.registry import make, register, spec
+    from agentrl.environment.tools import ToolEnvironment, ToolEpisode, tool
+    from agentrl.rollout.check import check_environment
+
+_HOME = {
+    "Agent": "environment.base",
+    "AgentRLError": "core.errors",
+    "ChildResult": "environment.base",
+    "Environment": "environment.base",
+    "EpisodeContext": "environment.base",
+    "LimitReachedError": "environment.base",
+    "Message": "core.records",
+    "Run": "app.training",
+    "RunConfig": "config.run",
+    "Task": "core.records",
+    "TaskSource": "environment.base",
+    "ToolCall": "core.records",
+    "ToolEnvironment": "environment.tools",
+    "ToolEpisode": "environment.tools",
+    "Turn": "core.records",
+    "check_environment": "rollout.check",
+    "evaluate": "app.evaluation",
+    "make": "environment.registry",
+    "register": "environment.registry",
+    "spec": "environment.registry",
+    "system": "environment.base",
+    "tool": "environment.tools",
+    "train": "app.training",
+    "user": "environment.base",
+}
+
+__all__ = [
+    "Agent",
+    "AgentRLError",
+    "ChildResult",
+    "Environment",
+    "EpisodeContext",
+    "LimitReachedError",
+    "Message",
+    "Run",
+    "RunConfig",
+    "Task",
+    "TaskSource",
+    "ToolCall",
+    "ToolEnvironment",
+    "ToolEpisode",
+    "Turn",
+    "check_environment",
+    "evaluate",
+    "make",
+    "register",
+    "spec",
+    "system",
+    "tool",
+    "train",
+    "user",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
+    return getattr(import_module(f"agentrl.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -232,4 +232,6 @@ class RunConfig(Section):
             return next(iter(self.policies))
         if bare in self.policies:
             return bare
-        raise ValueError(f"seat {seat!r} is bound to no policy; add it to [seats] (policies: {', '.join(sorted(self.policies))})")
+        raise ValueError(
+            f"seat {seat!r} is bound to no policy; add it to [seats] (policies: {', '.join(sorted(self.policies))})"
+        )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Message,
         PolicyVersion,
         StepReport,
+        Task,
         ToolSpec,
         TrainBatch,
         WeightsRef,
@@ -74,7 +75,9 @@ class GenerateRequest:
 class Delta(Protocol):
     """Receives a chunk of new tokens of a running call, for partials and live views."""
 
-    def __call__(self, request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion) -> None:
+    def __call__(
+        self, request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion
+    ) -> None:
         """Called from the event loop, about every 200 ms per call, before the call returns."""
         ...
 
@@ -100,7 +103,9 @@ class Engine(Protocol):
 
     capabilities: EngineCapabilities
 
-    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None, priority: int = 0) -> EngineSession:
+    def open(
+        self, session_id: str, policy: str, *, pin: PolicyVersion | None = None, priority: int = 0
+    ) -> EngineSession:
         """A session for one conversation of `policy`; lower `priority` is served first.
 
         With `pin` the session stays on that version, which must have been given by `update` (and kept).
@@ -131,7 +136,9 @@ class Engine(Protocol):
         """End a call in flight; it returns its partial with finish_reason `abort`."""
         ...
 
-    async def score(self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0) -> Float32Array:
+    async def score(
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
+    ) -> Float32Array:
         """Log-probability of each token given those before it; entry 0 is 0. A str names a policy's current version."""
         ...
 
@@ -171,7 +178,11 @@ class ChatFormat(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of text as the template would tokenise it; used to count drift."""
+        """Token ids of text as the template would tokenise it."""
+        ...
+
+    def drift(self, token_ids: Sequence[int]) -> str | None:
+        """Why sampled tokens differ from how their own text would be tokenised; None where they do not."""
         ...
 
 
@@ -210,33 +221,40 @@ class Trainer(Protocol):
         ...
 
 
-# --- scorers ----------------------------------------------------------------------------------------------------------
-
-
-class Scorer(Protocol):
-    """Who judges outside the environment: outcome or process rewards for a finished conversation."""
-
-    async def score(self, spec: EpisodeSpec, messages: Sequence[Message]) -> float:
-        """A finite reward for the conversation."""
-        ...
-
-
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 
 class EpisodeHost(Protocol):
     """What a running episode may ask of the orchestrator: child episodes."""
 
-    def spawn(self, specs: Sequence[EpisodeSpec], on_end: Callable[[EpisodeHeader], None]) -> None:
-        """Admit and start child episodes of an admitted parent; `on_end` is called once for each."""
+    def spawn(
+        self,
+        parent: EpisodeSpec,
+        environment: str,
+        tasks: Sequence[Task],
+        spawn_call: str,
+        on_end: Callable[[int, EpisodeHeader], None],
+    ) -> SpawnedGroup:
+        """Admit and start one child episode per task, a group; `on_end(index, header)` is called once for each."""
         ...
 
 
-class Worker(Protocol):
-    """Runs episodes. `on_end` is called exactly once for each submitted spec, commit durable before it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpawnedGroup:
+    """The children of one spawn call."""
 
-    def submit(self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None]) -> None:
-        """Start an episode; never blocks."""
+    group_id: str
+    episode_ids: tuple[str, ...]
+
+
+class Worker(Protocol):
+    """Runs episodes. `on_end` is called once for each spec that was not cancelled, its commit durable before."""
+
+    last_failure: str
+    """What the last dropped episode said, for people."""
+
+    def submit(self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None], *, resume: bool = False) -> None:
+        """Start an episode; never blocks. With `resume` its recorded entries are replayed before it goes on."""
         ...
 
     async def drain(self) -> None:
@@ -244,5 +262,5 @@ class Worker(Protocol):
         ...
 
     async def cancel(self) -> None:
-        """End everything in flight; `on_end` reports each as dropped (`cancelled`)."""
+        """Stop everything in flight without reporting it: the journal knows the episodes as unfinished."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import uuid
 
 from agentrl.core.ids import key64
 
@@ -15,3 +16,8 @@ def stream(*key: object) -> random.Random:
         True
     """
     return random.Random(key64(*key))
+
+
+def uuid4(source: random.Random) -> str:
+    """A UUID of version 4 drawn from a stream."""
+    return str(uuid.UUID(int=source.getrandbits(128), version=4))

@@ -7,11 +7,12 @@ surfaces at the next `flush`/`commit_episode`, which wait until everything befor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
     from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, StepReport, TrainBatch, WeightsRef
     from agentrl.journal.entries import JournalEntry
 
@@ -60,8 +61,13 @@ class JournalStore(Protocol):
         """Record that an episode was admitted."""
         ...
 
-    async def commit_episode(self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float]) -> None:
-        """Record a committed or dropped episode with its query columns, after its entries are on disk; waits for the disk."""
+    async def commit_episode(
+        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
+    ) -> None:
+        """Record a committed or dropped episode with its query columns, after its entries are on disk; waits for the disk.
+
+        `detail` says why it was dropped, for people: at most 2 KB are kept.
+        """
         ...
 
     def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:

@@ -1,0 +1,77 @@
+# The two commands of the README are `make demo` and `make test`; either may come first on a fresh clone.
+# Needed: Python 3.11 or newer, make, a package index. PYTHON=/path/to/python picks the interpreter.
+
+SHELL := /bin/sh
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+PYTHON ?=
+VENV := .venv
+BIN := $(VENV)/bin
+RUN_EXTRAS := train,ray,calculator
+DEV_EXTRAS := $(RUN_EXTRAS),dev
+SEEDS ?= 2000
+
+# What `make demo` runs; it prints the learning curve and writes runs/demo/summary.json.
+DEMO := $(BIN)/agentrl train examples/01_tool_use.toml --name=demo
+
+# Nothing here needs a model hub, and Ray's usage report needs a network.
+export HF_HUB_OFFLINE := 1
+export RAY_USAGE_STATS_ENABLED := 0
+
+RUN_STAMP := $(VENV)/.installed-run
+DEV_STAMP := $(VENV)/.installed-dev
+PINS := pyproject.toml constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
+
+.PHONY: help setup demo test check sim fmt clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1	/'
+
+setup: $(RUN_STAMP)  ## create .venv and install what running needs
+
+demo: $(RUN_STAMP)  ## a language model learns to use a tool, in about two minutes
+	@rm -rf runs/demo
+	@$(DEMO)
+
+test: $(DEV_STAMP)  ## every test two cores can run
+	@$(BIN)/python -m pytest
+
+check: $(DEV_STAMP)  ## format, lint, types, layers and the fast tests: no Ray, under a minute
+	@$(BIN)/ruff format --check --quiet . || { echo 'check: run `make fmt`'; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q -m 'not (ray or vllm or e2e or learning or slow)' tests/architecture tests/unit tests/property tests/sim
+
+sim: $(DEV_STAMP)  ## the simulated loop over many more seeds (SEEDS=2000)
+	@AGENTRL_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -m sim -o timeout=3600 tests/sim
+
+fmt: $(DEV_STAMP)  ## format and mend what lint can mend
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format --quiet .
+
+clean:  ## remove caches and builds; .venv and runs stay
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find agentrl environments examples benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@for candidate in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+		"$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 || continue; \
+		echo "setup: creating $(VENV) with $$("$$candidate" --version 2>&1)"; \
+		if "$$candidate" -m venv $(VENV); then exit 0; fi; \
+		rm -rf $(VENV); \
+		echo "setup: $$candidate cannot create a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; \
+	done; \
+	echo "setup: Python 3.11 or newer is needed; found: $$(python3 --version 2>&1 || echo none). Install one, or give its path: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; \
+	exit 1
+
+$(RUN_STAMP): $(PINS) | $(BIN)/python
+	@echo "setup: installing agentrl with torch and Ray into $(VENV) (about 1 GB on disk, one to three minutes)"
+	@$(INSTALL) -e '.[$(RUN_EXTRAS)]'
+	@touch $@
+
+$(DEV_STAMP): $(PINS) | $(BIN)/python
+	@echo "setup: installing agentrl with torch, Ray and the development tools into $(VENV) (about 1 GB on disk, one to three minutes)"
+	@$(INSTALL) -e '.[$(DEV_EXTRAS)]'
+	@touch $(RUN_STAMP) $@

@@ -1,0 +1,96 @@
+"""`evaluate`: a policy on held-out tasks, by the same runner and engine as training, with nothing trained."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentrl.app.assemble import attach_worker, make_dispatcher
+from agentrl.app.parts import held_out, load_config, make_engine
+from agentrl.config.run import RunConfig
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import InputError
+from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
+from agentrl.credit.advantages import ADVANTAGES
+from agentrl.environment.base import Environment
+from agentrl.environment.registry import resolve
+from agentrl.orchestrator.buffer import EpisodeBuffer
+from agentrl.orchestrator.loop import evaluation_metrics
+from agentrl.orchestrator.signal import Signal
+
+
+def evaluate(
+    config: RunConfig | str | Path,
+    policy: str | Path | None = None,
+    tasks: Sequence[Task] | None = None,
+    *,
+    environment: type | None = None,
+    journal: str | Path | None = None,
+) -> dict[str, float]:
+    """Mean reward of a policy on held-out tasks, each sampled once as in training. Nothing is trained.
+
+    Args:
+        config: a configuration, or the path of a TOML file.
+        policy: a model or adapter directory, such as a run's `policies/NAME`; default: the base model.
+        tasks: in place of the environment's `held_out` split.
+        environment: a class, in place of `config.environment.id`.
+        journal: a new directory that keeps the episodes for inspection; default: they are not kept.
+
+    Raises:
+        InputError: something given cannot be used.
+        CheckFailedError: an episode was dropped.
+    """
+    config = load_config(config)
+    chosen = resolve(environment if environment is not None else config.environment.id)
+    chosen_tasks = list(tasks) if tasks is not None else held_out(config, chosen)
+    if not chosen_tasks:
+        raise InputError("there are no tasks to evaluate on: evaluation.tasks is 0")
+    with tempfile.TemporaryDirectory(prefix="agentrl-evaluate-") as scratch:
+        kept = Path(journal) if journal is not None else Path(scratch)
+        headers = asyncio.run(_evaluate(config, chosen, policy, chosen_tasks, kept / "journal"))
+    return evaluation_metrics(headers)
+
+
+async def _evaluate(
+    config: RunConfig, environment: type[Environment], policy: str | Path | None, tasks: Sequence[Task], journal: Path
+) -> list[EpisodeHeader]:
+    from agentrl.journal.store import SqliteJournal
+    from agentrl.rollout.chat_format import TemplateFormat
+
+    adapter: WeightsRef | None = None
+    name = next(iter(config.policies))
+    if policy is not None and (Path(policy) / "adapter_config.json").exists():
+        file = Path(policy) / "adapter_model.safetensors"
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        adapter = WeightsRef(version=PolicyVersion(name, 0, 1), path=str(policy), kind="adapter", sha256=digest)
+    elif policy is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(policy)})})
+    chat_format = TemplateFormat.load(config.model.path, tool_call_format=config.model.tool_call_format)
+    async with contextlib.AsyncExitStack() as stack:
+        store = SqliteJournal(journal, info={"name": f"evaluate {policy or config.model.path}"})
+        stack.push_async_callback(store.close)
+        engine = make_engine(config, {known: PolicyVersion(known, 0, 0) for known in config.policies})
+        stack.push_async_callback(engine.close)
+        if adapter is not None:
+            await engine.update(adapter)
+        failure: asyncio.Future[list[EpisodeHeader]] = asyncio.get_running_loop().create_future()
+
+        def fail(error: BaseException) -> None:
+            if not failure.done():
+                failure.set_exception(error)
+
+        buffer = EpisodeBuffer((), ADVANTAGES[config.credit.advantage])
+        dispatcher = make_dispatcher(config, environment, buffer, store, Signal(), first_number=0)
+        attach_worker(config, environment, dispatcher, engine, chat_format, store, SystemClock(), fail)
+        episodes = asyncio.get_running_loop().create_task(dispatcher.evaluate(tasks, {}))
+        try:
+            first, _ = await asyncio.wait({episodes, failure}, return_when=asyncio.FIRST_COMPLETED)
+            return first.pop().result()
+        finally:
+            episodes.cancel()
+            failure.cancel()
+            await dispatcher.worker.cancel()

@@ -1,0 +1,79 @@
+"""Adapters a configuration asks for: engine, trainer, tasks. The heavy imports of the program happen here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import ConfigError, InputError
+from agentrl.core.ports import Engine, Trainer
+from agentrl.core.records import PolicyVersion, Task
+from agentrl.environment.base import Environment, Split, TaskSource
+
+
+def load_config(config: RunConfig | str | Path) -> RunConfig:
+    """A configuration as it is, or read from a TOML file."""
+    if isinstance(config, RunConfig):
+        return config
+    from agentrl.config.load import load
+
+    return load(Path(config), [])
+
+
+def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion]) -> Engine:
+    """The engine a configuration asks for."""
+    from agentrl.engines.embedded import EmbeddedEngine
+
+    section = config.engine
+    return EmbeddedEngine.load(
+        config.model.path,
+        versions=versions,
+        slots=section.slots,
+        max_context=section.max_context,
+        refresh=section.refresh,
+        keep_kv=section.keep_kv,
+        capture_routing=section.capture_routing,
+        capture_mask=section.capture_mask,
+    )
+
+
+def make_trainer(config: RunConfig, directory: Path) -> Trainer:
+    """The trainer a configuration asks for."""
+    if config.trainer.kind == "in_process":
+        from agentrl.learn.in_process import InProcessTrainer
+
+        return InProcessTrainer(config, directory)
+    from agentrl.cluster.trainer_pool import RayTrainerPool
+
+    return RayTrainerPool(config, directory)
+
+
+def task_source(
+    config: RunConfig, environment: type[Environment], split: Split, tasks: TaskSource | None = None
+) -> TaskSource:
+    """The environment's tasks of a split, with the configured options; `tasks` where they are given.
+
+    Raises:
+        InputError: the environment has no tasks of its own.
+        ConfigError: options its `tasks` does not take.
+    """
+    if tasks is not None:
+        return tasks
+    try:
+        return environment.tasks(split, seed=config.seed, **config.environment.options)
+    except NotImplementedError as error:
+        raise InputError(str(error)) from None
+    except TypeError as error:
+        options = ", ".join(sorted(config.environment.options)) or "none"
+        raise ConfigError(
+            f"environment.options ({options}) do not fit {environment.__name__}.tasks: {error}"
+        ) from error
+
+
+def held_out(config: RunConfig, environment: type[Environment]) -> list[Task]:
+    """The first `evaluation.tasks` held-out tasks."""
+    if config.evaluation.tasks == 0:
+        return []
+    source = task_source(config, environment, "held_out")
+    return [source[index] for index in range(min(config.evaluation.tasks, len(source)))]

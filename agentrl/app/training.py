@@ -1,0 +1,217 @@
+"""`train`: from a configuration to trained policies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal as signals
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.app.assemble import Parts, Past, assemble, demand_of
+from agentrl.app.parts import held_out, load_config, make_engine, make_trainer, task_source
+from agentrl.config.run import RunConfig
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import RunDirectoryError
+from agentrl.core.ports import Trainer
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.environment.base import Environment, TaskSource
+from agentrl.environment.registry import resolve
+from agentrl.observe.run_directory import RunDirectory
+from agentrl.orchestrator.loop import Orchestrator, Outcome
+from agentrl.orchestrator.manifest import CheckpointWriter, Manifest, newest
+
+if TYPE_CHECKING:
+    from agentrl.journal.store import SqliteJournal
+    from agentrl.observe.run_observer import RunObserver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A finished (or interrupted) run."""
+
+    path: Path
+    metrics: list[dict[str, float]]
+    """One entry per optimizer step, in order."""
+    policies: dict[str, Path]
+    """Directory of each trainable policy's last version; loads with `from_pretrained`."""
+    summary: dict[str, Any]
+    """What `summary.json` holds."""
+    interrupted: bool
+
+
+def train(
+    config: RunConfig | str | Path,
+    *,
+    environment: type | None = None,
+    tasks: TaskSource | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+) -> Run:
+    """Train, from the first episode to the last checkpoint.
+
+    Args:
+        config: a configuration, or the path of a TOML file.
+        environment: a class, in place of `config.environment.id`.
+        tasks: training tasks, in place of the environment's own.
+        resume: go on from the newest checkpoint of the run directory.
+        quiet: no progress on the terminal.
+
+    Raises:
+        InputError: the configuration, model, environment or run directory cannot be used as they are.
+        AgentRLError: what ended the run; its newest checkpoint stays valid.
+    """
+    config = load_config(config)
+    chosen = resolve(environment if environment is not None else config.environment.id)
+    demand_of(config, chosen)
+    return asyncio.run(_train(config, chosen, tasks, resume=resume, quiet=quiet))
+
+
+async def _train(
+    config: RunConfig, environment: type[Environment], tasks: TaskSource | None, *, resume: bool, quiet: bool
+) -> Run:
+    from agentrl.rollout.chat_format import TemplateFormat
+
+    clock = SystemClock()
+    started = clock.monotonic()
+    chat_format = TemplateFormat.load(config.model.path, tool_call_format=config.model.tool_call_format)
+    path = Path(config.directory) / config.name
+    directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
+    manifest = newest(directory.checkpoints) if resume else None
+    async with _opened(config, directory, quiet=quiet) as (store, observer, trainer, stack):
+        observer.phase("starting trainer and engine")
+        source, held_out_tasks, _ = await asyncio.gather(
+            asyncio.to_thread(task_source, config, environment, "train", tasks),
+            asyncio.to_thread(held_out, config, environment),
+            trainer.start(None if manifest is None else str(manifest.directory)),
+        )
+        versions = _starting_versions(config, manifest, lineage=store.highest_lineage() + 1)
+        engine = await asyncio.to_thread(make_engine, config, versions)
+        stack.push_async_callback(engine.close)
+        weights: dict[str, WeightsRef] = {}
+        for name, policy in config.policies.items():
+            if policy.trainable:
+                weights[name] = await trainer.publish(name, versions[name])
+                store.record_version(weights[name], None if manifest is None else manifest.versions[name])
+                await engine.update(weights[name])
+        await store.flush()
+        parts = Parts(
+            engine=engine,
+            trainer=trainer,
+            chat_format=chat_format,
+            store=store,
+            observer=observer,
+            clock=clock,
+            tasks=source,
+            held_out=held_out_tasks,
+            checkpoints=CheckpointWriter(directory.checkpoints, keep=config.checkpoint.keep),
+            versions=versions,
+            weights=weights,
+            parents=store.parents(),
+            past=_past(store, manifest) if resume else Past(),
+        )
+        orchestrator = assemble(config, environment, parts)
+        with _interruptible(orchestrator, observer):
+            outcome = await orchestrator.run()
+        summary = _summary(config, observer.steps, outcome, clock.monotonic() - started)
+        policies = directory.link_policies(orchestrator.weights)
+        directory.write_summary(summary)
+        observer.finish(summary)
+        return Run(
+            path=path, metrics=observer.steps, policies=policies, summary=summary, interrupted=outcome.interrupted
+        )
+
+
+@contextlib.asynccontextmanager
+async def _opened(
+    config: RunConfig, directory: RunDirectory, *, quiet: bool
+) -> AsyncIterator[tuple[SqliteJournal, RunObserver, Trainer, contextlib.AsyncExitStack]]:
+    """What must be closed again, in order: engine, trainer, observer, journal."""
+    from agentrl.journal.store import SqliteJournal
+    from agentrl.observe.run_observer import RunObserver
+
+    async with contextlib.AsyncExitStack() as stack:
+        store = SqliteJournal(directory.journal, info={"name": config.name, "config": config.model_dump(mode="json")})
+        stack.push_async_callback(store.close)
+        observer = stack.enter_context(RunObserver(directory, steps=config.steps, quiet=quiet))
+        trainer = make_trainer(config, directory.path)
+        stack.push_async_callback(trainer.close)
+        yield store, observer, trainer, stack
+
+
+def _starting_versions(config: RunConfig, manifest: Manifest | None, *, lineage: int) -> dict[str, PolicyVersion]:
+    """Where every policy stands: a resumed run begins a lineage of its own, at the manifest's steps."""
+    versions = {}
+    for name, policy in config.policies.items():
+        step = 0
+        if manifest is not None and policy.trainable:
+            if name not in manifest.versions:
+                raise RunDirectoryError(
+                    f"checkpoint {manifest.directory} has no policy {name!r}; resume with its configuration"
+                )
+            step = manifest.versions[name].step
+        versions[name] = PolicyVersion(name, lineage if policy.trainable else 0, step)
+    return versions
+
+
+def _past(store: SqliteJournal, manifest: Manifest | None) -> Past:
+    consumed_through = {} if manifest is None else dict(manifest.versions)
+    resolved = store.resolved_units(consumed_through)
+    return Past(
+        ended=tuple(store.ready_units(consumed_through)),
+        consumed=frozenset((policy, episode_id) for episode_id, _, policy in resolved),
+        unfinished=store.unfinished(),
+        admitted=store.admitted(),
+    )
+
+
+@contextlib.contextmanager
+def _interruptible(orchestrator: Orchestrator, observer: RunObserver) -> Iterator[None]:
+    """Ctrl-C once: drain, write a checkpoint, return. Twice: leave at once."""
+    loop = asyncio.get_running_loop()
+    asked = False
+
+    def on_signal() -> None:
+        nonlocal asked
+        if asked:
+            os._exit(130)
+        asked = True
+        observer.phase("stopping: finishing the step and writing a checkpoint (Ctrl-C again leaves at once)")
+        orchestrator.stop()
+
+    for number in (signals.SIGINT, signals.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in (signals.SIGINT, signals.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _summary(
+    config: RunConfig, steps: Sequence[Mapping[str, float]], outcome: Outcome, seconds: float
+) -> dict[str, Any]:
+    rewards = [values["evaluation/reward"] for _, values in outcome.evaluations]
+    return {
+        "name": config.name,
+        "interrupted": outcome.interrupted,
+        "steps": len(steps),
+        "reward_start": rewards[0] if rewards else None,
+        "reward_end": rewards[-1] if len(rewards) > 1 else None,
+        "held_out_tasks": config.evaluation.tasks,
+        "rl_seconds": steps[-1]["run/seconds"] if steps else 0.0,
+        "seconds": seconds,
+        "engine_busy_share": _over_time(steps, "engine/busy_share"),
+        "trainer_busy_share": _over_time(steps, "trainer/busy_share"),
+        "staleness_mean": sum(values["staleness/mean"] for values in steps) / max(len(steps), 1),
+        "rewards": [values["reward/mean"] for values in steps],
+        "evaluations": [{"step": step, **values} for step, values in outcome.evaluations],
+    }
+
+
+def _over_time(steps: Sequence[Mapping[str, float]], name: str) -> float:
+    seconds = sum(values["step/seconds"] for values in steps)
+    return sum(values[name] * values["step/seconds"] for values in steps) / seconds if seconds else 0.0

@@ -1,0 +1,202 @@
+"""The `agentrl` command: noun, verb, arguments; a bare noun lists; `--json` everywhere.
+
+Maps errors to exit codes: 0; 1 a check failed; 2 bad input; 70 internal; 74 storage; 130 interrupted. Imports nothing
+heavy: each command imports what it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from agentrl.core.errors import AgentRLError, InputError
+from agentrl.inspection.safe import safe, safe_line
+
+Command = Callable[[argparse.Namespace], int]
+INTERNAL, INTERRUPTED = 70, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line (that of the process where None) and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that knows no Unicode gets escapes, not an error
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        options, rest = _parser().parse_known_args(arguments)
+        options.overrides = _overrides(rest, wanted=options.takes_overrides)
+        command: Command = options.command
+        code = command(options)
+        sys.stdout.flush()
+        return code
+    except AgentRLError as error:
+        sys.stderr.write(f"agentrl: {safe(str(error))}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("agentrl: interrupted\n")
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:  # noqa: BLE001 - the last resort: a bug of ours, told in one line
+        sys.stderr.write(f"agentrl: internal error: {safe_line(f'{type(error).__name__}: {error}')[:500]}\n")
+        sys.stderr.write(f"This is a bug of agentrl. The traceback is in {_write_traceback()}\n")
+        return INTERNAL
+
+
+def _write_traceback() -> str:
+    descriptor, path = tempfile.mkstemp(prefix="agentrl-error-", suffix=".txt")
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(traceback.format_exc())
+    return path
+
+
+def _overrides(rest: Sequence[str], *, wanted: bool) -> list[str]:
+    for argument in rest:
+        if not wanted or not argument.startswith("--") or "=" not in argument:
+            hint = "; configuration is changed by --section.field=value" if wanted else ""
+            raise InputError(f"unknown argument {argument!r}{hint}; see --help")
+    return list(rest)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="agentrl", description="RL of language-model agents whose unit is the episode.", allow_abbrev=False
+    )
+    parser.set_defaults(command=lambda _: _help(parser), takes_overrides=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _add_train(commands)
+    _add_evaluate(commands)
+    _add_run(commands)
+    _add_episode(commands)
+    _add_env(commands)
+    return parser
+
+
+def _help(parser: argparse.ArgumentParser) -> int:
+    parser.print_help()
+    return 0
+
+
+Subparsers = argparse._SubParsersAction  # the type has no public name
+_FILE = "TOML file; change it with --section.field=value"
+
+
+def _add(
+    commands: Subparsers[argparse.ArgumentParser], name: str, text: str, command: Command
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _add_train(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = _add(commands, "train", "train the policies of a configuration", _train)
+    parser.add_argument("file", type=Path, help=_FILE)
+    parser.add_argument("--model", help="directory of the base model, instead of model.path")
+    parser.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    parser.set_defaults(takes_overrides=True)
+
+
+def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = _add(commands, "evaluate", "measure a policy on held-out tasks", _evaluate)
+    parser.add_argument("file", type=Path, help=_FILE)
+    parser.add_argument("--model", help="directory of the base model, instead of model.path")
+    parser.add_argument("--policy", help="directory of trained weights; the base model where absent")
+    parser.add_argument("--tasks", type=int, help="how many held-out tasks, instead of evaluation.tasks")
+    parser.set_defaults(takes_overrides=True)
+
+
+def _add_run(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    noun = _add(commands, "run", "list runs, or show how one went", _run_list)
+    noun.set_defaults(directory=Path("runs"))
+    verbs = noun.add_subparsers(title="commands", metavar="COMMAND")
+    parser = _add(verbs, "list", "list the runs in a directory", _run_list)
+    parser.add_argument("directory", nargs="?", type=Path, default=Path("runs"), help="default: runs")
+    parser = _add(verbs, "curve", "plot the reward over the steps", _run_curve)
+    parser.add_argument("run", nargs="?", help="directory or name of a run; default: the newest in runs/")
+    parser.add_argument("--metric", help="plot this metric instead of the reward")
+
+
+def _add_episode(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    noun = _add(commands, "episode", "list episodes, or show one", _episode_list)
+    noun.set_defaults(run=None, where="", sort="admitted_at", ascending=False, limit=50, offset=0)
+    verbs = noun.add_subparsers(title="commands", metavar="COMMAND")
+    parser = _add(verbs, "list", "list the episodes of a run", _episode_list)
+    parser.add_argument("run", nargs="?", help="directory or name of a run; default: the newest in runs/")
+    parser.add_argument("--where", default="", help="filter, such as 'reward < 0 and turns > 4'")
+    parser.add_argument("--sort", default="admitted_at", help="column to sort by; largest first")
+    parser.add_argument("--ascending", action="store_true", help="smallest first")
+    parser.add_argument("--limit", type=int, default=50, help="at most so many (default 50)")
+    parser.add_argument("--offset", type=int, default=0, help="leave out so many first")
+    parser = _add(verbs, "show", "show what happened in an episode", _episode_show)
+    parser.add_argument("run", help="directory or name of a run")
+    parser.add_argument("id", nargs="?", help="default: the newest that ended")
+    parser.add_argument("--attempt", type=int, help="default: the newest")
+
+
+def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    noun = _add(commands, "env", "list environments, or check one", _env_list)
+    verbs = noun.add_subparsers(title="commands", metavar="COMMAND")
+    _add(verbs, "list", "list the installed environments", _env_list)
+    parser = _add(verbs, "check", "check that an environment can be trained on", _env_check)
+    parser.add_argument("id", help="registered name, module:Class, or path/to/env.py:Class")
+
+
+def _train(options: argparse.Namespace) -> int:
+    from agentrl.cli import training
+
+    return training.train(options)
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from agentrl.cli import training
+
+    return training.evaluate(options)
+
+
+def _run_list(options: argparse.Namespace) -> int:
+    from agentrl.cli import reading
+
+    return reading.run_list(options)
+
+
+def _run_curve(options: argparse.Namespace) -> int:
+    from agentrl.cli import reading
+
+    return reading.run_curve(options)
+
+
+def _episode_list(options: argparse.Namespace) -> int:
+    from agentrl.cli import reading
+
+    return reading.episode_list(options)
+
+
+def _episode_show(options: argparse.Namespace) -> int:
+    from agentrl.cli import reading
+
+    return reading.episode_show(options)
+
+
+def _env_list(options: argparse.Namespace) -> int:
+    from agentrl.cli import environments
+
+    return environments.env_list(options)
+
+
+def _env_check(options: argparse.Namespace) -> int:
+    from agentrl.cli import environments
+
+    return environments.env_check(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""How commands print: JSON for programs, rich renderables for people."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def print_json(value: Any) -> None:
+    """One JSON document, ASCII only, so that no content reaches the terminal as it is."""
+    import json
+
+    import msgspec
+
+    plain = msgspec.to_builtins(value, builtin_types=(bytes,))
+    json.dump(plain, sys.stdout, indent=2, default=_bytes)
+    sys.stdout.write("\n")
+
+
+def print_text(renderable: RenderableType) -> None:
+    """A renderable, as wide as the terminal; at least 120 characters where there is none."""
+    from rich.console import Console
+
+    console = Console(soft_wrap=True) if sys.stdout.isatty() else Console(width=160, soft_wrap=True)
+    console.print(renderable, highlight=False)
+
+
+def _bytes(value: Any) -> str:
+    return bytes(value).hex()

@@ -1,0 +1,119 @@
+"""`agentrl run …` and `agentrl episode …`: what a run's journal says."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.cli.output import print_json, print_text
+from agentrl.core.errors import InputError
+from agentrl.inspection.reader import RunReader, runs
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+RUNS = Path("runs")
+
+
+def run_list(options: argparse.Namespace) -> int:
+    """`agentrl run list [DIRECTORY]`."""
+    lines = runs(options.directory)
+    if options.json:
+        print_json(lines)
+    else:
+        from agentrl.inspection.render import run_table
+
+        print_text(run_table(lines))
+    return 0
+
+
+def run_curve(options: argparse.Namespace) -> int:
+    """`agentrl run curve [RUN] [--metric NAME]`."""
+    with _open(options.run) as reader:
+        if options.metric is None:
+            points = reader.curve()
+            if options.json:
+                print_json(points)
+                return 0
+            from agentrl.inspection.render import curves
+
+            print_text(curves(points))
+            return 0
+        values = reader.metric(options.metric)
+        if not values:
+            raise InputError(
+                f"no metric {options.metric!r}; recorded were: {', '.join(reader.metric_names()) or 'none'}"
+            )
+        if options.json:
+            print_json([{"step": step, "value": value} for step, value in values])
+            return 0
+        from rich.text import Text
+
+        from agentrl.inspection.safe import safe_line
+        from agentrl.observe.plot import curve
+
+        known = [(step, value) for step, value in values if value is not None]
+        title = safe_line(options.metric)
+        print_text(Text(curve([value for _, value in known], steps=[step for step, _ in known], title=title)))
+        return 0
+
+
+def episode_list(options: argparse.Namespace) -> int:
+    """`agentrl episode list [RUN] [--where …] [--sort …]`."""
+    if options.limit < 0 or options.offset < 0:
+        raise InputError("--limit and --offset are not negative")
+    with _open(options.run) as reader:
+        lines = reader.episodes(
+            options.where,
+            sort=options.sort,
+            descending=not options.ascending,
+            limit=options.limit,
+            offset=options.offset,
+        )
+        if options.json:
+            print_json(lines)
+            return 0
+        from agentrl.inspection.render import episode_table
+
+        print_text(episode_table(lines, reader.count(options.where)))
+        return 0
+
+
+def episode_show(options: argparse.Namespace) -> int:
+    """`agentrl episode show RUN [ID] [--attempt N]`."""
+    with _open(options.run) as reader:
+        episode_id = options.id
+        if episode_id is None:
+            newest = reader.episodes("committed_at != null", sort="committed_at", limit=1)
+            if not newest:
+                raise InputError(f"{options.run}: no episode has ended yet")
+            episode_id = newest[0].episode
+        view = reader.episode(episode_id, options.attempt)
+        if options.json:
+            print_json(view)
+            return 0
+        from agentrl.inspection.render import episode_view
+
+        print_text(episode_view(view))
+        return 0
+
+
+@contextmanager
+def _open(name: str | None) -> Iterator[RunReader]:
+    reader = RunReader(_find(name))
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def _find(name: str | None) -> Path:
+    if name is None:
+        found = [path for path in RUNS.iterdir() if (path / "journal").is_dir()] if RUNS.is_dir() else []
+        if not found:
+            raise InputError("there are no runs in runs/; name a run's directory, or make one with `agentrl train`")
+        return max(found, key=lambda path: (path / "journal").stat().st_mtime)
+    path = Path(name)
+    return path if path.exists() or not (RUNS / name).exists() else RUNS / name

@@ -1,0 +1,103 @@
+"""The Ray session a run lives in: attached to where there is one, else a small local one of its own.
+
+A local session listens on loopback only, wants the token in a private file (0600), reports nothing to anyone, has no
+dashboard and prestarts no workers. Owns: starting, attaching, stopping, Ray's environment variables. Does not own:
+actors. Invariants: the caller's signal handlers stay in place; a session that was attached to is never shut down.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+from pathlib import Path
+
+OBJECT_STORE_BYTES = 80 << 20
+"""Trainers get small records and read token data themselves: the smallest store Ray accepts is plenty."""
+
+_LONGEST_TEMPORARY = 40
+"""Ray's sockets lie deep below its directory, and a Unix socket's path has at most 107 characters."""
+
+_LOCAL_ENVIRONMENT = {
+    # Makes Ray take 127.0.0.1 for this node, as it does on a desktop: otherwise its servers listen on every interface.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+}
+
+
+class RaySession:
+    """One process's connection to Ray."""
+
+    def __init__(self) -> None:
+        self._directory: Path | None = None
+        self._started = False
+
+    def start(self) -> None:
+        """Attach to the Ray this process already uses or `RAY_ADDRESS` names, else start a local one (about 4 s).
+
+        Called from any thread; a second call does nothing.
+        """
+        if self._started:
+            return
+        self._started = True
+        attached = "RAY_ADDRESS" in os.environ
+        if not attached:
+            self._prepare_environment()
+        import ray  # Ray reads its environment when it is imported
+
+        if ray.is_initialized():
+            self._forget_directory()
+            return
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        if attached:
+            ray.init(log_to_driver=False, logging_level=logging.WARNING)
+        else:
+            ray.init(
+                address="local",
+                # Idle prestarted workers burn CPU; our actors ask for no CPU slots.
+                num_cpus=0,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                _temp_dir=str(self._directory),
+            )
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def stop(self) -> None:
+        """Shut down what `start` started. Idempotent."""
+        if self._directory is not None:
+            import ray
+
+            ray.shutdown()
+        self._forget_directory()
+        self._started = False
+
+    def _prepare_environment(self) -> None:
+        parent = tempfile.gettempdir()
+        if len(parent) > _LONGEST_TEMPORARY:
+            parent = "/tmp"
+        self._directory = Path(tempfile.mkdtemp(prefix="agentrl-", dir=parent))
+        for name, value in _LOCAL_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if "RAY_AUTH_MODE" not in os.environ and "RAY_AUTH_TOKEN" not in os.environ:
+            token = self._directory / "token"
+            token.touch(mode=0o600)
+            token.write_text(secrets.token_hex(32))
+            os.environ["RAY_AUTH_MODE"] = "token"
+            os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+
+    def _forget_directory(self) -> None:
+        if self._directory is None:
+            return
+        if os.environ.get("RAY_AUTH_TOKEN_PATH") == str(self._directory / "token"):
+            del os.environ["RAY_AUTH_TOKEN_PATH"], os.environ["RAY_AUTH_MODE"]
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory = None

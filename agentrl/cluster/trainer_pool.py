@@ -1,0 +1,209 @@
+"""The trainer port over Ray: one actor per data-parallel rank, each a `PolicyTrainer` that holds the same weights.
+
+The control path carries batches by reference; every rank reads its share of the token data itself. Ranks meet in one
+torch.distributed group through a file, on loopback. Owns: actors, their order, what a failure of one means for all.
+Does not own: training (`learn.trainer`), the Ray session (`session.py`). Invariants: every call goes to all ranks; a
+step that failed on one rank is discarded on all; a dead rank ends the group, with its name, and nothing is retried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.cluster.session import RaySession
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import AgentRLError, TrainerError
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+    from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
+
+
+PATIENCE_S = 60.0
+"""How long ranks may go on after one of them refused a call, before the group counts as stuck."""
+
+
+class TrainerRank:
+    """What runs in the actor of one rank: a `PolicyTrainer` in its group."""
+
+    def __init__(self, config: dict[str, Any], run_directory: str, *, rank: int, size: int, rendezvous: str) -> None:
+        # gloo listens on the interface this names; by default it would be the host's first.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        from agentrl.learn.ranks import OneRank, ProcessGroup
+        from agentrl.learn.trainer import PolicyTrainer, device_of
+
+        ranks: OneRank | ProcessGroup = OneRank()
+        if size > 1:
+            ranks = ProcessGroup(Path(rendezvous), rank=rank, size=size, device=device_of(rank))
+        self._trainer = PolicyTrainer(RunConfig.model_validate(config), Path(run_directory), ranks=ranks)
+
+    def start(self, resume_from: str | None) -> None:
+        """See `PolicyTrainer.start`."""
+        self._trainer.start(None if resume_from is None else Path(resume_from))
+
+    def forward_backward(self, batch: TrainBatch) -> None:
+        """See `PolicyTrainer.forward_backward`."""
+        self._trainer.forward_backward(batch)
+
+    def discard(self, policy: str) -> None:
+        """See `PolicyTrainer.discard`."""
+        self._trainer.discard(policy)
+
+    def optim_step(self, policy: str, step_id: int) -> StepReport:
+        """See `PolicyTrainer.optim_step`."""
+        return self._trainer.optim_step(policy, step_id)
+
+    def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
+        """See `PolicyTrainer.publish`; on rank 0 only, which writes the files."""
+        return self._trainer.publish(policy, version)
+
+    def published(self, version: PolicyVersion) -> None:
+        """See `PolicyTrainer.published`; on the other ranks."""
+        self._trainer.published(version)
+
+    def save(self, directory: str) -> None:
+        """See `PolicyTrainer.save`; on rank 0 only."""
+        self._trainer.save(Path(directory))
+
+
+class RayTrainerPool:
+    """`core.ports.Trainer` over `trainer.workers` Ray actors."""
+
+    def __init__(self, config: RunConfig, run_directory: Path, *, session: RaySession | None = None) -> None:
+        """Nothing is started before `start`.
+
+        Args:
+            config: of the run.
+            run_directory: where journal, versions and step columns lie; all ranks see it.
+            session: the Ray to use, left running by `close`; None: one of its own.
+        """
+        self._config = config
+        self._directory = run_directory.resolve()
+        self._session = session if session is not None else RaySession()
+        self._owns_session = session is None
+        self._actors: list[Any] = []
+        self._private: Path | None = None
+
+    async def start(self, resume_from: str | None = None) -> Mapping[str, WeightsRef]:
+        """Start Ray and the ranks. Nothing is published: version ids are the caller's, who calls `publish` next.
+
+        Raises:
+            ModelError: the model cannot be trained.
+            TrainerError: the checkpoint does not fit, or a rank died.
+        """
+        await asyncio.to_thread(self._start_actors)
+        await self._all("start", resume_from)
+        return {}
+
+    def _start_actors(self) -> None:
+        self._session.start()
+        import ray
+
+        self._private = Path(tempfile.mkdtemp(prefix="agentrl-ranks-"))
+        settings = self._config.model_dump(mode="json")
+        size = self._config.trainer.workers
+        resources: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        gpus = 1 if resources.get("GPU", 0) >= size else 0
+        # No restarts and no retries: a rank that died takes its group's state with it.
+        actor = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=0, max_task_retries=0)(TrainerRank)
+        for rank in range(size):
+            arguments = {"rank": rank, "size": size, "rendezvous": str(self._private / "rendezvous")}
+            self._actors.append(actor.remote(settings, str(self._directory), **arguments))
+
+    async def forward_backward(self, batch: TrainBatch) -> None:
+        """See `PolicyTrainer.forward_backward`; a failure on one rank discards the step's gradient on all."""
+        try:
+            await self._all("forward_backward", batch)
+        except AgentRLError:
+            if self._actors:
+                await self._all("discard", batch.policy)
+            raise
+
+    async def optim_step(self, policy: str, step_id: int) -> StepReport:
+        """See `PolicyTrainer.optim_step`."""
+        reports: Sequence[StepReport] = await self._all("optim_step", policy, step_id)
+        return reports[0]
+
+    async def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
+        """See `PolicyTrainer.publish`."""
+        (reference,) = await self._call(self._actors[:1], "publish", policy, version)
+        await self._call(self._actors[1:], "published", version)
+        return reference  # type: ignore[no-any-return]
+
+    async def save(self, directory: str) -> None:
+        """See `PolicyTrainer.save`."""
+        await self._call(self._actors[:1], "save", await asyncio.to_thread(os.path.abspath, directory))
+
+    async def close(self) -> None:
+        """Stop the ranks and, where it is the pool's own, Ray. Idempotent."""
+        await asyncio.to_thread(self._stop)
+
+    def _stop(self) -> None:
+        self._kill_actors()
+        if self._owns_session:
+            self._session.stop()
+        if self._private is not None:
+            with contextlib.suppress(OSError):
+                (self._private / "rendezvous").unlink(missing_ok=True)
+                self._private.rmdir()
+            self._private = None
+
+    def _kill_actors(self) -> None:
+        if self._actors:
+            import ray
+
+            for actor in self._actors:
+                ray.kill(actor)
+            self._actors = []
+
+    async def _all(self, method: str, *arguments: object) -> list[Any]:
+        return await self._call(self._actors, method, *arguments)
+
+    async def _call(self, actors: Sequence[Any], method: str, *arguments: object) -> list[Any]:
+        """Call a method on some ranks; their results in rank order, or the first rank's error.
+
+        Raises:
+            AgentRLError: what the method raised.
+            TrainerError: a rank died, or the pool was not started; the group is gone.
+        """
+        if not self._actors:
+            raise TrainerError("the trainer pool is not running: it was not started, was closed, or lost a rank")
+        calls = [_result(getattr(actor, method).remote(*arguments)) for actor in actors]
+        pending: set[asyncio.Future[Any]] = set()
+        futures = [asyncio.wrap_future(call) for call in calls]
+        if futures:
+            # The first failure is acted upon: the other ranks may wait in a collective for the one that failed.
+            _, pending = await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
+        for rank, future in enumerate(futures):
+            if future not in pending and (error := future.exception()) is not None:
+                await self._settle(rank, method, error, pending)
+        return [future.result() for future in futures]
+
+    async def _settle(self, rank: int, method: str, error: BaseException, pending: set[asyncio.Future[Any]]) -> None:
+        """Raise what a rank's error means for the group."""
+        from ray.exceptions import RayActorError, RayTaskError
+
+        if isinstance(error, RayTaskError) and isinstance(error.cause, AgentRLError):
+            if pending:
+                _, pending = await asyncio.wait(pending, timeout=PATIENCE_S)
+            if not pending:
+                raise error.cause
+        await asyncio.to_thread(self._kill_actors)
+        for future in pending:
+            future.cancel()
+        what = "died" if isinstance(error, RayActorError) else "failed"
+        raise TrainerError(
+            f"trainer rank {rank} {what} in {method}: {error}. The group of {self._config.trainer.workers} was "
+            "stopped; start the run again with --resume to go on from its newest checkpoint"
+        ) from error
+
+
+def _result(reference: ObjectRef[Any]) -> Any:
+    return reference.future()

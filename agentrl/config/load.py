@@ -1,0 +1,307 @@
+"""TOML and dotted overrides to a `RunConfig`, and back to TOML; every error names the key and the nearest valid one."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from pydantic_core import ErrorDetails
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_TOML_POSITION = re.compile(r" \(at line (\d+), column (\d+)\)$")
+_EXPECTED = {
+    "bool": "true or false",
+    "dict": "a table",
+    "float": "a number",
+    "int": "a whole number",
+    "list": "a list",
+    "model": "a table",
+    "string": "text",
+    "tuple": "a list",
+}
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in a TOML file, changed by `overrides`.
+
+    Args:
+        path: the file. A relative `model.path` is looked for beside it first, then in the working directory.
+        overrides: `section.field=value`, with or without leading dashes; values are JSON, or text where they are not.
+
+    Raises:
+        ConfigError: the file cannot be read, is not TOML, or a key or value does not fit; all problems are listed.
+    """
+    source = Path(path)
+    data = _read(source)
+    raw: dict[tuple[str, ...], str] = {}
+    for override in overrides:
+        keys, text = _split(override)
+        _set(data, keys, _value(text))
+        raw[keys] = text
+    config = _validated(data, raw, str(source))
+    model_path = source.parent / config.model.path
+    if not Path(config.model.path).is_absolute() and model_path.exists():
+        config = config.model_copy(
+            update={"model": config.model.model_copy(update={"path": str(model_path.resolve())})}
+        )
+    return config
+
+
+def dump_toml(config: BaseModel) -> str:
+    """The resolved configuration as TOML; `load` of it gives an equal configuration."""
+    lines: list[str] = []
+    _dump(config.model_dump(mode="json", exclude_none=True), (), lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Every valid key in dotted form, all members of unions included; `<name>` stands for a name of the user's."""
+    for name, field in model.model_fields.items():
+        members, named = _members(field.annotation)
+        path = f"{prefix}{name}.<name>" if named else f"{prefix}{name}"
+        yield path
+        for member in members:
+            yield from keys(member, f"{path}.")
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _read(source: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(source.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{source}: there is no such file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source}: cannot be read ({error})") from error
+    except tomllib.TOMLDecodeError as error:
+        message = str(error)
+        at = _TOML_POSITION.search(message)
+        where = f"{source}:{at[1]}:{at[2]}" if at else str(source)
+        raise ConfigError(f"{where}: not TOML: {_TOML_POSITION.sub('', message)}") from error
+
+
+def _split(override: str) -> tuple[tuple[str, ...], str]:
+    name, sign, text = override.lstrip("-").partition("=")
+    parts = tuple(name.split("."))
+    if not sign or not all(parts):
+        raise ConfigError(
+            f"{override!r}: an override is written section.field=value, for example trainer.loss.kind=ppo"
+        )
+    return parts, text
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _set(data: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for depth, key in enumerate(path[:-1]):
+        data = data.setdefault(key, {})
+        if not isinstance(data, dict):
+            dotted = ".".join(path[: depth + 1])
+            raise ConfigError(f"{'.'.join(path)}: {dotted} is a value, not a section")
+    data[path[-1]] = value
+
+
+def _validated(data: dict[str, Any], raw: Mapping[tuple[str, ...], str], source: str) -> RunConfig:
+    _choose_default_members(RunConfig, data)
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        texts = [path for path in _wanted_text(error) if path in raw]
+        if not texts:
+            raise config_error(error, source) from None
+    for path in texts:  # `--name=12` is the text "12", not the number
+        _set(data, path, raw[path])
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise config_error(error, source) from None
+
+
+def _wanted_text(error: ValidationError) -> Iterator[tuple[str, ...]]:
+    for detail in error.errors(include_url=False):
+        if detail["type"] == "string_type":
+            yield tuple(str(part) for part in _locate(detail["loc"])[0])
+
+
+def _choose_default_members(model: type[BaseModel], data: dict[str, Any]) -> None:
+    """Where a table of a tagged union leaves its tag out, it means the default's."""
+    for name, field in model.model_fields.items():
+        value = data.get(name)
+        if not isinstance(value, dict):
+            continue
+        if isinstance(field.discriminator, str) and isinstance(field.default, BaseModel):
+            value.setdefault(field.discriminator, getattr(field.default, field.discriminator))
+        members, named = _members(field.annotation)
+        for table in value.values() if named else [value]:
+            if len(members) == 1 and isinstance(table, dict):
+                _choose_default_members(members[0], table)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def config_error(error: ValidationError, source: str) -> ConfigError:
+    """A pydantic error about a `RunConfig` in words: the key, what was given and expected, the nearest valid key."""
+    details = error.errors(include_url=False)
+    lines = [_explain(detail) for detail in details[:10]]
+    if len(details) > len(lines):
+        lines.append(f"and {len(details) - len(lines)} more")
+    return ConfigError(f"{source}: " + "\n  ".join(lines))
+
+
+def _explain(detail: ErrorDetails) -> str:
+    path, section = _locate(detail["loc"])
+    dotted = ".".join(str(part) for part in path)
+    kind = detail["type"]
+    given = _short(detail["input"])
+    if kind == "extra_forbidden":
+        return f"unknown key {dotted}{_nearest(path, section)}"
+    if kind == "missing":
+        return f"{dotted} is missing; it has no default"
+    if kind == "value_error":
+        message = detail["msg"].removeprefix("Value error, ")
+        return f"{dotted}: {message}" if dotted else message
+    if kind == "union_tag_invalid":
+        tag, expected = detail["ctx"]["discriminator"].strip("'"), detail["ctx"]["expected_tags"]
+        return f"{dotted}.{tag} = {_short(detail['ctx']['tag'])}: expected one of {expected}"
+    what, _, reason = kind.rpartition("_")
+    if reason in ("type", "parsing") and what in _EXPECTED:
+        return f"{dotted} = {given}: expected {_EXPECTED[what]}, not {_type_name(detail['input'])}"
+    message = detail["msg"].removeprefix("Input should be ")
+    return f"{dotted} = {given}: expected {message[:1].lower()}{message[1:]}"
+
+
+def _locate(location: Sequence[str | int]) -> tuple[list[str | int], type[BaseModel] | None]:
+    """The path of keys of an error's location, without pydantic's union tags, and the section of its last key."""
+    path: list[str | int] = []
+    model: type[BaseModel] | None = RunConfig
+    section = model
+    rest = list(location)
+    while rest:
+        part = rest.pop(0)
+        path.append(part)
+        section = model
+        field = model.model_fields.get(str(part)) if model is not None else None
+        if field is None:
+            model = None
+            continue
+        members, named = _members(field.annotation)
+        if named and rest:
+            path.append(rest.pop(0))
+        model = members[0] if len(members) == 1 else None
+        if len(members) > 1 and rest:  # the tag of the member pydantic chose
+            tag = rest.pop(0)
+            model = next((member for member in members if tag in _tags(member)), None)
+    return path, section
+
+
+def _nearest(path: Sequence[str | int], section: type[BaseModel] | None) -> str:
+    name = str(path[-1])
+    prefix = "".join(f"{part}." for part in path[:-1])
+    everywhere = list(keys())
+    siblings = list(section.model_fields) if section is not None else []
+    for owner in _members(_annotation(path[:-1]))[0]:
+        if name in owner.model_fields and section is not None:
+            tag = next(iter(_tags(owner)))
+            return f" for kind = {next(iter(_tags(section)))!r}; {prefix}{name} belongs to {prefix}kind = {tag!r}"
+    elsewhere = [key for key in everywhere if key.rpartition(".")[2] == name]
+    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
+    if close and not elsewhere:
+        return f"; did you mean {prefix}{close[0]}?"
+    dotted = f"{prefix}{name}"
+    elsewhere += difflib.get_close_matches(dotted, everywhere, n=1, cutoff=0.6)
+    elsewhere += difflib.get_close_matches(name, [key.rpartition(".")[2] for key in everywhere], n=1, cutoff=0.75)
+    if elsewhere:
+        best = next((key for key in everywhere if key == elsewhere[0] or key.rpartition(".")[2] == elsewhere[0]), "")
+        return f"; did you mean {best}?"
+    return f"; there are: {', '.join(f'{prefix}{each}' for each in siblings)}" if siblings else ""
+
+
+def _annotation(path: Sequence[str | int]) -> Any:
+    model: type[BaseModel] | None = RunConfig
+    annotation: Any = None
+    for part in path:
+        field = model.model_fields.get(str(part)) if model is not None else None
+        annotation = None if field is None else field.annotation
+        members, _ = _members(annotation)
+        model = members[0] if len(members) == 1 else None
+    return annotation
+
+
+def _members(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
+    """The sections an annotation can hold, and whether they stand under names of the user's."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation], False
+    arguments = get_args(annotation)
+    if get_origin(annotation) is dict:
+        return _members(arguments[1])[0], bool(_members(arguments[1])[0])
+    if get_origin(annotation) in (Literal, tuple, list):
+        return [], False
+    return [member for argument in arguments for member in _members(argument)[0]], False
+
+
+def _tags(section: type[BaseModel]) -> tuple[str, ...]:
+    field = section.model_fields.get("kind")
+    return get_args(field.annotation) if field is not None else ()
+
+
+def _short(value: Any) -> str:
+    text = repr(value) if not isinstance(value, str | bool) else json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _type_name(value: Any) -> str:
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        dict: "a table",
+        list: "a list",
+    }
+    return names.get(type(value), "null" if value is None else type(value).__name__)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def _dump(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
+    values = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    if path and (values or not table):
+        lines += ["", f"[{'.'.join(_key(part) for part in path)}]"]
+    lines += [f"{_key(key)} = {_toml(value)}" for key, value in values.items()]
+    for key, value in table.items():
+        if isinstance(value, dict):
+            _dump(value, (*path, key), lines)
+
+
+def _key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else _toml(key)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

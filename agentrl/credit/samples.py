@@ -1,0 +1,65 @@
+"""From an episode to training samples: a unit's rows with an advantage per token.
+
+Owns: which trajectories of an episode belong to a unit, and which of their tokens are trained. Does not own: computing
+advantages (headers alone, on the control path), reading the journal, packing. Needs no torch.
+Invariant: a token whose sampling mask was not recorded (`MaskKind.MISSING`) is not trained; everything sampled else is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentrl.core.errors import JournalError
+from agentrl.core.records import MaskKind, Row, TrainingSample, Trajectory, Unit
+
+
+def samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[TrainingSample]:
+    """The rows of `unit`'s policy, in (seat, index, row) order, each sampled token with its trajectory's advantage.
+
+    Args:
+        unit: names the policy and carries one credit per trajectory.
+        trajectories: of the whole episode, as the journal gives them; other policies' are left out.
+
+    Returns:
+        One sample per row with a sampled token; `row_index` counts the unit's rows.
+
+    Raises:
+        JournalError: the journal lacks a trajectory the unit has a credit for.
+    """
+    found = {(item.seat, item.index): item for item in trajectories if item.policy == unit.policy}
+    result: list[TrainingSample] = []
+    row_index = 0
+    for credit in sorted(unit.credits, key=lambda item: (item.seat, item.index)):
+        trajectory = found.get((credit.seat, credit.index))
+        if trajectory is None:
+            raise JournalError(
+                f"episode {unit.episode_id} (attempt {unit.attempt}) has a unit of policy {unit.policy!r} with agent "
+                f"{credit.seat}[{credit.index}], but {unit.location.partition} holds no such trajectory; "
+                "the journal is damaged or belongs to another run"
+            )
+        for row in trajectory.rows:
+            sample = _sample(row, advantage=credit.advantage, episode_id=unit.episode_id, row_index=row_index)
+            row_index += 1
+            if sample.loss_mask.any():
+                result.append(sample)
+    return result
+
+
+def _sample(row: Row, *, advantage: float, episode_id: str, row_index: int) -> TrainingSample:
+    """One row, its advantage spread over the tokens that are trained."""
+    import numpy as np
+
+    loss_mask = row.loss_mask
+    if row.sampling_mask is not None:
+        loss_mask = loss_mask & (row.sampling_mask.counts != MaskKind.MISSING)
+    return TrainingSample(
+        token_ids=row.token_ids,
+        loss_mask=loss_mask,
+        behavior_logprobs=row.behavior_logprobs,
+        advantages=np.where(loss_mask, np.float32(advantage), np.float32(0)),
+        temperature=row.temperature,
+        expert_routing=row.expert_routing,
+        sampling_mask=row.sampling_mask,
+        episode_id=episode_id,
+        row_index=row_index,
+    )

@@ -1,0 +1,261 @@
+"""Which calls run in the next forward passes: admission to slots, prefix reuse, and the plan of one step.
+
+Owns: waiting and running calls, the slot table and the columns. Lives on the event loop, between passes.
+Does not run models, and does not choose versions: the engine hands it a resolver.
+Invariants: a call runs in exactly one slot; keys and values are reused only under the version that computed them;
+prefill per step is bounded, so that no long context holds up the others.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from agentrl.engines.passes import Pass
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from numpy.typing import NDArray
+
+    from agentrl.engines.calls import Call, EmbeddedSession
+    from agentrl.engines.capture import KeptSets, RoutingTap
+    from agentrl.engines.serving import ServedModel, Serving
+    from agentrl.engines.slot_cache import SlotCache
+    from agentrl.engines.slot_columns import SlotColumns, Slots
+    from agentrl.engines.slot_table import SlotTable
+
+_WORTH_SHARING = 8
+"""Shortest common prefix, in tokens, that is copied from another conversation instead of computed."""
+
+
+class Batcher:
+    """Calls, slots and the plan of each step."""
+
+    def __init__(
+        self,
+        *,
+        cache: SlotCache,
+        columns: SlotColumns,
+        table: SlotTable,
+        prefill_tokens: int,
+        tap: RoutingTap | None,
+        kept: KeptSets | None,
+    ) -> None:
+        self._cache = cache
+        self._columns = columns
+        self._table = table
+        self._prefill_tokens = prefill_tokens
+        self._tap = tap
+        self._kept = kept
+        self._waiting: list[Call] = []
+        self._seated: list[Call] = []
+        self.running: dict[int, Call] = {}
+        self._layout: list[tuple[ServedModel, Slots, NDArray[np.int64]]] | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether no call waits or runs."""
+        return not (self._waiting or self._seated or self.running)
+
+    def submit(self, call: Call) -> None:
+        """Queue a call. Sessions that still hold a slot need not compete for one."""
+        if call.session.slot >= 0:
+            self._seated.append(call)
+        else:
+            heapq.heappush(self._waiting, call)
+
+    def calls(self) -> list[Call]:
+        """All calls, waiting or running."""
+        return [*self.running.values(), *self._seated, *self._waiting]
+
+    def drop_ending(self) -> list[Call]:
+        """Take out the calls that were aborted or cancelled; those that ran still hold their slots."""
+        ending = [call for call in (*self._seated, *self._waiting) if call.ending]
+        if ending:
+            self._seated = [call for call in self._seated if not call.ending]
+            self._waiting = [call for call in self._waiting if not call.ending]
+            heapq.heapify(self._waiting)
+        return ending + [call for call in self.running.values() if call.ending]
+
+    def admit(self, held: Collection[str], resolve: Callable[[EmbeddedSession], Serving]) -> None:
+        """Give slots to waiting calls, lowest priority number first; calls of `held` policies go on waiting.
+
+        Conversations that hold a slot go on in it. While at least half of the slots are busy, others wait for a slot
+        that is free or long idle: to evict conversations between two turns would compute their contexts again.
+        """
+        aside: list[Call] = []
+        seated, self._seated = self._seated, []
+        for call in seated:
+            if call.session.slot < 0:
+                heapq.heappush(self._waiting, call)
+            elif _is_held(call, held):
+                self._seated.append(call)
+            else:
+                self._begin(call, resolve)
+        while self._waiting and self._table.has_slot(patient=2 * len(self.running) >= self._cache.slots):
+            call = heapq.heappop(self._waiting)
+            if _is_held(call, held):
+                aside.append(call)
+            else:
+                self._begin(call, resolve)
+        for call in aside:
+            heapq.heappush(self._waiting, call)
+
+    def _begin(self, call: Call, resolve: Callable[[EmbeddedSession], Serving]) -> None:
+        request, table = call.request, self._table
+        serving = resolve(call.session)  # before a slot is taken: a lease depends on the KV still being there
+        slot = table.take(call.session)
+        mine = table.computed_by[slot] is serving
+        reused = self._columns.common_prefix(slot, request.token_ids) if mine else 0
+        self._columns.begin(
+            slot, context=request.token_ids, reused=reused, sampling=request.sampling, seed=request.seed
+        )
+        table.computed_by[slot] = serving
+        call.serving, call.cached, call.routing_start, call.fresh = serving, reused, reused, reused < _WORTH_SHARING
+        serving.calls += 1
+        if self._tap is not None:
+            self._tap.restart(slot, reused)
+        if self._kept is not None:
+            self._kept.clear(slot)
+        self.running[slot] = call
+        self._layout = None
+
+    def finish(self, call: Call) -> None:
+        """Take a running call out of its slot, which stays with the session until another needs it."""
+        slot = call.session.slot
+        del self.running[slot]
+        self._table.rest(call.session)
+        self._layout = None
+
+    def switch(self, call: Call, serving: Serving, *, keep_kv: bool) -> None:
+        """Sample a running call by `serving` from its next token on.
+
+        With `keep_kv` it goes on over the keys and values of older weights, else they are computed again. A call
+        that has sampled nothing yet always starts over.
+        """
+        slot = call.session.slot
+        sampled = int(self._columns.length[slot] - self._columns.prompt[slot])
+        call.close_span(sampled)
+        if call.serving is not None:
+            call.serving.calls -= 1
+        call.serving = serving
+        serving.calls += 1
+        if keep_kv and sampled:
+            self._table.computed_by[slot] = None
+        else:
+            self._columns.computed[slot] = 0
+            self._table.computed_by[slot] = serving
+            call.fresh = True
+        if not sampled:
+            call.cached = call.routing_start = 0
+            if self._tap is not None:
+                self._tap.restart(slot, 0)
+        self._layout = None
+
+    def plan(self) -> list[Pass]:
+        """The passes of the next step: bounded prefill, then one decode pass per model."""
+        self._share_prefixes()
+        if self._layout is None:
+            self._layout = self._lay_out()
+        passes: list[Pass] = []
+        columns, budget = self._columns, self._prefill_tokens
+        for served, slots, adapters in self._layout:
+            pending = columns.length[slots] - columns.computed[slots]
+            decoding = pending == 1
+            if not decoding.all():
+                rows = [row for row in np.flatnonzero(pending > 1).tolist() if not self.running[int(slots[row])].fresh]
+                for chosen, counts in self._prefill(slots, pending, rows, budget):
+                    passes.append(_pass(served, slots[chosen], counts, adapters[chosen]))
+                    budget -= int(counts.max()) * len(counts)
+                slots, adapters, pending = slots[decoding], adapters[decoding], pending[decoding]
+            if len(slots):
+                passes.append(_pass(served, slots, pending, adapters))
+        return passes
+
+    def _lay_out(self) -> list[tuple[ServedModel, Slots, NDArray[np.int64]]]:
+        groups: dict[int, list[int]] = {}
+        for slot in sorted(self.running):
+            groups.setdefault(id(self._serving(slot).served), []).append(slot)
+        return [
+            (
+                self._serving(slots[0]).served,
+                np.array(slots, np.int64),
+                np.array([self._serving(slot).adapter for slot in slots], np.int64),
+            )
+            for slots in groups.values()
+        ]
+
+    def _serving(self, slot: int) -> Serving:
+        serving = self.running[slot].serving
+        assert serving is not None, "a running call has a version"
+        return serving
+
+    def _prefill(
+        self, slots: Slots, pending: NDArray[np.int64], rows: list[int], budget: int
+    ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Rows of like length together, oldest calls first, until the padded tokens reach the budget."""
+        rows.sort(key=lambda row: self.running[int(slots[row])].order)
+        buckets: dict[int, list[int]] = {}
+        widest: dict[int, int] = {}
+        for row in rows:
+            wanted = int(min(pending[row], self._prefill_tokens))
+            bucket = wanted.bit_length()
+            width = max(widest.get(bucket, 0), wanted)
+            grown = width * (len(buckets.get(bucket, ())) + 1) - widest.get(bucket, 0) * len(buckets.get(bucket, ()))
+            if grown > budget and buckets:
+                break
+            if grown > budget:
+                width = grown = max(budget, 2)
+            budget -= grown
+            buckets.setdefault(bucket, []).append(row)
+            widest[bucket] = width
+        return [
+            (np.array(sorted(chosen)), np.minimum(pending[sorted(chosen)], widest[bucket]))
+            for bucket, chosen in buckets.items()
+        ]
+
+    def _share_prefixes(self) -> None:
+        """Copy what another conversation has computed under the same weights; of calls alike, one computes first."""
+        leaders: set[tuple[int, bytes]] = set()
+        for slot, call in self.running.items():
+            if not call.fresh:
+                continue
+            context = call.request.token_ids
+            donor, length = self._best_donor(slot, call)
+            if length >= _WORTH_SHARING and length > self._columns.computed[slot]:
+                self._cache.copy_prefix(donor, slot, length)
+                if self._tap is not None:
+                    self._tap.copy_prefix(donor, slot, length)
+                self._columns.computed[slot] = length
+                call.cached, call.fresh = length, False
+                continue
+            beginning = (id(call.serving), context[:_WORTH_SHARING].tobytes())
+            call.fresh = beginning in leaders
+            leaders.add(beginning)
+
+    def _best_donor(self, slot: int, call: Call) -> tuple[int, int]:
+        columns, table = self._columns, self._table
+        donors = [
+            other
+            for other, serving in enumerate(table.computed_by)
+            if serving is call.serving and other != slot and columns.computed[other] >= _WORTH_SHARING
+        ]
+        if not donors:
+            return -1, 0
+        limit = int(columns.length[slot]) - 1
+        same = columns.tokens[donors, :limit] == columns.tokens[slot, :limit]
+        same &= np.arange(limit) < columns.computed[donors][:, None]
+        lengths = np.where(same.all(axis=1), limit, same.argmin(axis=1)) if limit else np.zeros(len(donors), np.int64)
+        best = int(lengths.argmax())
+        return donors[best], int(lengths[best])
+
+
+def _is_held(call: Call, held: Collection[str]) -> bool:
+    return call.session.policy in held and call.session.pin is None
+
+
+def _pass(served: ServedModel, slots: Slots, counts: NDArray[np.int64], adapters: NDArray[np.int64]) -> Pass:
+    return Pass(model=served.model, bank=served.bank, slots=slots, counts=counts, adapters=adapters)

@@ -1,0 +1,161 @@
+"""What a pass leaves behind for the trainer: the experts each position used, and the kept set of each sampled token.
+
+Owns: a routing row per slot and position, a kept set per sampled token, until the call's completion takes them.
+Does not decide anything about a pass; a tap that is not begun records nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from agentrl.core.errors import EngineCapabilityError
+from agentrl.core.records import SamplingMask
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+    from agentrl.core.records import BoolArray, ExpertArray
+    from agentrl.engines.slot_columns import Slots
+
+_MOST_EXPERTS = 256
+
+
+class RoutingTap:
+    """Records the experts that a mixture-of-experts model really used, by hooks on its routers.
+
+    A router is a module whose output is a tuple with an integer tensor `[tokens, top_k]`: the chosen experts.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, slots: int, capacity: int) -> None:
+        self._routers = find_routers(model)
+        if not self._routers:
+            raise EngineCapabilityError(
+                f"engine.capture_routing: {type(model).__name__} has no router that reports its experts. "
+                "Use a mixture-of-experts model such as Qwen3-MoE or Mixtral, or set capture_routing = false"
+            )
+        experts: int = (
+            getattr(model.config, "num_experts", None) or getattr(model.config, "num_local_experts", None) or 0
+        )
+        if experts > _MOST_EXPERTS:
+            raise EngineCapabilityError(f"engine.capture_routing: {experts} experts do not fit a byte (at most 256)")
+        self._recording = False
+        self._chosen: list[Tensor] = []
+        self._shape = (slots, capacity + 1)
+        self._rows: ExpertArray | None = None
+        self._recorded = [0] * slots
+        self.attach(model)
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Listen to `model`, another copy of the same architecture."""
+        for name in self._routers:
+            model.get_submodule(name).register_forward_hook(self._listen)
+
+    def _listen(self, module: nn.Module, inputs: object, output: tuple[Tensor, ...]) -> None:
+        if self._recording:
+            self._chosen.append(chosen_experts(output))
+
+    def begin(self) -> None:
+        """Record the next pass."""
+        self._recording = True
+        self._chosen.clear()
+
+    def store(self, slots: Slots, begin: NDArray[np.int64], counts: NDArray[np.int64], width: int) -> None:
+        """Keep a pass: slot i computed `counts[i]` positions from `begin[i]`, right-aligned in `width`."""
+        self._recording = False
+        stacked = torch.stack(self._chosen, dim=1).to("cpu", torch.uint8).numpy()
+        rows = stacked.reshape(len(slots), width, *stacked.shape[1:])
+        if self._rows is None:
+            self._rows = np.zeros((*self._shape, *stacked.shape[1:]), np.uint8)
+        for i, (slot, first, count) in enumerate(zip(slots.tolist(), begin.tolist(), counts.tolist(), strict=True)):
+            new = min(count, first + count - self._recorded[slot])
+            if new > 0:  # computed again under newer weights: the rows of the pass that sampled there stay
+                self._rows[slot, first + count - new : first + count] = rows[i, width - new :]
+                self._recorded[slot] = first + count
+
+    def restart(self, slot: int, position: int) -> None:
+        """Whatever is computed in `slot` from `position` on belongs to a new call."""
+        self._recorded[slot] = position
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Give slot `target` the routing of the first `length` positions of slot `source`."""
+        if self._rows is not None:
+            self._rows[target, :length] = self._rows[source, :length]
+        self._recorded[target] = length
+
+    def take(self, slot: int, start: int, stop: int) -> ExpertArray | None:
+        """A copy of the rows of positions `[start, stop)`, `[stop - start, layers, top_k]`; None before any pass."""
+        return None if self._rows is None else self._rows[slot, start:stop].copy()
+
+
+def chosen_experts(output: object) -> Tensor:
+    """The integer tensor of a router's output.
+
+    Raises:
+        TypeError: the output has none.
+    """
+    for part in output if isinstance(output, tuple) else ():
+        if isinstance(part, torch.Tensor) and part.dim() == 2 and not part.is_floating_point():
+            return part
+    raise TypeError("not a router's output")
+
+
+def find_routers(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names of the modules that return chosen experts, in the order in which they run."""
+    found: list[str] = []
+    hooks = []
+    for name, module in model.named_modules():
+
+        def note(module: nn.Module, inputs: object, output: object, name: str = name) -> None:
+            try:
+                chosen_experts(output)
+            except TypeError:
+                return
+            found.append(name)
+
+        hooks.append(module.register_forward_hook(note))
+    with torch.inference_mode():
+        model(input_ids=torch.zeros((1, 3), dtype=torch.int64, device=model.device), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return tuple(found)
+
+
+class KeptSets:
+    """Kept sets of the sampled tokens of each slot's call."""
+
+    def __init__(self, slots: int) -> None:
+        self._sets: list[list[NDArray[np.int32] | None]] = [[] for _ in range(slots)]
+
+    def clear(self, slot: int) -> None:
+        """A new call begins in `slot`."""
+        self._sets[slot] = []
+
+    def store(self, slots: Slots, kept: Tensor | None, filtered: BoolArray) -> None:
+        """One token was sampled in each of `slots` from `kept`, `[B, V]`, where its call has filters."""
+        if kept is None:
+            for slot in slots.tolist():
+                self._sets[slot].append(None)
+            return
+        table = kept.cpu().numpy()
+        for i, slot in enumerate(slots.tolist()):
+            self._sets[slot].append(np.flatnonzero(table[i]).astype(np.int32) if filtered[i] else None)
+
+    def take(self, slot: int) -> SamplingMask:
+        """The sets of the slot's call, one per sampled token; count 0 where nothing was left out."""
+        return ragged(self._sets[slot])
+
+
+def ragged(sets: Sequence[NDArray[np.int32] | None]) -> SamplingMask:
+    """Kept sets as a ragged array."""
+    parts = [part for part in sets if part is not None]
+    return SamplingMask(
+        counts=np.array([0 if part is None else len(part) for part in sets], np.int32),
+        token_ids=np.concatenate(parts) if parts else np.zeros(0, np.int32),
+    )

@@ -1,0 +1,412 @@
+"""The embedded engine: continuous batching of any local Hugging Face causal LM in this process.
+
+Owns: the life of sessions and calls, one worker thread, and the loop that alternates plans and forward passes.
+Does not tokenise, and does not know episodes.
+Invariants:
+1. The event loop schedules, the worker computes; they never touch the same state at once (`_between_passes`).
+2. Weights change between two forward passes; a completion's spans say which weights sampled each token.
+3. Keys and values of one version never serve another, except inside a call with refresh `token` and `keep_kv`.
+4. An error in a pass fails the calls in flight and the engine, by name; nothing hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import EngineCapabilityError, EngineError
+from agentrl.core.ports import EngineCapabilities
+from agentrl.engines.batcher import Batcher
+from agentrl.engines.calls import Call, EmbeddedSession, empty_completion
+from agentrl.engines.capture import KeptSets, RoutingTap
+from agentrl.engines.passes import Pass, PassRunner
+from agentrl.engines.serving import ServedModel, VersionTable
+from agentrl.engines.slot_cache import SlotCache
+from agentrl.engines.slot_columns import SlotColumns
+from agentrl.engines.slot_table import SlotTable
+from agentrl.engines.updates import WeightUpdates
+from agentrl.engines.weight_files import load_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from transformers import PreTrainedModel
+
+    from agentrl.core.clock import Clock
+    from agentrl.core.ports import Delta, GenerateRequest, Refresh
+    from agentrl.core.records import Completion, FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
+    from agentrl.engines.passes import EngineStats
+    from agentrl.engines.serving import Serving
+
+_DELTA_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedSettings:
+    """How an embedded engine works, beyond what its capabilities say; see `EmbeddedEngine.load`."""
+
+    slots: int
+    refresh: Refresh
+    keep_kv: bool
+    max_rank: int
+    max_lag: int
+    prefill_tokens: int
+
+
+class EmbeddedEngine:
+    """See `agentrl.core.ports.Engine`. Make one with `load`; it belongs to one event loop."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        versions: Mapping[str, PolicyVersion],
+        capabilities: EngineCapabilities,
+        settings: EmbeddedSettings,
+        clock: Clock,
+    ) -> None:
+        slots, context = settings.slots, capabilities.max_context
+        self.capabilities = capabilities
+        self._vocabulary = int(model.config.vocab_size)
+        self._tap = RoutingTap(model, slots=slots, capacity=context) if capabilities.expert_routing else None
+        self._kept = KeptSets(slots) if capabilities.sampling_mask else None
+        self._columns = SlotColumns(slots=slots, capacity=context)
+        self._table = SlotTable(slots, clock=clock)
+        cache = SlotCache(slots=slots, capacity=context, layers=model.config.num_hidden_layers)
+        self._batcher = Batcher(
+            cache=cache,
+            columns=self._columns,
+            table=self._table,
+            prefill_tokens=settings.prefill_tokens,
+            tap=self._tap,
+            kept=self._kept,
+        )
+        self._runner = PassRunner(
+            cache=cache,
+            columns=self._columns,
+            device=model.device,
+            dtype=model.dtype,
+            tap=self._tap,
+            kept=self._kept,
+            clock=clock,
+        )
+        served = ServedModel.of(model)
+        self._versions = VersionTable(served, places=capabilities.adapters, max_rank=settings.max_rank)
+        self._versions.start(versions.values())
+        self._between_passes = asyncio.Lock()
+        self._updates = WeightUpdates(
+            versions=self._versions,
+            refresh=settings.refresh,
+            max_lag=settings.max_lag,
+            between_passes=self._between_passes,
+            switch=self._switch_calls,
+            on_worker=self._on_worker,
+            tap=self._tap,
+        )
+        self._keep_kv = settings.keep_kv
+        self._clock = clock
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agentrl-engine")
+        self._loop_task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._calls: dict[str, Call] = {}
+        self._arrivals = 0
+        self._next_delta = 0.0
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    @classmethod
+    def load(  # noqa: PLR0913 (one keyword per setting)
+        cls,
+        model_path: str,
+        *,
+        versions: Mapping[str, PolicyVersion],
+        slots: int = 64,
+        max_context: int = 512,
+        refresh: Refresh = "token",
+        keep_kv: bool = True,
+        capture_routing: bool = False,
+        capture_mask: bool = False,
+        adapter_slots: int = 4,
+        max_rank: int = 64,
+        max_lag: int = 1,
+        prefill_tokens: int = 512,
+        threads: int = 1,
+        device: str = "cpu",
+        dtype: str = "float32",
+        clock: Clock | None = None,
+    ) -> EmbeddedEngine:
+        """Load a model directory and serve it.
+
+        Args:
+            model_path: a local Hugging Face causal LM directory.
+            versions: for each policy, the version that the directory's weights are.
+            slots: conversations whose KV is held at once.
+            max_context: longest context in tokens, completion included.
+            refresh: when sessions move to newer weights; see `updates.py`.
+            keep_kv: whether calls in flight keep the KV that older weights computed (refresh `token`).
+            capture_routing: record the experts of each position.
+            capture_mask: record the kept set of each sampled token.
+            adapter_slots: adapters served side by side; 0: full weights only.
+            max_rank: the largest rank of an adapter.
+            max_lag: refresh `lazy`: how many steps a session may stay behind.
+            prefill_tokens: padded context tokens computed per step.
+            threads: torch threads of this process.
+            device: where the model lies.
+            dtype: `float32` or `bfloat16`.
+            clock: where durations come from.
+
+        Raises:
+            ModelError: the directory holds no model that can serve this.
+            EngineCapabilityError: the model or the settings cannot give what was asked for.
+        """
+        if refresh in ("episode", "lazy") and adapter_slots == 0:
+            raise EngineCapabilityError(
+                f"engine.refresh = {refresh!r} needs adapters side by side; set adapter_slots, or refresh token or turn"
+            )
+        torch.set_num_threads(threads)
+        model = load_model(model_path, max_context=max_context, dtype=getattr(torch, dtype), device=device)
+        capabilities = EngineCapabilities(
+            name="embedded",
+            refresh=frozenset({"token", "turn", "episode", "lazy"} if adapter_slots else {"token", "turn"}),
+            expert_routing=capture_routing,
+            sampling_mask=capture_mask,
+            adapters=adapter_slots,
+            max_context=max_context,
+        )
+        settings = EmbeddedSettings(
+            slots=slots,
+            refresh=refresh,
+            keep_kv=keep_kv,
+            max_rank=max_rank,
+            max_lag=max_lag,
+            prefill_tokens=prefill_tokens,
+        )
+        return cls(model, versions=versions, capabilities=capabilities, settings=settings, clock=clock or SystemClock())
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    def open(
+        self, session_id: str, policy: str, *, pin: PolicyVersion | None = None, priority: int = 0
+    ) -> EmbeddedSession:
+        """See `agentrl.core.ports.Engine.open`."""
+        self._versions.of_policy(policy)
+        pinned = None if pin is None else self._versions.of_version(pin)
+        if pinned is not None:
+            pinned.pins += 1
+        return EmbeddedSession(self, session_id, policy, pin=pinned, priority=priority)
+
+    def close_session(self, session: EmbeddedSession) -> None:
+        """Give back what `session` holds; a call of it in flight ends as by `abort`."""
+        if session.closed:
+            return
+        session.closed = True
+        if session.call is not None:
+            self.abort(session.call.request.request_id)
+        else:
+            self._leave(session)
+
+    def _leave(self, session: EmbeddedSession) -> None:
+        self._table.leave(session)
+        self._updates.end_lease(session)
+        if session.pin is not None:
+            session.pin.pins -= 1
+            self._updates.settle(session.pin)
+            session.pin = None
+
+    async def generate(
+        self, session: EmbeddedSession, request: GenerateRequest, on_delta: Delta | None = None
+    ) -> Completion:
+        """One call of `session`; see `agentrl.core.ports.EngineSession.generate`."""
+        self._check(session, request)
+        context = len(request.token_ids)
+        if context >= self.capabilities.max_context or request.sampling.max_tokens < 1:
+            return empty_completion(context, "length")
+        loop = asyncio.get_running_loop()
+        self._arrivals += 1
+        call = Call(request, session, loop.create_future(), on_delta, self._arrivals)
+        self._calls[request.request_id] = session.call = call
+        self._batcher.submit(call)
+        self._wake.set()
+        if self._loop_task is None:
+            self._loop_task = loop.create_task(self._run(), name="agentrl-embedded-engine")
+            self._loop_task.add_done_callback(self._loop_ended)
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            call.ending = True
+            self._wake.set()
+            raise
+
+    def _check(self, session: EmbeddedSession, request: GenerateRequest) -> None:
+        where = f"call {request.request_id} of session {session.session_id}"
+        if self._closed or self._failure is not None:
+            raise EngineError(f"{where}: the engine is {'closed' if self._closed else 'dead'}") from self._failure
+        if session.closed:
+            raise EngineError(f"{where}: the session is closed")
+        if session.call is not None or request.request_id in self._calls:
+            raise EngineError(f"{where}: a session has one call at a time, with a request id of its own")
+        ids = request.token_ids
+        if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= self._vocabulary:
+            raise EngineError(f"{where}: the context must have tokens, all in [0, {self._vocabulary})")
+        if not request.sampling.temperature > 0:
+            raise EngineError(f"{where}: temperature {request.sampling.temperature} is not above 0")
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Plan, run, finish; lives while there are calls."""
+        batcher, loop = self._batcher, asyncio.get_running_loop()
+        while True:
+            async with self._between_passes:
+                for call in batcher.drop_ending():
+                    self._end(call, aborted=True)
+                if batcher.empty:
+                    break
+                plan: list[Pass] = []
+                if not self._updates.paused:
+                    batcher.admit(self._updates.held, self._updates.resolve)
+                    plan = batcher.plan()
+                if plan:
+                    ended = await loop.run_in_executor(self._worker, self._runner.run, plan)
+                    for slot in ended:
+                        self._end(batcher.running[slot], aborted=False)
+                    self._deliver()
+                else:
+                    self._wake.clear()
+            if not plan:
+                await self._wake.wait()
+        self._loop_task = None
+
+    def _end(self, call: Call, *, aborted: bool) -> None:
+        session = call.session
+        stopped = not aborted and self._columns.stopped(session.slot)
+        reason: FinishReason = "abort" if aborted else "stop" if stopped else "length"
+        completion = call.complete(self._columns, reason, tap=self._tap, kept=self._kept)
+        serving = call.serving
+        if serving is not None:
+            self._runner.stats.cached_tokens += call.cached
+            self._batcher.finish(call)
+            serving.calls -= 1
+            self._updates.settle(serving)
+        del self._calls[call.request.request_id]
+        session.call = None
+        if session.closed:
+            self._leave(session)
+        if not call.future.done():
+            call.future.set_result(completion)
+
+    def _deliver(self) -> None:
+        now = self._clock.monotonic()
+        if now < self._next_delta:
+            return
+        self._next_delta = now + _DELTA_SECONDS
+        for call in self._batcher.running.values():
+            call.deliver(self._columns)
+
+    def _loop_ended(self, task: asyncio.Task[None]) -> None:
+        """A pass or a callback raised: the engine is dead, and says so to whoever waits."""
+        error = None if task.cancelled() else task.exception()
+        if error is None and not task.cancelled():
+            return
+        self._loop_task = None
+        self._failure = error
+        self._fail_calls("the engine died in a forward pass", error)
+
+    def _fail_calls(self, reason: str, cause: BaseException | None) -> None:
+        for call in self._batcher.calls():
+            if not call.future.done():
+                failure = EngineError(f"call {call.request.request_id}: {reason} ({cause!r})" if cause else reason)
+                failure.__cause__ = cause
+                call.future.set_exception(failure)
+
+    async def _on_worker(self, work: Callable[[], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+    # --- control ------------------------------------------------------------------------------------------------------
+
+    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
+        """See `agentrl.core.ports.Engine.update`; what happens to calls in flight is told in `updates.py`."""
+        if self._closed:
+            raise EngineError(f"weights {weights.version}: the engine is closed")
+        try:
+            await self._updates.apply(weights, keep=keep)
+        finally:
+            self._wake.set()
+
+    def _switch_calls(self, old: Serving, new: Serving) -> None:
+        for call in list(self._batcher.running.values()):
+            if call.serving is old and call.session.pin is None:
+                self._batcher.switch(call, new, keep_kv=self._keep_kv)
+
+    def release(self, version: PolicyVersion) -> None:
+        """See `agentrl.core.ports.Engine.release`."""
+        serving = self._versions.of_version(version)
+        serving.kept = False
+        self._updates.settle(serving)
+
+    async def pause(self) -> None:
+        """See `agentrl.core.ports.Engine.pause`."""
+        self._updates.paused = True
+        self._updates.wake()
+        async with self._between_passes:
+            pass
+
+    async def resume(self) -> None:
+        """See `agentrl.core.ports.Engine.resume`."""
+        self._updates.paused = False
+        self._wake.set()
+
+    def abort(self, request_id: str) -> None:
+        """See `agentrl.core.ports.Engine.abort`; a call that has ended is left alone."""
+        call = self._calls.get(request_id)
+        if call is not None:
+            call.ending = True
+            self._wake.set()
+
+    async def score(
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
+    ) -> Float32Array:
+        """See `agentrl.core.ports.Engine.score`."""
+        versions = self._versions
+        async with self._between_passes:
+            serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
+            served = serving.served
+            one = Pass(
+                model=served.model,
+                bank=served.bank,
+                slots=np.zeros(1, np.int64),
+                counts=np.array([len(token_ids)]),
+                adapters=np.array([serving.adapter]),
+            )
+            ids = token_ids.astype(np.int64)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._worker, self._runner.score, one, ids, temperature)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since the start."""
+        return self._runner.stats
+
+    def busy_seconds(self) -> float:
+        """See `agentrl.core.ports.Engine.busy_seconds`."""
+        return self._runner.stats.busy_seconds
+
+    async def close(self) -> None:
+        """See `agentrl.core.ports.Engine.close`; calls in flight fail."""
+        if self._closed:
+            return
+        self._closed = True
+        self._fail_calls("the engine was closed", None)
+        for call in self._batcher.calls():
+            call.ending = True
+        self._wake.set()
+        task = self._loop_task
+        if task is not None:
+            await asyncio.wait([task])
+        self._worker.shutdown()

@@ -1,0 +1,359 @@
+"""The scripted engine: says what a script says, at the pace it is told, without a model; for tests and benchmarks.
+
+Owns: calls in flight, the version each token is ascribed to, and the time calls take on the running loop's clock.
+Does not start threads or tasks, draws nothing at random, and reads no weight files: an update is a new version id.
+Invariants: without latency `generate` returns without suspending; the same script and the same order of calls give the
+same completions; spans split where an update fell, with refresh `token`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from agentrl.core.errors import EngineError
+from agentrl.core.ports import EngineCapabilities
+from agentrl.core.records import Completion, VersionSpan
+from agentrl.engines.counter_random import uniform
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from agentrl.core.ports import Delta, GenerateRequest, Refresh
+    from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
+
+Script = Callable[["GenerateRequest", str, "PolicyVersion"], Sequence[int]]
+"""From (request, policy, version) to the tokens the policy says."""
+
+_DELTA_SECONDS = 0.2
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call that takes time. How much it has said is a function of the seconds it was allowed to run."""
+
+    request: GenerateRequest
+    tokens: Sequence[int]
+    reason: FinishReason
+    version: PolicyVersion
+    follows: bool
+    """Whether it moves to newer versions while it runs."""
+    on_delta: Delta | None
+    future: asyncio.Future[None]
+    ran: float = 0.0
+    """Seconds it ran until `since`."""
+    since: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+    """None while it does not run."""
+    said: int = 0
+    delivered: int = 0
+    spans: tuple[VersionSpan, ...] = ()
+    """Of versions before `version`."""
+
+    def all_spans(self) -> tuple[VersionSpan, ...]:
+        """Spans of all that was said."""
+        start = self.spans[-1].stop if self.spans else 0
+        return (*self.spans, VersionSpan(start, self.said, self.version)) if self.said > start else self.spans
+
+
+class ScriptedEngine:
+    """See `agentrl.core.ports.Engine`.
+
+    Args:
+        script: called for each request; or replies, of which a request gets number `seed % len(replies)`. Tokens after
+            a stop token or beyond `max_tokens` are cut; a reply that is not cut ends with `stop`.
+        versions: the version each policy begins at.
+        seconds_per_call: how long a call takes before its first token, in seconds of the running loop.
+        seconds_per_token: how long each token takes.
+        hold: calls stay in flight until `release_held`.
+        seeded_logprobs: logprobs drawn from the request's seed, in (-3, 0], instead of -1.
+        refresh: when a session moves to a newer version.
+        max_lag: refresh `lazy`: how many steps a session may stay behind.
+        max_context: longest context, completion included.
+
+    Example:
+        >>> engine = ScriptedEngine([[5, 6, 2]], versions={"policy": PolicyVersion("policy", 0, 0)})
+    """
+
+    def __init__(  # noqa: PLR0913 (one keyword per setting)
+        self,
+        script: Script | Sequence[Sequence[int]],
+        *,
+        versions: Mapping[str, PolicyVersion],
+        seconds_per_call: float = 0.0,
+        seconds_per_token: float = 0.0,
+        hold: bool = False,
+        seeded_logprobs: bool = False,
+        refresh: Refresh = "token",
+        max_lag: int = 1,
+        max_context: int = 1 << 20,
+    ) -> None:
+        self.capabilities = EngineCapabilities(
+            name="scripted",
+            refresh=frozenset({"token", "turn", "episode", "lazy"}),
+            expert_routing=False,
+            sampling_mask=False,
+            adapters=1 << 20,
+            max_context=max_context,
+        )
+        self._script: Script = script if callable(script) else _replies(script)
+        self._current = dict(versions)
+        self._kept: set[PolicyVersion] = set()
+        self._per_call = seconds_per_call
+        self._per_token = seconds_per_token
+        self._holding = hold
+        self._immediate = not hold and seconds_per_call == 0 and seconds_per_token == 0
+        self._seeded = seeded_logprobs
+        self._refresh = refresh
+        self._max_lag = max_lag
+        self._constant: dict[int, Float32Array] = {}
+        self._calls: dict[str, _Call] = {}
+        self.running = asyncio.Event()
+        self.running.set()
+        self._busy = 0.0
+        self._busy_since = 0.0
+        self.closed = False
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    def open(
+        self, session_id: str, policy: str, *, pin: PolicyVersion | None = None, priority: int = 0
+    ) -> ScriptedSession:
+        """See `agentrl.core.ports.Engine.open`."""
+        if policy not in self._current:
+            raise EngineError(f"no policy {policy!r} in this engine; it serves: {', '.join(sorted(self._current))}")
+        if pin is not None and pin not in self._kept and pin != self._current[pin.policy]:
+            raise EngineError(f"version {pin} is not served here; give it by update with keep=True")
+        return ScriptedSession(self, policy, pin)
+
+    def version_for(self, policy: str, lease: PolicyVersion | None) -> PolicyVersion:
+        """The version that the next call of a session samples from, given the one before."""
+        current = self._current[policy]
+        if lease is None or self._refresh in ("token", "turn"):
+            return current
+        lags = lease.lineage != current.lineage or current.step - lease.step > self._max_lag
+        return current if self._refresh == "lazy" and lags else lease
+
+    def start(
+        self, request: GenerateRequest, policy: str, version: PolicyVersion, *, pinned: bool, on_delta: Delta | None
+    ) -> Completion | _Call:
+        """Begin a call: its completion, or the call in flight if it takes time."""
+        context = len(request.token_ids)
+        limit = min(request.sampling.max_tokens, self.capabilities.max_context - context)
+        tokens, reason = _cut(self._script(request, policy, version), request.sampling.stop_token_ids, limit)
+        if self._immediate:
+            spans = (VersionSpan(0, len(tokens), version),) if len(tokens) else ()
+            return self._completion(request, tokens, reason, spans)
+        if request.request_id in self._calls:
+            raise EngineError(f"call {request.request_id}: a call of this id is in flight")
+        loop = asyncio.get_running_loop()
+        follows = self._refresh == "token" and not pinned
+        call = _Call(request, tokens, reason, version, follows, on_delta, loop.create_future())
+        if not self._calls:
+            self._busy_since = loop.time()
+        self._calls[request.request_id] = call
+        self._go_on(call)
+        return call
+
+    def end(self, call: _Call) -> Completion:
+        """What a call that took time has said; it is in flight no more."""
+        self._stop(call)
+        del self._calls[call.request.request_id]
+        if not self._calls:
+            self._busy += asyncio.get_running_loop().time() - self._busy_since
+        return self._completion(call.request, call.tokens[: call.said], call.reason, call.all_spans())
+
+    def _completion(
+        self, request: GenerateRequest, tokens: Sequence[int], reason: FinishReason, spans: tuple[VersionSpan, ...]
+    ) -> Completion:
+        return Completion(
+            token_ids=np.array(tokens, np.int32),
+            logprobs=self._logprobs(request.seed, len(tokens)),
+            finish_reason=reason,
+            spans=spans,
+            prompt_tokens=len(request.token_ids),
+        )
+
+    def _logprobs(self, seed: int, count: int) -> Float32Array:
+        if self._seeded:
+            drawn = uniform(np.full(count, seed & 0xFFFFFFFFFFFFFFFF, np.uint64), np.arange(count))
+            return (-3.0 * drawn).astype(np.float32)
+        known = self._constant.get(count)
+        if known is None:
+            known = self._constant[count] = np.full(count, -1.0, np.float32)
+            known.flags.writeable = False  # shared by all completions of this length
+        return known
+
+    # --- calls that take time -----------------------------------------------------------------------------------------
+
+    def _go_on(self, call: _Call) -> None:
+        """Run until all is said, or until there is something to deliver."""
+        if self._holding or not self.running.is_set():
+            return
+        loop = asyncio.get_running_loop()
+        call.since = loop.time()
+        wait = self._per_call + len(call.tokens) * self._per_token - call.ran
+        if call.on_delta is not None:
+            wait = min(wait, _DELTA_SECONDS)
+        call.timer = loop.call_later(max(wait, 0.0), self._tick, call)
+
+    def _tick(self, call: _Call) -> None:
+        self._stop(call)
+        if call.said == len(call.tokens):
+            if not call.future.done():
+                call.future.set_result(None)
+            return
+        self._deliver(call)
+        self._go_on(call)
+
+    def _stop(self, call: _Call) -> None:
+        """Say what is due by now, and no more until `_go_on`."""
+        if call.timer is None:
+            return
+        call.timer.cancel()
+        call.timer = None
+        call.ran += asyncio.get_running_loop().time() - call.since
+        spent = call.ran - self._per_call + 1e-9  # the sum of many small waits is not exact
+        if spent >= 0:
+            due = len(call.tokens) if self._per_token == 0 else math.floor(spent / self._per_token)
+            call.said = min(max(due, call.said), len(call.tokens))
+
+    def _deliver(self, call: _Call) -> None:
+        if call.on_delta is None:
+            return
+        logprobs = self._logprobs(call.request.seed, call.said)
+        for start, stop, version in call.all_spans():
+            first = max(start, call.delivered)
+            if first < stop:
+                tokens = list(call.tokens[first:stop])
+                call.on_delta(call.request.request_id, tokens, logprobs[first:stop].tolist(), version)
+        call.delivered = call.said
+
+    def release_held(self) -> None:
+        """Let the calls that `hold` kept in flight go on, and hold no more."""
+        self._holding = False
+        for call in self._calls.values():
+            self._go_on(call)
+
+    @property
+    def in_flight(self) -> int:
+        """Calls in flight."""
+        return len(self._calls)
+
+    # --- control ------------------------------------------------------------------------------------------------------
+
+    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
+        """See `agentrl.core.ports.Engine.update`; no file is read."""
+        version = weights.version
+        if version.policy not in self._current:
+            served = ", ".join(sorted(self._current))
+            raise EngineError(f"weights {version} refused: no policy {version.policy!r} here; it serves: {served}")
+        if keep:
+            self._kept.add(version)
+        self._current[version.policy] = version
+        for call in self._calls.values():
+            if call.follows and call.version.policy == version.policy:
+                running = call.timer is not None
+                self._stop(call)
+                call.spans = call.all_spans()
+                call.version = version
+                if running:
+                    self._go_on(call)
+
+    def release(self, version: PolicyVersion) -> None:
+        """See `agentrl.core.ports.Engine.release`."""
+        self._kept.discard(version)
+
+    async def pause(self) -> None:
+        """See `agentrl.core.ports.Engine.pause`."""
+        self.running.clear()
+        for call in self._calls.values():
+            self._stop(call)
+
+    async def resume(self) -> None:
+        """See `agentrl.core.ports.Engine.resume`."""
+        if self.running.is_set():
+            return
+        self.running.set()
+        for call in self._calls.values():
+            self._go_on(call)
+
+    def abort(self, request_id: str) -> None:
+        """See `agentrl.core.ports.Engine.abort`; a call that has ended is left alone."""
+        call = self._calls.get(request_id)
+        if call is not None and not call.future.done():
+            call.reason = "abort"
+            call.future.set_result(None)
+
+    async def score(
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
+    ) -> Float32Array:
+        """See `agentrl.core.ports.Engine.score`: -1 for every token but the first."""
+        scores = np.full(len(token_ids), -1.0, np.float32)
+        scores[:1] = 0.0
+        return scores
+
+    def busy_seconds(self) -> float:
+        """Seconds during which calls were in flight; 0 for an engine that takes no time."""
+        return self._busy + (asyncio.get_running_loop().time() - self._busy_since if self._calls else 0.0)
+
+    async def close(self) -> None:
+        """See `agentrl.core.ports.Engine.close`; calls in flight fail."""
+        self.closed = True
+        for call in self._calls.values():
+            if not call.future.done():
+                call.future.set_exception(EngineError(f"call {call.request.request_id}: the engine was closed"))
+
+
+class ScriptedSession:
+    """One conversation of a scripted engine."""
+
+    __slots__ = ("_engine", "_lease", "_pin", "_policy")
+
+    def __init__(self, engine: ScriptedEngine, policy: str, pin: PolicyVersion | None) -> None:
+        self._engine = engine
+        self._policy = policy
+        self._pin = pin
+        self._lease: PolicyVersion | None = None
+
+    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
+        """See `agentrl.core.ports.EngineSession.generate`."""
+        engine, pin = self._engine, self._pin
+        while not engine.running.is_set():
+            await engine.running.wait()
+        if engine.closed:
+            raise EngineError(f"call {request.request_id}: the engine is closed")
+        version = self._lease = pin or engine.version_for(self._policy, self._lease)
+        started = engine.start(request, self._policy, version, pinned=pin is not None, on_delta=on_delta)
+        if isinstance(started, Completion):
+            return started
+        try:
+            await started.future
+        finally:
+            completion = engine.end(started)
+        return completion
+
+    def close(self) -> None:
+        """See `agentrl.core.ports.EngineSession.close`; there is nothing to give back."""
+
+
+def _replies(replies: Sequence[Sequence[int]]) -> Script:
+    def reply(request: GenerateRequest, policy: str, version: PolicyVersion) -> Sequence[int]:
+        return replies[request.seed % len(replies)]
+
+    return reply
+
+
+def _cut(tokens: Sequence[int], stops: Sequence[int], limit: int) -> tuple[Sequence[int], FinishReason]:
+    """The tokens up to a stop token or the limit, whichever comes first, and which it was."""
+    for position, token in enumerate(tokens):
+        if position >= limit:
+            return tokens[: max(limit, 0)], "length"
+        if token in stops:
+            return tokens[: position + 1], "stop"
+    return tokens, "stop"

@@ -1,0 +1,222 @@
+"""How a published version comes to serve: read and check off the loop, swap between two forward passes.
+
+Owns: the order of steps of an update, leases, and what each refresh does with calls in flight. Does not know slots.
+Invariant: until the swap nothing has changed, so that any failure leaves the old version serving.
+
+refresh   adapters                                   full weights (one copy per version that must stay)
+token     calls in flight go on under the new one    the same
+turn      calls in flight end on theirs              new calls wait until those in flight have ended, then the swap
+episode   sessions stay on theirs until they close   refused
+lazy      sessions stay until their lag exceeds      refused
+          `max_lag`, their KV is gone, or a place is short
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from agentrl.engines.adapter_bank import read_adapter
+from agentrl.engines.serving import BASE
+from agentrl.engines.weight_files import match_full_weights, read_weights, refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from agentrl.core.ports import Refresh
+    from agentrl.core.records import WeightsRef
+    from agentrl.engines.adapter_bank import AdapterFile
+    from agentrl.engines.calls import EmbeddedSession
+    from agentrl.engines.capture import RoutingTap
+    from agentrl.engines.serving import ServedModel, Serving, VersionTable
+
+
+class WeightUpdates:
+    """Applies updates one after another, between the passes of an engine."""
+
+    def __init__(
+        self,
+        *,
+        versions: VersionTable,
+        refresh: Refresh,
+        max_lag: int,
+        between_passes: asyncio.Lock,
+        switch: Callable[[Serving, Serving], None],
+        on_worker: Callable[[Callable[[], None]], Awaitable[None]],
+        tap: RoutingTap | None,
+    ) -> None:
+        self._versions = versions
+        self._refresh = refresh
+        self._max_lag = max_lag
+        self._between_passes = between_passes
+        self._switch = switch
+        self._on_worker = on_worker
+        self._tap = tap
+        self._one_at_a_time = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._leased: set[EmbeddedSession] = set()
+        self.held: set[str] = set()
+        """Policies whose new calls wait for an update at a turn boundary."""
+        self.paused = False
+
+    # --- which version samples a call ---------------------------------------------------------------------------------
+
+    def resolve(self, session: EmbeddedSession) -> Serving:
+        """The version that samples the next call of `session`, by its pin, its lease, or the refresh."""
+        if session.pin is not None:
+            return session.pin
+        current = self._versions.of_policy(session.policy)
+        if self._refresh in ("token", "turn"):
+            return current
+        lease = session.lease
+        if lease is not None and (self._refresh == "episode" or self._is_fresh(session, lease, current)):
+            return lease
+        self.end_lease(session)
+        session.lease = current
+        current.leases += 1
+        self._leased.add(session)
+        return current
+
+    def _is_fresh(self, session: EmbeddedSession, lease: Serving, current: Serving) -> bool:
+        mine, newest = lease.version, current.version
+        return session.slot >= 0 and mine.lineage == newest.lineage and newest.step - mine.step <= self._max_lag
+
+    def end_lease(self, session: EmbeddedSession) -> None:
+        """The session no longer holds on to a version."""
+        if session.lease is not None:
+            session.lease.leases -= 1
+            self._leased.discard(session)
+            self.settle(session.lease)
+            session.lease = None
+
+    def settle(self, serving: Serving) -> None:
+        """A call, pin or lease of `serving` ended."""
+        self._versions.settle(serving)
+        self._changed.set()
+
+    # --- updates ------------------------------------------------------------------------------------------------------
+
+    async def apply(self, weights: WeightsRef, *, keep: bool) -> None:
+        """Serve a new version; see `Engine.update`."""
+        async with self._one_at_a_time:
+            known = self._versions.live.get(weights.version)
+            if known is not None and known.digest:
+                if known.digest != weights.sha256:
+                    raise refusal(weights, "this version is served with other weights; version ids are never reused")
+                known.kept = known.kept or keep
+                return
+            self._versions.of_policy(weights.version.policy)
+            if weights.kind == "full":
+                await self._apply_full(weights, keep=keep)
+            else:
+                await self._apply_adapter(weights, keep=keep)
+
+    async def _apply_full(self, weights: WeightsRef, *, keep: bool) -> None:
+        if self._refresh in ("episode", "lazy"):
+            raise refusal(
+                weights,
+                f"refresh {self._refresh!r} needs adapters; with full weights set engine.refresh to token or turn",
+            )
+        policy, base = weights.version.policy, self._versions.base
+        read = await asyncio.get_running_loop().run_in_executor(
+            None, lambda: match_full_weights(weights, read_weights(weights), base.state, base.model.config)
+        )
+        old = self._versions.of_policy(policy)
+        try:
+            if self._refresh == "turn":
+                self.held.add(policy)
+                await self._turn_boundary(weights, old)
+            async with self._between_passes:
+                served = self._versions.target_for_full(policy) or self._new_copy()
+                await self._on_worker(lambda: served.overwrite(read))
+                new = self._versions.serve_full(weights.version, served, digest=weights.sha256, keep=keep)
+                if self._refresh == "token":
+                    self._move_calls(old, new)
+        finally:
+            self.held.discard(policy)
+            self._changed.set()
+
+    async def _turn_boundary(self, weights: WeightsRef, old: Serving) -> None:
+        while old.calls and self._versions.target_for_full(weights.version.policy) is not None:
+            if self.paused:
+                raise refusal(weights, "the engine is paused in the middle of turns; resume it, or use refresh token")
+            await self._change()
+
+    def _new_copy(self) -> ServedModel:
+        served = self._versions.new_copy()
+        if self._tap is not None:
+            self._tap.attach(served.model)
+        return served
+
+    async def _apply_adapter(self, weights: WeightsRef, *, keep: bool) -> None:
+        adapter = await asyncio.get_running_loop().run_in_executor(None, read_adapter, weights)
+        if self._versions.places == 0:
+            raise refusal(weights, "the engine was started without places for adapters (adapter_slots = 0)")
+        bank = self._versions.bank()
+        bank.check(weights, adapter)
+        while (place := bank.free_place()) is None:
+            old = self._versions.of_policy(weights.version.policy)
+            if self._refresh == "token" and not old.held and old.adapter != BASE:
+                await self._replace(weights, old, adapter, keep=keep)
+                return
+            if not self._revoke_lease():
+                self._check_may_free(weights)
+                await self._change()
+        old = self._versions.of_policy(weights.version.policy)
+        async with self._between_passes:
+            new = self._serve(weights, adapter, place, keep=keep)
+            if self._refresh == "token":
+                self._move_calls(old, new)
+
+    async def _replace(self, weights: WeightsRef, old: Serving, adapter: AdapterFile, *, keep: bool) -> None:
+        """No place is free, but nothing holds the old version: its place is filled anew."""
+        async with self._between_passes:
+            place = old.adapter
+            del self._versions.live[old.version]
+            self._versions.bank().empty(place)
+            self._move_calls(old, self._serve(weights, adapter, place, keep=keep))
+
+    def _serve(self, weights: WeightsRef, adapter: AdapterFile, place: int, *, keep: bool) -> Serving:
+        return self._versions.serve_adapter(weights.version, adapter, place, digest=weights.sha256, keep=keep)
+
+    def _move_calls(self, old: Serving, new: Serving) -> None:
+        self._switch(old, new)
+        self.settle(old)
+
+    def _revoke_lease(self) -> bool:
+        """Under `lazy`, end the leases of the oldest version that only idle sessions hold on to."""
+        if self._refresh != "lazy":
+            return False
+        current = self._versions.current
+        idle = [
+            serving
+            for serving in self._versions.live.values()
+            if serving.leases
+            and serving.adapter != BASE
+            and current[serving.version.policy] is not serving
+            and not (serving.kept or serving.pins or serving.calls)
+        ]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda serving: (serving.version.lineage, serving.version.step))
+        for session in [session for session in self._leased if session.lease is oldest]:
+            self.end_lease(session)
+        return True
+
+    def _check_may_free(self, weights: WeightsRef) -> None:
+        current = self._versions.current
+        live = [serving for serving in self._versions.live.values() if serving.adapter != BASE]
+        if all(s.kept or current[s.version.policy] is s for s in live):
+            kept = ", ".join(sorted(str(s.version) for s in live))
+            raise refusal(
+                weights,
+                f"all {self._versions.places} adapter places are taken by {kept}; release one, or raise adapter_slots",
+            )
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def wake(self) -> None:
+        """Something an update may wait for has changed."""
+        self._changed.set()

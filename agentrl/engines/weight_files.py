@@ -1,0 +1,155 @@
+"""Models and weights from disk: load a model directory, check published weights before they are served.
+
+Owns: the checks a published version must pass (digest, names, shapes, dtypes, finite values).
+Does not decide which version serves; never executes code from a directory, never unpickles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from agentrl.core.errors import EngineError, ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from agentrl.core.records import WeightsRef
+
+_WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def load_model(path: str, *, max_context: int, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """Load a local Hugging Face causal LM directory for sampling.
+
+    Raises:
+        ModelError: the directory holds no such model, or one that cannot serve contexts of `max_context`.
+    """
+    if not (Path(path) / "config.json").is_file():
+        raise ModelError(
+            f"{path}: no model here (config.json is missing). Give a local Hugging Face causal LM directory"
+        )
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        check_context(config, max_context, path)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ModelError(
+            f"{path}: cannot be loaded as a causal LM ({error}). It needs config.json of a known architecture and "
+            "safetensors weights; save it with model.save_pretrained(directory)"
+        ) from error
+    return ready_to_sample(model, device)
+
+
+def ready_to_sample(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
+    """Move a model to its device, without gradients or dropout."""
+    module: nn.Module = model
+    module.to(device).requires_grad_(False).train(False)
+    return model
+
+
+def check_context(config: PretrainedConfig, max_context: int, path: str) -> None:
+    """Refuse contexts longer than the model's positions or than its attention window.
+
+    Raises:
+        ModelError: `max_context` is too long.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and max_context > positions:
+        raise ModelError(f"{path}: max_context is {max_context}, but the model has {positions} positions; lower it")
+    layer_types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    slides = layer_types is None or "sliding_attention" in layer_types
+    if window is not None and slides and getattr(config, "use_sliding_window", True) and max_context > window:
+        raise ModelError(
+            f"{path}: the model attends to a window of {window} tokens, which the embedded engine serves only up to "
+            f"that length; set engine.max_context to at most {window}"
+        )
+
+
+def read_weights(weights: WeightsRef) -> dict[str, Tensor]:
+    """Read a version's safetensors file after checking its digest.
+
+    Raises:
+        EngineError: the file is missing, damaged or not the one whose digest was published; or a tensor is of a wrong
+            dtype or has a value that is not finite.
+    """
+    name = "model.safetensors" if weights.kind == "full" else "adapter_model.safetensors"
+    path = Path(weights.path) / name
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise refusal(weights, f"{path} cannot be read ({error.strerror})") from error
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != weights.sha256:
+        raise refusal(weights, f"the SHA-256 digest of {path} is {digest}, {weights.sha256} was published")
+    try:
+        tensors = load_safetensors(content)
+    except SafetensorError as error:
+        raise refusal(weights, f"{path} is damaged ({error})") from error
+    for key, tensor in tensors.items():
+        if tensor.dtype not in _WEIGHT_TYPES:
+            raise refusal(weights, f"{key} has dtype {tensor.dtype}; float32, bfloat16 or float16 is needed")
+        if not bool(torch.isfinite(tensor).all()):
+            raise refusal(weights, f"{key} has values that are not finite")
+    return tensors
+
+
+def match_full_weights(
+    weights: WeightsRef, read: Mapping[str, Tensor], expected: Mapping[str, Tensor], config: PretrainedConfig
+) -> dict[str, Tensor]:
+    """The tensors of a full version under the names of the module's state.
+
+    A file in the architecture's hub layout (experts apart, say) is converted as `from_pretrained` does.
+
+    Raises:
+        EngineError: a name or shape does not fit the model.
+    """
+    matched = dict(read)
+    if not set(matched) <= set(expected):
+        matched = _convert_layout(weights, config)
+    stored = {tensor.data_ptr() for name, tensor in expected.items() if name in matched}
+    for name, tensor in expected.items():
+        if name not in matched:
+            if tensor.data_ptr() not in stored:  # a tied weight may be stored under its other name
+                raise refusal(weights, f"{name} is missing")
+        elif matched[name].shape != tensor.shape:
+            have, need = tuple(matched[name].shape), tuple(tensor.shape)
+            raise refusal(weights, f"{name} has shape {have}, the model's is {need}")
+    return matched
+
+
+def _convert_layout(weights: WeightsRef, config: PretrainedConfig) -> dict[str, Tensor]:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            weights.path,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise refusal(weights, f"its tensors are not those of the model ({error})") from error
+    model, report = loaded
+    wrong = [*report["unexpected_keys"], *report["missing_keys"], *(str(k) for k in report["mismatched_keys"])]
+    if wrong:
+        raise refusal(weights, f"its tensors are not those of the model: {', '.join(sorted(wrong)[:4])}")
+    return dict(model.state_dict())
+
+
+def refusal(weights: WeightsRef, reason: str) -> EngineError:
+    """The error that says why a version is not served."""
+    return EngineError(f"weights {weights.version} refused: {reason}. The version before it keeps serving")

@@ -1,0 +1,250 @@
+"""What a user subclasses, and what its `run` may ask for.
+
+Owns: `Environment`, and the abstract `EpisodeContext` and `Agent` handed to it. Does not run anything:
+`rollout/runner.py` implements the handles.
+Rules that make an episode durable: an instance is one episode, its state lives on `self`, and
+everything non-deterministic or outside `self` goes through `ctx`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+
+from agentrl.core.errors import AgentRLError
+from agentrl.core.records import Message, StopReason, Task, Turn
+
+if TYPE_CHECKING:
+    import random
+
+    from agentrl.core.records import ToolSpec
+
+T = TypeVar("T")
+Split = Literal["train", "held_out"]
+Guarantee = Literal["read", "idempotent", "once"]
+ResourceLevel = Literal["replay", "snapshot", "pinned"]
+
+
+def system(content: str) -> Message:
+    """A system message."""
+    return Message(role="system", content=content)
+
+
+def user(content: str) -> Message:
+    """A user message."""
+    return Message(role="user", content=content)
+
+
+class TaskSource(Protocol):
+    """Where tasks come from: anything with a length and an index. A plain list will do."""
+
+    def __len__(self) -> int:
+        """How many tasks there are."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Task:
+        """Task number `index`, the same each time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What bounds an episode."""
+
+    max_turns: int
+    """Turns of one agent."""
+    max_tokens: int
+    """Sampled tokens of one turn."""
+    max_context: int
+    """Tokens of one conversation."""
+
+
+class LimitReachedError(AgentRLError):
+    """An agent asked for more than `ctx.limits` allow. Uncaught, it ends the episode as truncated, not as failed."""
+
+    def __init__(self, message: str, *, stop_reason: StopReason) -> None:
+        super().__init__(message)
+        self.stop_reason: StopReason = stop_reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildResult:
+    """How a child episode ended."""
+
+    episode_id: str
+    drop_reason: str | None
+    """None where it was committed; a dropped child belongs in no numerator and no denominator."""
+    rewards: Mapping[str, float]
+    """By seat, summed over its agents."""
+
+    @property
+    def reward(self) -> float | None:
+        """The sum over seats; None where the child was dropped."""
+        return None if self.drop_reason is not None else sum(self.rewards.values())
+
+
+class ChildEpisode(ABC):
+    """A child episode that was started; await it, or pass it to `ctx.gather`."""
+
+    episode_id: str
+
+    @abstractmethod
+    def __await__(self) -> Any:
+        """Wait for its `ChildResult`."""
+
+
+class Agent(ABC):
+    """One conversation of the policy that holds a seat."""
+
+    seat: str
+    index: int
+
+    @abstractmethod
+    async def act(self, *messages: Message, max_tokens: int | None = None) -> Turn:
+        """Append messages to the conversation and let the policy answer.
+
+        Raises:
+            LimitReachedError: the agent has no turn or no context left.
+        """
+
+    @abstractmethod
+    def restart(self, *messages: Message) -> None:
+        """Begin a new row: the next `act` starts from these messages instead of the conversation so far."""
+
+    @abstractmethod
+    def reward(self, value: float, turn: int | None = None) -> None:
+        """Give a reward for the episode, or for turn number `turn`. Rewards of an agent add up.
+
+        Raises:
+            RewardError: not a finite real number.
+        """
+
+    @property
+    @abstractmethod
+    def turns(self) -> Sequence[Turn]:
+        """The agent's turns so far."""
+
+    @property
+    @abstractmethod
+    def messages(self) -> Sequence[Message]:
+        """The conversation so far, the agent's own messages included."""
+
+
+class EpisodeContext(ABC):
+    """What `run` may ask for. Every call is journaled under the branch that makes it."""
+
+    task: Task
+    limits: Limits
+
+    @abstractmethod
+    def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> Agent:
+        """The agent `index` of `seat`; the same handle each time. `tools` count at its first call."""
+
+    @abstractmethod
+    async def effect(
+        self, name: str, function: Callable[[], T | Awaitable[T]], *, guarantee: Guarantee = "idempotent"
+    ) -> T:
+        """Act on the outside world; the JSON-serialisable result is journaled and never asked for twice."""
+
+    @abstractmethod
+    def resource(self, factory: Callable[[], object], *, level: ResourceLevel = "pinned") -> Resource:
+        """A stateful object of this episode; `level` declares how it comes back when `run` is executed again."""
+
+    @abstractmethod
+    def spawn(
+        self, environment: type[Environment], task: Task | Mapping[str, Any], *, n: int = 1
+    ) -> tuple[ChildEpisode, ...]:
+        """Start `n` child episodes on one task: a group of their own, each whole in itself."""
+
+    @abstractmethod
+    async def gather(self, *awaitables: Awaitable[Any]) -> list[Any]:
+        """Await several things at once, each on a branch of its own; results in the order given."""
+
+    @abstractmethod
+    async def call_tool(
+        self,
+        name: str,
+        arguments: Any,
+        call: Callable[[], str | Awaitable[str]],
+        *,
+        external: bool,
+        timeout_s: float | None,
+    ) -> str:
+        """Run a tool and journal its observation; for environments that bring a tool loop of their own."""
+
+    @property
+    @abstractmethod
+    def rng(self) -> random.Random:
+        """Random numbers of the calling branch: the same on every execution."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """Wall-clock seconds since the epoch, journaled."""
+
+    @abstractmethod
+    def uuid(self) -> str:
+        """A random UUID (version 4), journaled."""
+
+    @abstractmethod
+    async def sleep(self, seconds: float) -> None:
+        """Wait."""
+
+    @abstractmethod
+    def metric(self, name: str, value: float) -> None:
+        """Record a number beside the episode; the mean over episodes appears in the metrics."""
+
+
+class Resource(ABC):
+    """A stateful object that belongs to the episode, called through the journal."""
+
+    @abstractmethod
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the object; the JSON-serialisable result is journaled."""
+
+
+class Environment(ABC):
+    """A kind of task. One instance lives for one episode; `run` is the program of that episode.
+
+    Example:
+        class Guess(agentrl.Environment):
+            seats = ("guesser",)
+
+            async def run(self, ctx):
+                turn = await ctx.agent("guesser").act(agentrl.user("Guess a digit."))
+                ctx.agent("guesser").reward(1.0 if turn.text.strip() == ctx.task.data["digit"] else 0.0)
+    """
+
+    # --- override these ---------------------------------------------------------------------------------------------
+
+    seats: ClassVar[tuple[str, ...]] = ("agent",)
+    """The roles policies can hold."""
+    fan_out: ClassVar[Mapping[str, int]] = {}
+    """Child episodes one episode starts, by class name, so that admission can reserve them; learned where absent."""
+    truncated_reward: ClassVar[float | None] = 0.0
+    """What an agent without a reward gets when a limit ends the episode; None drops such episodes."""
+
+    @abstractmethod
+    async def run(self, ctx: EpisodeContext) -> None:
+        """Play the episode: act, observe, reward."""
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+        """The tasks of a split. Keyword arguments after `seed` are the environment's options."""
+        raise NotImplementedError(f"{cls.__name__} has no task source: override `tasks`, or pass tasks= to train()")
+
+    @classmethod
+    def load(cls) -> None:
+        """Load read-only data; called once per worker before the first episode."""
+
+    # --- machinery --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def source(cls) -> str:
+        """Text of the class's module, for the code hash; the qualified name where there is no source."""
+        try:
+            return inspect.getsource(inspect.getmodule(cls) or cls)
+        except (OSError, TypeError):
+            return f"{cls.__module__}:{cls.__qualname__}"

@@ -1,0 +1,182 @@
+"""Finding environments: by registered name, entry point, `module:Class`, or a path to a file.
+
+Anything found is an `Environment` class; a class in TRL's `environment_factory` style is adapted on the way.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.environment.base import Environment
+from agentrl.environment.tools import ToolEnvironment
+from agentrl.environment.trl import adapt_trl, is_trl_class
+
+ENTRY_POINT_GROUP = "agentrl.environments"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSpec:
+    """A name and where its class comes from."""
+
+    id: str
+    entry_point: str
+    """`module:Class`, a path, or `registered` for a class given directly."""
+
+
+_registered: dict[str, type[Environment]] = {}
+
+
+def register(id: str, environment: type) -> None:
+    """Give a class a name.
+
+    Raises:
+        EnvironmentDefinitionError: the name is taken by another class, or the class is no environment.
+    """
+    known = _registered.get(id)
+    if known is not None and known is not environment:
+        raise EnvironmentDefinitionError(
+            f"environment {id!r} is already registered as {known.__module__}:{known.__qualname__}"
+        )
+    _registered[id] = as_environment(environment, where=id)
+
+
+def registered() -> list[EnvironmentSpec]:
+    """All named environments, installed or registered, by name."""
+    found = {
+        point.name: EnvironmentSpec(id=point.name, entry_point=point.value)
+        for point in entry_points(group=ENTRY_POINT_GROUP)
+    }
+    for name in _registered:
+        found[name] = EnvironmentSpec(id=name, entry_point="registered")
+    return [found[name] for name in sorted(found)]
+
+
+def spec(id: str) -> EnvironmentSpec:
+    """The spec of a named environment.
+
+    Raises:
+        EnvironmentDefinitionError: no such name; the message has the nearest one.
+    """
+    for entry in registered():
+        if entry.id == id:
+            return entry
+    raise _unknown(id)
+
+
+def resolve(reference: str | type) -> type[Environment]:
+    """The environment class a name, `module:Class`, `path/env.py:Class` or class stands for.
+
+    Raises:
+        EnvironmentDefinitionError: nothing there, or not an environment.
+    """
+    if isinstance(reference, type):
+        return as_environment(reference, where=reference.__qualname__)
+    if reference in _registered:
+        return _registered[reference]
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        if point.name == reference:
+            return _load(point.value, reference)
+    if ":" in reference or reference.endswith(".py"):
+        return _load(reference, reference)
+    raise _unknown(reference)
+
+
+def name_of(environment: type[Environment]) -> str:
+    """The name `resolve` finds a class under: the registered one, else `module:Class`."""
+    for name, known in _registered.items():
+        if known is environment:
+            return name
+    return f"{environment.__module__}:{environment.__qualname__}"
+
+
+def make(id: str) -> Environment:
+    """A fresh instance, for one episode."""
+    return resolve(id)()
+
+
+def _unknown(name: str) -> EnvironmentDefinitionError:
+    names = [entry.id for entry in registered()]
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names) or 'none'}"
+    return EnvironmentDefinitionError(
+        f"no environment {name!r}; {hint} A class of your own: `module:Class` or `path/env.py:Class`"
+    )
+
+
+def _load(reference: str, where: str) -> type[Environment]:
+    location, _, attribute = reference.rpartition(":") if ":" in reference else (reference, "", "")
+    try:
+        module = _load_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
+    except ImportError as error:
+        raise EnvironmentDefinitionError(f"environment {where!r}: cannot import {location}: {error}") from error
+    if attribute:
+        if not hasattr(module, attribute):
+            raise EnvironmentDefinitionError(f"environment {where!r}: {location} has no {attribute!r}")
+        return as_environment(getattr(module, attribute), where=where)
+    local = [
+        c
+        for c in vars(module).values()
+        if isinstance(c, type) and issubclass(c, Environment) and c.__module__ == module.__name__
+    ]
+    if len(local) != 1:
+        raise EnvironmentDefinitionError(
+            f"environment {where!r}: {location} defines {len(local)} environments; name one: {location}:Class"
+        )
+    return as_environment(local[0], where=where)
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise EnvironmentDefinitionError(f"environment file {path} does not exist")
+    digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
+    name = f"agentrl_environment_{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    if module_spec is None or module_spec.loader is None:
+        raise EnvironmentDefinitionError(f"environment file {path} is not a Python module")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module
+    try:
+        module_spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def as_environment(candidate: object, *, where: str) -> type[Environment]:
+    """Check a class, or adapt a TRL-style one.
+
+    Raises:
+        EnvironmentDefinitionError: what is wrong and where.
+    """
+    if not isinstance(candidate, type):
+        raise EnvironmentDefinitionError(f"environment {where!r} is {type(candidate).__name__}, not a class")
+    if not issubclass(candidate, Environment):
+        if is_trl_class(candidate):
+            return adapt_trl(candidate)
+        raise EnvironmentDefinitionError(
+            f"environment {where!r}: {candidate.__qualname__} is no agentrl.Environment and has no TRL-style reset()"
+        )
+    missing = sorted(getattr(candidate, "__abstractmethods__", ()))
+    if missing:
+        raise EnvironmentDefinitionError(
+            f"environment {where!r}: {candidate.__qualname__} does not define {', '.join(missing)}"
+        )
+    if isinstance(candidate.seats, str) or not candidate.seats or len(set(candidate.seats)) != len(candidate.seats):
+        raise EnvironmentDefinitionError(
+            f"environment {where!r}: seats must be a tuple of distinct names, e.g. ('solver',); got {candidate.seats!r}"
+        )
+    if issubclass(candidate, ToolEnvironment):
+        candidate.tool_table()
+    return candidate

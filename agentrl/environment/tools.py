@@ -1,0 +1,250 @@
+"""Tools: typed methods a policy may call, and the environment that offers them.
+
+A tool's arguments are validated against its annotations before it runs; wrong arguments, an unknown name, an exception
+or a timeout become an observation the policy can learn from. Sync tools run in the event loop (they should only touch
+`self`); with `external=True` they run in a thread, are never repeated on re-execution, and can time out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar, get_type_hints, overload
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticSchemaGenerationError
+
+from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, RewardError
+from agentrl.core.records import Message, Task, ToolCall, ToolSpec, Turn
+from agentrl.environment.base import Environment, EpisodeContext, LimitReachedError, user
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+MAX_OBSERVATION_CHARACTERS = 10_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolOptions:
+    """What `@tool(...)` declares."""
+
+    external: bool = False
+    timeout_s: float | None = None
+
+
+@overload
+def tool(method: Method, /) -> Method: ...
+@overload
+def tool(*, external: bool = False, timeout_s: float | None = None) -> Callable[[Method], Method]: ...
+def tool(
+    method: Method | None = None, /, *, external: bool = False, timeout_s: float | None = None
+) -> Method | Callable[[Method], Method]:
+    """Offer a method of a `ToolEnvironment` to the policy.
+
+    Args:
+        method: every parameter annotated; the first line of its docstring describes the tool.
+        external: it acts outside `self`: journaled and never repeated.
+        timeout_s: longer calls become a timeout observation, in seconds; default `environment.tool_timeout_s`.
+    """
+
+    def mark(function: Method) -> Method:
+        function.__agentrl_tool__ = ToolOptions(external=external, timeout_s=timeout_s)  # type: ignore[attr-defined]
+        return function
+
+    return mark if method is None else mark(method)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundTool:
+    """A tool of a class: its spec, how to validate arguments, how to call it."""
+
+    spec: ToolSpec
+    options: ToolOptions
+    arguments: type[BaseModel]
+    method: str
+    is_async: bool
+
+    def validate(self, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
+        """Arguments by name.
+
+        Raises:
+            ValueError: they do not fit; the text is an observation for the policy.
+        """
+        if not isinstance(arguments, Mapping):
+            raise ValueError("arguments are not a JSON object")
+        try:
+            model = self.arguments.model_validate(arguments, strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"])) or "arguments"
+            raise ValueError(f"{where}: {first['msg']}") from None
+        return {name: getattr(model, name) for name in type(model).model_fields}
+
+
+def _arguments_model(owner: str, name: str, function: Callable[..., Any]) -> type[BaseModel]:
+    where = f"{owner}.{name}"
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise EnvironmentDefinitionError(f"tool {where}: annotation cannot be resolved: {error}") from error
+    fields: dict[str, Any] = {}
+    for parameter in list(inspect.signature(function).parameters.values())[1:]:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise EnvironmentDefinitionError(f"tool {where}: *{parameter.name} has no schema; name each parameter")
+        if parameter.name not in hints:
+            raise EnvironmentDefinitionError(
+                f"tool {where}: parameter {parameter.name!r} has no type; annotate it, e.g. `{parameter.name}: int`"
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (hints[parameter.name], Field(default=default))
+    try:
+        return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+    except PydanticSchemaGenerationError as error:
+        raise EnvironmentDefinitionError(f"tool {where}: no JSON schema for its annotations: {error}") from error
+
+
+def bind_tools(owner: type, names: Sequence[str] | None = None) -> dict[str, BoundTool]:
+    """The tools of a class by name: methods marked with `@tool`, or the methods in `names`.
+
+    Raises:
+        EnvironmentDefinitionError: a tool without types.
+    """
+    tools: dict[str, BoundTool] = {}
+    for name, function in inspect.getmembers(owner, callable):
+        options = getattr(function, "__agentrl_tool__", None)
+        if names is not None and name in names:
+            options = options or ToolOptions()
+        elif options is None or names is not None:
+            continue
+        model = _arguments_model(owner.__name__, name, function)
+        schema = model.model_json_schema()
+        parameters = {
+            "type": "object",
+            "properties": {k: _without_title(v) for k, v in schema.get("properties", {}).items()},
+            "required": schema.get("required", []),
+        }
+        if "$defs" in schema:
+            parameters["$defs"] = schema["$defs"]
+        description = (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " ")
+        tools[name] = BoundTool(
+            spec=ToolSpec(name=name, description=description, parameters=parameters),
+            options=options,
+            arguments=model,
+            method=name,
+            is_async=inspect.iscoroutinefunction(function),
+        )
+    return tools
+
+
+def _without_title(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in schema.items() if key != "title"}
+
+
+def observation_of(value: Any, where: str) -> str:
+    """A tool's result as the policy reads it: strings as they are, anything else as JSON.
+
+    Raises:
+        EpisodeError: the result is neither.
+    """
+    if isinstance(value, str):
+        return value[:MAX_OBSERVATION_CHARACTERS]
+    try:
+        return msgspec.json.encode(value).decode()[:MAX_OBSERVATION_CHARACTERS]
+    except (TypeError, msgspec.ValidationError, RecursionError) as error:
+        raise EpisodeError(
+            f"tool {where} returned {type(value).__name__}, which is not JSON ({error}); return a str or JSON data",
+            reason="environment_error",
+        ) from error
+
+
+async def run_tool(ctx: EpisodeContext, instance: object, tools: Mapping[str, BoundTool], call: ToolCall) -> Message:
+    """Answer one tool call with a tool message; the policy's mistakes become observations."""
+    bound = tools.get(call.name)
+    if bound is None:
+        problem = f"error: no tool {call.name!r}; tools: {', '.join(tools)}"
+        text = await ctx.call_tool(call.name, call.arguments, lambda: problem, external=False, timeout_s=None)
+        return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
+    try:
+        arguments = bound.validate(call.arguments)
+    except ValueError as error:
+        problem = f"error: {error}"
+        text = await ctx.call_tool(call.name, call.arguments, lambda: problem, external=False, timeout_s=None)
+        return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
+    method = getattr(instance, bound.method)
+    where = f"{type(instance).__name__}.{bound.method}"
+
+    def invoke() -> str | Awaitable[str]:
+        return observation_of(method(**arguments), where)
+
+    async def invoke_async() -> str:
+        return observation_of(await method(**arguments), where)
+
+    text = await ctx.call_tool(
+        call.name,
+        call.arguments,
+        invoke_async if bound.is_async else invoke,
+        external=bound.options.external,
+        timeout_s=bound.options.timeout_s,
+    )
+    return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolEpisode:
+    """A finished conversation, as `reward` sees it."""
+
+    turns: Sequence[Turn]
+    messages: Sequence[Message]
+    truncated: bool
+    """A limit ended it before the policy answered."""
+
+    @property
+    def answer(self) -> str:
+        """The text of the last turn, if it called no tool; else the empty string."""
+        if not self.turns or self.turns[-1].tool_calls:
+            return ""
+        return self.turns[-1].text
+
+
+class ToolEnvironment(Environment):
+    """One agent solves a task with the class's `@tool` methods; its first turn without a tool call is the answer."""
+
+    # --- override these ---------------------------------------------------------------------------------------------
+
+    def prompt(self, task: Task) -> str:
+        """The first user message."""
+        return str(task.data["question"])
+
+    @abstractmethod
+    def reward(self, task: Task, episode: ToolEpisode) -> float:
+        """A finite number for the whole episode."""
+
+    # --- machinery --------------------------------------------------------------------------------------------------
+
+    _tools: ClassVar[dict[str, BoundTool] | None] = None
+
+    @classmethod
+    def tool_table(cls) -> dict[str, BoundTool]:
+        """The class's tools by name."""
+        if "_tools" not in cls.__dict__ or cls._tools is None:
+            cls._tools = bind_tools(cls)
+        return cls._tools
+
+    async def run(self, ctx: EpisodeContext) -> None:
+        """Act and answer tool calls until the policy answers in plain text or a limit is reached."""
+        tools = self.tool_table()
+        agent = ctx.agent(self.seats[0], tools=[bound.spec for bound in tools.values()])
+        observations: list[Message] = [user(self.prompt(ctx.task))]
+        truncated = False
+        try:
+            while observations:
+                turn = await agent.act(*observations)
+                observations = [await run_tool(ctx, self, tools, call) for call in turn.tool_calls]
+        except LimitReachedError:
+            truncated = True
+        value = self.reward(ctx.task, ToolEpisode(turns=agent.turns, messages=agent.messages, truncated=truncated))
+        if value is None:
+            raise RewardError(f"{type(self).__name__}.reward returned None; return a number")
+        agent.reward(value)

@@ -1,0 +1,38 @@
+"""Content is hostile: the one function that makes text of a run fit for a terminal."""
+
+from __future__ import annotations
+
+import re
+
+_UNSAFE = re.compile(
+    "["
+    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but tab and newline, DEL, C1
+    "\u00ad\u034f\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u115f\u1160\u17b4\u17b5\u180b-\u180f"
+    "\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff0-\ufffb"  # bidirectional, zero width, separators
+    "\ud800-\udfff"  # surrogates, which no stream can encode
+    "\U000110bd\U000110cd\U00013430-\U0001345f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+    "\U000e0000-\U000e0fff"  # tags
+    "]"
+)
+
+
+def safe(text: str) -> str:
+    r"""`text` with every control, bidirectional and invisible character written as its escape; newline and tab stay.
+
+    Example:
+        >>> safe("a\x1b[31mb\u202ec")
+        'a\\x1b[31mb\\u202ec'
+    """
+    return _UNSAFE.sub(_escape, text)
+
+
+def safe_line(text: str) -> str:
+    """`safe`, on one line: newlines and tabs are escaped too."""
+    return safe(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if code <= 0xFF:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"

@@ -1,0 +1,162 @@
+"""The filter language of `--where`: `column operator value`, joined by and, or, not and brackets.
+
+    reward < 0 and (turns > 4 or stop_reason = "max_turns") and not seats ~ judge
+
+It becomes SQL over known columns with bound values; nothing of the text itself reaches the database.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from agentrl.core.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_LENGTH = 2_000
+MAX_DEPTH = 40
+
+Value = str | float | int
+
+
+class Column(NamedTuple):
+    """A column as the filter knows it."""
+
+    sql: str
+    kind: Literal["text", "number"]
+
+
+class Filter(NamedTuple):
+    """A condition with its bound values."""
+
+    sql: str
+    values: tuple[Value, ...]
+
+
+EVERYTHING = Filter("1", ())
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w.#~/]))"
+    r"|(?P<quoted>\"[^\"]*\"|'[^']*')"
+    r"|(?P<operator><=|>=|!=|<>|==|=|<|>|~)"
+    r"|(?P<bracket>[()])"
+    r"|(?P<word>[^\s()<>=!~\"']+))"
+)
+_OPERATORS = {"=": "=", "==": "=", "!=": "<>", "<>": "<>", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
+
+
+def parse(text: str, columns: Mapping[str, Column]) -> Filter:
+    """The filter a text stands for; an empty text lets everything through.
+
+    Raises:
+        InputError: it is not a filter; the message says where and what was expected.
+    """
+    if len(text) > MAX_LENGTH:
+        raise InputError(f"--where: {len(text)} characters; at most {MAX_LENGTH}")
+    parser = _Parser(_tokens(text), columns)
+    return parser.whole() if text.strip() else EVERYTHING
+
+
+def _tokens(text: str) -> list[tuple[str, str]]:
+    tokens, at = [], 0
+    end = len(text.rstrip())
+    while at < end:
+        match = _TOKEN.match(text, at)
+        if match is None:
+            raise InputError(f"--where: cannot read {text[at : at + 20].strip()!r}; write column operator value")
+        tokens.append((str(match.lastgroup), match[str(match.lastgroup)]))
+        at = match.end()
+    return tokens
+
+
+class _Parser:
+    def __init__(self, tokens: list[tuple[str, str]], columns: Mapping[str, Column]) -> None:
+        self._tokens = tokens
+        self._columns = columns
+        self._at = 0
+        self._depth = 0
+        self._values: list[Value] = []
+
+    def whole(self) -> Filter:
+        sql = self._any()
+        if self._at < len(self._tokens):
+            raise InputError(f"--where: expected `and` or `or` before {self._tokens[self._at][1]!r}")
+        return Filter(sql, tuple(self._values))
+
+    def _any(self) -> str:
+        parts = [self._all()]
+        while self._keyword("or"):
+            parts.append(self._all())
+        return parts[0] if len(parts) == 1 else "(" + " OR ".join(parts) + ")"
+
+    def _all(self) -> str:
+        parts = [self._term()]
+        while self._keyword("and"):
+            parts.append(self._term())
+        return parts[0] if len(parts) == 1 else "(" + " AND ".join(parts) + ")"
+
+    def _term(self) -> str:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise InputError(f"--where: nested deeper than {MAX_DEPTH}")
+        if self._keyword("not"):
+            sql = f"NOT coalesce({self._term()}, 0)"
+        elif self._peek() == ("bracket", "("):
+            self._at += 1
+            sql = self._any()
+            if self._next() != ("bracket", ")"):
+                raise InputError("--where: a bracket is not closed")
+        else:
+            sql = self._comparison()
+        self._depth -= 1
+        return sql
+
+    def _comparison(self) -> str:
+        kind, name = self._next()
+        column = self._columns.get(name) if kind == "word" else None
+        if column is None:
+            close = difflib.get_close_matches(name, self._columns, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(self._columns)}"
+            raise InputError(
+                f"--where: {name!r} is not a column; {hint}" if name else "--where: a condition is missing"
+            )
+        kind, operator = self._next()
+        if kind != "operator":
+            raise InputError(f"--where: expected one of = != < <= > >= ~ after {name}")
+        kind, text = self._next()
+        if kind not in ("number", "quoted", "word"):
+            raise InputError(f"--where: expected a value after {name} {operator}")
+        if kind == "word" and text.lower() in ("null", "none") and operator in ("=", "==", "!=", "<>"):
+            return f"({column.sql}) IS {'' if operator in ('=', '==') else 'NOT '}NULL"
+        return self._compare(name, column, operator, text[1:-1] if kind == "quoted" else text)
+
+    def _compare(self, name: str, column: Column, operator: str, text: str) -> str:
+        if operator == "~":
+            self._values.append(text)
+            return f"instr(CAST(({column.sql}) AS TEXT), ?) > 0"
+        if column.kind == "number":
+            try:
+                self._values.append(float(text))
+            except ValueError as error:
+                raise InputError(f"--where: {name} is compared with a number, not with {text!r}") from error
+        else:
+            self._values.append(text)
+        return f"({column.sql}) {_OPERATORS[operator]} ?"
+
+    def _peek(self) -> tuple[str, str]:
+        return self._tokens[self._at] if self._at < len(self._tokens) else ("end", "")
+
+    def _next(self) -> tuple[str, str]:
+        token = self._peek()
+        self._at += 1
+        return token
+
+    def _keyword(self, word: str) -> bool:
+        kind, text = self._peek()
+        if kind == "word" and text.lower() == word:
+            self._at += 1
+            return True
+        return False

@@ -1,0 +1,41 @@
+"""Checksums against torn and rotten bytes: not against an attacker, who can recompute them.
+
+A checksum covers the key as well as the content, so that a whole, valid entry found under another episode, attempt or
+call id is an error too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from agentrl.journal.entries import JournalEntry
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def entry_checksum(episode_id: str, attempt: int, call_id: str, asked: bytes, body: bytes) -> int:
+    """CRC-32 over an entry's key, its `asked` hash and its body."""
+    key = f"{episode_id}\x1f{attempt}\x1f{call_id}\x1f{len(asked)}".encode()
+    return zlib.crc32(body, zlib.crc32(asked, zlib.crc32(key)))
+
+
+def row_checksum(table: str, values: Sequence[Any]) -> int:
+    """CRC-32 over a control row: its table and all its other columns."""
+    return zlib.crc32(_ENCODER.encode(values), zlib.crc32(table.encode()))
+
+
+def episode_digest(entries: Iterable[JournalEntry]) -> bytes:
+    """16-byte blake2b over an episode's entries in the order they were appended: what a commit names."""
+    digest = hashlib.blake2b(digest_size=16)
+    for entry in entries:
+        checksum = entry_checksum(entry.episode_id, entry.attempt, entry.call_id, entry.asked, entry.body)
+        digest.update(checksum.to_bytes(4, "little"))
+        digest.update(entry.body)
+    return digest.digest()

@@ -1,0 +1,263 @@
+"""Between records and rows of the control log: what is written at admission, commit, publication and step.
+
+Query columns are written once, at commit, and never updated: what became of a unit is in `step_units` and `unit_drops`.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from agentrl.core.errors import InputError, JournalError
+from agentrl.core.records import (
+    DataLocation,
+    EpisodeHeader,
+    EpisodeSpec,
+    PolicyVersion,
+    SeatBinding,
+    UnitHeader,
+    WeightsRef,
+)
+from agentrl.journal.checksums import row_checksum
+from agentrl.journal.schema import database_error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from agentrl.journal.port import StepRow
+    from agentrl.journal.writer import Database
+
+_ENCODER = msgspec.msgpack.Encoder()
+_SPEC = msgspec.msgpack.Decoder(EpisodeSpec)
+_JSON = msgspec.json.Encoder()
+
+
+class ControlTable:
+    """A table of the control log as a target of the writer."""
+
+    def __init__(
+        self, database: Database, name: str, columns: str, *, checksum: bool = False, once: bool = False
+    ) -> None:
+        """`once`: a row whose key is there already is left as it is."""
+        self.database = database
+        self.name = name
+        self.checksum = checksum
+        names = columns.split() + (["checksum"] if checksum else [])
+        self.width = len(names)
+        self.insert = f"INSERT {'OR IGNORE ' if once else ''}INTO {name} ({', '.join(names)}) VALUES "
+
+    def row(self, item: Sequence[Any]) -> Sequence[Any]:
+        """The columns, checksum last where the table has one."""
+        return (*item, row_checksum(self.name, item)) if self.checksum else item
+
+
+class ControlTables:
+    """All tables of one control log."""
+
+    def __init__(self, database: Database) -> None:
+        self.admissions = ControlTable(database, "admissions", ADMISSION_COLUMNS, checksum=True, once=True)
+        self.episodes = ControlTable(database, "episodes", EPISODE_COLUMNS, checksum=True, once=True)
+        self.trajectories = ControlTable(database, "trajectories", TRAJECTORY_COLUMNS, checksum=True, once=True)
+        self.unit_drops = ControlTable(database, "unit_drops", "episode attempt policy reason dropped_at", once=True)
+        self.versions = ControlTable(
+            database,
+            "versions",
+            "policy lineage step parent_lineage parent_step path kind sha256 published_at",
+            once=True,
+        )
+        self.steps = ControlTable(
+            database,
+            "steps",
+            "policy lineage step started_lineage started_step loss grad_norm samples tokens seconds normaliser"
+            " input_digest columns_file metrics stepped_at",
+            once=True,
+        )
+        self.step_units = ControlTable(
+            database,
+            "step_units",
+            "policy lineage step position episode attempt seat agent reward advantage baseline",
+            once=True,
+        )
+        self.metrics = ControlTable(database, "metrics", "step name value recorded_at")
+
+
+ADMISSION_COLUMNS = "episode attempt purpose environment task parent group_id spec admitted_at"
+EPISODE_COLUMNS = (
+    "episode attempt purpose environment task parent group_id seats policies oldest_step lineage reward stop_reason"
+    " drop_reason turns tokens seconds partition entries digest metrics committed_at"
+)
+TRAJECTORY_COLUMNS = "episode attempt seat agent policy reward tokens oldest_step lineage"
+
+
+# --- to rows ----------------------------------------------------------------------------------------------------------
+
+
+def admission_row(spec: EpisodeSpec, now: float) -> Sequence[Any]:
+    """`ADMISSION_COLUMNS` of a spec.
+
+    Raises:
+        InputError: the task's data or the seed cannot be serialised.
+    """
+    try:
+        encoded = _ENCODER.encode(spec)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError(
+            f"episode {spec.episode_id}: task {spec.task.id!r} cannot be written to the journal ({error}); "
+            "give Task.data JSON values only: strings, numbers, booleans, lists and dictionaries"
+        ) from error
+    key = (spec.episode_id, spec.attempt, spec.purpose)
+    return (*key, spec.environment, spec.task.id, spec.parent_id, spec.group_id, encoded, float(now))
+
+
+def episode_row(
+    spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], now: float
+) -> Sequence[Any]:
+    """`EPISODE_COLUMNS` of a finished episode."""
+    units = header.trajectories
+    oldest = min(units, key=lambda unit: (unit.lineage, unit.oldest_step), default=None)
+    partition, entries = header.location if header.location is not None else (None, None)
+    reward = header.reward
+    return (
+        header.episode_id,
+        header.attempt,
+        header.purpose,
+        spec.environment,
+        spec.task.id,
+        header.parent_id,
+        header.group_id,
+        _JSON.encode({seat: _binding(binding) for seat, binding in spec.seats.items()}).decode(),
+        ",".join(dict.fromkeys(unit.policy for unit in units)),
+        None if oldest is None else oldest.oldest_step,
+        None if oldest is None else oldest.lineage,
+        None if reward is None else float(reward),
+        header.stop_reason,
+        header.drop_reason,
+        header.turns,
+        header.tokens,
+        float(header.seconds),
+        partition,
+        entries,
+        digest,
+        _JSON.encode(metrics).decode(),
+        float(now),
+    )
+
+
+def trajectory_rows(header: EpisodeHeader) -> Iterable[Sequence[Any]]:
+    """`TRAJECTORY_COLUMNS` of a finished episode's agents."""
+    for unit in header.trajectories:
+        reward = None if unit.reward is None else float(unit.reward)
+        key = (header.episode_id, header.attempt, unit.seat, unit.index)
+        yield (*key, unit.policy, reward, unit.tokens, unit.oldest_step, unit.lineage)
+
+
+def version_row(weights: WeightsRef, parent: PolicyVersion | None, now: float) -> Sequence[Any]:
+    """A published version and the version it was made from."""
+    policy = weights.version.policy
+    parents = (parent.lineage, parent.step) if parent is not None and parent.policy == policy else (None, None)
+    return (*weights.version, *parents, weights.path, weights.kind, weights.sha256, float(now))
+
+
+def step_row(row: StepRow, now: float) -> Sequence[Any]:
+    """An optimizer step; NaN and infinity become NULL."""
+    report = row.report
+    return (
+        *row.version,
+        report.started_from.lineage,
+        report.started_from.step,
+        finite(report.loss),
+        finite(report.grad_norm),
+        report.samples,
+        report.tokens,
+        float(report.seconds),
+        float(row.batch.normaliser),
+        report.input_digest,
+        report.columns,
+        _JSON.encode(report.metrics).decode(),
+        float(now),
+    )
+
+
+def step_unit_rows(row: StepRow) -> Iterable[Sequence[Any]]:
+    """What the step was fed, a row per trajectory, in order."""
+    position = 0
+    for unit in row.batch.units:
+        for credit in unit.credits:
+            credited = (float(credit.reward), float(credit.advantage), float(credit.baseline))
+            yield (*row.version, position, unit.episode_id, unit.attempt, credit.seat, credit.index, *credited)
+            position += 1
+
+
+def finite(value: float) -> float | None:
+    """The value as SQLite can keep it: NULL for NaN and infinity."""
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _binding(binding: SeatBinding) -> str:
+    return str(binding.pin) if binding.pin is not None else binding.policy
+
+
+# --- from rows --------------------------------------------------------------------------------------------------------
+
+
+def read_spec(row: Sequence[Any]) -> EpisodeSpec:
+    """The spec of a row of `ADMISSION_COLUMNS` + checksum.
+
+    Raises:
+        JournalError: the row is damaged.
+    """
+    _verify("admissions", row)
+    try:
+        return _SPEC.decode(row[7])
+    except (msgspec.MsgspecError, TypeError) as error:
+        raise JournalError(
+            f"episode {row[0]}: its admission record cannot be read ({error}); the journal is damaged"
+        ) from error
+
+
+def read_header(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]) -> EpisodeHeader:
+    """The header of a row of `EPISODE_COLUMNS` + checksum and its rows of `TRAJECTORY_COLUMNS` + checksum.
+
+    Raises:
+        JournalError: a row is damaged.
+    """
+    _verify("episodes", row)
+    units = []
+    for trajectory in trajectories:
+        _verify("trajectories", trajectory)
+        units.append(UnitHeader(*trajectory[2:9]))
+    return EpisodeHeader(
+        episode_id=row[0],
+        attempt=row[1],
+        purpose=row[2],
+        parent_id=row[5],
+        group_id=row[6],
+        stop_reason=row[12],
+        drop_reason=row[13],
+        turns=row[14],
+        tokens=row[15],
+        seconds=row[16],
+        location=None if row[17] is None else DataLocation(row[17], row[18]),
+        trajectories=tuple(units),
+    )
+
+
+def _verify(table: str, row: Sequence[Any]) -> None:
+    if row_checksum(table, row[:-1]) != row[-1]:
+        raise JournalError(
+            f"episode {row[0]!r}: its record in `{table}` does not match its checksum; "
+            "it was altered or the disk damaged it"
+        )
+
+
+def all_rows(connection: sqlite3.Connection, path: Path, statement: str, *parameters: Any) -> list[Any]:
+    """All rows of a query; a damaged file is a `JournalError`."""
+    try:
+        return connection.execute(statement, parameters).fetchall()
+    except sqlite3.Error as error:
+        raise database_error(path, error) from error

@@ -1,0 +1,107 @@
+"""Reading entries back: verified against their checksums, also from another process while they are written."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from agentrl.core.errors import JournalError
+from agentrl.core.ids import is_safe_name
+from agentrl.journal.checksums import entry_checksum
+from agentrl.journal.entries import JournalEntry
+from agentrl.journal.schema import database_error, open_to_read
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_SELECT = "SELECT episode, attempt, call, asked, body, checksum FROM entries WHERE episode IN ({}) ORDER BY id"
+_BULK = 256
+
+
+class EntryKey(NamedTuple):
+    """Which episode's entries to read, and how many a commit says there are (None: as many as there are)."""
+
+    partition: str
+    episode_id: str
+    attempt: int
+    entries: int | None = None
+
+
+class TurnReader:
+    """Reads the turn partitions of one run; connections are opened once and kept. For one thread at a time."""
+
+    def __init__(self, journal_directory: str | Path) -> None:
+        self._directory = Path(journal_directory)
+        self._connections: dict[str, sqlite3.Connection] = {}
+
+    def read(self, partition: str, episode_id: str, attempt: int, *, entries: int | None = None) -> list[JournalEntry]:
+        """Entries on disk of an episode, in the order they were appended.
+
+        Raises:
+            JournalError: the partition cannot be read, an entry does not match its checksum, or `entries` is given
+                and there are not so many.
+        """
+        return self.read_many([EntryKey(partition, episode_id, attempt, entries)])[0]
+
+    def read_many(self, keys: Sequence[EntryKey]) -> list[list[JournalEntry]]:
+        """The entries of several episodes, in the order of `keys`; raises as `read`."""
+        by_partition: dict[str, set[str]] = {}
+        for key in keys:
+            by_partition.setdefault(key.partition, set()).add(key.episode_id)
+        found: dict[tuple[str, str, int], list[JournalEntry]] = {
+            (key.partition, key.episode_id, key.attempt): [] for key in keys
+        }
+        for partition, episodes in by_partition.items():
+            names = sorted(episodes)
+            for start in range(0, len(names), _BULK):
+                for entry in self._entries(partition, names[start : start + _BULK]):
+                    rows = found.get((partition, entry.episode_id, entry.attempt))
+                    if rows is not None:
+                        rows.append(entry)
+        answer = []
+        for key in keys:
+            rows = found[key.partition, key.episode_id, key.attempt]
+            if key.entries is not None and len(rows) != key.entries:
+                raise JournalError(
+                    f"episode {key.episode_id} attempt {key.attempt}: {len(rows)} entries in {key.partition}, "
+                    f"but it was committed with {key.entries}; the partition is damaged or was replaced"
+                )
+            answer.append(rows)
+        return answer
+
+    def close(self) -> None:
+        """Close the connections. Idempotent."""
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+    def _entries(self, partition: str, episodes: Sequence[str]) -> Iterable[JournalEntry]:
+        path, connection = self._open(partition)
+        try:
+            for row in connection.execute(_SELECT.format(",".join("?" * len(episodes))), episodes):
+                yield _verified(path, row)
+        except sqlite3.Error as error:
+            raise database_error(path, error) from error
+
+    def _open(self, partition: str) -> tuple[Path, sqlite3.Connection]:
+        if not is_safe_name(partition):
+            raise JournalError(
+                f"{partition!r} is not the name of a turn partition; the record that names it is damaged"
+            )
+        path = self._directory / partition
+        connection = self._connections.get(partition)
+        if connection is None:
+            connection = self._connections[partition] = open_to_read(path, "turns")
+        return path, connection
+
+
+def _verified(path: Path, row: tuple[str, int, str, bytes, bytes, int]) -> JournalEntry:
+    episode, attempt, call, asked, body, checksum = row
+    types = (type(episode), type(attempt), type(call), type(asked), type(body))
+    if types != (str, int, str, bytes, bytes) or entry_checksum(episode, attempt, call, asked, body) != checksum:
+        raise JournalError(
+            f"{path}: episode {episode!r}, call {call!r}: the entry does not match its checksum; "
+            "it was altered or the disk damaged it. The run's other episodes can still be read"
+        )
+    return JournalEntry(episode, attempt, call, asked, body)

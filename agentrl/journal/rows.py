@@ -1,0 +1,175 @@
+"""From journal entries to the token rows a trainer consumes: concatenation and index arithmetic, no policy.
+
+Invariants: a row is, over its turns in order, `context_ids + token_ids`; every sampled token keeps the logprob, the
+version, the routing and the kept set it was sampled with; context tokens carry logprob 0 and no version.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from agentrl.core.errors import JournalError
+from agentrl.core.records import MaskKind, PolicyVersion, Row, SamplingMask, Trajectory, VersionSpan
+from agentrl.journal.entries import Begin, EntryBody, JournalEntry, RewardEntry, TurnEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from agentrl.core.records import ExpertArray, Int32Array
+
+AgentKey = tuple[str, int]
+"""Seat and index."""
+
+
+def decode_entries(entries: Iterable[JournalEntry]) -> list[EntryBody]:
+    """The bodies of entries, in order.
+
+    Raises:
+        JournalError: a body is not of this format; the message names the episode and the call.
+    """
+    bodies = []
+    for entry in entries:
+        try:
+            bodies.append(entry.decode())
+        except msgspec.MsgspecError as error:
+            raise JournalError(
+                f"episode {entry.episode_id}, call {entry.call_id}: not an entry of this journal format ({error})"
+            ) from error
+    return bodies
+
+
+def trajectories(entries: Iterable[JournalEntry]) -> tuple[Trajectory, ...]:
+    """One episode's trajectories, a row per context, in the order the agents first acted or were rewarded.
+
+    Raises:
+        JournalError: the entries are not those of one whole episode: no beginning, a turn twice, tokens missing.
+    """
+    bodies = decode_entries(entries)
+    begin = next((body for body in bodies if isinstance(body, Begin)), None)
+    if begin is None:
+        raise JournalError("an episode's entries lack its `begin` entry; the partition is damaged or was cut")
+    turns: dict[AgentKey, list[TurnEntry]] = {}
+    rewards: dict[AgentKey, list[RewardEntry]] = {}
+    for body in bodies:
+        if isinstance(body, TurnEntry):
+            turns.setdefault((body.seat, body.index), []).append(body)
+        elif isinstance(body, RewardEntry):
+            rewards.setdefault((body.seat, body.index), []).append(body)
+    answer = []
+    for key in dict.fromkeys([*turns, *rewards]):
+        own = turns.get(key, [])
+        turn_rewards: dict[int, float] = {}
+        for reward in rewards.get(key, []):
+            if reward.turn is not None:
+                turn_rewards[reward.turn] = turn_rewards.get(reward.turn, 0.0) + reward.value
+        answer.append(
+            Trajectory(
+                seat=key[0],
+                index=key[1],
+                policy=own[0].policy if own else begin.seats.get(key[0], ""),
+                rows=_rows(own),
+                reward=sum(reward.value for reward in rewards[key]) if key in rewards else None,
+                turn_rewards=turn_rewards,
+            )
+        )
+    return tuple(answer)
+
+
+def _rows(turns: Sequence[TurnEntry]) -> tuple[Row, ...]:
+    by_row: dict[int, list[TurnEntry]] = {}
+    numbers: set[int] = set()
+    for turn in sorted(turns, key=lambda turn: turn.turn):
+        if turn.turn in numbers:
+            raise JournalError(f"{_name(turn)} is in the journal twice; an attempt was run again under the same number")
+        numbers.add(turn.turn)
+        by_row.setdefault(turn.row, []).append(turn)
+    return tuple(_row(by_row[number]) for number in sorted(by_row))
+
+
+def _row(turns: Sequence[TurnEntry]) -> Row:
+    import numpy as np
+
+    tokens, masks, logprobs, indices, counts, kept = [], [], [], [], [], []
+    spans: list[VersionSpan] = []
+    at = 0
+    for turn in turns:
+        if turn.parent_context not in (0, at):
+            raise JournalError(f"{_name(turn)} continues a row of {turn.parent_context} tokens, but {at} are here")
+        if turn.temperature != turns[0].temperature:
+            raise JournalError(
+                f"{_name(turn)} was sampled at another temperature than its row; give it a row of its own"
+            )
+        try:
+            context = np.frombuffer(turn.context_ids, dtype="<i4")
+            sampled = np.frombuffer(turn.token_ids, dtype="<i4")
+            behavior = np.frombuffer(turn.logprobs, dtype="<f4")
+            mask_counts = None if turn.mask_counts is None else np.frombuffer(turn.mask_counts, dtype="<i4")
+            mask_ids = np.frombuffer(turn.mask_ids or b"", dtype="<i4")
+        except ValueError as error:
+            raise JournalError(f"{_name(turn)}: its token columns cannot be read ({error})") from error
+        if len(behavior) != len(sampled) or (mask_counts is not None and len(mask_counts) != len(sampled)):
+            raise JournalError(f"{_name(turn)}: its token columns differ in length")
+        none = np.full(len(context), MaskKind.NONE, dtype=np.int32)
+        tokens += [context, sampled]
+        masks += [np.zeros(len(context), dtype=np.bool_), np.ones(len(sampled), dtype=np.bool_)]
+        logprobs += [np.zeros(len(context), dtype=np.float32), behavior]
+        indices += [np.full(len(context), -1, dtype=np.int32), np.full(len(sampled), turn.turn, dtype=np.int32)]
+        counts += [none, np.full(len(sampled), MaskKind.NONE, dtype=np.int32) if mask_counts is None else mask_counts]
+        kept.append(mask_ids)
+        start = at + len(context)
+        for span in turn.spans:
+            version = PolicyVersion(turn.policy, span.lineage, span.step)
+            spans.append(VersionSpan(start + span.start, start + span.stop, version))
+        at = start + len(sampled)
+    masked = any(turn.mask_counts is not None for turn in turns)
+    return Row(
+        token_ids=_int32(tokens),
+        loss_mask=np.concatenate(masks),
+        behavior_logprobs=np.concatenate(logprobs).astype(np.float32, copy=False),
+        turn_index=_int32(indices),
+        spans=tuple(spans),
+        temperature=turns[0].temperature,
+        expert_routing=_routing(turns, at),
+        sampling_mask=SamplingMask(counts=_int32(counts), token_ids=_int32(kept)) if masked else None,
+    )
+
+
+def _int32(parts: Sequence[Int32Array]) -> Int32Array:
+    import numpy as np
+
+    return np.concatenate(parts).astype(np.int32, copy=False)
+
+
+def _routing(turns: Sequence[TurnEntry], length: int) -> ExpertArray | None:
+    """`[T, layers, top_k]`; the last position, which no call forwarded, is 0 and predicts nothing.
+
+    Where two calls forwarded a position (its KV was recomputed), the first counts: its output is what was sampled from.
+    """
+    import numpy as np
+
+    recorded = [turn for turn in turns if turn.expert_routing is not None]
+    if not recorded:
+        return None
+    layers, top_k = recorded[0].routing_shape[1:]
+    routing = np.zeros((length, layers, top_k), dtype=np.uint8)
+    known = np.zeros(length, dtype=np.bool_)
+    for turn in recorded:
+        start = turn.routing_start
+        try:
+            part = np.frombuffer(turn.expert_routing or b"", dtype=np.uint8).reshape(turn.routing_shape)
+            stop = start + len(part)
+            new = ~known[start:stop]
+            routing[start:stop][new] = part[new]
+        except (ValueError, IndexError) as error:
+            raise JournalError(f"{_name(turn)}: its expert routing does not fit its row ({error})") from error
+        known[start:stop] = True
+    missing = np.flatnonzero(~known[: length - 1])
+    if len(missing):
+        raise JournalError(f"{_name(turns[0])}: no expert routing for position {missing[0]} of its row")
+    return routing
+
+
+def _name(turn: TurnEntry) -> str:
+    return f"turn {turn.turn} of {turn.seat}[{turn.index}]"

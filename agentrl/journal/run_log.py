@@ -1,0 +1,171 @@
+"""Reading a run's control log back: pure folds of what is on disk, for resume and for readers. Implements `RunLog`.
+
+What survives a rollback is decided by the tree of versions: the manifest names a version, and the steps along its
+ancestors are the ones that count. Units of any other step are ready again.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.core.errors import JournalError
+from agentrl.journal.control import (
+    ADMISSION_COLUMNS,
+    EPISODE_COLUMNS,
+    TRAJECTORY_COLUMNS,
+    all_rows,
+    read_header,
+    read_spec,
+)
+from agentrl.journal.schema import CONTROL_FILE, meta, open_to_read
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
+
+UnitKey = tuple[str, int, str]
+"""Episode id, attempt, policy."""
+
+
+def _columns(table: str, columns: str) -> str:
+    return ", ".join(f"{table}.{name}" for name in [*columns.split(), "checksum"])
+
+
+_ADMISSION = _columns("a", ADMISSION_COLUMNS)
+_EPISODE = _columns("e", EPISODE_COLUMNS)
+_TRAJECTORY = _columns("t", TRAJECTORY_COLUMNS)
+_ADMISSION_WIDTH = len(_ADMISSION.split(","))
+
+
+class SqliteRunLog:
+    """A control log opened read-only, in any process."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Raises: JournalError: there is no journal in `directory`, or not one this version reads."""
+        self.path = Path(directory) / CONTROL_FILE
+        self.connection: sqlite3.Connection = open_to_read(self.path, "control")
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self.connection.close()
+
+    def rows(self, statement: str, *parameters: Any) -> list[Any]:
+        """All rows of a query.
+
+        Raises:
+            JournalError: the database is damaged.
+        """
+        return all_rows(self.connection, self.path, statement, *parameters)
+
+    def admitted(self) -> int:
+        """How many root training episodes were ever admitted: the next root number."""
+        statement = "SELECT count(DISTINCT episode) FROM admissions WHERE purpose = 'train' AND parent IS NULL"
+        return int(self.rows(statement)[0][0])
+
+    def unfinished(self) -> Sequence[EpisodeSpec]:
+        """Root training episodes whose newest attempt was neither committed nor dropped, in order of admission."""
+        statement = (
+            f"SELECT {_ADMISSION} FROM admissions a WHERE a.purpose = 'train' AND a.parent IS NULL"
+            " AND NOT EXISTS (SELECT 1 FROM episodes e WHERE e.episode = a.episode AND e.attempt = a.attempt)"
+            " AND NOT EXISTS (SELECT 1 FROM admissions b WHERE b.episode = a.episode AND b.attempt > a.attempt)"
+            " ORDER BY a.admitted_at, length(a.episode), a.episode"
+        )
+        return [read_spec(row) for row in self.rows(statement)]
+
+    def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
+        """Committed training episodes with a unit neither consumed along the surviving lineage nor dropped.
+
+        Args:
+            consumed_through: the manifest's version of each trainable policy (its starting version where there is
+                no manifest yet). Units of policies that are not named are frozen and never ready.
+
+        Yields:
+            Specs and headers in order of commit; which of an episode's units are ready is what `resolved_units` says.
+        """
+        resolved = self.resolved_units(consumed_through)
+        trajectories: dict[tuple[str, int], list[Any]] = {}
+        statement = f"SELECT {_TRAJECTORY} FROM trajectories t ORDER BY t.episode, t.attempt, t.seat, t.agent"
+        for row in self.rows(statement):
+            trajectories.setdefault((row[0], row[1]), []).append(row)
+        ready = {
+            key
+            for key, rows in trajectories.items()
+            if any(row[4] in consumed_through and (*key, row[4]) not in resolved for row in rows)
+        }
+        statement = (
+            f"SELECT {_ADMISSION}, {_EPISODE} FROM episodes e"
+            " JOIN admissions a ON a.episode = e.episode AND a.attempt = e.attempt"
+            " WHERE e.purpose = 'train' AND e.drop_reason IS NULL ORDER BY e.committed_at, length(e.episode), e.episode"
+        )
+        for row in self.rows(statement):
+            key = (row[0], row[1])
+            if key in ready:
+                yield read_spec(row[:_ADMISSION_WIDTH]), read_header(row[_ADMISSION_WIDTH:], trajectories[key])
+
+    def resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> set[UnitKey]:
+        """Units consumed along the surviving lineage of `consumed_through`, or dropped."""
+        dropped = self.rows("SELECT episode, attempt, policy FROM unit_drops")
+        resolved: set[UnitKey] = {(episode, attempt, policy) for episode, attempt, policy in dropped}
+        for policy, version in consumed_through.items():
+            for lineage, first, last in self.surviving(version):
+                statement = (
+                    "SELECT DISTINCT episode, attempt FROM step_units"
+                    " WHERE policy = ? AND lineage = ? AND step > ? AND step <= ?"
+                )
+                for episode, attempt in self.rows(statement, policy, lineage, first, last):
+                    resolved.add((episode, attempt, policy))
+        return resolved
+
+    def surviving(self, version: PolicyVersion) -> list[tuple[int, int, int]]:
+        """The line of steps that led to `version`, newest first: (lineage, first, last) means steps first < s ≤ last.
+
+        Raises:
+            JournalError: the tree of versions leads nowhere or round in a circle.
+        """
+        line: list[tuple[int, int, int]] = []
+        lineage, last = version.lineage, version.step
+        while True:
+            statement = (
+                "SELECT step, parent_lineage, parent_step FROM versions"
+                " WHERE policy = ? AND lineage = ? AND step <= ? ORDER BY step LIMIT 1"
+            )
+            found = self.rows(statement, version.policy, lineage, last)
+            if not found and not line and not self._has_steps(version.policy, lineage):
+                return [(lineage, -1, last)]  # killed before its first version was on disk: nothing was consumed
+            if not found:
+                raise JournalError(
+                    f"{self.path}: version {version.policy}@{lineage}.{last} was never published in this run"
+                )
+            first, parent_lineage, parent_step = found[0]
+            if parent_lineage is None or (parent_lineage == lineage == 0 and parent_step < first):
+                line.append(
+                    (lineage, -1, last)
+                )  # it begins with the base model, recorded or not
+                return line
+            if parent_lineage >= lineage:
+                raise JournalError(
+                    f"{self.path}: version {version.policy}@{lineage}.{first} does not say which lineage it began from; "
+                    "the versions table was altered or is damaged"
+                )
+            line.append((lineage, parent_step, last))
+            lineage, last = parent_lineage, parent_step
+
+    def _has_steps(self, policy: str, lineage: int) -> bool:
+        return bool(self.rows("SELECT 1 FROM step_units WHERE policy = ? AND lineage = ? LIMIT 1", policy, lineage))
+
+    def highest_lineage(self) -> int:
+        """The largest lineage any published version carries; -1 before the first."""
+        return int(self.rows("SELECT coalesce(max(lineage), -1) FROM versions")[0][0])
+
+    def info(self) -> Mapping[str, Any]:
+        """`format`, `run` (an id), and what the journal was made with: the run's name and resolved configuration."""
+        try:
+            values = meta(self.connection)
+            info = json.loads(values.get("info", "{}"))
+            return {**info, "format": int(values["format"]), "run": values["run"]}
+        except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
+            raise JournalError(f"{self.path}: the run's identity cannot be read ({error}); it is damaged") from error

@@ -1,0 +1,211 @@
+"""The two databases: their tables, and how they are opened to write and to read.
+
+Invariants: a database this module opens has exactly the tables below, byte for byte, in this format, or opening it is
+a `JournalError`; so a hostile file brings no view, trigger or virtual table of its own. Nothing newer than SQLite 3.40.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import quote
+
+from agentrl.core.errors import JournalError, StorageError
+from agentrl.journal.entries import FORMAT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Kind = Literal["control", "turns"]
+
+CONTROL_FILE = "control.db"
+MAX_VALUE_BYTES = 64 << 20
+"""Longest text or blob of a row, written or read."""
+
+_META = "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID"
+
+_TURNS = (
+    _META,
+    "CREATE TABLE entries (id INTEGER PRIMARY KEY, episode TEXT NOT NULL, attempt INTEGER NOT NULL, call TEXT NOT NULL,"
+    " asked BLOB NOT NULL, body BLOB NOT NULL, checksum INTEGER NOT NULL)",
+    "CREATE INDEX entries_by_episode ON entries (episode)",
+)
+
+_CONTROL = (
+    _META,
+    "CREATE TABLE admissions (episode TEXT NOT NULL, attempt INTEGER NOT NULL, purpose TEXT NOT NULL,"
+    " environment TEXT NOT NULL, task TEXT NOT NULL, parent TEXT, group_id TEXT NOT NULL, spec BLOB NOT NULL,"
+    " admitted_at REAL NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt)) WITHOUT ROWID",
+    "CREATE TABLE episodes (episode TEXT NOT NULL, attempt INTEGER NOT NULL, purpose TEXT NOT NULL,"
+    " environment TEXT NOT NULL, task TEXT NOT NULL, parent TEXT, group_id TEXT NOT NULL, seats TEXT NOT NULL,"
+    " policies TEXT NOT NULL, oldest_step INTEGER, lineage INTEGER, reward REAL, stop_reason TEXT, drop_reason TEXT,"
+    " turns INTEGER NOT NULL, tokens INTEGER NOT NULL, seconds REAL NOT NULL, partition TEXT, entries INTEGER,"
+    " digest BLOB NOT NULL, metrics TEXT NOT NULL, committed_at REAL NOT NULL, checksum INTEGER NOT NULL,"
+    " PRIMARY KEY (episode, attempt)) WITHOUT ROWID",
+    "CREATE TABLE trajectories (episode TEXT NOT NULL, attempt INTEGER NOT NULL, seat TEXT NOT NULL,"
+    " agent INTEGER NOT NULL, policy TEXT NOT NULL, reward REAL, tokens INTEGER NOT NULL, oldest_step INTEGER NOT NULL,"
+    " lineage INTEGER NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt, seat, agent)) WITHOUT ROWID",
+    "CREATE TABLE unit_drops (episode TEXT NOT NULL, attempt INTEGER NOT NULL, policy TEXT NOT NULL,"
+    " reason TEXT NOT NULL, dropped_at REAL NOT NULL, PRIMARY KEY (episode, attempt, policy)) WITHOUT ROWID",
+    "CREATE TABLE versions (policy TEXT NOT NULL, lineage INTEGER NOT NULL, step INTEGER NOT NULL,"
+    " parent_lineage INTEGER, parent_step INTEGER, path TEXT NOT NULL, kind TEXT NOT NULL, sha256 TEXT NOT NULL,"
+    " published_at REAL NOT NULL, PRIMARY KEY (policy, lineage, step)) WITHOUT ROWID",
+    "CREATE TABLE steps (policy TEXT NOT NULL, lineage INTEGER NOT NULL, step INTEGER NOT NULL,"
+    " started_lineage INTEGER NOT NULL, started_step INTEGER NOT NULL, loss REAL, grad_norm REAL,"
+    " samples INTEGER NOT NULL, tokens INTEGER NOT NULL, seconds REAL NOT NULL, normaliser REAL NOT NULL,"
+    " input_digest TEXT NOT NULL, columns_file TEXT, metrics TEXT NOT NULL, stepped_at REAL NOT NULL,"
+    " PRIMARY KEY (policy, lineage, step)) WITHOUT ROWID",
+    "CREATE TABLE step_units (policy TEXT NOT NULL, lineage INTEGER NOT NULL, step INTEGER NOT NULL,"
+    " position INTEGER NOT NULL, episode TEXT NOT NULL, attempt INTEGER NOT NULL, seat TEXT NOT NULL,"
+    " agent INTEGER NOT NULL, reward REAL, advantage REAL, baseline REAL,"
+    " PRIMARY KEY (policy, lineage, step, position)) WITHOUT ROWID",
+    "CREATE INDEX step_units_by_episode ON step_units (episode)",
+    "CREATE TABLE metrics (id INTEGER PRIMARY KEY, step INTEGER NOT NULL, name TEXT NOT NULL, value REAL,"
+    " recorded_at REAL NOT NULL)",
+    "CREATE INDEX metrics_by_name ON metrics (name, step)",
+    "CREATE VIEW units AS SELECT DISTINCT t.policy, t.episode, t.attempt, s.lineage AS consumed_lineage,"
+    " s.step AS consumed_step, d.reason AS drop_reason FROM trajectories t"
+    " LEFT JOIN step_units s ON s.episode = t.episode AND s.attempt = t.attempt AND s.policy = t.policy"
+    " LEFT JOIN unit_drops d ON d.episode = t.episode AND d.attempt = t.attempt AND d.policy = t.policy",
+)
+
+_STATEMENTS: dict[Kind, tuple[str, ...]] = {"control": _CONTROL, "turns": _TURNS}
+
+
+def private_directory(directory: Path) -> None:
+    """Make `directory` for its owner alone (0700), if it is missing.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise StorageError(f"{directory}: cannot be made ({error.strerror}); choose another run directory") from error
+
+
+def open_to_write(path: Path, kind: Kind, identity: dict[str, str]) -> sqlite3.Connection:
+    """Open a database, made with `identity` in its meta table if it is missing; for the writer thread only.
+
+    Raises:
+        JournalError: it is damaged, of another format, or of another run than `identity["run"]`, where that is given.
+        StorageError: it cannot be opened or made.
+    """
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    except (OSError, sqlite3.Error) as error:
+        raise StorageError(
+            f"{path}: cannot be opened to write ({error}); check its owner and the free space"
+        ) from error
+    try:
+        _harden(connection)
+        if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+            _create(connection, kind, {"format": str(FORMAT), "kind": kind, **identity})
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA wal_autocheckpoint = 2000")
+        _check(connection, path, kind, identity.get("run"))
+    except sqlite3.Error as error:
+        connection.close()
+        raise database_error(path, error) from error
+    except JournalError:
+        connection.close()
+        raise
+    return connection
+
+
+def open_to_read(path: Path, kind: Kind, run: str | None = None) -> sqlite3.Connection:
+    """Open a database read-only, also while another process writes it; content and file are taken as hostile.
+
+    Raises:
+        JournalError: it is missing, damaged, of another format, or of another run than `run`.
+    """
+    if not path.is_file():
+        raise JournalError(f"{path}: there is no such file; is this the directory of a run?")
+    uri = f"file:{quote(str(path.absolute()))}?mode=ro"
+    wal = path.with_name(path.name + "-wal")
+    try:
+        connection = _connect_to_read(uri)
+    except sqlite3.OperationalError as error:
+        if wal.exists() and wal.stat().st_size:
+            raise database_error(path, error) from error
+        try:  # a directory we may not write, and nothing in the log: the file alone is the whole database
+            connection = _connect_to_read(uri + "&immutable=1")
+        except sqlite3.Error as second:
+            raise database_error(path, second) from second
+    except sqlite3.Error as error:
+        raise database_error(path, error) from error
+    try:
+        _check(connection, path, kind, run)
+    except sqlite3.Error as error:
+        connection.close()
+        raise database_error(path, error) from error
+    except JournalError:
+        connection.close()
+        raise
+    return connection
+
+
+def meta(connection: sqlite3.Connection) -> dict[str, str]:
+    """The meta table: format, kind, run, and what the run was created with."""
+    return dict(connection.execute("SELECT key, value FROM meta"))
+
+
+def _connect_to_read(uri: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+    try:
+        _harden(connection)
+        connection.execute("PRAGMA query_only = ON")
+        connection.text_factory = _text
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "replace")  # damaged text is found by its row's checksum, not by an error of the query
+
+
+def _harden(connection: sqlite3.Connection) -> None:
+    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.execute("PRAGMA cell_size_check = ON")
+    connection.execute("PRAGMA busy_timeout = 5000")
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES + (1 << 16))
+    connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+
+
+def _create(connection: sqlite3.Connection, kind: Kind, values: dict[str, str]) -> None:
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("BEGIN IMMEDIATE")
+    for statement in _STATEMENTS[kind]:
+        connection.execute(statement)
+    connection.executemany("INSERT INTO meta VALUES (?, ?)", list(values.items()))
+    connection.execute("COMMIT")
+
+
+def _check(connection: sqlite3.Connection, path: Path, kind: Kind, run: str | None) -> None:
+    schema = {sql for (sql,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
+    if _META not in schema:
+        raise JournalError(f"{path}: not a journal of agentrl")
+    values = meta(connection)
+    if values.get("format") != str(FORMAT):
+        raise JournalError(
+            f"{path}: journal format {values.get('format')!r}, but this version of agentrl reads format {FORMAT}; "
+            "read it with the version that wrote it"
+        )
+    if schema != set(_STATEMENTS[kind]) or values.get("kind") != kind:
+        raise JournalError(
+            f"{path}: not the tables of a {kind} database of format {FORMAT}; it was altered or is damaged"
+        )
+    if run is not None and values.get("run") != run:
+        raise JournalError(
+            f"{path}: belongs to run {values.get('run')!r}, not to {run!r}; files of two runs were mixed"
+        )
+
+
+def database_error(path: Path, error: sqlite3.Error) -> JournalError:
+    """What to raise where reading `path` failed."""
+    return JournalError(f"{path}: cannot be read ({error}); it is damaged, or not a database of agentrl")

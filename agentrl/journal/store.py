@@ -1,0 +1,209 @@
+"""The SQLite journal of a run: one control log, and a turn partition per worker, in one directory.
+
+Owns: the run lock, the writer thread, the names of the files. Does not read entries' bodies.
+Invariants: calls never block; `commit_episode` returns after the episode's entries and then its record are on disk;
+after a failed write nothing more is written and every later wait raises.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from agentrl.core.clock import Clock, SystemClock
+from agentrl.core.errors import EpisodeError, InputError
+from agentrl.core.ids import is_safe_name
+from agentrl.journal import control
+from agentrl.journal.checksums import entry_checksum
+from agentrl.journal.lock import RunLock
+from agentrl.journal.reader import TurnReader
+from agentrl.journal.run_log import SqliteRunLog
+from agentrl.journal.schema import CONTROL_FILE, MAX_VALUE_BYTES, meta, open_to_write, private_directory
+from agentrl.journal.writer import Database, GroupCommitWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
+    from agentrl.journal.entries import JournalEntry
+    from agentrl.journal.port import StepRow
+
+
+class SqliteTurnLog:
+    """One worker's partition, `turns-<worker>.db`; implements `TurnLog`."""
+
+    insert = "INSERT INTO entries (episode, attempt, call, asked, body, checksum) VALUES "
+    width = 6
+
+    def __init__(self, directory: Path, worker: str, run: str, writer: GroupCommitWriter) -> None:
+        """Open or make the partition.
+
+        Raises:
+            InputError: `worker` cannot be part of a file name.
+            JournalError: the file is damaged, of another format, or of another run.
+            StorageError: the file cannot be made.
+        """
+        if not is_safe_name(worker):
+            raise InputError(f"worker {worker!r}: a name has up to 64 letters, digits, dots, dashes and underscores")
+        self.name = f"turns-{worker}.db"
+        path = directory / self.name
+        self.database = Database(path, open_to_write(path, "turns", {"run": run}), order=0)
+        self._writer = writer
+        self._reader = TurnReader(directory)
+        writer.add(self.database)
+
+    def append(self, entry: JournalEntry) -> None:
+        """Queue an entry.
+
+        Raises:
+            EpisodeError: the entry is larger than the journal takes (`too_large`).
+        """
+        if len(entry.body) > MAX_VALUE_BYTES:
+            raise EpisodeError(
+                f"episode {entry.episode_id}, call {entry.call_id}: an entry of {len(entry.body)} bytes; "
+                f"at most {MAX_VALUE_BYTES} fit. Shorten the observation or the value",
+                reason="too_large",
+            )
+        self._writer.put(self, entry)
+
+    async def flush(self) -> None:
+        """Wait until all appended entries are on disk."""
+        await self._writer.wait()
+
+    def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
+        """Entries on disk of an episode, in the order they were appended."""
+        return self._reader.read(self.name, episode_id, attempt)
+
+    def row(self, item: JournalEntry) -> Sequence[Any]:
+        """Columns of `entries`; called by the writer."""
+        asked, body = item.asked, item.body
+        checksum = entry_checksum(item.episode_id, item.attempt, item.call_id, asked, body)
+        return (item.episode_id, item.attempt, item.call_id, asked, body, checksum)
+
+    def close_reader(self) -> None:
+        """Close what `read` opened; the writer closes the rest."""
+        self._reader.close()
+
+
+class SqliteJournal:
+    """The journal of a run; implements `JournalStore` and, for resume, `RunLog`."""
+
+    def __init__(
+        self, directory: str | Path, *, info: Mapping[str, Any] | None = None, clock: Clock | None = None
+    ) -> None:
+        """Open the journal in `directory`, or make it.
+
+        Args:
+            directory: the run's journal directory.
+            info: kept where the journal is new, as JSON: the run's name, its resolved configuration.
+            clock: for wall-clock labels.
+
+        Raises:
+            RunDirectoryError: another process is writing this run.
+            JournalError: what lies there is damaged, of another format, or of another run.
+            StorageError: the directory or its files cannot be made.
+        """
+        self.directory = Path(directory)
+        self._clock = clock or SystemClock()
+        private_directory(self.directory)
+        self._lock = RunLock(self.directory)
+        try:
+            path = self.directory / CONTROL_FILE
+            identity = {"info": msgspec.json.encode(dict(info or {})).decode()}
+            if not path.exists() or not path.stat().st_size:
+                identity["run"] = os.urandom(8).hex()
+            connection = open_to_write(path, "control", identity)
+            self._run = meta(connection)["run"]
+            self._log = SqliteRunLog(self.directory)
+        except BaseException:
+            self._lock.release()
+            raise
+        database = Database(path, connection, order=1)
+        self._tables = control.ControlTables(database)
+        self._writer = GroupCommitWriter("journal-writer")
+        self._writer.add(database)
+        self._turn_logs: dict[str, SqliteTurnLog] = {}
+
+    def turn_log(self, worker: str) -> SqliteTurnLog:
+        """The partition of a worker; made if missing."""
+        log = self._turn_logs.get(worker)
+        if log is None:
+            log = self._turn_logs[worker] = SqliteTurnLog(self.directory, worker, self._run, self._writer)
+        return log
+
+    def admit(self, spec: EpisodeSpec) -> None:
+        """Record that an episode was admitted.
+
+        Raises:
+            InputError: the task's data cannot be serialised.
+        """
+        self._writer.put(self._tables.admissions, control.admission_row(spec, self._clock.wall()))
+
+    async def commit_episode(
+        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float]
+    ) -> None:
+        """Record a committed or dropped episode once its entries are on disk; waits for the disk."""
+        tables = self._tables
+        self._writer.put(tables.episodes, control.episode_row(spec, header, digest, metrics, self._clock.wall()))
+        for row in control.trajectory_rows(header):
+            self._writer.put(tables.trajectories, row)
+        await self._writer.wait()
+
+    def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
+        """Record that a committed unit will not be trained."""
+        self._writer.put(self._tables.unit_drops, (episode_id, attempt, policy, reason, self._clock.wall()))
+
+    def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
+        """Record a published version."""
+        self._writer.put(self._tables.versions, control.version_row(weights, parent, self._clock.wall()))
+
+    def record_step(self, row: StepRow) -> None:
+        """Record an optimizer step and that its units were consumed by it."""
+        self._writer.put(self._tables.steps, control.step_row(row, self._clock.wall()))
+        for unit in control.step_unit_rows(row):
+            self._writer.put(self._tables.step_units, unit)
+
+    def record_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Record metric values at a step; NaN and infinity are kept as NULL."""
+        now = self._clock.wall()
+        for name, value in values.items():
+            self._writer.put(self._tables.metrics, (step, name, control.finite(value), now))
+
+    async def flush(self) -> None:
+        """Wait until everything recorded is on disk."""
+        await self._writer.wait()
+
+    async def close(self) -> None:
+        """Flush and release. Idempotent."""
+        try:
+            await self._writer.close()
+        finally:
+            for log in self._turn_logs.values():
+                log.close_reader()
+            self._log.close()
+            self._lock.release()
+
+    # --- reading back for resume --------------------------------------------------------------------------------------
+
+    def admitted(self) -> int:
+        """See `SqliteRunLog.admitted`."""
+        return self._log.admitted()
+
+    def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
+        """See `SqliteRunLog.ready_units`."""
+        return self._log.ready_units(consumed_through)
+
+    def unfinished(self) -> Sequence[EpisodeSpec]:
+        """See `SqliteRunLog.unfinished`."""
+        return self._log.unfinished()
+
+    def highest_lineage(self) -> int:
+        """See `SqliteRunLog.highest_lineage`."""
+        return self._log.highest_lineage()
+
+    def info(self) -> Mapping[str, Any]:
+        """See `SqliteRunLog.info`."""
+        return self._log.info()

@@ -1,0 +1,204 @@
+"""Group commit: one thread per process writes everything that was queued since its last round.
+
+Owns: the write connections and the thread. Callers only append to a deque, which never blocks.
+A round takes all that is queued, writes the turn partitions and syncs them, then the control log and syncs it, then
+resolves the waiters; so a control row is never on disk before the entries it names, and waiters share their syncs.
+A failed round rolls back, fails its waiters and every later one: nothing after it is ever written.
+Rows go in by multi-row INSERTs: sqlite3 gives the interpreter lock away at every statement, and getting it back from
+a busy event loop can take milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from agentrl.core.errors import StorageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FLUSH_SECONDS = 0.2
+"""Longest time a queued row waits for a round when nobody waits for it."""
+LINGER_SECONDS = 0.004
+"""How long a round waits for company once somebody waits for it."""
+_CHUNK = 32
+
+Row = Sequence[Any]
+Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
+
+
+class Target(Protocol):
+    """A table of a database, and how queued items become its rows."""
+
+    database: Database
+    insert: str
+    """`INSERT … VALUES `, to be followed by the placeholders."""
+    width: int
+    """Number of columns."""
+
+    def row(self, item: Any) -> Row:
+        """The columns of a queued item; called in the writer thread."""
+        ...
+
+
+class Database:
+    """A write connection and its place in the commit order."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, *, order: int) -> None:
+        self.path = path
+        self.connection = connection
+        self.order = order
+        """Lower is on disk first."""
+
+
+class GroupCommitWriter:
+    """The writer thread of a process. `put`, `wait` and `close` are called from the event loop's thread."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: deque[tuple[Target | None, Any]] = deque()
+        self._urgent = threading.Event()
+        self._closing = threading.Event()
+        self._failure: str | None = None
+        self._failure_seen = False
+        self._databases: list[Database] = []
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def add(self, database: Database) -> None:
+        """Hand a database over; its connection is used and closed by the thread alone."""
+        self._databases.append(database)
+
+    def put(self, target: Target, item: Any) -> None:
+        """Queue a row."""
+        self._queue.append((target, item))
+
+    async def wait(self) -> None:
+        """Wait until everything queued before this call is on disk.
+
+        Raises:
+            StorageError: the disk refused, now or before; nothing queued since the last success counts as written.
+        """
+        if self._failure is not None:
+            raise self._error()
+        if self._closing.is_set():
+            raise StorageError("the journal is closed; nothing can be written to it any more")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        self._queue.append((None, (loop, future)))
+        self._urgent.set()
+        try:
+            await future
+        except StorageError:
+            raise self._error() from None
+
+    async def close(self) -> None:
+        """Write what is queued, close the databases, end the thread. Idempotent.
+
+        Raises:
+            StorageError: the last round failed and nobody was told.
+        """
+        self._closing.set()
+        self._urgent.set()
+        while self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+        if self._failure is not None and not self._failure_seen:
+            raise self._error()
+
+    def _error(self) -> StorageError:
+        self._failure_seen = True
+        return StorageError(self._failure or "the journal's writer ended unexpectedly")
+
+    # --- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            closing = False
+            while not closing:
+                if self._urgent.wait(FLUSH_SECONDS):
+                    self._closing.wait(LINGER_SECONDS)
+                self._urgent.clear()
+                closing = self._closing.is_set()
+                self._round()
+        finally:
+            if not self._closing.is_set() and self._failure is None:
+                self._failure = "the journal's writer thread ended unexpectedly; this is a bug of agentrl"
+            self._round()
+            for database in self._databases:
+                database.connection.close()
+
+    def _round(self) -> None:
+        rows, waiters = self._take()
+        if self._failure is None and rows:
+            for database in sorted({target.database for target in rows}, key=lambda database: database.order):
+                self._failure = self._commit(database, rows)
+                if self._failure is not None:
+                    break
+        by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        for loop, future in waiters:
+            by_loop.setdefault(loop, []).append(future)
+        for loop, futures in by_loop.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_resolve, futures, self._failure)
+
+    def _take(self) -> tuple[dict[Target, list[Any]], list[Waiter]]:
+        rows: dict[Target, list[Any]] = {}
+        waiters: list[Waiter] = []
+        queue = self._queue
+        for _ in range(len(queue)):
+            target, item = queue.popleft()
+            if target is None:
+                waiters.append(item)
+            elif target in rows:
+                rows[target].append(item)
+            else:
+                rows[target] = [item]
+        return rows, waiters
+
+    def _commit(self, database: Database, rows: dict[Target, list[Any]]) -> str | None:
+        """One transaction; the reason if it failed."""
+        connection = database.connection
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for target, items in rows.items():
+                if target.database is database:
+                    _insert(connection, target, [target.row(item) for item in items])
+            connection.execute("COMMIT")
+        except (sqlite3.Error, OSError, ValueError, TypeError, OverflowError) as error:
+            if connection.in_transaction:
+                connection.rollback()
+            return (
+                f"{database.path}: could not be written ({error}). What was committed before is safe. "
+                "Free space or mend the disk, then start again with --resume"
+            )
+        return None
+
+
+def _insert(connection: sqlite3.Connection, target: Target, rows: list[Row]) -> None:
+    placeholders = "(" + ",".join("?" * target.width) + ")"
+    whole = len(rows) - len(rows) % _CHUNK
+    if whole:
+        statement = target.insert + ",".join([placeholders] * _CHUNK)
+        for start in range(0, whole, _CHUNK):
+            connection.execute(statement, [value for row in rows[start : start + _CHUNK] for value in row])
+    rest = rows[whole:]
+    size = 1
+    while rest:  # powers of two, so that few statements are ever prepared
+        if len(rest) & size:
+            statement = target.insert + ",".join([placeholders] * size)
+            connection.execute(statement, [value for row in rest[:size] for value in row])
+            rest = rest[size:]
+        size *= 2
+
+
+def _resolve(futures: Sequence[asyncio.Future[None]], failure: str | None) -> None:
+    for future in futures:
+        if not future.done():
+            if failure is None:
+                future.set_result(None)
+            else:
+                future.set_exception(StorageError(failure))

@@ -1,0 +1,114 @@
+"""Step columns: what a trainer computed and used for each token of a step, so that the step can be rebuilt.
+
+A step's file is `steps/<policy>/<lineage>.<step>.safetensors`:
+  `offsets`           int64 [rows + 1], where each row's trained tokens begin in the columns below
+  `position`          int64 [tokens], position of the token in its row
+  `trainer_logprobs`  float32 [tokens], NaN where the token was not forwarded (no gradient could come from its row)
+  `advantages`        float32 [tokens]
+  metadata `rows`     JSON, [[episode id, row index of the unit], …] in the order the trainer consumed them
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import load, save
+
+from agentrl.core.records import TrainingSample
+from agentrl.learn.packing import MicroBatch, trained_positions
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class StepColumns:
+    """The rows of a step as they are consumed."""
+
+    def __init__(self) -> None:
+        """No rows yet."""
+        self._rows: list[tuple[str, int]] = []
+        self._digests: list[bytes] = []
+        self._positions: list[NDArray[np.int64]] = []
+        self._advantages: list[NDArray[np.float32]] = []
+        self._logprobs: list[NDArray[np.float32]] = []
+
+    def add(self, samples: Sequence[TrainingSample]) -> int:
+        """Append rows; returns the index of the first."""
+        first = len(self._rows)
+        for sample in samples:
+            positions = trained_positions(sample)
+            self._rows.append((sample.episode_id, sample.row_index))
+            self._digests.append(row_digest(sample))
+            self._positions.append(positions)
+            self._advantages.append(sample.advantages[positions].astype(np.float32))
+            self._logprobs.append(np.full(len(positions), np.nan, np.float32))
+        return first
+
+    def record(self, batch: MicroBatch, logprobs: NDArray[np.float32], rows: Sequence[int]) -> None:
+        """Fill in the log-probabilities of a micro-batch; its sample i is row `rows[i]`."""
+        starts = np.flatnonzero(np.diff(batch.sample, prepend=-1))
+        for start, stop in zip(starts, [*starts[1:], len(batch.sample)], strict=True):
+            self._logprobs[rows[int(batch.sample[start])]] = logprobs[start:stop]
+
+    def encode(self) -> bytes:
+        """These rows as bytes, for `merge`."""
+        offsets = np.cumsum([0, *map(len, self._positions)], dtype=np.int64)
+        columns: dict[str, NDArray[Any]] = {
+            "offsets": offsets,
+            "position": np.concatenate([np.empty(0, np.int64), *self._positions]),
+            "advantages": np.concatenate([np.empty(0, np.float32), *self._advantages]),
+            "trainer_logprobs": np.concatenate([np.empty(0, np.float32), *self._logprobs]),
+            "digests": np.frombuffer(b"".join(self._digests), np.uint8),
+            "rows": np.frombuffer(json.dumps(self._rows).encode(), np.uint8),
+        }
+        return save(columns)
+
+
+class MergedColumns:
+    """The rows of all ranks, in rank order."""
+
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        """From what `StepColumns.encode` gave on each rank."""
+        decoded = [load(part) for part in parts]
+        self.rows: list[list[Any]] = [row for part in decoded for row in json.loads(part["rows"].tobytes())]
+        lengths = np.concatenate([np.diff(part["offsets"]) for part in decoded])
+        names = ("position", "trainer_logprobs", "advantages")
+        self.columns = {name: np.concatenate([part[name] for part in decoded]) for name in names}
+        self.columns["offsets"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        digest = hashlib.blake2b(digest_size=16)
+        for part in decoded:
+            digest.update(part["digests"].tobytes())
+        self.input_digest = digest.hexdigest()
+
+    def write(self, path: Path) -> None:
+        """Write the step's file, whole or not at all; not synced."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.write_bytes(save(self.columns, metadata={"rows": json.dumps(self.rows)}))
+        partial.rename(path)
+
+
+def read_columns(path: Path) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:
+    """Rows and columns of a step's file."""
+    with safe_open(path, framework="np") as file:
+        return json.loads(file.metadata()["rows"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def row_digest(sample: TrainingSample) -> bytes:
+    """16 bytes over what a row fed into the step: tokens, mask, recorded log-probabilities, advantages."""
+    digest = hashlib.blake2b(digest_size=16)
+    for column, kind in (
+        (sample.token_ids, "<i4"),
+        (sample.loss_mask, "u1"),
+        (sample.behavior_logprobs, "<f4"),
+        (sample.advantages, "<f4"),
+    ):
+        digest.update(np.ascontiguousarray(column, kind).tobytes())
+    return digest.digest()

@@ -1,0 +1,224 @@
+"""The forward pass over a micro-batch's prefix tree, for any Hugging Face causal LM with pluggable attention.
+
+All tokens go through the model as one sequence, [1, N]: norms, projections, experts see no padding, no token twice.
+Only attention looks at rows: it gathers each row's queries and keys into padded blocks and scatters the result back.
+Models whose layers mix tokens elsewhere (state-space layers, say) are found by `probe` and forwarded as padded rows.
+
+Owns: the attention function, both forward passes, the probe. Does not own: what is packed (`packing.py`), the loss.
+Routing replay is not part of this pass: `MicroBatch.expert_routing` is carried, the model routes by its own router.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from agentrl.core.errors import ModelError
+from agentrl.core.records import TrainingSample
+from agentrl.learn.logprobs import HeadOutput, KeptSets, logprobs_of
+from agentrl.learn.packing import MicroBatch, pack
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ATTENTION = "agentrl_tree"
+"""The name under which `tree_attention` is registered; models are loaded with it."""
+
+PROBE_TOLERANCE = 2e-3
+"""Largest difference of log-probabilities between the model's own forward pass and ours, in nats."""
+
+
+class _Block(NamedTuple):
+    """An `AttentionBlock` on the device."""
+
+    queries: Tensor  # int64 [B, Q]
+    keys: Tensor  # int64 [B, K]
+    distance: Tensor  # int64 [B, 1, Q, K], position of the query minus position of the key
+
+
+class Tree(NamedTuple):
+    """What attention needs to know about a micro-batch."""
+
+    blocks: tuple[_Block, ...]
+    restore: Tensor
+    """int64 [N]: where each token's output lies in the concatenation of the blocks' padded outputs."""
+
+
+def _tree(batch: MicroBatch, device: torch.device) -> Tree:
+    restore = np.empty(len(batch.token_ids), np.int64)
+    blocks, offset = [], 0
+    for block in batch.blocks:
+        rows, width = block.queries.shape
+        valid = np.arange(width) < block.counts[:, None]
+        restore[block.queries[valid]] = offset + np.flatnonzero(valid)
+        offset += rows * width
+        query_position = block.first[:, None] + np.arange(width)
+        distance = query_position[:, None, :, None] - np.arange(block.keys.shape[1])
+        tensors = (torch.from_numpy(array).to(device) for array in (block.queries, block.keys, distance))
+        blocks.append(_Block(*tensors))
+    return Tree(tuple(blocks), torch.from_numpy(restore).to(device))
+
+
+def tree_attention(  # noqa: PLR0913
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    tree: Tree | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """Attention along the paths of a prefix tree; registered with transformers, which fixes this signature.
+
+    Args:
+        module: the attention layer.
+        query: [1, heads, N, D].
+        key: [1, key heads, N, D].
+        value: [1, key heads, N, D].
+        attention_mask: not looked at: the tree says what is visible.
+        dropout: probability.
+        scaling: factor on the scores; None: 1 / sqrt(D).
+        sliding_window: how many tokens back a token sees; None: all.
+        tree: of the micro-batch, handed through the model's keyword arguments.
+        other: what else the model hands to attention.
+
+    Raises:
+        ModelError: the model asks attention for something else than a causal softmax.
+    """
+    strange = [name for name in ("s_aux", "softcap", "position_bias") if other.get(name) is not None]
+    if tree is None or strange:
+        raise ModelError(f"{type(module).__name__} needs attention with {', '.join(strange) or 'other arguments'}")
+    heads, key_heads, width = query.shape[1], key.shape[1], query.shape[3]
+    flat_query = query[0].transpose(0, 1).reshape(-1, heads * width)
+    flat_key_value = torch.cat([key[0], value[0]]).transpose(0, 1).reshape(-1, (key_heads * 2) * width)
+    outputs = []
+    for block in tree.blocks:
+        # F.embedding rather than indexing: its backward pass adds whole rows instead of single elements.
+        q = F.embedding(block.queries, flat_query).view(*block.queries.shape, heads, width).transpose(1, 2)
+        both = F.embedding(block.keys, flat_key_value).view(*block.keys.shape, 2, key_heads, width)
+        k, v = both.transpose(1, 3).unbind(2)
+        if heads != key_heads:
+            k, v = (part.repeat_interleave(heads // key_heads, dim=1) for part in (k, v))
+        allowed = block.distance >= 0
+        if sliding_window is not None:
+            allowed = allowed & (block.distance < sliding_window)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, scale=scaling)
+        outputs.append(out.transpose(1, 2).reshape(-1, heads * width))
+    restored = F.embedding(tree.restore, torch.cat(outputs))
+    return restored.view(1, -1, heads, width), None
+
+
+AttentionInterface.register(ATTENTION, tree_attention)
+
+
+def _device_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    """The model without its output projection."""
+    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    return decoder
+
+
+def _tree_hidden(model: PreTrainedModel, batch: MicroBatch, device: torch.device) -> Tensor:
+    """Hidden states [N, H] of the packed tokens."""
+    output = _decoder(model)(
+        input_ids=_device_tensor(batch.token_ids, device).unsqueeze(0),
+        position_ids=_device_tensor(batch.position_ids, device).unsqueeze(0),
+        use_cache=False,
+        tree=_tree(batch, device),
+    )
+    hidden: Tensor = output.last_hidden_state
+    return hidden[0]
+
+
+def _padded_hidden(model: PreTrainedModel, batch: MicroBatch, device: torch.device) -> Tensor:
+    """The same hidden states from whole rows, padded on the right; the batch was packed without sharing."""
+    hidden: list[Tensor] = []
+    order: list[NDArray[np.int64]] = []
+    for block in batch.blocks:
+        valid = np.arange(block.queries.shape[1]) < block.counts[:, None]
+        output = _decoder(model)(
+            input_ids=_device_tensor(batch.token_ids[block.queries], device),
+            attention_mask=_device_tensor(valid, device).long(),
+            use_cache=False,
+        )
+        hidden.append(output.last_hidden_state[_device_tensor(valid, device)])
+        order.append(block.queries[valid])
+    back = np.argsort(np.concatenate(order))
+    return torch.cat(hidden)[_device_tensor(back, device)]
+
+
+def token_logprobs(
+    model: PreTrainedModel, batch: MicroBatch, *, shared: bool = True, entropy_gradient: bool = False
+) -> HeadOutput:
+    """Log-probability, entropy and kept mass of a micro-batch's trained tokens, [n] each, differentiable.
+
+    Args:
+        model: a causal LM; its active adapter counts.
+        batch: packed with `share=shared`.
+        shared: whether the model is forwarded over the prefix tree, or over padded rows.
+        entropy_gradient: whether the entropy is differentiable.
+    """
+    device = model.device
+    hidden = _tree_hidden(model, batch, device) if shared else _padded_hidden(model, batch, device)
+    kept = None
+    if batch.kept_counts is not None and batch.kept_ids is not None:
+        kept = KeptSets(_device_tensor(batch.kept_counts, device), _device_tensor(batch.kept_ids, device))
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    assert head is not None
+    return logprobs_of(
+        F.embedding(_device_tensor(batch.hidden_index, device), hidden),
+        head,
+        _device_tensor(batch.targets, device),
+        temperature=_device_tensor(batch.temperature, device),
+        kept=kept,
+        entropy_gradient=entropy_gradient,
+    )
+
+
+def probe(model: PreTrainedModel) -> bool:
+    """Whether the prefix tree reproduces the model's own log-probabilities; if not, padded rows do.
+
+    The model is left with the attention that goes with the answer.
+
+    Raises:
+        ModelError: neither does: logits are not a plain projection of the last hidden state.
+    """
+    own = "sdpa" if model._supports_sdpa else "eager"
+    draws = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, (3, 12)).astype(np.int32)
+    draws[1, :7] = draws[0, :7]
+    mask = np.arange(12) > 0
+    nothing = np.zeros(12, np.float32)
+    samples = [
+        TrainingSample(token_ids=row, loss_mask=mask, behavior_logprobs=nothing, advantages=nothing) for row in draws
+    ]
+    with torch.no_grad():
+        model.set_attn_implementation(own)
+        expected = model(input_ids=_device_tensor(draws.astype(np.int64), model.device)).logits.float().log_softmax(-1)
+        for shared in (True, False):
+            (batch,) = pack(samples, max_tokens=1 << 20, share=shared)
+            model.set_attn_implementation(ATTENTION if shared else own)
+            try:
+                found = token_logprobs(model, batch, shared=shared).logprob
+            except (ModelError, TypeError, KeyError):
+                if shared:
+                    continue
+                raise
+            index = (batch.sample, batch.position - 1, batch.targets)
+            wanted = expected[tuple(_device_tensor(column, model.device) for column in index)]
+            if float((found - wanted).abs().max()) <= PROBE_TOLERANCE:
+                return shared
+    raise ModelError(
+        f"{type(model).__name__}: log-probabilities recomputed from hidden states differ from the model's own by more "
+        f"than {PROBE_TOLERANCE}; models that change their logits after the output projection cannot be trained"
+    )

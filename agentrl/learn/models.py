@@ -1,0 +1,158 @@
+"""The models of a run: one base from a local directory, and on it an adapter, all weights, or nothing per policy.
+
+Policies with adapters and frozen policies share one base; a policy that trains all weights has a copy of its own. All
+parameters are float32. Nothing is fetched: no network, no remote code.
+
+Owns: loading, which parameters belong to whom, which adapter is active, what a published version contains.
+Invariants: a frozen policy's parameters never require a gradient; a policy's start does not depend on the others'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import peft
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from agentrl.config.run import LoraConfig, RunConfig
+from agentrl.core.errors import ModelError
+from agentrl.core.ids import key64
+from agentrl.learn.forward import probe
+
+
+class PolicyModel:
+    """One policy's view of its model."""
+
+    def __init__(
+        self, *, model: PreTrainedModel, peft_model: peft.PeftModel | None, adapter: str | None, shared: bool
+    ) -> None:
+        """See `load_models`, which makes these."""
+        self.model = model
+        """The causal LM, adapters of all policies injected."""
+        self.shared_prefixes = shared
+        """Whether the model can be forwarded over a prefix tree (`forward.probe`)."""
+        self.kind: Literal["full", "adapter"] = "full" if adapter is None else "adapter"
+        self.parameters: dict[str, nn.Parameter] = {}
+        """What an optimizer step changes, by name; empty for a frozen policy."""
+        self._peft = peft_model
+        self._adapter = adapter
+
+    def activate(self) -> None:
+        """Make this policy's adapter the one the model computes with."""
+        if self._peft is not None and self._adapter is not None and self._peft.active_adapter != self._adapter:
+            self._peft.set_adapter(self._adapter)
+
+    def train(self) -> None:
+        """Let this policy's parameters be trained."""
+        self.activate()
+        mark = None if self._adapter is None else f".{self._adapter}."
+        named = self.model.named_parameters()
+        self.parameters = {name: parameter for name, parameter in named if mark is None or mark in name}
+        for parameter in self.parameters.values():
+            parameter.requires_grad_(True)
+
+    def adapter_config(self) -> dict[str, Any] | None:
+        """`adapter_config.json` of PEFT as a dictionary; None for full weights."""
+        if self._peft is None or self._adapter is None:
+            return None
+        config = self._peft.peft_config[self._adapter].to_dict()
+        config["inference_mode"] = True
+        config["target_modules"] = sorted(config["target_modules"])
+        return config
+
+    def published(self) -> Mapping[str, Tensor]:
+        """The tensors of a version's safetensors file, in the layout `from_pretrained` reads; not copies."""
+        if self._peft is not None and self._adapter is not None:
+            adapter: dict[str, Tensor] = peft.get_peft_model_state_dict(self._peft, adapter_name=self._adapter)
+            return adapter
+        state: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in self.model.state_dict().items():
+            if "lora_" in name or tensor.data_ptr() in seen:
+                continue  # of an adapter on a shared base; or tied to a tensor that is already in
+            seen.add(tensor.data_ptr())
+            state[name.replace(".base_layer.", ".")] = tensor
+        dtype = self.model.config.dtype
+        converted = revert_weight_conversion(self.model, state)
+        return {name: tensor.to(dtype).contiguous() for name, tensor in converted.items()}
+
+
+def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyModel]:
+    """A model for every policy of the run.
+
+    Raises:
+        ModelError: the directory is not a causal LM that can be trained, or lacks the modules an adapter names.
+    """
+    path = Path(config.model.path)
+    shared_names = [name for name, policy in config.policies.items() if policy.lora is not None or not policy.trainable]
+    result: dict[str, PolicyModel] = {}
+    if shared_names:
+        base = _load(path, device)
+        shared = probe(base)
+        base.requires_grad_(False)
+        peft_model: peft.PeftModel | None = None
+        adapters: dict[str, str] = {}
+        for index, name in enumerate(shared_names):
+            lora = config.policies[name].lora
+            if lora is not None:
+                # Names of our own: PEFT matches them as substrings, so a policy called "a" would claim every adapter.
+                adapters[name] = f"adapter{index}x"
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(key64(config.seed, name, "adapter") >> 1)
+                    peft_model = _add_adapter(base, peft_model, adapters[name], lora, path)
+        base.requires_grad_(False)
+        for name in shared_names:
+            result[name] = PolicyModel(model=base, peft_model=peft_model, adapter=adapters.get(name), shared=shared)
+    for name in config.policies:
+        if name not in result:
+            model = _load(path, device)
+            result[name] = PolicyModel(model=model, peft_model=None, adapter=None, shared=probe(model))
+    for name, policy in config.policies.items():
+        if policy.trainable:
+            result[name].train()
+    return result
+
+
+def _load(path: Path, device: torch.device) -> PreTrainedModel:
+    if not (path / "config.json").is_file():
+        raise ModelError(f"model.path: {path} is not a Hugging Face model directory (no config.json)")
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model.path: {path} cannot be loaded as a causal language model: {error}") from error
+    # No dropout: the ratio to the recorded log-probabilities must not be noise.
+    model.train(False)
+    model.to(device)
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(f"model.path: {path} is a {type(model).__name__}, not a causal language model")
+    return model
+
+
+def _add_adapter(
+    base: PreTrainedModel, peft_model: peft.PeftModel | None, adapter: str, lora: LoraConfig, path: Path
+) -> peft.PeftModel:
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT divides it by the rank; fractions are fine
+        target_modules=list(lora.target_modules),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(path.resolve()),
+    )
+    try:
+        if peft_model is None:
+            return peft.get_peft_model(base, config, adapter_name=adapter)
+        peft_model.add_adapter(adapter, config)
+    except ValueError as error:
+        raise ModelError(
+            f"lora.target_modules {sorted(lora.target_modules)} do not fit the model at {path}: {error}"
+        ) from error
+    return peft_model

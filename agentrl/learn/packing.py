@@ -1,0 +1,206 @@
+"""From training samples to micro-batches: tokens that several rows share are forwarded once.
+
+Rows of a step share long prefixes: the tool preamble, the task within a group, often the first sampled tokens too. Rows
+are sorted by their tokens; each then *owns* the tokens behind its longest common prefix with the row before it and
+borrows the others, so a micro-batch holds every node of the prefix tree once. A token is trained from the hidden state
+before it, wherever that lies, so two rows may train on one hidden state: the gradient is exactly that of separate rows.
+
+Owns: order, sharing, splitting, which positions are trained. Does not own: tensors on a device, the forward pass
+(`forward.py`). Pure numpy. Invariant: the set of (row, trained token) does not depend on order, splitting or sharing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.core.records import TrainingSample
+
+Int64Array = NDArray[np.int64]
+Float32Array = NDArray[np.float32]
+Number = TypeVar("Number", np.int64, np.float32)
+
+KEY_TOKENS_PER_TOKEN = 8
+"""A micro-batch's attention reads at most this many keys per token allowed in it: sharing must not cost memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBlock:
+    """Rows of similar length, padded: which tokens attend to which. Padding repeats token 0 of the micro-batch."""
+
+    queries: Int64Array  # [B, Q], the tokens each row owns
+    keys: Int64Array  # [B, K], all tokens of each row
+    first: Int64Array  # [B], position in its row of each row's first own token
+    counts: Int64Array  # [B], how many tokens each row owns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Rows packed for one forward pass: N tokens, of which n predict a trained token."""
+
+    token_ids: Int64Array  # [N]
+    position_ids: Int64Array  # [N]
+    blocks: tuple[AttentionBlock, ...]
+    hidden_index: Int64Array  # [n], which of the N hidden states predicts the trained token
+    targets: Int64Array  # [n]
+    behavior_logprobs: Float32Array  # [n]
+    advantages: Float32Array  # [n]
+    temperature: Float32Array  # [n]
+    sample: Int64Array  # [n], index of the sample in the list that was packed
+    position: Int64Array  # [n], position of the trained token in its row
+    kept_counts: Int64Array | None = None  # [n], 0: the full vocabulary
+    kept_ids: Int64Array | None = None  # [sum of kept_counts]
+    expert_routing: NDArray[np.uint8] | None = None  # [N, layers, top_k]
+
+
+def trained_positions(sample: TrainingSample) -> Int64Array:
+    """Positions of `sample` that are trained; position 0 has nothing before it and cannot be."""
+    positions = np.flatnonzero(sample.loss_mask)
+    return positions[positions > 0]
+
+
+def pack(samples: Sequence[TrainingSample], *, max_tokens: int, share: bool = True) -> Iterator[MicroBatch]:
+    """Pack samples into micro-batches of at most `max_tokens` tokens (a longer row stands alone).
+
+    Args:
+        samples: rows in any order; a row without trained tokens is left out.
+        max_tokens: bound on the tokens forwarded at once.
+        share: forward common prefixes once; without, every row is forwarded whole.
+    """
+    rows = [_PackedRow(index, sample) for index, sample in enumerate(samples)]
+    rows = sorted((row for row in rows if row.length), key=lambda row: row.order)
+    at = 0
+    while at < len(rows):
+        members, borrowed = _take(rows, at, max_tokens=max_tokens, share=share)
+        yield _micro_batch(members, borrowed)
+        at += len(members)
+
+
+class _PackedRow:
+    """A sample, cut behind the last token anything depends on, with the bytes that decide what it shares."""
+
+    __slots__ = ("index", "length", "order", "positions", "sample", "signature")
+
+    def __init__(self, index: int, sample: TrainingSample) -> None:
+        self.index = index
+        self.sample = sample
+        self.positions = trained_positions(sample)
+        # The last trained token is a target only: nothing is predicted from it.
+        self.length = int(self.positions[-1]) if len(self.positions) else 0
+        signature = sample.token_ids[: self.length].astype(">i4").view(np.uint8).reshape(self.length, 4)
+        if sample.expert_routing is not None:
+            # A prefix computed through other experts is another prefix.
+            routing = sample.expert_routing[: self.length].reshape(self.length, -1)
+            signature = np.concatenate([signature, routing], axis=1)
+        self.signature = signature  # [length, width], uint8
+        self.order = signature.tobytes()
+
+    def common(self, other: _PackedRow) -> int:
+        """Length of the longest common prefix."""
+        shorter = min(self.length, other.length)
+        if self.signature.shape[1] != other.signature.shape[1]:
+            return 0
+        different = np.flatnonzero((self.signature[:shorter] != other.signature[:shorter]).any(axis=1))
+        return int(different[0]) if len(different) else shorter
+
+
+def _take(rows: Sequence[_PackedRow], at: int, *, max_tokens: int, share: bool) -> tuple[list[_PackedRow], list[int]]:
+    """The rows from `at` on that fit into one micro-batch, and how many tokens each borrows from the one before it."""
+    members, borrowed = [rows[at]], [0]
+    tokens = keys = rows[at].length
+    for row in rows[at + 1 :]:
+        common = row.common(members[-1]) if share else 0
+        tokens += row.length - common
+        keys += row.length
+        if tokens > max_tokens or keys > KEY_TOKENS_PER_TOKEN * max_tokens:
+            break
+        members.append(row)
+        borrowed.append(common)
+    return members, borrowed
+
+
+def _micro_batch(members: Sequence[_PackedRow], borrowed: Sequence[int]) -> MicroBatch:
+    paths: list[Int64Array] = []
+    tokens = 0
+    for row, common in zip(members, borrowed, strict=True):
+        new = np.arange(tokens, tokens + row.length - common, dtype=np.int64)
+        paths.append(np.concatenate([paths[-1][:common], new]) if common else new)
+        tokens += len(new)
+    own = list(zip(members, borrowed, strict=True))
+    samples = [row.sample for row in members]
+    positions = [row.positions for row in members]
+    counts = [len(at) for at in positions]
+    kept_counts, kept_ids = _kept_sets(samples, positions)
+    routing = [
+        row.sample.expert_routing[common : row.length] for row, common in own if row.sample.expert_routing is not None
+    ]
+
+    def trained(columns: Sequence[NDArray[Any]], kind: type[Number]) -> NDArray[Number]:
+        return np.concatenate([column[at] for column, at in zip(columns, positions, strict=True)]).astype(kind)
+
+    return MicroBatch(
+        token_ids=np.concatenate([row.sample.token_ids[at : row.length] for row, at in own]).astype(np.int64),
+        position_ids=np.concatenate([np.arange(at, row.length, dtype=np.int64) for row, at in own]),
+        blocks=tuple(_blocks(paths, borrowed)),
+        hidden_index=np.concatenate([path[at - 1] for path, at in zip(paths, positions, strict=True)]),
+        targets=trained([sample.token_ids for sample in samples], np.int64),
+        behavior_logprobs=trained([sample.behavior_logprobs for sample in samples], np.float32),
+        advantages=trained([sample.advantages for sample in samples], np.float32),
+        temperature=np.repeat(np.array([sample.temperature for sample in samples], np.float32), counts),
+        sample=np.repeat(np.array([row.index for row in members], np.int64), counts),
+        position=np.concatenate(positions),
+        kept_counts=kept_counts,
+        kept_ids=kept_ids,
+        expert_routing=np.concatenate(routing) if len(routing) == len(members) else None,
+    )
+
+
+def _kept_sets(
+    samples: Sequence[TrainingSample], positions: Sequence[Int64Array]
+) -> tuple[Int64Array | None, Int64Array | None]:
+    """Kept sets of the trained tokens; None where no sample was masked."""
+    if all(sample.sampling_mask is None for sample in samples):
+        return None, None
+    counts: list[Int64Array] = []
+    ids: list[NDArray[np.int32]] = []
+    for sample, at in zip(samples, positions, strict=True):
+        mask = sample.sampling_mask
+        if mask is None:
+            counts.append(np.zeros(len(at), np.int64))
+            continue
+        sizes = np.maximum(mask.counts, 0).astype(np.int64)
+        selected = np.zeros(len(sizes), np.bool_)
+        selected[at] = True
+        counts.append(sizes[at])
+        ids.append(mask.token_ids[np.repeat(selected, sizes)])
+    return np.concatenate(counts), np.concatenate(ids).astype(np.int64)
+
+
+def _blocks(paths: Sequence[Int64Array], borrowed: Sequence[int]) -> Iterator[AttentionBlock]:
+    """Group rows so that padding stays below the real work, in few blocks: each costs a kernel call per layer."""
+    own = np.array([len(path) - common for path, common in zip(paths, borrowed, strict=True)])
+    order = [index for index in np.argsort(-own, kind="stable") if own[index]]
+    start = 0
+    while start < len(order):
+        longest = int(own[order[start]])
+        stop = start
+        while stop < len(order) and 4 * longest <= 5 * int(own[order[stop]]) + 16:
+            stop += 1
+        members = order[start:stop]
+        queries = np.zeros((len(members), longest), np.int64)
+        keys = np.zeros((len(members), max(len(paths[index]) for index in members)), np.int64)
+        for line, index in enumerate(members):
+            path, common = paths[index], borrowed[index]
+            queries[line, : len(path) - common] = path[common:]
+            keys[line, : len(path)] = path
+        yield AttentionBlock(
+            queries=queries,
+            keys=keys,
+            first=np.array([borrowed[index] for index in members], np.int64),
+            counts=own[members],
+        )
+        start = stop

@@ -1,0 +1,103 @@
+"""Published versions: immutable directories an engine, or `from_pretrained`, loads.
+
+`versions/<policy>/<lineage>.<step>/` holds full weights with configuration and tokenizer, or a PEFT adapter. A version
+is written beside its place and renamed, so a directory that exists is whole. It is not synced: after a power cut a
+version is made again from the checkpoint.
+
+Owns: the layout and the digest. Does not own: version ids (the orchestrator's) and when old versions are deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors.torch import save_file
+
+from agentrl.core.errors import TrainerError
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.learn.models import PolicyModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FULL_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
+
+_COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "chat_templates/*")
+"""What belongs to a model besides its weights: configuration, tokenizer, chat template."""
+
+
+class Publisher:
+    """Writes a run's versions."""
+
+    def __init__(self, run_directory: Path, model_path: Path) -> None:
+        """Versions go to `run_directory`/versions; configuration and tokenizer come from `model_path`."""
+        self._root = run_directory / "versions"
+        self._model_path = model_path
+
+    def publish(self, version: PolicyVersion, model: PolicyModel) -> WeightsRef:
+        """Write a version; the same weights under the same id again change nothing.
+
+        Raises:
+            TrainerError: the id exists with other weights.
+        """
+        directory = self._root / version.policy / f"{version.lineage}.{version.step}"
+        partial = directory.with_name(f".{directory.name}.{os.getpid()}")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        adapter_config = model.adapter_config()
+        name = FULL_FILE if adapter_config is None else ADAPTER_FILE
+        sha256 = _write_tensors(partial / name, model.published())
+        if adapter_config is None:
+            self._add_companions(partial)
+        else:
+            text = json.dumps(adapter_config, indent=2, sort_keys=True, default=list)
+            (partial / "adapter_config.json").write_text(text)
+        try:
+            partial.rename(directory)
+        except OSError as error:
+            shutil.rmtree(partial)
+            if not directory.is_dir():
+                raise
+            if _digest(directory / name) != sha256:
+                raise TrainerError(
+                    f"version {version} exists in {directory} with other weights; ids are never reused"
+                ) from error
+        return WeightsRef(version=version, path=str(directory), kind=model.kind, sha256=sha256)
+
+    def _add_companions(self, directory: Path) -> None:
+        """Link the run's own copy of configuration and tokenizer, made once, into a version."""
+        source = self._root / ".companions"
+        if not source.is_dir():
+            copy = source.with_name(f".companions.{os.getpid()}")
+            for pattern in _COMPANIONS:
+                for file in sorted(self._model_path.glob(pattern)):
+                    if file.is_file() and not file.name.endswith(".index.json"):
+                        target = copy / file.relative_to(self._model_path)
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        shutil.copyfile(file, target)
+            copy.rename(source)
+        for file in sorted(path for path in source.rglob("*") if path.is_file()):
+            target = directory / file.relative_to(source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(file, target)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(file, target)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write a safetensors file; returns its sha256."""
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    return _digest(path)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,105 @@
+"""The data-parallel group a trainer belongs to: what its ranks say to each other.
+
+Owns: sums of gradients, exchange of step columns, who writes files. Does not own: starting the processes (`cluster`).
+Invariant: every call is made by all ranks in the same order; nothing is pickled between them. Rendezvous is a file, so
+that no port is opened for it; on CPU the group is gloo, bound to the interface `GLOO_SOCKET_IFNAME` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for the others before it gives up."""
+
+
+class Ranks(Protocol):
+    """A group of trainers that hold the same weights and each see a share of every step."""
+
+    rank: int
+    size: int
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """This rank's contiguous share of `items`; the shares in rank order make up the whole."""
+        ...
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over the ranks, bit-identical on all of them. All of one dtype."""
+        ...
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order."""
+        ...
+
+
+class OneRank:
+    """A trainer on its own."""
+
+    rank = 0
+    size = 1
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """All of them."""
+        return items
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Nothing to add."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """This rank's bytes."""
+        return [data]
+
+
+class ProcessGroup:
+    """One of several ranks in a torch.distributed group."""
+
+    def __init__(self, rendezvous: Path, *, rank: int, size: int, device: torch.device) -> None:
+        """Join the group; returns when all ranks have.
+
+        Args:
+            rendezvous: a file that does not exist yet, on a disk all ranks see; used by this group only.
+            rank: from 0.
+            size: of the group.
+            device: where gradients lie; CUDA joins with nccl, anything else with gloo.
+        """
+        self.rank = rank
+        self.size = size
+        self._device = device
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=TIMEOUT
+        )
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """See `Ranks.share`."""
+        return items[self.rank * len(items) // self.size : (self.rank + 1) * len(items) // self.size]
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """See `Ranks.sum`; one message for all tensors."""
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(flat)
+        for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """See `Ranks.gather`; shorter messages are padded to the longest."""
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(data)], device=self._device))
+        longest = max(int(size) for size in sizes)
+        padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(self._device)
+        received = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(received, padded)
+        return [part[: int(size)].cpu().numpy().tobytes() for part, size in zip(received, sizes, strict=True)]
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group()

@@ -1,0 +1,337 @@
+"""The policy trainer: all policies of a run, from units by reference to optimizer steps.
+
+One step of one policy: `forward_backward` reads the units of this rank's share, packs their rows, sums the token losses
+divided by the batch's constant normaliser and accumulates the gradient; `optim_step` adds the gradients of all ranks,
+clips, and applies AdamW. Both are idempotent by step id.
+
+Owns: gradients, optimizers, step reports and columns. Does not own: version ids, what is consumed and when (the
+orchestrator), processes (`cluster`, `in_process`). Invariants: a step that is refused leaves the weights bit-identical;
+a frozen policy never changes; any number of ranks, micro-batches or rows per unit gives the same update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from agentrl.config.run import OptimizerConfig, PolicyConfig, RunConfig
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import NonFiniteError, TrainerError
+from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Trajectory, Unit, WeightsRef
+from agentrl.credit.samples import samples as unit_samples
+from agentrl.journal.reader import EntryKey, TurnReader
+from agentrl.journal.rows import trajectories
+from agentrl.learn import checkpoint
+from agentrl.learn.columns import MergedColumns, StepColumns
+from agentrl.learn.forward import token_logprobs
+from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss
+from agentrl.learn.models import PolicyModel, load_models
+from agentrl.learn.packing import pack, trained_positions
+from agentrl.learn.publish import Publisher
+from agentrl.learn.ranks import OneRank, Ranks
+
+ReadUnits = Callable[[Sequence[Unit]], Sequence[Sequence[Trajectory]]]
+"""Gives the trajectories of each unit's episode; the default reads the run's journal."""
+
+_COUNTS = ("samples", "tokens", "skipped_samples", "row_tokens", "forwarded_tokens")
+_MEASURED = ("loss", "entropy", "kept_mass", *SUMS)
+_TOTALS = (*_COUNTS, *_MEASURED)
+
+
+@dataclass(slots=True)
+class _OpenStep:
+    """What has been accumulated for the step in progress."""
+
+    step_id: int
+    units: set[tuple[str, int]] = field(default_factory=set)
+    columns: StepColumns = field(default_factory=StepColumns)
+    totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_TOTALS, 0.0))
+    suspect: str | None = None
+    """The first episode whose loss was not finite, as far as this rank saw."""
+    seconds: float = 0.0
+
+
+class _Learner:
+    """One policy's model, optimizer and clock."""
+
+    def __init__(self, name: str, model: PolicyModel, policy: PolicyConfig, optimizer: OptimizerConfig) -> None:
+        self.name = name
+        self.model = model
+        self.step = 0
+        self.version = PolicyVersion(name, 0, 0)
+        self.report: StepReport | None = None
+        self.open: _OpenStep | None = None
+        self.learning_rate = policy.learning_rate
+        self.warmup_steps = optimizer.warmup_steps
+        self.max_grad_norm = optimizer.max_grad_norm
+        self.optimizer: torch.optim.AdamW | None = None
+        if model.parameters:
+            self.optimizer = torch.optim.AdamW(
+                list(model.parameters.values()),
+                lr=policy.learning_rate,
+                betas=(optimizer.beta1, optimizer.beta2),
+                weight_decay=optimizer.weight_decay,
+                fused=True,
+            )
+
+    def rate(self, step_id: int) -> float:
+        """The learning rate of a step: rises linearly to its full value at step `warmup_steps`."""
+        return self.learning_rate * min(1.0, step_id / max(1, self.warmup_steps))
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients in parameter order; a parameter nothing depended on has a gradient of zeros."""
+        result = []
+        for parameter in self.model.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            result.append(parameter.grad)
+        return result
+
+    def discard(self) -> None:
+        """Forget what was accumulated."""
+        self.open = None
+        for parameter in self.model.parameters.values():
+            parameter.grad = None
+
+
+class PolicyTrainer:
+    """Trains all policies of a run in this process; one of several ranks, or alone."""
+
+    def __init__(
+        self, config: RunConfig, run_directory: Path, *, ranks: Ranks | None = None, read: ReadUnits | None = None
+    ) -> None:
+        """Nothing is loaded before `start`.
+
+        Args:
+            config: of the run.
+            run_directory: where journal, versions and step columns lie.
+            ranks: the data-parallel group; None: alone.
+            read: where token data comes from; None: the run's journal.
+        """
+        self._config = config
+        self._directory = run_directory
+        self._ranks: Ranks = ranks if ranks is not None else OneRank()
+        self._read = read if read is not None else journal_reader(run_directory)
+        self._loss: Loss = make_loss(config.trainer.loss)
+        self._publisher = Publisher(run_directory, Path(config.model.path))
+        self._clock = SystemClock()
+        self._learners: dict[str, _Learner] = {}
+
+    def start(self, resume_from: Path | None = None) -> None:
+        """Load the models and, on resume, a checkpoint directory.
+
+        Raises:
+            ModelError: the model cannot be trained.
+            TrainerError: the checkpoint does not fit the configuration.
+        """
+        torch.set_num_threads(self._config.trainer.threads)
+        models = load_models(self._config, device_of(self._ranks.rank))
+        for name, policy in self._config.policies.items():
+            self._learners[name] = _Learner(name, models[name], policy, self._config.trainer.optimizer)
+        if resume_from is not None:
+            for name, learner in self._learners.items():
+                state = checkpoint.load(resume_from / name, learner.model.parameters, learner.optimizer)
+                learner.step, learner.version, learner.report = state.step, state.version, state.report
+
+    def forward_backward(self, batch: TrainBatch) -> None:
+        """Accumulate the gradient of a batch; units already accumulated, or an applied step, change nothing.
+
+        A failure in the middle discards all that was accumulated for the step.
+
+        Raises:
+            TrainerError: the policy is frozen or unknown, or the step is not its next one.
+            JournalError: token data of a unit cannot be read; nothing of the batch is accumulated.
+        """
+        started = self._clock.monotonic()
+        learner = self._learner(batch.policy)
+        if batch.step_id == learner.step:
+            return
+        if batch.step_id != learner.step + 1:
+            raise TrainerError(f"policy {batch.policy!r} is at step {learner.step}, not before {batch.step_id}")
+        if learner.open is None:
+            learner.open = _OpenStep(batch.step_id)
+        step = learner.open
+        units = [unit for unit in batch.units if (unit.episode_id, unit.attempt) not in step.units]
+        share = self._ranks.share(units)
+        episodes = zip(share, self._read(share), strict=True)
+        samples = [sample for unit, episode in episodes for sample in unit_samples(unit, episode)]
+        step.units.update((unit.episode_id, unit.attempt) for unit in units)
+        complete = False
+        try:
+            self._accumulate(learner, step, samples, normaliser=batch.normaliser)
+            complete = True
+        finally:
+            if not complete:  # half a batch's gradient must never be applied
+                learner.discard()
+        step.seconds += self._clock.monotonic() - started
+
+    def _accumulate(
+        self, learner: _Learner, step: _OpenStep, samples: Sequence[TrainingSample], *, normaliser: float
+    ) -> None:
+        settings = self._config.trainer
+        bonus = settings.entropy_bonus
+        first = step.columns.add(samples)
+        # A row whose advantages are all 0 has no gradient: it counts as consumed and is not forwarded.
+        used = [index for index, sample in enumerate(samples) if bonus or sample.advantages.any()]
+        totals = step.totals
+        totals["samples"] += len(samples)
+        totals["tokens"] += sum(len(trained_positions(sample)) for sample in samples)
+        totals["skipped_samples"] += len(samples) - len(used)
+        totals["row_tokens"] += sum(len(samples[index].token_ids) for index in used)
+        learner.model.activate()
+        shared = learner.model.shared_prefixes
+        for packed in pack([samples[index] for index in used], max_tokens=settings.micro_batch_tokens, share=shared):
+            head = token_logprobs(learner.model.model, packed, shared=shared, entropy_gradient=bool(bonus))
+            device = head.logprob.device
+            terms = self._loss(
+                head.logprob,
+                torch.from_numpy(packed.behavior_logprobs).to(device),
+                torch.from_numpy(packed.advantages).to(device),
+                torch.ones_like(head.logprob, dtype=torch.bool),
+            )
+            per_token = terms.loss - bonus * head.entropy if bonus else terms.loss
+            loss = per_token.sum() / normaliser
+            loss.backward()  # type: ignore[no-untyped-call]
+            values = torch.stack([loss.detach(), head.entropy.detach().sum(), head.kept_mass.sum()]).tolist()
+            for name, value in zip(_MEASURED, [*values, *terms.sums.tolist()], strict=True):
+                totals[name] += value
+            totals["forwarded_tokens"] += len(packed.token_ids)
+            step.columns.record(packed, head.logprob.detach().cpu().numpy(), [first + index for index in used])
+            if not math.isfinite(values[0]) and step.suspect is None:
+                wrong = int((~per_token.detach().isfinite()).nonzero()[0])
+                step.suspect = samples[used[int(packed.sample[wrong])]].episode_id
+
+    def optim_step(self, policy: str, step_id: int) -> StepReport:
+        """Apply the accumulated gradient; repeating the last applied step id returns its report.
+
+        Raises:
+            NonFiniteError: loss or gradient is not finite; it is discarded, weights and optimizer are as before.
+            TrainerError: nothing was accumulated for this step.
+        """
+        started = self._clock.monotonic()
+        learner = self._learner(policy)
+        if learner.report is not None and learner.report.step_id == step_id:
+            return learner.report
+        step = learner.open
+        if step is None or step.step_id != step_id:
+            raise TrainerError(f"policy {policy!r} is at step {learner.step} with no gradient for step {step_id}")
+        assert learner.optimizer is not None
+        gradients = learner.gradients()
+        totals = torch.tensor([step.totals[name] for name in _TOTALS], dtype=torch.float64)
+        self._ranks.sum(gradients)
+        self._ranks.sum([totals])
+        total = dict(zip(_TOTALS, totals.tolist(), strict=True))
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(learner.model.parameters.values(), learner.max_grad_norm))
+        if not (math.isfinite(total["loss"]) and math.isfinite(grad_norm)):
+            learner.discard()
+            where = f"; the first such loss was in episode {step.suspect}" if step.suspect is not None else ""
+            raise NonFiniteError(
+                f"policy {policy!r}, step {step_id}: loss {total['loss']}, gradient norm {grad_norm}{where}. "
+                "The step was skipped and the weights are as before; look at the episode's recorded logprobs and reward"
+            )
+        for group in learner.optimizer.param_groups:
+            group["lr"] = learner.rate(step_id)
+        learner.optimizer.step()
+        report = self._report(learner, step, total, grad_norm=grad_norm, started=started)
+        learner.discard()
+        learner.step, learner.report = step_id, report
+        return report
+
+    def _report(
+        self, learner: _Learner, step: _OpenStep, total: Mapping[str, float], *, grad_norm: float, started: float
+    ) -> StepReport:
+        merged = MergedColumns(self._ranks.gather(step.columns.encode()))
+        version = learner.version._replace(step=learner.step)
+        columns = f"steps/{learner.name}/{version.lineage}.{step.step_id}.safetensors"
+        if self._ranks.rank == 0:
+            merged.write(self._directory / columns)
+        metrics = {
+            "learning_rate": learner.rate(step.step_id),
+            "skipped_samples": total["skipped_samples"],
+            "forwarded_tokens": total["forwarded_tokens"],
+            "sharing": total["row_tokens"] / total["forwarded_tokens"] if total["forwarded_tokens"] else 1.0,
+            **loss_metrics(torch.tensor([total[name] for name in SUMS], dtype=torch.float64)),
+        }
+        if counted := total[SUMS[0]]:
+            metrics |= {"entropy": total["entropy"] / counted, "kept_mass": total["kept_mass"] / counted}
+        return StepReport(
+            step_id=step.step_id,
+            policy=learner.name,
+            started_from=version,
+            loss=total["loss"],
+            grad_norm=grad_norm,
+            samples=int(total["samples"]),
+            tokens=int(total["tokens"]),
+            seconds=step.seconds + self._clock.monotonic() - started,
+            metrics=metrics,
+            input_digest=merged.input_digest,
+            columns=columns,
+        )
+
+    def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
+        """Write the policy's weights as an immutable version; later steps start from it.
+
+        Raises:
+            TrainerError: the version is not of the policy's step, or exists with other weights.
+        """
+        learner = self._learner(policy, frozen_too=True)
+        if (version.policy, version.step) != (policy, learner.step):
+            raise TrainerError(f"policy {policy!r} is at step {learner.step} and cannot be published as {version}")
+        reference = self._publisher.publish(version, learner.model)
+        learner.version = version
+        return reference
+
+    def published(self, version: PolicyVersion) -> None:
+        """Take note that another rank published the policy's weights."""
+        self._learner(version.policy, frozen_too=True).version = version
+
+    def discard(self, policy: str) -> None:
+        """Forget the gradient accumulated for the policy's next step."""
+        self._learner(policy).discard()
+
+    def save(self, directory: Path) -> None:
+        """Write every policy's state into an empty directory, one folder each, synced to disk; rank 0's task.
+
+        Raises:
+            TrainerError: a step is in progress: its gradient is not part of a checkpoint.
+        """
+        for name, learner in self._learners.items():
+            if learner.open is not None:
+                raise TrainerError(f"policy {name!r}: step {learner.open.step_id} is in progress; apply it first")
+            state = checkpoint.LearnerState(step=learner.step, version=learner.version, report=learner.report)
+            checkpoint.save(directory / name, learner.model.parameters, learner.optimizer, state)
+        checkpoint.sync_directory(directory)
+
+    def _learner(self, policy: str, *, frozen_too: bool = False) -> _Learner:
+        learner = self._learners.get(policy)
+        if learner is None:
+            known = ", ".join(sorted(self._learners)) or "none before start"
+            raise TrainerError(f"no policy {policy!r}; there are: {known}")
+        if learner.optimizer is None and not frozen_too:
+            raise TrainerError(f"policy {policy!r} is frozen (policies.{policy}.trainable = false) and takes no steps")
+        return learner
+
+
+def device_of(rank: int) -> torch.device:
+    """The device a rank computes on: one GPU per rank where there are any, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def journal_reader(run_directory: Path) -> ReadUnits:
+    """Reads the run's journal, each unit where its location says."""
+    reader = TurnReader(run_directory / "journal")
+
+    def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
+        keys = [
+            EntryKey(item.location.partition, item.episode_id, item.attempt, item.location.entries) for item in units
+        ]
+        return [trajectories(entries) for entries in reader.read_many(keys)]
+
+    return read

@@ -1,0 +1,132 @@
+"""Metrics: stable names with unit and meaning, and where they go besides the journal.
+
+A name is `group/what` or, for what the trainer measures on a step's tokens, bare. Values are finite numbers; what could
+not be measured is left out. Metrics of one policy are recorded at that policy's step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from agentrl.core.errors import StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Metric(NamedTuple):
+    """What a name stands for; `<…>` at its end stands for any word."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("reward/mean", "reward", "mean reward of the units the step consumed"),
+    Metric("reward/<seat>", "reward", "the same for the agents of one seat, where there are several"),
+    Metric("evaluation/reward", "reward", "mean reward on held-out tasks at a pinned version"),
+    Metric("evaluation/turns", "turns", "mean turns of held-out episodes"),
+    Metric("evaluation/tokens", "tokens", "mean sampled tokens of held-out episodes"),
+    Metric("evaluation/episodes", "episodes", "how many held-out episodes were run"),
+    Metric("staleness/mean", "steps", "mean over the step's units of current step minus oldest sampling step"),
+    Metric("staleness/max", "steps", "the largest of them"),
+    Metric("advantage/zero_share", "fraction", "units of the step whose advantages are all 0: they taught nothing"),
+    Metric("step/units", "units", "units the step consumed"),
+    Metric("step/tokens", "tokens", "sampled tokens the step trained on"),
+    Metric("step/seconds", "s", "wall time since the policy's previous step"),
+    Metric("step/waited_s", "s", "how long the trainer waited for the step's units"),
+    Metric("run/seconds", "s", "wall time since training began"),
+    Metric("engine/busy_share", "fraction", "share of the step's wall time the engine spent in forward passes"),
+    Metric("trainer/busy_share", "fraction", "share of the step's wall time the trainer was busy"),
+    Metric("tokens/sampled_per_s", "tokens/s", "sampled tokens of the episodes that ended during the step"),
+    Metric("episodes/per_s", "episodes/s", "episodes that ended during the step"),
+    Metric("episodes/turns", "turns", "mean turns of the episodes that ended during the step"),
+    Metric("episodes/in_flight", "episodes", "admitted and not ended"),
+    Metric("episodes/ready", "episodes", "committed and waiting to be trained"),
+    Metric("episodes/trained", "episodes", "trained since the run began"),
+    Metric("episodes/dropped", "episodes", "dropped since the run began, whatever the reason"),
+    Metric("drift/<cause>", "turns", "per episode: turns whose sampled tokens the template would tokenise otherwise"),
+    Metric("loss", "1", "the step's loss"),
+    Metric("grad_norm", "1", "norm of the gradient before clipping"),
+    Metric("learning_rate", "1", "learning rate of the step"),
+    Metric("entropy", "nats", "mean entropy of the processed distribution per trained token"),
+    Metric("kept_mass", "fraction", "mean probability of the kept set under the trainer's full distribution"),
+    Metric("k3", "nats", "k3 estimate of KL(behavior || trainer): staleness and engine mismatch together"),
+    Metric("abs_logprob_difference", "nats", "mean |trainer logprob - behavior logprob|"),
+    Metric("mean_ratio", "1", "mean importance ratio trainer / behavior"),
+    Metric("masked_fraction", "fraction", "trained tokens the trust region or the clip left without gradient"),
+    Metric("truncated_fraction", "fraction", "trained tokens whose ratio was cut at its cap"),
+    Metric("effective_sample_fraction", "fraction", "(sum of ratios)^2 / (n * sum of squared ratios)"),
+    Metric("skipped_samples", "rows", "rows that could not be trained: a token without its kept set"),
+    Metric("forwarded_tokens", "tokens", "tokens the trainer passed through the model"),
+    Metric("sharing", "1", "row tokens per forwarded token: what sharing common prefixes saved"),
+)
+
+_BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+def describe(name: str) -> Metric | None:
+    """The registered metric of a name; None where there is none (an environment's own `ctx.metric`).
+
+    Example:
+        >>> describe("staleness/max").unit
+        'steps'
+        >>> describe("reward/solver").name
+        'reward/<seat>'
+    """
+    found = _BY_NAME.get(name)
+    if found is not None:
+        return found
+    group = name.partition("/")[0]
+    return next((metric for metric in METRICS if metric.name.startswith(f"{group}/<")), None)
+
+
+class Sink(Protocol):
+    """Where metrics go besides the journal."""
+
+    def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
+        """Take the values of one step; must not block for long."""
+        ...
+
+    def close(self) -> None:
+        """Write what is buffered and release. Idempotent."""
+        ...
+
+
+class JsonlSink:
+    """`metrics.jsonl`: a line per step, `{"policy", "step", name: value, …}`; NaN and infinity are null."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open the file to append.
+
+        Raises:
+            StorageError: it cannot be opened.
+        """
+        self.path = Path(path)
+        try:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StorageError(f"{self.path}: metrics cannot be written ({error.strerror})") from error
+        self._file = os.fdopen(descriptor, "w", encoding="utf-8")
+
+    def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
+        """Append and flush a line.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        try:
+            self._file.write(json.dumps({"policy": policy, "step": step, **finite}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise StorageError(f"{self.path}: metrics cannot be written ({error.strerror}); free space") from error
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()

@@ -1,0 +1,78 @@
+"""What lies where in a run directory, and who may create one.
+
+config.json      the resolved configuration          journal/       control and turn databases
+metrics.jsonl    one line per optimizer step         versions/      published weights
+summary.json     written at the end                  checkpoints/   what a run resumes from
+policies/NAME    link to a policy's last version     steps/         columns of optimizer steps
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from agentrl.core.errors import RunDirectoryError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from agentrl.core.records import WeightsRef
+
+
+class RunDirectory:
+    """The files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.journal = path / "journal"
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+
+    @classmethod
+    def create(cls, path: Path, config_json: str) -> RunDirectory:
+        """Make the directory of a new run.
+
+        Raises:
+            RunDirectoryError: there is something there already; nothing is touched.
+            StorageError: it cannot be made.
+        """
+        try:
+            if path.exists() and any(path.iterdir()):
+                raise RunDirectoryError(f"{path} exists; resume it with --resume, choose another --name, or remove it")
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            (path / "config.json").write_text(config_json, encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"cannot make the run directory {path}: {error.strerror or error}") from error
+        return cls(path)
+
+    @classmethod
+    def reopen(cls, path: Path) -> RunDirectory:
+        """The directory of a run to resume.
+
+        Raises:
+            RunDirectoryError: there is no run.
+        """
+        directory = cls(path)
+        if not directory.journal.is_dir():
+            raise RunDirectoryError(f"nothing to resume: {path} holds no run; start it without --resume")
+        return directory
+
+    def link_policies(self, weights: Mapping[str, WeightsRef]) -> dict[str, Path]:
+        """Point `policies/NAME` at each policy's last version."""
+        links: dict[str, Path] = {}
+        folder = self.path / "policies"
+        folder.mkdir(exist_ok=True)
+        for name, published in weights.items():
+            link = folder / name
+            link.unlink(missing_ok=True)
+            link.symlink_to(os.path.relpath(published.path, folder))
+            links[name] = link
+        return links
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write `summary.json`, whole or not at all."""
+        partial = self.path / ".summary.json"
+        partial.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        partial.rename(self.path / "summary.json")

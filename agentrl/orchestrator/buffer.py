@@ -1,0 +1,204 @@
+"""The buffer: episodes enter whole, groups are released when complete, units leave exactly once.
+
+Owns every training episode between admission and its optimizer step, as headers only: token data stays in the journal.
+Does not know about versions (`versions.py`), capacity (`staleness.py`) or who runs episodes (`dispatch.py`).
+
+Entry lifecycle: admit → end (committed or dropped) → group complete: advantages → ready → take → resolve.
+Invariants: a group is released once, when all its members have ended; a unit is taken at most once; the ledger balances
+after every call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, TrajectoryCredit, Unit, UnitHeader
+from agentrl.credit.advantages import Advantage
+from agentrl.orchestrator.ledger import Ledger
+
+AdvantageFunction = Callable[[Sequence[float]], list[Advantage]]
+
+
+class ReadyUnit(NamedTuple):
+    """A unit waiting for its step, with what metrics need of its headers."""
+
+    unit: Unit
+    trajectories: tuple[UnitHeader, ...]
+
+
+class UnitDrop(NamedTuple):
+    """A unit that will not be trained, and why."""
+
+    episode_id: str
+    attempt: int
+    policy: str
+    reason: str
+
+
+@dataclass(slots=True)
+class _Group:
+    running: int
+    headers: list[EpisodeHeader] = field(default_factory=list)
+
+
+class EpisodeBuffer:
+    """Groups of episodes on their way to a trainer.
+
+    Args:
+        trainable: policies whose units are trained; other policies only play.
+        advantage: baseline and advantage over the rewards of one seat in one group.
+        consumed_before: (policy, episode id) of units an earlier life of the run has trained: they are compared with
+            their siblings again, and never trained again.
+    """
+
+    def __init__(
+        self,
+        trainable: Iterable[str],
+        advantage: AdvantageFunction,
+        *,
+        consumed_before: Set[tuple[str, str]] = frozenset(),
+    ) -> None:
+        self._trainable = frozenset(trainable)
+        self._advantage = advantage
+        self._consumed_before = consumed_before
+        self._groups: dict[str, _Group] = {}
+        self._ready: dict[str, deque[ReadyUnit]] = {policy: deque() for policy in self._trainable}
+        self._in_flight: Counter[str] = Counter()
+        self._unresolved: dict[str, set[str]] = {}
+        self._trained: set[str] = set()
+        self.ledger = Ledger()
+
+    # --- entering ---------------------------------------------------------------------------------------------------
+
+    def expect(self, group_id: str, size: int) -> None:
+        """A group that has `size` members from now on, whatever their specs say (resume: dropped ones stay away)."""
+        self._groups[group_id] = _Group(size)
+
+    def admit(self, spec: EpisodeSpec) -> None:
+        """An episode starts. Its group is complete when `group_size` members have ended."""
+        self._groups.setdefault(spec.group_id, _Group(spec.group_size))
+        self.ledger.admitted += 1
+        self.ledger.in_flight += 1
+        self._in_flight.update(self._policies_of(spec))
+
+    def end(self, spec: EpisodeSpec, header: EpisodeHeader) -> list[UnitDrop]:
+        """An admitted episode ended; returns the units dropped because of it."""
+        drops: list[UnitDrop] = []
+        self.ledger.in_flight -= 1
+        self._in_flight.subtract(self._policies_of(spec))
+        if header.committed:
+            self._commit(header, drops)
+        else:
+            self.ledger.dropped[header.drop_reason or ""] += 1
+        group = self._groups[spec.group_id]
+        group.running -= 1
+        group.headers.append(header)
+        if group.running == 0:
+            del self._groups[spec.group_id]
+            self._release(group.headers)
+        return drops
+
+    def _commit(self, header: EpisodeHeader, drops: list[UnitDrop]) -> None:
+        self.ledger.ready += 1
+        policies = {trajectory.policy for trajectory in header.trajectories} & self._trainable
+        self._unresolved[header.episode_id] = set(policies)
+        for policy in sorted(policies):
+            self.ledger.units_committed[policy] += 1
+            self.ledger.units_ready[policy] += 1
+            if (policy, header.episode_id) in self._consumed_before:
+                self._resolve(header.episode_id, policy, reason=None)
+            elif any(t.reward is None for t in header.trajectories if t.policy == policy):
+                drops.append(UnitDrop(header.episode_id, header.attempt, policy, "no_reward"))
+                self._resolve(header.episode_id, policy, reason="no_reward")
+        if not policies:
+            self._leave(header.episode_id, reason="frozen")
+
+    # --- release ----------------------------------------------------------------------------------------------------
+
+    def _release(self, headers: Sequence[EpisodeHeader]) -> None:
+        """Compare the members of a complete group, seat by seat, and make their units ready in the order they ended."""
+        credits: dict[tuple[str, str, int], TrajectoryCredit] = {}
+        compared: dict[str, list[tuple[str, UnitHeader, float]]] = {}
+        for header in headers:
+            for trajectory in header.trajectories:
+                if trajectory.policy in self._trainable and trajectory.reward is not None:
+                    compared.setdefault(trajectory.seat, []).append((header.episode_id, trajectory, trajectory.reward))
+        for members in compared.values():
+            advantages = self._advantage([reward for _, _, reward in members])
+            for (episode_id, t, reward), (value, baseline) in zip(members, advantages, strict=True):
+                credits[episode_id, t.seat, t.index] = TrajectoryCredit(t.seat, t.index, reward, value, baseline)
+        for header in headers:
+            for policy in sorted(self._unresolved.get(header.episode_id, ())):
+                own = tuple(t for t in header.trajectories if t.policy == policy)
+                unit = Unit(
+                    episode_id=header.episode_id,
+                    attempt=header.attempt,
+                    policy=policy,
+                    location=header.location or DataLocation("", 0),
+                    credits=tuple(credits[header.episode_id, t.seat, t.index] for t in own),
+                )
+                self._ready[policy].append(ReadyUnit(unit, own))
+
+    # --- leaving ----------------------------------------------------------------------------------------------------
+
+    def ready(self, policy: str) -> int:
+        """Units of released groups that wait for a step."""
+        return len(self._ready[policy])
+
+    def in_flight(self, policy: str) -> int:
+        """Units that may still come: running episodes with a seat of the policy, and unreleased groups."""
+        return self._in_flight[policy] + self.ledger.units_ready[policy] - len(self._ready[policy])
+
+    def expected(self, policy: str) -> int:
+        """Units admitted and not dropped: in flight, ready or consumed."""
+        return self._in_flight[policy] + self.ledger.units_ready[policy] + self.ledger.units_consumed[policy]
+
+    def take(self, policy: str, count: int) -> list[ReadyUnit]:
+        """Up to `count` ready units, oldest release first; each must be resolved by `consume` or `drop`."""
+        queue = self._ready[policy]
+        return [queue.popleft() for _ in range(min(count, len(queue)))]
+
+    def give_back(self, units: Sequence[ReadyUnit]) -> None:
+        """Return taken units whose step did not happen, to the front and in their order."""
+        for ready in reversed(units):
+            self._ready[ready.unit.policy].appendleft(ready)
+
+    def consume(self, units: Iterable[ReadyUnit]) -> None:
+        """Taken units were trained. Advantage 0 counts as consumed."""
+        for ready in units:
+            self._resolve(ready.unit.episode_id, ready.unit.policy, reason=None)
+
+    def drop(self, units: Iterable[ReadyUnit], reason: str) -> list[UnitDrop]:
+        """Taken units will not be trained."""
+        drops = []
+        for ready in units:
+            drops.append(UnitDrop(ready.unit.episode_id, ready.unit.attempt, ready.unit.policy, reason))
+            self._resolve(ready.unit.episode_id, ready.unit.policy, reason=reason)
+        return drops
+
+    def _resolve(self, episode_id: str, policy: str, *, reason: str | None) -> None:
+        self.ledger.units_ready[policy] -= 1
+        if reason is None:
+            self.ledger.units_consumed[policy] += 1
+            self._trained.add(episode_id)
+        else:
+            self.ledger.units_dropped[policy] += 1
+        unresolved = self._unresolved[episode_id]
+        unresolved.discard(policy)
+        if not unresolved:
+            self._leave(episode_id, reason=reason or "")
+
+    def _leave(self, episode_id: str, *, reason: str) -> None:
+        del self._unresolved[episode_id]
+        self.ledger.ready -= 1
+        if episode_id in self._trained:
+            self._trained.discard(episode_id)
+            self.ledger.trained += 1
+        else:
+            self.ledger.dropped[reason] += 1
+
+    def _policies_of(self, spec: EpisodeSpec) -> set[str]:
+        return {binding.policy for binding in spec.seats.values()} & self._trainable

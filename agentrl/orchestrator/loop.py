@@ -1,0 +1,300 @@
+"""The loop: episodes in, versions out. One loop, no modes: synchronous training is `max_staleness = 0`.
+
+    tasks → admit → workers → buffer → credit → trainer → engine → board
+              ▲                                              │
+              └───────────── a new version makes room ◀──────┘
+
+| loop          | consumes       | waits for                               | is unblocked by                    |
+|---------------|----------------|-----------------------------------------|------------------------------------|
+| `_admit`      | tasks          | in-flight bound, staleness bounds       | an episode's end, a policy's step  |
+| episode       | engine, tools  | its own turns                           | nothing of the loop                |
+| `_train`      | ready units    | step_size units, or all that can come   | a released group, closed admission |
+| `_checkpoint` | nothing        | the trainer to be between two steps     | the step's end                     |
+| `_evaluate`   | held-out tasks | the engine, behind training episodes    | nothing of the loop                |
+
+To follow one episode: the environment's `run` → `environment/base.py` → `core/records.py` →
+`rollout/runner.py` → `orchestrator/buffer.py` → `credit/samples.py` → `learn/trainer.py` → `learn/losses.py`
+(docs/follow_one_episode.md).
+
+Only headers pass through here. Errors no episode can be blamed for end the run through `fail`; everything else
+stays where it happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from agentrl.core.clock import Clock
+from agentrl.core.errors import NonFiniteError
+from agentrl.core.ports import Engine, Trainer
+from agentrl.core.records import EpisodeHeader, PolicyVersion, StepReport, Task, TrainBatch, WeightsRef
+from agentrl.journal.port import JournalStore, StepRow
+from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
+from agentrl.orchestrator.curriculum import Curriculum
+from agentrl.orchestrator.dispatch import Dispatcher
+from agentrl.orchestrator.manifest import CheckpointWriter
+from agentrl.orchestrator.scheduler import Demand, Scheduler
+from agentrl.orchestrator.signal import Signal
+from agentrl.orchestrator.step_metrics import StepMetrics
+from agentrl.orchestrator.versions import PolicyBoard
+
+DRAIN_S = 5.0
+"""After a stop was asked for, how long episodes in flight may still end by themselves, in seconds."""
+
+
+SKIPPED_IN_A_ROW = 3
+"""Steps of a policy skipped one after another, before the run gives up."""
+
+
+class Observer(Protocol):
+    """Sees the run go by: progress bars, sinks."""
+
+    def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
+        """An optimizer step was taken and its version is served."""
+        ...
+
+    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
+        """An evaluation ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a run is to do, as far as the loop is concerned."""
+
+    steps: int
+    step_size: Mapping[str, int]
+    normaliser: Mapping[str, float]
+    demand: Demand
+    held_out: Sequence[Task] = ()
+    evaluate_every: int = 0
+    checkpoint_every: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    interrupted: bool = False
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """(step, metrics)."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Orchestrator:
+    """Wires nothing, owns no policy: moves headers between parts that do not know each other."""
+
+    plan: Plan
+    curriculum: Curriculum
+    dispatcher: Dispatcher
+    scheduler: Scheduler
+    buffer: EpisodeBuffer
+    board: PolicyBoard
+    trainer: Trainer
+    engine: Engine
+    store: JournalStore
+    checkpoints: CheckpointWriter | None
+    signal: Signal
+    clock: Clock
+    observer: Observer
+    weights: dict[str, WeightsRef]
+    """Newest published weights of each trainable policy."""
+    outcome: Outcome = field(default_factory=Outcome)
+    _trainer_free: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _failure: asyncio.Future[None] | None = None
+    _stopping: bool = False
+    _checkpointed: Mapping[str, int] = field(default_factory=dict)
+    _skipped: Counter[str] = field(default_factory=Counter)
+    _metrics: StepMetrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._metrics = StepMetrics(
+            engine=self.engine, dispatcher=self.dispatcher, buffer=self.buffer, board=self.board, clock=self.clock
+        )
+
+    # --- from outside -----------------------------------------------------------------------------------------------
+
+    async def run(self) -> Outcome:
+        """Train until every policy has taken its steps, or `stop` is called.
+
+        Raises:
+            AgentRLError: what `fail` was given, or what a loop met; the newest checkpoint stays valid.
+        """
+        self._failure = asyncio.get_running_loop().create_future()
+        main = asyncio.get_running_loop().create_task(self._main(), name="main")
+        try:
+            await asyncio.wait({main, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if not main.done():
+                self._failure.result()
+            await main
+        finally:
+            if not main.done():
+                main.cancel()
+                await asyncio.wait({main})
+            await self.dispatcher.worker.cancel()
+            self._failure.cancel()
+        return self.outcome
+
+    def stop(self) -> None:
+        """Stop admitting, let steps in progress end, write a checkpoint, return from `run`."""
+        self._stopping = True
+        self.outcome.interrupted = True
+        self.signal.notify()
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with an error that no episode can be blamed for."""
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
+    # --- the loops --------------------------------------------------------------------------------------------------
+
+    async def _main(self) -> None:
+        if self.plan.held_out and min(map(self.board.step, self.board.trainable), default=0) == 0:
+            await self._evaluate(pinned=False)
+        self._metrics.start()
+        try:
+            async with asyncio.TaskGroup() as loops:
+                loops.create_task(self._admit(), name="admit")
+                for policy in self.board.trainable:
+                    loops.create_task(self._train(policy, loops), name=f"train {policy}")
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+        if self._stopping:
+            await self._drain()
+        else:
+            await self.dispatcher.worker.cancel()
+            self._drop_leftovers()
+        await self._checkpoint()
+        if self.plan.held_out and not self._stopping:
+            await self._evaluate(pinned=False)
+        await self.store.flush()
+
+    async def _admit(self) -> None:
+        demand = self.plan.demand
+        while not self._finished():
+            while not self._finished() and self.scheduler.may_admit(demand):
+                self.dispatcher.admit_group(self.curriculum.task(self.dispatcher.next_group))
+            await self.signal.wait_for(lambda: self._finished() or self.scheduler.may_admit(demand))
+
+    async def _train(self, policy: str, loops: asyncio.TaskGroup) -> None:
+        plan = self.plan
+        while self.board.step(policy) < plan.steps:
+            await self.signal.wait_for(lambda: self._stopping or self.scheduler.may_step(policy, plan.demand))
+            if self._stopping:
+                return
+            await self._step(policy)
+            step = self.board.step(policy)
+            if plan.checkpoint_every and step % plan.checkpoint_every == 0 and step < plan.steps:
+                await self._checkpoint()
+            if plan.held_out and plan.evaluate_every and step % plan.evaluate_every == 0 and step < plan.steps:
+                for weights in self.weights.values():
+                    await self.engine.update(weights, keep=True)
+                loops.create_task(self._evaluate(pinned=True), name=f"evaluate {self.board.current(policy)}")
+        self.signal.notify()
+
+    async def _step(self, policy: str) -> None:
+        taken = self.buffer.take(policy, self.plan.step_size[policy])
+        version = self.board.next_version(policy)
+        batch = TrainBatch(
+            step_id=version.step,
+            policy=policy,
+            units=tuple(ready.unit for ready in taken),
+            normaliser=self.plan.normaliser[policy],
+        )
+        async with self._trainer_free:
+            waited = self._metrics.before_step(policy)
+            try:
+                report = await self._train_on(batch)
+            except NonFiniteError as error:
+                self._skip(policy, taken, error)
+                return
+            self._skipped[policy] = 0
+            weights = await self.trainer.publish(policy, version)
+            self.buffer.consume(taken)
+            self.store.record_version(weights, self.board.current(policy))
+            self.store.record_step(StepRow(report=report, version=version, batch=batch))
+        self.weights[policy] = weights
+        await self.engine.update(weights)
+        metrics = self._metrics.of_step(report, taken, waited)
+        self.board.advance(version)
+        self.store.record_metrics(version.step, metrics)
+        self.observer.on_step(policy, version.step, metrics)
+        self.signal.notify()
+
+    def _skip(self, policy: str, taken: Sequence[ReadyUnit], error: NonFiniteError) -> None:
+        """A step whose gradient is not finite is not taken; its units are dropped, and a row of them ends the run."""
+        for drop in self.buffer.drop(taken, "nonfinite_gradient"):
+            self.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
+        self._skipped[policy] += 1
+        if self._skipped[policy] == SKIPPED_IN_A_ROW:
+            raise error
+
+    async def _train_on(self, batch: TrainBatch) -> StepReport:
+        await self.trainer.forward_backward(batch)
+        return await self.trainer.optim_step(batch.policy, batch.step_id)
+
+    async def _evaluate(self, *, pinned: bool) -> None:
+        versions = {policy: self.board.current(policy) for policy in self.board.trainable}
+        try:
+            headers = await self.dispatcher.evaluate(self.plan.held_out, versions if pinned else {})
+        finally:
+            if pinned:
+                for version in versions.values():
+                    self.engine.release(version)
+        metrics = evaluation_metrics(headers)
+        step = max((version.step for version in versions.values()), default=0)
+        self.outcome.evaluations.append((step, metrics))
+        self.store.record_metrics(step, metrics)
+        self.observer.on_evaluation(versions, metrics)
+
+    async def _checkpoint(self) -> None:
+        """A consistent cut: no policy is between a step and its version while the trainer saves."""
+        if self.checkpoints is None:
+            return
+        async with self._trainer_free:
+            versions = {policy: self.board.current(policy) for policy in self.board.trainable}
+            steps = {policy: version.step for policy, version in versions.items()}
+            if steps == self._checkpointed:
+                return
+            self.buffer.ledger.check()
+            await self.store.flush()
+            await self.checkpoints.write(self.trainer, versions, self.buffer.ledger)
+            self._checkpointed = steps
+
+    # --- ending -----------------------------------------------------------------------------------------------------
+
+    def _finished(self) -> bool:
+        return self._stopping or all(self.board.step(policy) >= self.plan.steps for policy in self.board.trainable)
+
+    async def _drain(self) -> None:
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                await self.dispatcher.worker.drain()
+        except TimeoutError:
+            await self.dispatcher.worker.cancel()
+
+    def _drop_leftovers(self) -> None:
+        for policy in self.board.trainable:
+            leftover: list[ReadyUnit] = self.buffer.take(policy, self.buffer.ready(policy))
+            for drop in self.buffer.drop(leftover, "run_ended"):
+                self.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
+
+
+def evaluation_metrics(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
+    """Mean reward, turns and tokens over evaluation episodes."""
+    count = len(headers)
+    return {
+        "evaluation/reward": sum(header.reward or 0.0 for header in headers) / count,
+        "evaluation/turns": sum(header.turns for header in headers) / count,
+        "evaluation/tokens": sum(header.tokens for header in headers) / count,
+        "evaluation/episodes": float(count),
+    }
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

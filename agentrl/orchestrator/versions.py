@@ -1,0 +1,65 @@
+"""The PolicyBoard: which version of each policy is current, and how old another one is.
+
+Invariants: steps of a lineage only grow; a version is current only after the engine serves it; lineages form a tree
+through the version each one started from, so that a version of a dead lineage is never taken for a fresh one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from agentrl.core.records import PolicyVersion
+
+
+class PolicyBoard:
+    """Current versions by policy.
+
+    Args:
+        current: the starting version of every policy, frozen ones included.
+        trainable: the policies that step.
+        parents: for each lineage but the first, the version it started from.
+    """
+
+    def __init__(
+        self,
+        current: Mapping[str, PolicyVersion],
+        trainable: Iterable[str],
+        parents: Mapping[tuple[str, int], PolicyVersion] | None = None,
+    ) -> None:
+        self._current = dict(current)
+        self.trainable = tuple(trainable)
+        self._parents = dict(parents or {})
+
+    def current(self, policy: str) -> PolicyVersion:
+        """The newest version the engine serves."""
+        return self._current[policy]
+
+    def step(self, policy: str) -> int:
+        """Optimizer steps behind the current version."""
+        return self._current[policy].step
+
+    def next_version(self, policy: str) -> PolicyVersion:
+        """The id of the version the next step makes."""
+        now = self._current[policy]
+        return PolicyVersion(policy, now.lineage, now.step + 1)
+
+    def advance(self, version: PolicyVersion) -> None:
+        """Make a served version the current one."""
+        if version != self.next_version(version.policy):
+            raise ValueError(f"{version} does not follow {self._current[version.policy]}")
+        self._current[version.policy] = version
+
+    def survives(self, version: PolicyVersion) -> bool:
+        """Whether the weights of `version` are among the ancestors of the current ones."""
+        current = self._current[version.policy]
+        lineage, step = current.lineage, current.step
+        while lineage > version.lineage:
+            parent = self._parents.get((version.policy, lineage))
+            if parent is None:
+                return False
+            lineage, step = parent.lineage, parent.step
+        return lineage == version.lineage and version.step <= step
+
+    def staleness(self, version: PolicyVersion, *, dead: int) -> int:
+        """Steps between `version` and the current one; `dead` for a version that did not survive a rollback."""
+        return self.step(version.policy) - version.step if self.survives(version) else dead

@@ -1,0 +1,405 @@
+"""`TemplateFormat`: messages ↔ tokens for any local Hugging Face model directory, by its own tokenizer and template.
+
+Owns the step from messages to the tokens that follow a sampled turn, and from a completion's tokens to a message.
+Does not run models or tools, and needs no transformers: `tokenizers` and jinja2 only.
+
+Invariants
+1. Token in, token out: `extend` gives only what follows the sampled tokens; those are never rendered or tokenised
+   again. Where a template strips the thinking of former turns, the sampled thinking stays in the context.
+2. Content never becomes a control token, whatever it says: control tokens come from the template's frame alone.
+3. For benign content the tokens are those of the rendered text, encoded in one go (checked on probes at load).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tokenizers import Tokenizer
+
+from agentrl.core.errors import ModelError
+from agentrl.core.records import FinishReason, Message, Role, ToolCall, ToolSpec
+from agentrl.rollout.chat_template import (
+    PROBE,
+    AddedToken,
+    ChatTemplate,
+    ControlTokens,
+    message_value,
+    stop_token_ids,
+    tool_value,
+    valid_unicode,
+)
+from agentrl.rollout.tool_call_format import CLOSE, OPEN, PARSERS, PYTHON_TAG, ToolCallFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+DriftCause = Literal["undecodable", "retokenised"]
+
+_THINK_END = "</think>"
+_ANCHOR = "\ue002"
+_FRAMES = 64
+"""Openings kept for reuse; further ones are rendered each time."""
+
+_TRANSFORMS: tuple[Callable[[str], str], ...] = (
+    lambda content: content,
+    lambda content: content.strip(),
+    lambda content: json.dumps(content, ensure_ascii=False)[1:-1],
+    lambda content: json.dumps(content.strip(), ensure_ascii=False)[1:-1],
+)
+"""What templates do to the content of a message; found by probing."""
+
+_PROBES = ("85", " two words ", '\n{"a": "b\\n"}\n', "é<|x|> </think>\t1.5", "<tool_response>\n1\n</tool_response>", "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Tokens of messages of which only one content varies: `head + plain(before + content + behind) + tail`."""
+
+    head: list[int]
+    before: str
+    transform: Callable[[str], str]
+    behind: str
+    tail: list[int]
+
+
+class TemplateFormat:
+    """The `ChatFormat` of a Hugging Face model directory; made by `load`."""
+
+    def __init__(self, directory: Path, tokenizer: Tokenizer, template: ChatTemplate, tool_call_format: str) -> None:
+        self._directory = directory
+        self._tokenizer = tokenizer
+        self._template = template
+        tokens = _added_tokens(tokenizer)
+        written = (OPEN, CLOSE, "<think>", _THINK_END)
+        self._control = ControlTokens(
+            [t for t in tokens if t.special or t.literal in template.source or t.literal in written]
+        )
+        self._plain = _without_control(tokenizer, self._control, anchor=False)
+        self._anchored = _anchored(self._plain, _without_control(tokenizer, self._control, anchor=True))
+        self._check_plain()
+        markup = {OPEN, CLOSE, PYTHON_TAG, "<think>", _THINK_END}
+        self._silent = frozenset(t.token_id for t in tokens if t.special and t.literal not in markup)
+        self._thinks = _THINK_END in template.source
+        self._closing = self._find_closing()
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys((*stop_token_ids(directory), self._closing)))
+        self._check_prefix()
+        self.tool_call_format: ToolCallFormat = self._find_tool_call_format(tool_call_format)
+        self._parse_text = PARSERS[self.tool_call_format]
+        self._openings: dict[object, tuple[_Frame | None, Sequence[ToolSpec]]] = {}
+        self._replies: dict[str, _Frame] = {}
+        roles: tuple[Role, ...] = ("user", "tool")
+        for role in roles:
+            frame = self._probe_reply(role)
+            if frame is not None:
+                self._replies[role] = frame
+
+    @classmethod
+    def load(
+        cls, model_dir: str | Path, *, tool_call_format: Literal["auto", "hermes", "llama"] = "auto"
+    ) -> TemplateFormat:
+        """Read tokenizer and template of a local model directory.
+
+        Raises:
+            ModelError: a file is missing or unusable, the template closes no turn with a special token, or it
+                rewrites former turns, so that a sampled conversation could not be continued token for token.
+        """
+        directory = Path(model_dir)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(
+                f"{directory} has no tokenizer.json. Point to a local Hugging Face model directory, or write the file "
+                "with `AutoTokenizer.from_pretrained(DIR, use_fast=True).save_pretrained(DIR)`"
+            )
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise ModelError(f"{path} cannot be read: {error}") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return cls(directory, tokenizer, ChatTemplate(directory), tool_call_format)
+
+    # --- messages → tokens
+
+    def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        """Token ids of a new conversation, up to where the assistant's turn begins.
+
+        The frame around the last message is kept for reuse where all before it are system messages: tools are then
+        compared by identity, so hand the same `ToolSpec` objects over each time.
+
+        Raises:
+            ModelError: the template refuses the conversation.
+        """
+        if not self._varies_in_last(messages):
+            return self._encode_pieces(self._opening_pieces(messages, tools))
+        last = messages[-1]
+        key = (tuple(map(id, tools)), tuple(message.content for message in messages[:-1]))
+        kept = self._openings.get(key)
+        if kept is None:
+            if len(self._openings) >= _FRAMES:
+                return self._encode_pieces(self._opening_pieces(messages, tools))
+            specs = tuple(tools)
+            frame = self._frame(lambda content: self._opening_pieces((*messages[:-1], _with(last, content)), specs))
+            kept = self._openings[key] = (frame, specs)
+        if kept[0] is None:
+            return self._encode_pieces(self._opening_pieces(messages, tools))
+        return self._fill(kept[0], last.content)
+
+    def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
+        """Token ids that follow a sampled turn: what closes it, the new messages, the next turn's beginning.
+
+        After `stop` the closing token is the completion's last one and is not repeated.
+
+        Raises:
+            ModelError: the template refuses the messages.
+        """
+        if len(messages) == 1 and (frame := self._replies.get(messages[0].role)) is not None:
+            ids = self._fill(frame, messages[0].content)
+        else:
+            ids = self._encode_pieces(self._reply_pieces(messages))
+        return ids if after == "stop" else [self._closing, *ids]
+
+    # --- tokens → messages
+
+    def parse(self, token_ids: Sequence[int]) -> Message:
+        """The assistant message a completion says, without its thinking; malformed calls are kept raw."""
+        silent = self._silent
+        text = self.decode([token for token in _as_list(token_ids) if token not in silent])
+        if self._thinks:
+            text = _without_thinking(text)
+        content, calls = self._parse_text(text)
+        return Message(role="assistant", content=content, tool_calls=calls)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, special tokens included."""
+        text: str = self._tokenizer.decode(_as_list(token_ids), skip_special_tokens=False)
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of text as the template would tokenise it, control tokens recognised."""
+        ids: list[int] = self._tokenizer.encode(valid_unicode(text), add_special_tokens=False).ids
+        return ids
+
+    def drift(self, token_ids: Sequence[int]) -> DriftCause | None:
+        """Why the template would tokenise the text of `token_ids` differently: not valid UTF-8, or other merges."""
+        ids = _as_list(token_ids)
+        text = self.decode(ids)
+        if self.encode(text) == ids:
+            return None
+        return "undecodable" if "\ufffd" in text else "retokenised"
+
+    # --- rendering
+
+    def _opening_pieces(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int | str]:
+        values = [message_value(message, self._control) for message in messages]
+        specs = [tool_value(tool, self._control) for tool in tools]
+        return self._control.split(self._template.render(values, specs, prompt=True))
+
+    def _reply_pieces(self, messages: Sequence[Message], *, with_call: bool = False) -> list[int | str]:
+        """What follows the closing token of a sampled turn, `messages` being new.
+
+        The sampled turn is a stand-in: its text is never looked at, only what the template puts behind it. A template
+        that wants a tool message to answer a call gets a stand-in with one.
+        """
+        standin = _standin_call() if with_call else Message(role="assistant", content=PROBE)
+        new = [message_value(message, self._control) for message in messages]
+        try:
+            rendered = self._template.render([_value("user", "."), _unescaped(standin), *new], [], prompt=True)
+        except ModelError:
+            if with_call or not messages or messages[0].role != "tool":
+                raise
+            return self._reply_pieces(messages, with_call=True)
+        pieces = self._control.split(rendered[rendered.rindex(PROBE) + len(PROBE) :])
+        if self._closing not in pieces:
+            raise ModelError(
+                f"{self._directory}: the chat template does not close an assistant turn before new messages"
+            )
+        return pieces[pieces.index(self._closing) + 1 :]
+
+    @staticmethod
+    def _varies_in_last(messages: Sequence[Message]) -> bool:
+        return bool(messages) and messages[-1].role == "user" and all(m.role == "system" for m in messages[:-1])
+
+    # --- encoding
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """Token ids of text that follows a control token, everything in it plain."""
+        if not text:
+            return []
+        if self._anchored is not None:
+            anchored = _ANCHOR + text.replace(_ANCHOR, "\ufffd")
+            ids: list[int] = self._anchored.encode(anchored, add_special_tokens=False).ids
+            return ids[1:]
+        ids = self._plain.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _encode_pieces(self, pieces: Sequence[int | str]) -> list[int]:
+        ids: list[int] = []
+        for piece in pieces:
+            if isinstance(piece, int):
+                ids.append(piece)
+            else:
+                ids.extend(self._encode_plain(piece))
+        return ids
+
+    def _fill(self, frame: _Frame, content: str) -> list[int]:
+        text = frame.before + frame.transform(valid_unicode(content)) + frame.behind
+        return [*frame.head, *self._encode_plain(text), *frame.tail]
+
+    # --- probing
+
+    def _frame(self, pieces_of: Callable[[str], list[int | str]]) -> _Frame | None:
+        """The frame of a rendering in which one content varies; None where it changes more than its place."""
+        if self._control.strips:
+            return None
+        try:
+            pieces = pieces_of("probe-content")
+            expected = [(content, self._encode_pieces(pieces_of(content))) for content in _PROBES]
+        except ModelError:
+            return None
+        at = [n for n, piece in enumerate(pieces) if isinstance(piece, str) and "probe-content" in piece]
+        if len(at) != 1 or at[0] == 0:
+            return None
+        before, _, behind = str(pieces[at[0]]).rpartition("probe-content")
+        head, tail = self._encode_pieces(pieces[: at[0]]), self._encode_pieces([*pieces[at[0] + 1 :]])
+        for transform in _TRANSFORMS:
+            frame = _Frame(head, before, transform, behind, tail)
+            if all(self._fill(frame, content) == ids for content, ids in expected):
+                return frame
+        return None
+
+    def _probe_reply(self, role: Role) -> _Frame | None:
+        return self._frame(lambda content: self._reply_pieces([Message(role=role, content=content)]))
+
+    def _check_plain(self) -> None:
+        """Invariants 2 and 3 on probes."""
+        controls = set(self._control.ids.values())
+        for literal in self._control.ids:
+            if not controls.isdisjoint(self._encode_plain(literal)):
+                raise ModelError(
+                    f"{self._directory}: the tokenizer turns the plain text {literal!r} into a control token"
+                )
+        rendered = self._render_text([("user", "one  two\n\nthree 456."), ("assistant", "seven"), ("user", "é {8}")])
+        if self._encode_pieces(self._control.split(rendered)) != self.encode(rendered):
+            raise ModelError(
+                f"{self._directory}: the tokenizer does not treat the text between two special tokens on its own, so "
+                "messages could not be kept apart from the template's control tokens"
+            )
+
+    def _render_text(self, turns: Sequence[tuple[Role, str]], *, prompt: bool = True) -> str:
+        return self._template.render([_value(role, content) for role, content in turns], [], prompt=prompt)
+
+    def _find_closing(self) -> int:
+        """The control token behind an assistant's content."""
+        rendered = self._render_text([("user", "."), ("assistant", PROBE), ("user", ".")])
+        behind = rendered[rendered.rindex(PROBE) + len(PROBE) :] if PROBE in rendered else ""
+        pieces = self._control.split(behind) if self._control.ids else []
+        for piece in pieces[:2]:
+            if isinstance(piece, int):
+                return piece
+            if piece.strip():
+                break
+        raise ModelError(
+            f"{self._directory}: the chat template does not close an assistant turn with a special token of the "
+            "tokenizer, so a sampled turn could not be told from what follows it"
+        )
+
+    def _check_prefix(self) -> None:
+        """A prompt must be a prefix of the conversation it grows into, thinking aside."""
+        first: list[tuple[Role, str]] = [("user", "one"), ("assistant", "two"), ("user", "three")]
+        longer: list[tuple[Role, str]] = [*first, ("assistant", PROBE), ("user", "five")]
+        for number, turns in enumerate((first[:1], first)):
+            prompt = self._render_text(turns)
+            grown = self._render_text([*longer[: 1 + 2 * number], ("assistant", PROBE), ("user", "five")])
+            place = grown[: grown.index(PROBE)]
+            if _bare(place) != _bare(prompt):
+                raise ModelError(
+                    f"{self._directory}: the chat template rewrites former turns (the prompt {prompt[-80:]!r} became "
+                    f"{place[-80:]!r}), so a sampled conversation cannot be continued token for token. Use a template "
+                    "that keeps what it has rendered"
+                )
+
+    def _find_tool_call_format(self, name: str) -> ToolCallFormat:
+        if name in PARSERS:
+            return "llama" if name == "llama" else "hermes"
+        if name != "auto":
+            raise ModelError(f"tool_call_format {name!r} is unknown; there are: auto, {', '.join(PARSERS)}")
+        try:
+            rendered = self._template.render([_value("user", "."), _unescaped(_standin_call())], [], prompt=False)
+        except ModelError:
+            rendered = self._template.source
+        if OPEN in rendered:
+            return "hermes"
+        return "llama" if '"parameters"' in rendered else "hermes"
+
+
+def _value(role: Role, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _with(message: Message, content: str) -> Message:
+    return Message(role=message.role, content=content, name=message.name)
+
+
+def _standin_call() -> Message:
+    call = ToolCall(id="call00000", name="probe", arguments={"probe": PROBE})
+    return Message(role="assistant", content="", tool_calls=(call,))
+
+
+def _unescaped(message: Message) -> dict[str, Any]:
+    """A stand-in as templates read it, its probe left as it is."""
+    value = _value(message.role, message.content)
+    if message.tool_calls:
+        value["tool_calls"] = [
+            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return value
+
+
+def _as_list(token_ids: Sequence[int]) -> list[int]:
+    """Plain integers, also of a numpy array."""
+    convert = getattr(token_ids, "tolist", None)
+    return convert() if convert is not None else list(token_ids)
+
+
+def _bare(text: str) -> str:
+    """Rendered text without what thinking templates put in and take out."""
+    return text.replace("<think>", "").replace(_THINK_END, "").rstrip()
+
+
+def _without_thinking(text: str) -> str:
+    """What follows the thinking; nothing where it was begun and not ended."""
+    thinking, end, rest = text.partition(_THINK_END)
+    if end:
+        return rest.lstrip()
+    return "" if thinking.lstrip().startswith("<think>") else text
+
+
+def _added_tokens(tokenizer: Tokenizer) -> list[AddedToken]:
+    return [
+        AddedToken(token_id, token.content, token.special, token.lstrip, token.rstrip)
+        for token_id, token in tokenizer.get_added_tokens_decoder().items()
+        if token.content.strip()
+    ]
+
+
+def _without_control(tokenizer: Tokenizer, control: ControlTokens, *, anchor: bool) -> Tokenizer:
+    """A copy that reads control tokens' literals as plain text; with a token of our own to encode behind."""
+    description = json.loads(tokenizer.to_str())
+    description["added_tokens"] = [t for t in description["added_tokens"] if t["content"] not in control.ids]
+    description["post_processor"] = None
+    plain = Tokenizer.from_str(json.dumps(description))
+    if anchor:
+        plain.add_special_tokens([_ANCHOR])
+    return plain
+
+
+def _anchored(plain: Tokenizer, anchored: Tokenizer) -> Tokenizer | None:
+    """`anchored` where the tokenizer treats the beginning of its input differently from what follows a control token
+    (some put a space before it), so that text has to be encoded behind something.
+    """
+    alone = plain.encode("a b", add_special_tokens=False).ids
+    return None if anchored.encode(f"{_ANCHOR}a b", add_special_tokens=False).ids[1:] == alone else anchored

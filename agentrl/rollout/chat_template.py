@@ -1,0 +1,258 @@
+"""A model directory's chat template as a function, and the text of messages made safe to put through it.
+
+Owns reading `tokenizer_config.json`, `chat_template.jinja`, `generation_config.json`; rendering in jinja2's immutable
+sandbox with the helpers that templates expect; `ControlTokens`, which splits rendered text into control tokens and
+plain text. Does not tokenise plain text.
+
+Invariant: a control token's literal inside a message (`<|im_end|>` in a tool's output, say) survives rendering as
+plain text: it is escaped with private-use characters before and restored after the frame was split.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from agentrl.core.errors import ModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jinja2.parser import Parser
+
+    from agentrl.core.records import Message, ToolSpec
+
+TEMPLATE_DATE = datetime(2026, 1, 1, tzinfo=UTC)
+"""What `strftime_now` tells a template: a constant, so that a prompt does not depend on the day it is rendered."""
+
+_ESCAPE, _END = "\ue000", "\ue001"
+PROBE = f"{_ESCAPE}p{_END}"
+"""Stands for a message's content in a rendered frame; escaped content cannot contain it."""
+
+
+class AddedToken(NamedTuple):
+    """A token that the tokenizer matches in text before anything else."""
+
+    token_id: int
+    literal: str
+    special: bool
+    strips_left: bool
+    strips_right: bool
+
+
+class GenerationTag(Extension):
+    """`{% generation %}…{% endgeneration %}`, with which some templates mark assistant text: rendered as its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - so declared by jinja2
+
+    def parse(self, parser: Parser) -> Node:
+        """The body as it is."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Any) -> str:
+        return str(caller())
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+class ChatTemplate:
+    """Renders conversations with the chat template in `directory`.
+
+    Raises:
+        ModelError: there is no template, or it does not compile.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        config = read_json(directory / "tokenizer_config.json")
+        self.source = _template_source(directory, config)
+        named = {**read_json(directory / "special_tokens_map.json"), **config}
+        self._tokens = {
+            key: text for key, value in named.items() if key.endswith("_token") and (text := _literal(value))
+        }
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
+        try:
+            self._template = environment.from_string(self.source)
+        except TemplateError as error:
+            raise ModelError(f"{directory}: the chat template does not compile: {error}") from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
+        """The text of a conversation, with `prompt` up to where the assistant's next turn begins.
+
+        Raises:
+            ModelError: the template refuses the conversation.
+        """
+        try:
+            return self._template.render(
+                messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt, **self._tokens
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise ModelError(
+                f"{self._directory}: the chat template cannot render a conversation ({roles}): {error}"
+            ) from error
+
+
+def _pattern(token: AddedToken) -> str:
+    space = r"\s*"
+    left, right = space if token.strips_left else "", space if token.strips_right else ""
+    return f"{left}({re.escape(token.literal)}){right}"
+
+
+class ControlTokens:
+    """The tokens of a model that structure a conversation, as opposed to text; see the module's invariant."""
+
+    def __init__(self, tokens: Sequence[AddedToken]) -> None:
+        ordered = sorted(tokens, key=lambda token: -len(token.literal))
+        self.ids = {token.literal: token.token_id for token in ordered}
+        self.strips = any(token.strips_left or token.strips_right for token in ordered)
+        self._literals = [token.literal for token in ordered]
+        self._index = {literal: index for index, literal in enumerate(self._literals)}
+        self._frame = re.compile("|".join(_pattern(token) for token in ordered))
+        self._any = re.compile("|".join(map(re.escape, (*self._literals, _ESCAPE))))
+        special = [token.literal for token in ordered if token.special]
+        self._special = re.compile("|".join(map(re.escape, (*special, _ESCAPE))))
+        self._escaped = re.compile(rf"{_ESCAPE}(\d*){_END}")
+
+    def escape(self, text: str, *, only_special: bool = False) -> str:
+        """`text` with the literals of control tokens replaced by private-use characters."""
+        return (self._special if only_special else self._any).sub(self._replacement, valid_unicode(text))
+
+    def escape_value(self, value: Any, *, only_special: bool = False) -> Any:
+        """`escape` on every string of a JSON value."""
+        if isinstance(value, str):
+            return self.escape(value, only_special=only_special)
+        if isinstance(value, Mapping):
+            return {
+                self.escape(str(key)): self.escape_value(item, only_special=only_special) for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.escape_value(item, only_special=only_special) for item in value]
+        return value
+
+    def _replacement(self, match: re.Match[str]) -> str:
+        return f"{_ESCAPE}{self._index.get(match[0], '')}{_END}"
+
+    def split(self, rendered: str) -> list[int | str]:
+        """Rendered text as control token ids and the plain text between them, escapes undone."""
+        pieces: list[int | str] = []
+        at = 0
+        for match in self._frame.finditer(rendered):
+            if match.start() > at:
+                pieces.append(self._restore(rendered[at : match.start()]))
+            pieces.append(self.ids[match[match.lastindex or 0]])
+            at = match.end()
+        if at < len(rendered):
+            pieces.append(self._restore(rendered[at:]))
+        return pieces
+
+    def _restore(self, text: str) -> str:
+        if _ESCAPE not in text:
+            return text
+        return self._escaped.sub(lambda match: self._literals[int(match[1])] if match[1] else _ESCAPE, text)
+
+
+def valid_unicode(text: str) -> str:
+    """`text` with lone surrogates, which have no bytes, replaced."""
+    if text.isascii():
+        return text
+    return text.encode("utf-8", "replace").decode()
+
+
+def message_value(message: Message, control: ControlTokens) -> dict[str, Any]:
+    """A message as templates read it. An assistant's own markup (thinking, tool calls) keeps its meaning."""
+    own = message.role == "assistant"
+    value: dict[str, Any] = {"role": message.role, "content": control.escape(message.content, only_special=own)}
+    if message.tool_calls:
+        value["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call.id,
+                "function": {
+                    "name": control.escape(call.name),
+                    "arguments": control.escape_value(call.arguments, only_special=own),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        value["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        value["name"] = control.escape(message.name)
+    return value
+
+
+def tool_value(tool: ToolSpec, control: ControlTokens) -> dict[str, Any]:
+    """A tool as templates read it."""
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": control.escape_value(function)}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; empty where there is no such file.
+
+    Raises:
+        ModelError: the file holds something else.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return value
+
+
+def stop_token_ids(directory: Path) -> list[int]:
+    """`eos_token_id` of `generation_config.json`, else of `config.json`."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(directory / name).get("eos_token_id")
+        if value is not None:
+            return [int(item) for item in (value if isinstance(value, list) else [value])]
+    return []
+
+
+def _template_source(directory: Path, config: Mapping[str, Any]) -> str:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("tool_use", named.get("default"))
+    if not isinstance(template, str):
+        raise ModelError(
+            f"{directory} has no chat template, neither chat_template.jinja nor one in tokenizer_config.json. "
+            "Use an instruction-tuned model, or put the template its tokens were trained with into chat_template.jinja"
+        )
+    return template
+
+
+def _literal(value: Any) -> str | None:
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None

@@ -1,0 +1,58 @@
+"""Message ↔ token bookkeeping of one agent. Sampled tokens are kept as they came; nothing is tokenised twice.
+
+Invariant: the row's tokens are, turn by turn, `context_ids + token_ids`: exactly what the engine was sent and what it
+sampled, so the trainer's row is the engine's context to the token.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from agentrl.core.ports import ChatFormat
+    from agentrl.core.records import Completion, FinishReason, Int32Array, Message, ToolSpec
+
+
+class Conversation:
+    """One agent's rows of tokens, the last of them open."""
+
+    __slots__ = ("_after", "_format", "_row_tokens", "_tools", "row")
+
+    def __init__(self, chat_format: ChatFormat, tools: Sequence[ToolSpec]) -> None:
+        self._format = chat_format
+        self._tools = tools
+        self._row_tokens = array("i")
+        self._after: FinishReason | None = None
+        self.row = 0
+
+    def __len__(self) -> int:
+        return len(self._row_tokens)
+
+    def ask(self, messages: Sequence[Message]) -> list[int]:
+        """Append messages; returns the context tokens that are new."""
+        if self._after is None:
+            context_ids = self._format.start(messages, self._tools)
+        else:
+            context_ids = self._format.extend(messages, after=self._after)
+        self._row_tokens.extend(context_ids)
+        return context_ids
+
+    def answer(self, completion: Completion) -> None:
+        """Append what the engine sampled."""
+        self._row_tokens.frombytes(completion.token_ids.astype(np.intc, copy=False).tobytes())
+        self._after = completion.finish_reason
+
+    def restart(self) -> None:
+        """Begin a new row."""
+        if len(self._row_tokens):
+            self.row += 1
+        self._row_tokens = array("i")
+        self._after = None
+
+    def context(self) -> Int32Array:
+        """The whole open row, as the engine is sent it; shape [T]."""
+        return np.array(self._row_tokens, dtype=np.int32)

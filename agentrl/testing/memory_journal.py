@@ -1,0 +1,311 @@
+"""`JournalStore`, `TurnLog` and `RunLog` in memory, with the real ones' suspension points and their failures on demand.
+
+Owns: what was recorded, and how much of it is on disk. What is not flushed is invisible to readers and lost in a crash.
+
+1. `flush` and `commit_episode` yield to the loop before they take effect, so that interleavings exist.
+2. A committed episode whose entries are not on disk is refused: the port asks for the order entries, then commit.
+3. Readers are a fold over what is on disk, nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from agentrl.core.errors import JournalError, StorageError
+from agentrl.core.records import PolicyVersion
+from agentrl.journal.port import StepRow
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, WeightsRef
+    from agentrl.journal.entries import JournalEntry
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """An episode was admitted."""
+
+    spec: EpisodeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeEnd:
+    """An episode was committed or dropped."""
+
+    spec: EpisodeSpec
+    header: EpisodeHeader
+    digest: bytes
+    metrics: Mapping[str, float]
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitDrop:
+    """A committed unit will not be trained."""
+
+    episode_id: str
+    attempt: int
+    policy: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """A version was published."""
+
+    weights: WeightsRef
+    parent: PolicyVersion | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricRow:
+    """Metric values at a step."""
+
+    step: int
+    values: Mapping[str, float]
+
+
+ControlRecord = Admission | EpisodeEnd | UnitDrop | Publication | StepRow | MetricRow
+
+
+@dataclass(slots=True)
+class MemoryTurnLog:
+    """One worker's partition.
+
+    Example:
+        >>> log = MemoryJournal().turn_log("worker-0")
+        >>> log.name, log.read("e0", 0)
+        ('turns-worker-0.db', [])
+    """
+
+    name: str
+    entries: list[JournalEntry] = field(default_factory=list)
+    """Everything appended, in order."""
+    on_disk: int = 0
+    """How many of them would survive a crash."""
+    failing_flushes: Collection[int] = ()
+    """Which calls of `flush`, counted from 1, raise `StorageError`."""
+    flushes: int = 0
+
+    def append(self, entry: JournalEntry) -> None:
+        """Queue an entry."""
+        self.entries.append(entry)
+
+    async def flush(self) -> None:
+        """Yield, then put everything appended before the call on disk.
+
+        Raises:
+            StorageError: the test asked for it; nothing appended since the last success counts as written.
+        """
+        self.flushes += 1
+        number, reached = self.flushes, len(self.entries)
+        await asyncio.sleep(0)
+        if number in self.failing_flushes:
+            raise StorageError(f"no space left on the simulated disk (flush {number} of {self.name})")
+        self.on_disk = max(self.on_disk, reached)
+
+    def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
+        """Entries on disk of an episode, in the order they were appended."""
+        return [e for e in self.entries[: self.on_disk] if e.episode_id == episode_id and e.attempt == attempt]
+
+
+class MemoryJournal:
+    """A run's journal in memory: `JournalStore` and `RunLog` in one.
+
+    Args:
+        info: the run's identity, as `RunLog.info` gives it back.
+        failing_commits: which calls of `commit_episode`, counted from 1, raise `StorageError` and record nothing.
+        failing_flushes: the same for every turn log's `flush`.
+
+    Example:
+        >>> journal = MemoryJournal(failing_commits={3})
+        >>> journal.admitted(), journal.highest_lineage()
+        (0, -1)
+    """
+
+    def __init__(
+        self,
+        *,
+        info: Mapping[str, Any] | None = None,
+        failing_commits: Collection[int] = (),
+        failing_flushes: Collection[int] = (),
+    ) -> None:
+        self.records: list[ControlRecord] = []
+        """The control log: everything recorded, in order."""
+        self.turn_logs: dict[str, MemoryTurnLog] = {}
+        """By worker."""
+        self.closed = False
+        self._on_disk = 0
+        self._info = dict(info or {})
+        self._failing_commits = frozenset(failing_commits)
+        self._failing_flushes = frozenset(failing_flushes)
+        self._commits = 0
+
+    # --- JournalStore -------------------------------------------------------------------------------------------------
+
+    def turn_log(self, worker: str) -> MemoryTurnLog:
+        """The partition of a worker; created if missing."""
+        if worker not in self.turn_logs:
+            self.turn_logs[worker] = MemoryTurnLog(f"turns-{worker}.db", failing_flushes=self._failing_flushes)
+        return self.turn_logs[worker]
+
+    def admit(self, spec: EpisodeSpec) -> None:
+        """Record that an episode was admitted."""
+        self._record(Admission(spec=spec))
+
+    async def commit_episode(
+        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
+    ) -> None:
+        """Record a committed or dropped episode once its entries are on disk, and wait for the disk.
+
+        Raises:
+            StorageError: the test asked for this commit to fail; nothing is recorded.
+            JournalError: the header names entries that were never appended, or an episode that already ended.
+        """
+        self._commits += 1
+        number = self._commits
+        for log in self.turn_logs.values():
+            await log.flush()
+        if number in self._failing_commits:
+            raise StorageError(f"no space left on the simulated disk (commit {number}, episode {spec.episode_id})")
+        self._check_entries(header)
+        key = (spec.episode_id, spec.attempt)
+        if any((e.spec.episode_id, e.spec.attempt) == key for e in self.of_kind(EpisodeEnd)):
+            raise JournalError(f"episode {spec.episode_id} attempt {spec.attempt} ended twice")
+        self._record(EpisodeEnd(spec=spec, header=header, digest=digest, metrics=dict(metrics), detail=detail))
+        self._on_disk = len(self.records)
+
+    def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
+        """Record that a committed unit will not be trained."""
+        self._record(UnitDrop(episode_id=episode_id, attempt=attempt, policy=policy, reason=reason))
+
+    def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
+        """Record a published version."""
+        self._record(Publication(weights=weights, parent=parent))
+
+    def record_step(self, row: StepRow) -> None:
+        """Record an optimizer step and that its units were consumed by it."""
+        self._record(row)
+
+    def record_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Record metric values at a step."""
+        self._record(MetricRow(step=step, values=dict(values)))
+
+    async def flush(self) -> None:
+        """Yield, then put everything recorded before the call on disk."""
+        reached = len(self.records)
+        await asyncio.sleep(0)
+        self._on_disk = max(self._on_disk, reached)
+
+    async def close(self) -> None:
+        """Flush; later records are refused. Idempotent."""
+        for log in self.turn_logs.values():
+            await log.flush()
+        await self.flush()
+        self.closed = True
+
+    # --- RunLog -------------------------------------------------------------------------------------------------------
+
+    def admitted(self) -> int:
+        """How many root training episodes were ever admitted."""
+        return len({r.spec.episode_id for r in self.on_disk() if isinstance(r, Admission) and _is_root(r.spec)})
+
+    def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
+        """Committed training episodes with a unit neither consumed along the surviving lineage nor dropped.
+
+        Units of policies that `consumed_through` does not name are frozen and never ready.
+        """
+        resolved = self._resolved_units(consumed_through)
+        for record in self.on_disk():
+            if isinstance(record, EpisodeEnd) and record.spec.purpose == "train" and record.header.committed:
+                header = record.header
+                policies = {t.policy for t in header.trajectories if t.policy in consumed_through}
+                units = {(header.episode_id, header.attempt, policy) for policy in policies}
+                if units - resolved:
+                    yield record.spec, header
+
+    def unfinished(self) -> Sequence[EpisodeSpec]:
+        """Root training episodes admitted but neither committed nor dropped, in the order of admission."""
+        open_specs: dict[str, EpisodeSpec] = {}
+        for record in self.on_disk():
+            if isinstance(record, Admission) and _is_root(record.spec):
+                open_specs[record.spec.episode_id] = record.spec
+            elif isinstance(record, EpisodeEnd):
+                admitted = open_specs.get(record.spec.episode_id)
+                if admitted is not None and admitted.attempt == record.spec.attempt:
+                    del open_specs[record.spec.episode_id]
+        return list(open_specs.values())
+
+    def highest_lineage(self) -> int:
+        """The largest lineage any published version carries; -1 before the first."""
+        return max((r.weights.version.lineage for r in self.on_disk() if isinstance(r, Publication)), default=-1)
+
+    def info(self) -> Mapping[str, Any]:
+        """The run's identity."""
+        return self._info
+
+    # --- for tests ----------------------------------------------------------------------------------------------------
+
+    def on_disk(self) -> list[ControlRecord]:
+        """The control records a crash would leave."""
+        return self.records[: self._on_disk]
+
+    def of_kind(self, kind: type[R]) -> list[R]:
+        """All control records of one class, in order."""
+        return [record for record in self.records if isinstance(record, kind)]
+
+    def after_crash(self) -> MemoryJournal:
+        """The journal a new process would open: what was on disk, and no failures to come."""
+        survivor = MemoryJournal(info=self._info)
+        survivor.records = self.on_disk()
+        survivor._on_disk = len(survivor.records)
+        for worker, log in self.turn_logs.items():
+            kept = log.entries[: log.on_disk]
+            survivor.turn_logs[worker] = MemoryTurnLog(log.name, entries=kept, on_disk=len(kept))
+        return survivor
+
+    def _record(self, record: ControlRecord) -> None:
+        if self.closed:
+            raise JournalError(f"the journal is closed; refused: {record}")
+        self.records.append(record)
+
+    def _check_entries(self, header: EpisodeHeader) -> None:
+        if header.location is None:
+            return
+        named = [log for log in self.turn_logs.values() if log.name == header.location.partition]
+        found = sum(len(log.read(header.episode_id, header.attempt)) for log in named)
+        if found != header.location.entries:
+            raise JournalError(
+                f"episode {header.episode_id} attempt {header.attempt}: {header.location.entries} entries named in "
+                f"{header.location.partition}, {found} are there"
+            )
+
+    def _resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> set[tuple[str, int, str]]:
+        rows = [r for r in self.on_disk() if isinstance(r, StepRow)]
+        parents: dict[PolicyVersion, PolicyVersion] = {
+            r.weights.version: r.parent for r in self.on_disk() if isinstance(r, Publication) and r.parent is not None
+        }
+        parents.update((row.version, row.report.started_from) for row in rows)
+        surviving: set[PolicyVersion] = set()
+        for version in consumed_through.values():
+            at: PolicyVersion | None = version
+            while at is not None and at not in surviving:
+                surviving.add(at)
+                at = parents.get(at)
+        resolved = {
+            (unit.episode_id, unit.attempt, unit.policy)
+            for row in rows
+            if row.version in surviving
+            for unit in row.batch.units
+        }
+        resolved.update((r.episode_id, r.attempt, r.policy) for r in self.on_disk() if isinstance(r, UnitDrop))
+        return resolved
+
+
+def _is_root(spec: EpisodeSpec) -> bool:
+    return spec.purpose == "train" and spec.parent_id is None

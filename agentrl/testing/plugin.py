@@ -1,0 +1,79 @@
+"""The pytest plugin, active wherever agentrl is installed: the `simulated_loop` fixture.
+
+`AGENTRL_SIM_SEED=n` runs seed n alone, with the schedule of the failure that printed it; `AGENTRL_SIM_SEEDS=n` widens
+every test to seeds 0 … n-1.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+DEFAULT_SEEDS = 20
+
+
+class SimulatedLoop:
+    """Runs a coroutine function once per seed; see `agentrl.testing.simulate`.
+
+    Example:
+        >>> async def main() -> int:
+        ...     return 1
+        >>> SimulatedLoop(range(3)).run(main)
+        [1, 1, 1]
+    """
+
+    def __init__(self, seeds: range, *, is_fixed: bool = False) -> None:
+        self._seeds = seeds
+        self._is_fixed = is_fixed
+
+    def seeds(self, default: int = DEFAULT_SEEDS) -> range:
+        """The seeds to run: those of the environment, else `0 … default-1`."""
+        return self._seeds if self._is_fixed else range(max(default, len(self._seeds)))
+
+    def run(self, main: Callable[[], Coroutine[Any, Any, T]], *, seeds: int = 0, max_steps: int = 2_000_000) -> list[T]:
+        """What `main()` returned under each seed; a failure names its seed.
+
+        Args:
+            main: a coroutine function without arguments, called once per seed.
+            seeds: how many seeds at least, unless the environment names one.
+            max_steps: budget of steps of each.
+        """
+        from agentrl.testing.sim import simulate
+
+        return [simulate(main, seed=seed, max_steps=max_steps) for seed in self.seeds(seeds)]
+
+
+@pytest.fixture
+def simulated_loop() -> SimulatedLoop:
+    """A simulation over the seeds the environment asks for, 20 by default.
+
+    Example:
+        >>> def test_transfer(simulated_loop):
+        ...     async def main() -> None: ...
+        ...     simulated_loop.run(main, seeds=200)
+    """
+    from agentrl.testing.sim import SEED_VARIABLE
+
+    seed = _number(SEED_VARIABLE)
+    if seed is not None:
+        return SimulatedLoop(range(seed, seed + 1), is_fixed=True)
+    return SimulatedLoop(range(_number("AGENTRL_SIM_SEEDS") or DEFAULT_SEEDS))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known to projects that use `--strict-markers`."""
+    config.addinivalue_line("markers", "sim: runs under the simulated loop over many seeds (AGENTRL_SIM_SEEDS widens)")
+
+
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable)
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise pytest.UsageError(f"{variable} is {text!r}; it must be a whole number from 0")
+    return int(text)

@@ -1,0 +1,346 @@
+"""A seeded event loop with virtual time: one seed, one schedule.
+
+Owns: the order of ready task steps, the clock, the diagnosis when nothing can run. Does no I/O and starts no thread.
+
+1. Ready task steps run in an order drawn from the seed. A plain callback (`call_soon`, a timer) is never overtaken by
+   what was queued after it, as asyncio documents.
+2. Time stands still while anything is ready, and jumps to the next timer when nothing is.
+3. If neither a step nor a timer is left, `DeadlockError` names every waiting task and where it waits.
+4. Equal seeds give equal runs in every process, so sets of tasks and futures iterate in order of creation as well.
+   `asyncio.as_completed` over bare coroutines stays out of reach (a set of coroutines, by address): give it tasks.
+
+`simulate` runs a coroutine function under a seed; the pytest fixture `simulated_loop` runs it under many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import threading
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context
+from operator import itemgetter
+from typing import Any, Never, TypeVar
+
+from agentrl.core.errors import AgentRLError
+from agentrl.core.rng import stream
+
+T = TypeVar("T")
+
+SEED_VARIABLE = "AGENTRL_SIM_SEED"
+"""Environment variable that makes the `simulated_loop` fixture run this seed only."""
+
+_TRACE_LENGTH = 40
+
+_PORTS = {
+    "run_in_executor": "a thread's result arrives when it likes: put the call behind a port and give the test a fake",
+    "subprocess_exec": "a process runs in real time: fake the port that starts it",
+    "subprocess_shell": "a process runs in real time: fake the port that starts it",
+    "create_connection": "a socket answers in real time: use an engine or client fake",
+    "create_datagram_endpoint": "a socket answers in real time: use an engine or client fake",
+    "create_server": "a server listens in real time: call its handler directly",
+    "create_unix_connection": "a socket answers in real time: use an engine or client fake",
+    "create_unix_server": "a server listens in real time: call its handler directly",
+    "sock_connect": "a socket answers in real time: use an engine or client fake",
+    "sock_recv": "a socket answers in real time: use an engine or client fake",
+    "sock_sendall": "a socket answers in real time: use an engine or client fake",
+    "getaddrinfo": "names are resolved in real time: use an engine or client fake",
+    "add_reader": "a file descriptor is ready in real time: fake the port that owns it",
+    "add_writer": "a file descriptor is ready in real time: fake the port that owns it",
+    "connect_read_pipe": "a pipe is ready in real time: fake the port that owns it",
+    "connect_write_pipe": "a pipe is ready in real time: fake the port that owns it",
+}
+
+
+class SimulationError(AgentRLError):
+    """The code under simulation did what a simulation cannot repeat."""
+
+
+class DeadlockError(SimulationError):
+    """No task can run and no timer is set; the message names each waiting task and where it waits."""
+
+
+class StepLimitError(SimulationError):
+    """The step budget is spent: the code spins, or the budget is too small."""
+
+
+class _SimTask(asyncio.Task[T]):
+    """A task that hashes by the order of its creation."""
+
+    def __init__(
+        self,
+        coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
+        *,
+        loop: asyncio.AbstractEventLoop,
+        name: str,
+        context: Context | None,
+        serial: int,
+    ) -> None:
+        self.serial = serial  # first: registering the task hashes it
+        super().__init__(coro, loop=loop, name=name, context=context)
+
+    def __hash__(self) -> int:
+        return self.serial
+
+
+class _SimFuture(asyncio.Future[Any]):
+    """A future that hashes by the order of its creation."""
+
+    def __init__(self, *, loop: asyncio.AbstractEventLoop, serial: int) -> None:
+        self.serial = serial
+        super().__init__(loop=loop)
+
+    def __hash__(self) -> int:
+        return self.serial
+
+
+class _Ready:
+    """Ready handles in segments, each of task steps in any order and at most one plain callback that ends it."""
+
+    def __init__(self) -> None:
+        self._segments: deque[tuple[list[tuple[int, asyncio.Handle]], list[asyncio.Handle]]] = deque()
+
+    def __len__(self) -> int:
+        return sum(len(steps) + len(plain) for steps, plain in self._segments)
+
+    def __bool__(self) -> bool:
+        return bool(self._segments)
+
+    def append(self, handle: asyncio.Handle) -> None:
+        """Queue a handle; called by asyncio."""
+        if not self._segments or self._segments[-1][1]:
+            self._segments.append(([], []))
+        steps, plain = self._segments[-1]
+        task = _stepped_task(handle)
+        if task is None:
+            plain.append(handle)
+        else:
+            insort(steps, (task.serial, handle), key=itemgetter(0))
+
+    def take(self, draw: Callable[[int], int]) -> asyncio.Handle:
+        """Remove one handle of the first segment, chosen by `draw(n)` in `[0, n)`."""
+        steps, plain = self._segments[0]
+        choices = len(steps) + len(plain)
+        chosen = draw(choices) if choices > 1 else 0
+        if chosen < len(steps):
+            handle = steps.pop(chosen)[1]
+        else:
+            handle = plain.pop()
+        if not plain:
+            self._segments.popleft()
+            self._put_back(steps)
+        return handle
+
+    def clear(self) -> None:
+        """Forget everything; called by asyncio when the loop closes."""
+        self._segments.clear()
+
+    def _put_back(self, steps: list[tuple[int, asyncio.Handle]]) -> None:
+        """Steps whose segment has lost its plain callback join the next one."""
+        if not steps:
+            return
+        if self._segments:
+            following, plain = self._segments[0]
+            self._segments[0] = (sorted(steps + following, key=itemgetter(0)) if following else steps, plain)
+        else:
+            self._segments.append((steps, []))
+
+
+class SimLoop(asyncio.BaseEventLoop):
+    """The loop; usually run through `simulate`.
+
+    Example:
+        >>> async def main() -> float:
+        ...     await asyncio.sleep(3600)
+        ...     return asyncio.get_running_loop().time()
+        >>> simulate(main, seed=1)
+        3600.0
+    """
+
+    _scheduled: list[asyncio.TimerHandle]
+    _stopping: bool
+    _thread_id: int | None
+
+    def __init__(self, seed: int, *, max_steps: int = 2_000_000) -> None:
+        super().__init__()
+        self.seed = seed
+        self.steps = 0
+        """How many handles ran."""
+        self._max_steps = max_steps
+        self._draw = stream("simulated loop", seed).randrange
+        self._now = 0.0
+        self._ready = _Ready()
+        self._serial = 0
+        self._cancelled_timers = 0
+        self._trace: deque[str] = deque(maxlen=_TRACE_LENGTH)
+        self._failures: list[BaseException] = []
+        self.set_exception_handler(_keep_failure)
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._now
+
+    def create_task(
+        self,
+        coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
+        *,
+        name: object = None,
+        context: Context | None = None,
+    ) -> asyncio.Task[T]:
+        """A task named `task-<n>` in order of creation, unless `name` says otherwise."""
+        self._serial += 1
+        label = f"task-{self._serial}" if name is None else str(name)
+        return _SimTask(coro, loop=self, name=label, context=context, serial=self._serial)
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """A future that belongs to this loop."""
+        self._serial += 1
+        return _SimFuture(loop=self, serial=self._serial)
+
+    def note(self) -> str:
+        """The seed and the last steps, oldest first: virtual time, task or callback, where it went on."""
+        lines = [f"simulated with {SEED_VARIABLE}={self.seed}, {self.steps} steps; the last of them:", *self._trace]
+        return "\n  ".join(lines)
+
+    def raise_failure(self) -> None:
+        """Raise what a callback, or a task nobody awaited, raised since the last call."""
+        if self._failures:
+            raise self._failures.pop(0)
+
+    def _run_once(self) -> None:
+        self._drop_cancelled_timers()
+        if self.steps >= self._max_steps:
+            spent, self._max_steps = self._max_steps, 2 * self._max_steps  # as much again, to clean up
+            raise StepLimitError(f"{spent} steps taken by t={self._now:g}: does something spin?")
+        if not self._ready:
+            if not self._scheduled:
+                if self._stopping:
+                    return
+                raise DeadlockError(self._deadlock_message())
+            self._now = max(self._now, self._scheduled[0].when())
+        while self._scheduled and self._scheduled[0].when() <= self._now:
+            timer = heapq.heappop(self._scheduled)
+            if not timer.cancelled():
+                self._ready.append(timer)
+        while self._ready:
+            handle = self._ready.take(self._draw)
+            if not handle.cancelled():
+                self._run_handle(handle)
+                break
+        self.raise_failure()
+
+    def _run_handle(self, handle: asyncio.Handle) -> None:
+        self.steps += 1
+        task = _stepped_task(handle)
+        actor = str(_callback_name(handle)) if task is None else f"{task.get_name()} at {_position(task)}"
+        self._trace.append(f"t={self._now:g} {actor}")
+        handle._run()
+
+    def _drop_cancelled_timers(self) -> None:
+        while self._scheduled and self._scheduled[0].cancelled():
+            heapq.heappop(self._scheduled)
+        if self._cancelled_timers > 1000 and 2 * self._cancelled_timers > len(self._scheduled):
+            self._scheduled = [timer for timer in self._scheduled if not timer.cancelled()]
+            heapq.heapify(self._scheduled)
+            self._cancelled_timers = 0
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        self._cancelled_timers += 1
+
+    def _deadlock_message(self) -> str:
+        waiting = sorted(asyncio.all_tasks(self), key=hash)
+        lines = [f"  {task.get_name()} waits at {_position(task)}" for task in waiting]
+        return "\n".join([f"no task can run and no timer is set at t={self._now:g}; waiting:", *lines])
+
+    def _write_to_self(self) -> None:
+        if threading.get_ident() != self._thread_id:
+            raise SimulationError("another thread called into the simulated loop: its timing cannot be repeated")
+
+
+def simulate(main: Callable[[], Coroutine[Any, Any, T]], *, seed: int, max_steps: int = 2_000_000) -> T:
+    """Run `main()` to its end under `SimLoop(seed)`.
+
+    Args:
+        main: a coroutine function without arguments.
+        seed: which schedule.
+        max_steps: budget of steps, against code that spins.
+
+    Returns:
+        What `main` returned.
+
+    Raises:
+        DeadlockError: nothing can run any more.
+        StepLimitError: the budget is spent.
+        SimulationError: the code used a thread, a socket or a process.
+        BaseException: what `main` raised, or what a callback or a task nobody awaited raised. All carry a note with the
+            seed and the last steps.
+
+    Example:
+        >>> async def main() -> str:
+        ...     return await asyncio.wait_for(asyncio.sleep(10, "slept"), timeout=60)
+        >>> simulate(main, seed=7)
+        'slept'
+    """
+    loop = SimLoop(seed, max_steps=max_steps)
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        try:
+            result = runner.run(main())
+        except BaseException as error:
+            error.add_note(loop.note())
+            raise
+    loop.raise_failure()
+    return result
+
+
+def _keep_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Exception handler: what asyncio would only log becomes a failure of the simulation."""
+    assert isinstance(loop, SimLoop)
+    loop._failures.append(context.get("exception") or SimulationError(str(context["message"])))
+
+
+def _refusal(name: str, reason: str) -> Callable[..., Never]:
+    def refuse(self: SimLoop, *args: object, **kwargs: object) -> Never:
+        raise SimulationError(f"{name} under the simulated loop: {reason}")
+
+    refuse.__doc__ = f"Refused: {reason}."
+    return refuse
+
+
+for _name, _reason in _PORTS.items():
+    setattr(SimLoop, _name, _refusal(_name, _reason))
+
+
+# --- who runs, and where it stands ------------------------------------------------------------------------------------
+
+
+def _stepped_task(handle: asyncio.Handle) -> _SimTask[Any] | None:
+    """The task whose step or wake-up `handle` is; None for a plain callback (`task.cancel` among them)."""
+    callback: Any = handle._callback  # type: ignore[attr-defined]
+    owner = getattr(callback, "__self__", None)
+    if isinstance(owner, _SimTask) and getattr(callback, "__name__", "step") != "cancel":
+        return owner
+    return None
+
+
+def _callback_name(handle: asyncio.Handle) -> object:
+    callback: Any = handle._callback  # type: ignore[attr-defined]
+    return getattr(callback, "__qualname__", callback)
+
+
+def _position(task: asyncio.Task[Any]) -> str:
+    """Where a task is suspended: the innermost line that is not asyncio's, and what it awaits there."""
+    place, inside = "its start", ""
+    awaited: Any = task.get_coro()
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
+        if frame is None:
+            break
+        code = frame.f_code
+        if "/asyncio/" in code.co_filename:
+            inside = f", in asyncio {code.co_qualname}"
+        else:
+            place, inside = f"{code.co_qualname} ({'/'.join(code.co_filename.split('/')[-2:])}:{frame.f_lineno})", ""
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
+    return place + inside

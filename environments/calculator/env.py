@@ -1,0 +1,39 @@
+"""The environment: a question, a calculator, a reward for the right answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import agentrl
+from environments.calculator.tasks import HeldOutTasks, TrainingTasks
+
+if TYPE_CHECKING:
+    from agentrl.core.records import Task
+    from agentrl.environment.base import Split, TaskSource
+    from agentrl.environment.tools import ToolEpisode
+
+
+class Calculator(agentrl.ToolEnvironment):
+    """Sums and differences of a few terms, with a calculator that does one operation a call."""
+
+    @agentrl.tool
+    def calculate(self, a: int, op: Literal["+", "-", "*"], b: int) -> int:
+        """One operation on two integers."""
+        if op == "+":
+            return a + b
+        return a - b if op == "-" else a * b
+
+    def reward(self, task: Task, episode: ToolEpisode) -> float:
+        """1 for exactly the right number as the answer, else 0."""
+        return float(episode.answer.strip() == task.data["answer"])
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0, held_out: int = 512) -> TaskSource:
+        """Questions of reasoning-gym's `chain_sum`, 2 to 4 terms of 1 or 2 digits.
+
+        Args:
+            split: training tasks never contain a held-out question.
+            seed: of the training tasks; the held-out ones are the same for all seeds.
+            held_out: how many questions are held out, no two alike.
+        """
+        return HeldOutTasks(held_out) if split == "held_out" else TrainingTasks(seed, HeldOutTasks(held_out))

@@ -1,0 +1,62 @@
+"""The budget of knobs: few enough to read, and each of them read by something."""
+
+from __future__ import annotations
+
+import ast
+import typing
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+from agentrl.config.run import RunConfig
+from tests.architecture.sources import sources
+
+MAX_FIELDS = 80
+
+
+def models_in(annotation: object) -> Iterator[type[BaseModel]]:
+    """The configuration sections inside a type: itself, union members, values of a dict."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from models_in(argument)
+
+
+def leaves(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted path, field name) of every value a user can set; a union's sections all count."""
+    for name, field in section.model_fields.items():
+        nested = list(models_in(field.annotation))
+        if not nested:
+            yield f"{prefix}{name}", name
+        for inner in nested:
+            yield from leaves(inner, f"{prefix}{name}." + (f"{inner.__name__}." if len(nested) > 1 else ""))
+
+
+def test_there_are_few_enough_fields() -> None:
+    fields = [path for path, _ in leaves(RunConfig)]
+    assert "trainer.loss.PpoLoss.clip_low" in fields
+    assert "policies.lora.rank" in fields
+    assert len(fields) <= MAX_FIELDS
+
+
+def test_every_field_is_read_somewhere() -> None:
+    read = {
+        node.attr
+        for source in sources("agentrl")
+        if source.path != "agentrl/config/run.py"
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    assert not [path for path, name in leaves(RunConfig) if name not in read]
+
+
+def test_every_field_explains_itself_or_its_section_does() -> None:
+    sections = {section for path in (RunConfig,) for section in _sections(path)}
+    assert not [section.__name__ for section in sections if not section.__doc__]
+
+
+def _sections(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    yield section
+    for field in section.model_fields.values():
+        for inner in models_in(field.annotation):
+            yield from _sections(inner)

@@ -1,0 +1,42 @@
+"""docs/follow_one_episode.md leads a newcomer through eight files; every symbol it names exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+SYMBOL = re.compile(r"`([\w./-]+\.py)::([\w.]+)`")
+
+
+def has_symbol(body: list[ast.stmt], dotted: str) -> bool:
+    """Whether `Class.method`, a function or a module-level name is defined in `body`."""
+    name, _, rest = dotted.partition(".")
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            return not rest
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return not rest or has_symbol(node.body, rest)
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            return not rest
+    return False
+
+
+def test_every_symbol_exists_in_at_most_eight_files(repository: Path) -> None:
+    page = (repository / "docs" / "follow_one_episode.md").read_text(encoding="utf-8")
+    symbols = SYMBOL.findall(page)
+    files = {path for path, _ in symbols}
+
+    assert 5 <= len(files) <= 8, sorted(files)
+    trees = {path: ast.parse((repository / path).read_text(encoding="utf-8")) for path in files}
+    assert not [f"{path}::{symbol}" for path, symbol in symbols if not has_symbol(trees[path].body, symbol)]
+
+
+def test_every_file_it_names_exists(repository: Path) -> None:
+    page = (repository / "docs" / "follow_one_episode.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:agentrl|environments|examples|docs|tests)/[\w./-]+\.\w+)", page)
+    assert paths
+    assert not [path for path in paths if not (repository / path).exists()]

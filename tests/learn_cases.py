@@ -1,0 +1,158 @@
+"""Models, rows and batches for the tests of the learning side, small enough to compute in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentrl.config.run import EnvironmentConfig, LoraConfig, ModelConfig, PolicyConfig, RunConfig, TrainerConfig
+from agentrl.core.records import (
+    DataLocation,
+    Row,
+    TrainBatch,
+    TrainingSample,
+    Trajectory,
+    TrajectoryCredit,
+    Unit,
+)
+from agentrl.learn.trainer import ReadUnits
+
+VOCABULARY = 48
+LORA = LoraConfig(rank=4, alpha=8.0)
+
+
+def write_model(directory: Path, *, kind: str = "qwen3") -> Path:
+    """A random two-layer model with tied embeddings, saved as a Hugging Face directory; float32."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config
+    from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        match kind:
+            case "qwen3":
+                model = Qwen3ForCausalLM(Qwen3Config(**shape))
+            case "llama":
+                model = LlamaForCausalLM(LlamaConfig(**{**shape, "tie_word_embeddings": False}))
+            case "sliding":
+                model = MistralForCausalLM(MistralConfig(**shape, sliding_window=6))
+            case "moe":
+                experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+                model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
+            case _:
+                raise ValueError(kind)
+    model.save_pretrained(directory)
+    return directory
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A tokenizer of single letters with a chat template, beside a model."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = WordLevel({chr(97 + index): index for index in range(26)} | {"<unk>": 26}, unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="<unk>")
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(directory)
+
+
+def run_config(model: Path, *, policies: dict[str, PolicyConfig] | None = None, **trainer: Any) -> RunConfig:
+    """A configuration with one fully trained policy unless `policies` says otherwise."""
+    return RunConfig(
+        environment=EnvironmentConfig(id="test"),
+        model=ModelConfig(path=str(model)),
+        policies=policies or {"policy": PolicyConfig(learning_rate=1e-2)},
+        trainer=TrainerConfig(**trainer),
+    )
+
+
+def make_rows(seed: int, count: int, *, prefix: int = 10, longest: int = 14) -> list[Row]:
+    """Rows that share a preamble, some also more of it, with sampled tokens in several runs."""
+    rng = np.random.default_rng(seed)
+    preamble = rng.integers(0, VOCABULARY, prefix)
+    rows = []
+    for index in range(count):
+        # Few different tokens, so that sampled prefixes coincide too.
+        body = rng.integers(0, 3 if index % 2 else VOCABULARY, int(rng.integers(3, longest + 1)))
+        token_ids = np.concatenate([preamble, body]).astype(np.int32)
+        loss_mask = np.zeros(len(token_ids), np.bool_)
+        loss_mask[prefix:] = rng.random(len(body)) < 0.6
+        loss_mask[prefix] = True
+        behavior = np.where(loss_mask, rng.normal(-3.5, 0.5, len(token_ids)), 0.0).astype(np.float32)
+        turn_index = np.where(loss_mask, 0, -1).astype(np.int32)
+        rows.append(
+            Row(
+                token_ids=token_ids,
+                loss_mask=loss_mask,
+                behavior_logprobs=behavior,
+                turn_index=turn_index,
+                spans=(),
+                temperature=1.0 if index % 3 else 0.7,
+            )
+        )
+    return rows
+
+
+def make_samples(seed: int, count: int, **shape: int) -> list[TrainingSample]:
+    """Training samples over `make_rows`, with one advantage each."""
+    rng = np.random.default_rng(seed + 1)
+    return [
+        TrainingSample(
+            token_ids=row.token_ids,
+            loss_mask=row.loss_mask,
+            behavior_logprobs=row.behavior_logprobs,
+            advantages=np.where(row.loss_mask, rng.normal(), 0.0).astype(np.float32),
+            temperature=row.temperature,
+            episode_id=f"e{index}",
+        )
+        for index, row in enumerate(make_rows(seed, count, **shape))
+    ]
+
+
+class Episodes:
+    """Episodes held in memory, one trajectory each, and the batches over them."""
+
+    def __init__(self, rows: Sequence[Row], *, policy: str = "policy", seed: int = 0) -> None:
+        """Episode `e<k>` has row k; advantages are drawn from `seed`."""
+        self.policy = policy
+        self.trajectories = [
+            Trajectory(seat="agent", index=0, policy=policy, rows=(row,), reward=0.0) for row in rows
+        ]
+        self.advantages = np.random.default_rng(seed).normal(size=len(rows))
+
+    @property
+    def read(self) -> ReadUnits:
+        """What a trainer reads units with."""
+        return lambda units: [(self.trajectories[int(unit.episode_id[1:])],) for unit in units]
+
+    def units(self) -> tuple[Unit, ...]:
+        """One unit per episode."""
+        return tuple(
+            Unit(
+                episode_id=f"e{index}",
+                attempt=0,
+                policy=self.policy,
+                location=DataLocation("nowhere", 0),
+                credits=(TrajectoryCredit("agent", 0, 0.0, float(advantage), 0.0),),
+            )
+            for index, advantage in enumerate(self.advantages)
+        )
+
+    def batch(self, step_id: int = 1) -> TrainBatch:
+        """All units as one batch."""
+        return TrainBatch(step_id=step_id, policy=self.policy, units=self.units(), normaliser=8.0 * len(self.advantages))

@@ -1,0 +1,121 @@
+"""A whole run in virtual time: scripted engine, recording trainer, journal in memory, a guessing game."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import agentrl
+from agentrl.app.assemble import Parts, assemble
+from agentrl.config.run import RunConfig
+from agentrl.core.clock import LoopClock
+from agentrl.core.ports import GenerateRequest
+from agentrl.core.records import PolicyVersion, Task
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.orchestrator.loop import Orchestrator, Outcome
+from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
+from agentrl.testing import MemoryJournal, RecordingTrainer
+
+
+class Guess(agentrl.Environment):
+    """Guess a digit in up to three turns; thinking takes time."""
+
+    seats = ("guesser",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        guesser = ctx.agent("guesser")
+        message = agentrl.user("Guess a digit.")
+        for _ in range(3):
+            turn = await guesser.act(message)
+            await ctx.sleep(ctx.rng.random())
+            if turn.text.strip(".") == ctx.task.data["digit"]:
+                guesser.reward(1.0)
+                return
+            message = agentrl.user("no")
+        guesser.reward(0.0)
+
+
+TASKS = [Task(id=f"digit-{digit}", data={"digit": str(digit)}) for digit in range(10)]
+
+
+def guess(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+    """A digit that depends on the request alone, after some thought."""
+    return [*b"......"[: request.seed % 7], ord(str(request.seed % 10)), STOP_TOKEN]
+
+
+def config_for(**changes: Any) -> RunConfig:
+    """A small configuration; `max_staleness`, `step_size` and `steps` as keywords, sections as mappings."""
+    policy = {"step_size": changes.pop("step_size", 8), "max_staleness": changes.pop("max_staleness", 1)}
+    values: dict[str, Any] = {
+        "steps": 4,
+        "environment": {"id": "unused"},
+        "model": {"path": "unused"},
+        "policies": {"guesser": policy},
+        "credit": {"group_size": 4},
+        "checkpoint": {"every": 0},
+        "evaluation": {"tasks": 0},
+        "max_in_flight": 64,
+    }
+    return RunConfig(**{**values, **changes})
+
+
+@dataclass
+class Seen:
+    """Observer that keeps what it is told."""
+
+    steps: list[tuple[str, int, dict[str, float]]] = field(default_factory=list)
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+
+    def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
+        self.steps.append((policy, step, dict(metrics)))
+
+    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
+        self.evaluations.append(dict(metrics))
+
+
+@dataclass(kw_only=True)
+class SmallRun:
+    """A run about to happen; its parts can be looked at afterwards."""
+
+    config: RunConfig = field(default_factory=config_for)
+    environment: type[agentrl.Environment] = Guess
+    script: Callable[[GenerateRequest, str, PolicyVersion], list[int]] = guess
+    engine_options: dict[str, Any] = field(default_factory=lambda: {"seconds_per_token": 0.05})
+    trainer_options: dict[str, Any] = field(default_factory=lambda: {"step_seconds": 0.7, "publish_seconds": 0.1})
+    journal: MemoryJournal = field(default_factory=MemoryJournal)
+    tasks: list[Task] = field(default_factory=lambda: list(TASKS))
+    held_out: list[Task] = field(default_factory=list)
+    during: Callable[[Orchestrator], None] | None = None
+    seen: Seen = field(default_factory=Seen)
+    trainer: RecordingTrainer = field(init=False)
+    orchestrator: Orchestrator = field(init=False)
+
+    async def run(self) -> Outcome:
+        """Assemble and run to the end."""
+        policies = list(self.config.policies)
+        engine = ScriptedEngine(
+            self.script, versions={name: PolicyVersion(name, 0, 0) for name in policies}, **self.engine_options
+        )
+        trainable = [name for name in policies if self.config.policies[name].trainable]
+        self.trainer = RecordingTrainer(trainable, clock=LoopClock(), **self.trainer_options)
+        weights = dict(await self.trainer.start())
+        for published in weights.values():
+            self.journal.record_version(published, None)
+        parts = Parts(
+            engine=engine,
+            trainer=self.trainer,
+            chat_format=PlainFormat(),
+            store=self.journal,
+            observer=self.seen,
+            clock=LoopClock(),
+            tasks=self.tasks,
+            held_out=self.held_out,
+            weights=weights,
+        )
+        self.orchestrator = assemble(self.config, self.environment, parts)
+        if self.during is not None:
+            self.during(self.orchestrator)
+        outcome = await self.orchestrator.run()
+        self.orchestrator.buffer.ledger.check()
+        return outcome

@@ -1,0 +1,211 @@
+"""The whole loop under seeded schedules: start-up, updates in flight, the staleness bound, failures, stopping."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import agentrl
+from agentrl.core.errors import AgentRLError, CheckFailedError, NonFiniteError, StorageError
+from agentrl.journal.entries import TurnEntry
+from agentrl.testing import MemoryJournal
+from agentrl.testing.plugin import SimulatedLoop
+from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
+
+pytestmark = pytest.mark.sim
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_every_admitted_episode_is_trained_once_or_dropped(simulated_loop: SimulatedLoop, max_staleness: int) -> None:
+    async def main() -> None:
+        run = SmallRun(config=config_for(max_staleness=max_staleness))
+        await run.run()
+        ledger = run.orchestrator.buffer.ledger
+        trained = [unit.episode_id for batch in run.trainer.batches for unit in batch.units]
+        assert len(trained) == len(set(trained)) == 4 * 8 == ledger.trained
+        assert [batch.step_id for batch in run.trainer.batches] == [1, 2, 3, 4]
+        assert ledger.in_flight == ledger.ready == 0
+
+    simulated_loop.run(main)
+
+
+def test_staleness_zero_samples_everything_from_the_current_weights(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        run = SmallRun(config=config_for(max_staleness=0))
+        await run.run()
+        assert all(metrics["staleness/max"] == 0.0 for _, _, metrics in run.seen.steps)
+
+    simulated_loop.run(main)
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_mean_lag_stays_within_the_bound(simulated_loop: SimulatedLoop, max_staleness: int) -> None:
+    async def main() -> float:
+        run = SmallRun(config=config_for(max_staleness=max_staleness, steps=8))
+        await run.run()
+        lags = [metrics["staleness/mean"] for _, _, metrics in run.seen.steps]
+        assert sum(lags) / len(lags) <= max_staleness
+        return max(lags)
+
+    assert max(simulated_loop.run(main)) > 0, "no schedule overlapped sampling with training"
+
+
+def test_updates_land_inside_turns_and_spans_say_where(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> int:
+        run = SmallRun(config=config_for(steps=6), engine_options={"seconds_per_token": 0.4})
+        await run.run()
+        split = 0
+        for batch in run.trainer.batches:
+            for unit in batch.units:
+                for entry in run.journal.turn_log("0").read(unit.episode_id, unit.attempt):
+                    body = entry.decode()
+                    if isinstance(body, TurnEntry):
+                        assert body.spans[-1].stop == len(body.token_ids) // 4
+                        split += len(body.spans) > 1
+        return split
+
+    assert sum(simulated_loop.run(main)) > 0
+
+
+class Faulty(Guess):
+    """Raises in some episodes, on every attempt."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        if ctx.rng.random() < 0.3:
+            raise OSError("the game server is gone")
+        await super().run(ctx)
+
+
+def test_failing_environments_cost_their_episode_and_nothing_else(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> int:
+        run = SmallRun(environment=Faulty)
+        await run.run()
+        ledger = run.orchestrator.buffer.ledger
+        assert len(run.trainer.batches) == 4
+        assert set(ledger.dropped) <= {"environment_error", "run_ended"}
+        return ledger.dropped["environment_error"]
+
+    assert sum(simulated_loop.run(main)) > 0
+
+
+class Hanging(Guess):
+    """Never returns in some episodes."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        if ctx.rng.random() < 0.2:
+            await asyncio.get_running_loop().create_future()
+        await super().run(ctx)
+
+
+def test_hanging_environments_time_out(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> int:
+        run = SmallRun(environment=Hanging, config=config_for(episode_timeout_s=30.0))
+        await run.run()
+        assert len(run.trainer.batches) == 4
+        return run.orchestrator.buffer.ledger.dropped["episode_timeout"]
+
+    assert sum(simulated_loop.run(main)) > 0
+
+
+class Broken(agentrl.Environment):
+    """Rewards with something that is no number."""
+
+    seats = ("guesser",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("guesser").act(agentrl.user("hello"))
+        ctx.agent("guesser").reward("one")  # type: ignore[arg-type]
+
+
+def test_a_run_that_only_fails_ends_with_the_reason(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        with pytest.raises(CheckFailedError, match=r"bad_reward.*'one' \(str\)"):
+            await SmallRun(environment=Broken).run()
+
+    simulated_loop.run(main)
+
+
+class Slow(Guess):
+    """Takes minutes."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.sleep(300.0)
+        await super().run(ctx)
+
+
+def test_stopping_leaves_nothing_half_trained(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        def stop_soon(orchestrator: object) -> None:
+            asyncio.get_running_loop().call_later(4.0, run.orchestrator.stop)
+
+        run = SmallRun(config=config_for(steps=100))
+        run.during = stop_soon
+        outcome = await run.run()
+        assert outcome.interrupted
+        assert 0 < len(run.trainer.batches) < 100
+        consumed = run.orchestrator.buffer.ledger.units_consumed["guesser"]
+        assert consumed == sum(len(batch.units) for batch in run.trainer.batches)
+
+    simulated_loop.run(main)
+
+
+def test_stopping_does_not_wait_for_long_episodes(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> float:
+        def stop_soon(orchestrator: object) -> None:
+            asyncio.get_running_loop().call_later(4.0, run.orchestrator.stop)
+
+        run = SmallRun(environment=Slow)
+        run.during = stop_soon
+        await run.run()
+        assert run.orchestrator.buffer.ledger.in_flight > 0, "unfinished episodes stay admitted, to be resumed"
+        return asyncio.get_running_loop().time()
+
+    assert all(seconds < 10 for seconds in simulated_loop.run(main))
+
+
+def test_a_full_disk_ends_the_run(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        run = SmallRun(journal=MemoryJournal(failing_commits={11}))
+        with pytest.raises(StorageError):
+            await run.run()
+
+    simulated_loop.run(main)
+
+
+def test_a_nonfinite_step_is_skipped_and_its_units_are_dropped(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        failures: dict[tuple[str, int], AgentRLError] = {("guesser", 2): NonFiniteError("the loss is nan")}
+        run = SmallRun(trainer_options={"step_seconds": 0.5, "failures": failures})
+        await run.run()
+        ledger = run.orchestrator.buffer.ledger
+        assert [batch.step_id for batch in run.trainer.batches] == [1, 2, 3, 4]
+        assert ledger.dropped["nonfinite_gradient"] == ledger.units_dropped["guesser"] == 8
+
+    simulated_loop.run(main)
+
+
+def test_evaluation_is_pinned_and_does_not_hold_up_training(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        config = config_for(steps=4, evaluation={"tasks": 6, "every": 2})
+        run = SmallRun(config=config, held_out=TASKS[:6])
+        await run.run()
+        assert [step for step, _ in run.orchestrator.outcome.evaluations].count(0) == 1
+        assert len(run.seen.evaluations) == 3
+        trained = {unit.episode_id for batch in run.trainer.batches for unit in batch.units}
+        assert not [episode_id for episode_id in trained if episode_id.startswith("v")]
+
+    simulated_loop.run(main)
+
+
+@pytest.mark.parametrize(("step_size", "group_size", "max_staleness"), [(7, 4, 0), (10, 3, 1), (3, 4, 1), (5, 4, 0)])
+def test_no_ratio_of_step_to_group_deadlocks(
+    simulated_loop: SimulatedLoop, step_size: int, group_size: int, max_staleness: int
+) -> None:
+    async def main() -> None:
+        config = config_for(step_size=step_size, max_staleness=max_staleness, credit={"group_size": group_size})
+        run = SmallRun(config=config)
+        await run.run()
+        assert len(run.trainer.batches) == 4
+
+    simulated_loop.run(main)

@@ -1,0 +1,291 @@
+"""Reading runs: lists, filters, one episode, the curve; hostile and damaged content."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sqlite3
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agentrl.core.errors import InputError, JournalError
+from agentrl.core.records import (
+    DataLocation,
+    EpisodeHeader,
+    EpisodeSpec,
+    PolicyVersion,
+    SeatBinding,
+    StepReport,
+    Task,
+    TrainBatch,
+    TrajectoryCredit,
+    Unit,
+    UnitHeader,
+    WeightsRef,
+)
+from agentrl.inspection.reader import RunReader, runs
+from agentrl.inspection.render import curves, episode_table, episode_view, run_table
+from agentrl.inspection.safe import safe
+from agentrl.journal.entries import Begin, EntryBody, JournalEntry, RewardEntry, Span, ToolEntry, TurnEntry, encode_body
+from agentrl.journal.port import StepRow
+from agentrl.journal.store import SqliteJournal
+
+HOSTILE = "a\x1b[31m[bold]red[/bold]\x07\x9b2J\u202etxt\u200b<script>\r\ud800'; DROP TABLE episodes; --"
+TEXT = HOSTILE.replace("\ud800", "")  # what a journal can hold
+
+
+def entries(number: int, text: str) -> list[EntryBody]:
+    call: dict[str, object] = {"role": "user", "content": text}
+    return [
+        Begin(text, "hash", text, {"q": text}, number, {"solver": "policy"}, "train", "g", 2, None),
+        TurnEntry(
+            "solver",
+            0,
+            "policy",
+            0,
+            0,
+            b"\0" * 8,
+            b"\0" * 8,
+            b"\0" * 8,
+            "stop",
+            (Span(0, 2, 0, 0),),
+            text,
+            (call,),
+            1.0,
+            0.1,
+            1.0,
+        ),
+        ToolEntry(text, {text: text}, text, "ok", False, 0.01),
+        RewardEntry("solver", 0, float(number), None),
+    ]
+
+
+async def write_run(directory: Path, count: int = 6, *, text: str = "plain", name: str = "demo") -> None:
+    journal = SqliteJournal(directory / "journal", info={"name": name})
+    log = journal.turn_log("w0")
+    journal.record_version(WeightsRef(version=PolicyVersion("policy", 0, 0), path="w", kind="full", sha256="0"), None)
+    for number in range(count):
+        spec = EpisodeSpec(
+            episode_id=f"e{number}",
+            environment=text,
+            task=Task(id=f"{text}{number}", data={"q": text}),
+            seed=number,
+            seats={"solver": SeatBinding("policy")},
+            group_id=f"g{number // 2}",
+        )
+        journal.admit(spec)
+        bodies = entries(number, text)
+        for index, body in enumerate(bodies):
+            log.append(JournalEntry(spec.episode_id, 0, f"r#{index}", b"", encode_body(body)))
+        dropped = number == 5
+        header = EpisodeHeader(
+            episode_id=spec.episode_id,
+            group_id=spec.group_id,
+            attempt=0,
+            purpose="train",
+            parent_id=None,
+            stop_reason=None if dropped else "completed",
+            drop_reason=text if dropped else None,
+            turns=number,
+            tokens=2,
+            seconds=0.5,
+            trajectories=(UnitHeader("solver", 0, "policy", float(number), 2, 0, 0),),
+            location=DataLocation(log.name, len(bodies)),
+        )
+        await journal.commit_episode(spec, header, b"", {"accuracy": 0.5})
+    for step in (1, 2):
+        units = tuple(
+            Unit(
+                episode_id=f"e{number}",
+                attempt=0,
+                policy="policy",
+                location=DataLocation(log.name, 4),
+                credits=(TrajectoryCredit("solver", 0, float(number), 0.0, 0.5),),
+            )
+            for number in (2 * step - 2, 2 * step - 1)
+        )
+        version = PolicyVersion("policy", 0, step)
+        report = StepReport(
+            step_id=step,
+            policy="policy",
+            started_from=PolicyVersion("policy", 0, step - 1),
+            loss=0.1,
+            grad_norm=1.0,
+            samples=2,
+            tokens=4,
+            seconds=0.1,
+            metrics={},
+            input_digest="",
+        )
+        batch = TrainBatch(step_id=step, policy="policy", units=units, normaliser=1.0)
+        journal.record_version(
+            WeightsRef(version=version, path="w", kind="full", sha256="0"), version._replace(step=step - 1)
+        )
+        journal.record_step(StepRow(report=report, version=version, batch=batch))
+        journal.record_metrics(step, {"loss": 0.1 * step, "grad_norm": float("nan")})
+    spec = EpisodeSpec(episode_id="e99", environment="x", task=Task(id="t", data={}), seed=0, seats={}, group_id="g")
+    journal.admit(spec)
+    log.append(JournalEntry("e99", 0, "begin", b"", encode_body(entries(0, text)[0])))
+    await journal.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    asyncio.run(write_run(tmp_path / "demo"))
+    return tmp_path / "demo"
+
+
+def shown(renderable: object) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=200, soft_wrap=True).print(renderable)
+    return stream.getvalue()
+
+
+def test_episodes_are_listed_filtered_and_sorted(run: Path) -> None:
+    reader = RunReader(run)
+    assert [line.episode for line in reader.episodes()] == ["e99", "e5", "e4", "e3", "e2", "e1", "e0"]
+    assert [line.episode for line in reader.episodes("reward >= 3 and status != dropped")] == ["e4", "e3"]
+    assert [line.episode for line in reader.episodes("status = trained", sort="reward", descending=False)] == [
+        "e0",
+        "e1",
+        "e2",
+        "e3",
+    ]
+    assert [line.status for line in reader.episodes(sort="turns", limit=3)] == ["dropped", "ready", "trained"]
+    assert [line.episode for line in reader.episodes("reward = null")] == ["e99"]
+    assert [line.episode for line in reader.episodes("not reward > 1 and policies ~ pol")] == ["e1", "e0"]
+    assert [line.episode for line in reader.episodes(limit=2, offset=2)] == ["e4", "e3"]
+    assert (reader.count(), reader.count("turns < 2")) == (7, 2)
+    first = reader.episodes("episode = e1")[0]
+    assert (first.seats, first.policies, first.reward, first.oldest_step) == ({"solver": "policy"}, ["policy"], 1.0, 0)
+    reader.close()
+
+
+def test_one_episode_is_shown_with_its_conversation(run: Path) -> None:
+    reader = RunReader(run)
+    view = reader.episode("e3")
+    assert (view.summary.reward, view.agents[0].reward, view.metrics, view.problems) == (
+        3.0,
+        3.0,
+        {"accuracy": 0.5},
+        [],
+    )
+    assert [call for call, _ in view.entries] == ["r#0", "r#1", "r#2", "r#3"]
+    text = shown(episode_view(view))
+    assert "solver[0] · policy" in text
+    assert "turn 0, 2 tokens of version 0.0, stop" in text
+    assert "reward 3 to solver[0] for the episode" in text
+    assert [call for call, _ in reader.episode("e99").entries] == ["begin"]  # in flight: found without a commit
+    with pytest.raises(InputError, match="no episode 'e77'"):
+        reader.episode("e77")
+    reader.close()
+
+
+def test_the_curve_and_the_metrics(run: Path) -> None:
+    reader = RunReader(run)
+    assert [(point.step, point.reward, point.units) for point in reader.curve()] == [(1, 0.5, 2), (2, 2.5, 2)]
+    assert reader.metric("loss") == [(1, 0.1), (2, 0.2)]
+    assert reader.metric("grad_norm") == [(1, None), (2, None)]
+    assert reader.metric_names() == ["grad_norm", "loss"]
+    assert "reward of policy  0.50 → 2.50" in shown(curves(reader.curve()))
+    reader.close()
+
+
+def test_runs_are_listed_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    asyncio.run(write_run(tmp_path / "good"))
+    (tmp_path / "bad" / "journal").mkdir(parents=True)
+    (tmp_path / "bad" / "journal" / "control.db").write_bytes(b"rubbish" * 1000)
+    (tmp_path / "empty").mkdir()
+    bad, good = runs(tmp_path)
+    assert (good.name, good.episodes, good.in_flight, good.steps, good.reward) == ("demo", 5, 1, {"policy": 2}, 1.5)
+    assert bad.problem is not None
+    assert "control.db" in bad.problem
+    assert "control.db" in shown(run_table([bad, good]))
+
+
+def test_no_run_no_column_no_directory_are_told(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no run here"):
+        RunReader(tmp_path)
+    with pytest.raises(InputError, match="no such directory"):
+        runs(tmp_path / "nowhere")
+    reader = RunReader(run)
+    with pytest.raises(InputError, match="did you mean reward"):
+        reader.episodes("rewrad < 0")
+    with pytest.raises(InputError, match="--sort"):
+        reader.episodes(sort="reward; DROP TABLE episodes")
+    reader.close()
+
+
+def test_hostile_content_in_every_field_reaches_no_terminal(tmp_path: Path) -> None:
+    asyncio.run(write_run(tmp_path, text=TEXT, name=TEXT))
+    reader = RunReader(tmp_path)
+    pages = [shown(episode_table(reader.episodes(), reader.count())), shown(run_table([reader.line()]))]
+    pages += [shown(episode_view(reader.episode(f"e{number}"))) for number in range(6)]
+    for page in pages:
+        assert safe(page) == page
+        assert "[bold]" in page or "e99" in page
+    assert reader.count() == 7
+    reader.close()
+
+
+def test_a_damaged_partition_leaves_the_rest_readable(run: Path) -> None:
+    with sqlite3.connect(run / "journal" / "turns-w0.db") as connection:
+        connection.execute("UPDATE entries SET body = x'00' WHERE episode = 'e1' AND call = 'r#1'")
+    connection.close()
+    reader = RunReader(run)
+    view = reader.episode("e1")
+    assert (view.summary.reward, view.entries) == (1.0, [])
+    assert "checksum" in view.problems[0]
+    assert "not readable" in shown(episode_view(view))
+    assert reader.episode("e2").problems == []
+    (run / "journal" / "turns-w0.db").unlink()
+    fresh = RunReader(run)
+    assert "no such file" in fresh.episode("e2").problems[0]
+    reader.close()
+    fresh.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE episodes SET reward = 'a lot'",
+        "UPDATE episodes SET seats = '{{{'",
+        "UPDATE episodes SET tokens = x'ff00'",
+        "UPDATE admissions SET admitted_at = 'now'",
+        "UPDATE trajectories SET lineage = 1.5",
+    ],
+)
+def test_wrong_types_in_the_control_log_are_a_named_error(run: Path, change: str) -> None:
+    with sqlite3.connect(run / "journal" / "control.db") as connection:
+        connection.execute(change)
+    connection.close()
+    reader = RunReader(run)
+    with pytest.raises(JournalError, match="damaged"):
+        reader.episode("e1")
+    reader.close()
+
+
+def test_every_page_of_a_database_flipped_or_cut_gives_an_answer_or_a_named_error(run: Path) -> None:
+    """One byte of each 512 changed, and the file cut there: never another exception."""
+    path = run / "journal" / "control.db"
+    whole = path.read_bytes()
+    answers = 0
+    for at in range(0, len(whole), 512):
+        for damaged in (whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :], whole[:at]):
+            path.write_bytes(damaged)
+            try:
+                reader = RunReader(run)
+            except JournalError:
+                continue
+            try:
+                reader.episodes()
+                reader.episode("e1")
+                reader.curve()
+                answers += 1
+            except (JournalError, InputError):
+                continue
+            finally:
+                reader.close()
+    assert answers > 0

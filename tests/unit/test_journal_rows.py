@@ -1,0 +1,136 @@
+"""Rows rebuilt from entries: every token with what it was sampled with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from agentrl.core.errors import JournalError
+from agentrl.core.records import PolicyVersion, VersionSpan
+from agentrl.journal.entries import Begin, EntryBody, JournalEntry, RewardEntry, Span, ToolEntry, TurnEntry, encode_body
+from agentrl.journal.rows import trajectories
+
+BEGIN = Begin("calculator", "hash", "t", {}, 7, {"solver": "policy", "judge": "old"}, "train", "g", 1, None)
+
+
+def turn(number: int, context: list[int], sampled: list[int], **changes: Any) -> TurnEntry:
+    base = TurnEntry(
+        seat="solver",
+        index=0,
+        policy="policy",
+        row=0,
+        turn=number,
+        context_ids=np.array(context, dtype="<i4").tobytes(),
+        token_ids=np.array(sampled, dtype="<i4").tobytes(),
+        logprobs=(-np.arange(1, len(sampled) + 1, dtype="<f4")).tobytes(),
+        finish_reason="stop",
+        spans=(Span(0, len(sampled), 0, number),),
+        text="",
+        messages=(),
+        temperature=1.0,
+        seconds=0.0,
+        started=0.0,
+    )
+    return msgspec.structs.replace(base, **changes)
+
+
+def entries(*bodies: EntryBody) -> list[JournalEntry]:
+    return [JournalEntry("e0", 0, f"r#{number}", b"", encode_body(body)) for number, body in enumerate(bodies)]
+
+
+def test_two_turns_and_a_tool_between_make_one_row() -> None:
+    tool = ToolEntry("calculate", {}, "5", "ok", False, 0.0)
+    second = turn(1, [30, 31], [40, 41], spans=(Span(0, 1, 0, 1), Span(1, 2, 0, 2)), parent_context=5)
+    (only,) = trajectories(
+        entries(BEGIN, turn(0, [1, 2, 3], [10, 11]), tool, second, RewardEntry("solver", 0, 1.0, None))
+    )
+    (row,) = only.rows
+    assert row.token_ids.tolist() == [1, 2, 3, 10, 11, 30, 31, 40, 41]
+    assert row.loss_mask.tolist() == [False] * 3 + [True] * 2 + [False] * 2 + [True] * 2
+    assert row.behavior_logprobs.tolist() == [0, 0, 0, -1, -2, 0, 0, -1, -2]
+    assert row.turn_index.tolist() == [-1, -1, -1, 0, 0, -1, -1, 1, 1]
+    assert row.spans == (
+        VersionSpan(3, 5, PolicyVersion("policy", 0, 0)),
+        VersionSpan(7, 8, PolicyVersion("policy", 0, 1)),
+        VersionSpan(8, 9, PolicyVersion("policy", 0, 2)),
+    )
+    assert (row.expert_routing, row.sampling_mask, only.reward) == (None, None, 1.0)
+    dtypes = (row.token_ids.dtype, row.loss_mask.dtype, row.behavior_logprobs.dtype, row.turn_index.dtype)
+    assert dtypes == (np.int32, np.bool_, np.float32, np.int32)
+
+
+def test_a_rewritten_context_makes_a_second_row_and_agents_stay_apart() -> None:
+    found = trajectories(
+        entries(
+            BEGIN,
+            turn(0, [1], [2]),
+            turn(0, [5], [6], seat="judge", policy="old"),
+            turn(1, [3], [4], row=1),
+            RewardEntry("solver", 0, 0.25, 1),
+            RewardEntry("solver", 0, 0.5, 1),
+            RewardEntry("solver", 0, 1.0, None),
+            RewardEntry("solver", 1, 2.0, None),
+        )
+    )
+    solver, judge, silent = found
+    assert [row.token_ids.tolist() for row in solver.rows] == [[1, 2], [3, 4]]
+    assert (solver.reward, dict(solver.turn_rewards)) == (1.75, {1: 0.75})
+    assert (judge.policy, judge.reward, judge.rows[0].spans[0].version.policy) == ("old", None, "old")
+    assert (silent.seat, silent.index, silent.policy, silent.rows, silent.reward) == ("solver", 1, "policy", (), 2.0)
+
+
+def test_kept_sets_are_aligned_and_absent_ones_are_none() -> None:
+    first = turn(
+        0,
+        [1, 2],
+        [10, 11],
+        mask_counts=np.array([2, -1], dtype="<i4").tobytes(),
+        mask_ids=np.array([10, 12], dtype="<i4").tobytes(),
+    )
+    (only,) = trajectories(entries(BEGIN, first, turn(1, [3], [13])))
+    mask = only.rows[0].sampling_mask
+    assert mask is not None
+    assert mask.counts.tolist() == [0, 0, 2, -1, 0, 0]
+    assert mask.token_ids.tolist() == [10, 12]
+
+
+def routed(start: int, positions: int, value: int) -> dict[str, Any]:
+    data = np.full((positions, 2, 1), value, dtype=np.uint8)
+    return {"expert_routing": data.tobytes(), "routing_shape": data.shape, "routing_start": start}
+
+
+def test_routing_is_assembled_by_position_and_the_first_record_of_one_counts() -> None:
+    """Turn 0 forwards positions 0-2 of 4; turn 1 the sampled token 3 and its context, and position 2 again."""
+    found = trajectories(
+        entries(BEGIN, turn(0, [1, 2], [10, 11], **routed(0, 3, 1)), turn(1, [3], [12], **routed(2, 3, 2)))
+    )
+    routing = found[0].rows[0].expert_routing
+    assert routing is not None
+    assert routing.shape == (6, 2, 1)
+    assert routing[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("bodies", "message"),
+    [
+        ([turn(0, [1], [2])], "begin"),
+        ([BEGIN, turn(0, [1], [2]), turn(0, [1], [2])], "twice"),
+        ([BEGIN, turn(0, [1], [2], logprobs=b"")], "differ in length"),
+        ([BEGIN, turn(0, [1], [2], token_ids=b"abc")], "cannot be read"),
+        ([BEGIN, turn(0, [1], [2]), turn(1, [1], [2], parent_context=9)], "continues a row of 9"),
+        ([BEGIN, turn(0, [1], [2]), turn(1, [1], [2], temperature=0.5)], "temperature"),
+        ([BEGIN, turn(0, [1, 2], [2], **routed(1, 1, 1))], "no expert routing for position 0"),
+        ([BEGIN, turn(0, [1], [2], **routed(1, 4, 1))], "does not fit"),
+    ],
+)
+def test_what_is_no_whole_episode_is_a_named_error(bodies: list[EntryBody], message: str) -> None:
+    with pytest.raises(JournalError, match=message):
+        trajectories(entries(*bodies))
+
+
+def test_a_body_of_another_format_is_named() -> None:
+    with pytest.raises(JournalError, match="episode e0, call r#0"):
+        trajectories([JournalEntry("e0", 0, "r#0", b"", b"\xc1")])
