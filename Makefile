@@ -67,11 +67,11 @@ $(BIN)/python:
 	exit 1
 
 $(RUN_STAMP): $(PINS) | $(BIN)/python
-	@echo "setup: installing agentrl with torch and Ray into $(VENV) (about 1 GB on disk, one to three minutes)"
+	@echo "setup: installing agentrl with torch and Ray into $(VENV) (about 2 GB on disk, one to three minutes)"
 	@$(INSTALL) -e '.[$(RUN_EXTRAS)]'
 	@touch $@
 
 $(DEV_STAMP): $(PINS) | $(BIN)/python
-	@echo "setup: installing agentrl with torch, Ray and the development tools into $(VENV) (about 1 GB on disk, one to three minutes)"
+	@echo "setup: installing agentrl with torch, Ray and the development tools into $(VENV) (about 2 GB on disk, one to three minutes)"
 	@$(INSTALL) -e '.[$(DEV_EXTRAS)]'
 	@touch $(RUN_STAMP) $@

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from agentrl.environment.registry import make, register, spec
     from agentrl.environment.tools import ToolEnvironment, ToolEpisode, tool
-    from agentrl.rollout.check import check_environment
+    from agentrl.testing.check import check_environment
 
 _HOME = {
     "Agent": "environment.base",
@@ -44,7 +44,7 @@ _HOME = {
     "ToolEnvironment": "environment.tools",
     "ToolEpisode": "environment.tools",
     "Turn": "core.records",
-    "check_environment": "rollout.check",
+    "check_environment": "testing.check",
     "evaluate": "app.evaluation",
     "make": "environment.registry",
     "register": "environment.registry",

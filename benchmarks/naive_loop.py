@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache, Qwen3ForCausalLM
 
-from agentrl.core.records import Message, Task
+from agentrl.core.records import FinishReason, Message, Task
 from agentrl.environment.tools import observation_of
 from agentrl.rollout.chat_format import TemplateFormat
 from environments.calculator import Calculator
@@ -48,7 +48,7 @@ class Step:
 
 
 class Rollout:
-    """A batch of episodes in lock step over one KV cache; `feed` appends tokens, pads on the left and masks the pads."""
+    """A batch of episodes in lock step over one KV cache; `feed` appends tokens, padding on the left."""
 
     def __init__(self, model: Qwen3ForCausalLM, prompts: Sequence[list[int]], copies: int) -> None:
         self.model, self.cache = model, DynamicCache(config=model.config)
@@ -64,9 +64,14 @@ class Rollout:
         self.mask = torch.cat([self.mask, new], 1)
         positions = (self.mask.cumsum(1) - 1).clamp_min(0)[:, -width:]
         output = self.model(
-            input_ids=ids, attention_mask=self.mask, position_ids=positions, past_key_values=self.cache, logits_to_keep=1
+            input_ids=ids,
+            attention_mask=self.mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            logits_to_keep=1,
         )
-        return output.logits[:, -1]
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
 
     def keep(self, rows: list[int]) -> None:
         index = torch.tensor(rows)
@@ -137,7 +142,7 @@ def answer(chat: TemplateFormat, episode: Episode, max_turns: int) -> list[int]:
         except (KeyError, ValueError) as error:
             text = f"error: {error}"
         replies.append(Message(role="tool", content=text, tool_call_id=call.id, name=call.name))
-    after = "stop" if episode.said[-1] in chat.stop_token_ids else "length"
+    after: FinishReason = "stop" if episode.said[-1] in chat.stop_token_ids else "length"
     observed = chat.extend(replies, after=after)
     episode.tokens += observed
     episode.sampled += [False] * len(observed)
@@ -162,7 +167,9 @@ def learn(model: Qwen3ForCausalLM, episodes: Sequence[Episode], copies: int, tok
     (-(advantages * logprobs).sum() / (len(episodes) * tokens_per_unit)).backward()
 
 
-def evaluate(model_dir: str | Path | Qwen3ForCausalLM, chat: TemplateFormat, *, seed: int = 0, count: int = 512) -> float:
+def evaluate(
+    model_dir: str | Path | Qwen3ForCausalLM, chat: TemplateFormat, *, seed: int = 0, count: int = 512
+) -> float:
     """Mean reward on held-out tasks, sampled as in training."""
     model = model_dir if isinstance(model_dir, Qwen3ForCausalLM) else Qwen3ForCausalLM.from_pretrained(model_dir)
     torch.manual_seed(seed)

@@ -18,6 +18,8 @@ from agentrl.core.records import (
     TrajectoryCredit,
     Unit,
 )
+from agentrl.journal.entries import Begin, JournalEntry, Span, TurnEntry, encode_body
+from agentrl.journal.store import SqliteJournal
 from agentrl.learn.trainer import ReadUnits
 
 VOCABULARY = 48
@@ -27,8 +29,16 @@ LORA = LoraConfig(rank=4, alpha=8.0)
 def write_model(directory: Path, *, kind: str = "qwen3") -> Path:
     """A random two-layer model with tied embeddings, saved as a Hugging Face directory; float32."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config
-    from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -40,6 +50,7 @@ def write_model(directory: Path, *, kind: str = "qwen3") -> Path:
         "head_dim": 8,
         "max_position_embeddings": 256,
         "tie_word_embeddings": True,
+        "initializer_range": 0.2,
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -130,9 +141,8 @@ class Episodes:
     def __init__(self, rows: Sequence[Row], *, policy: str = "policy", seed: int = 0) -> None:
         """Episode `e<k>` has row k; advantages are drawn from `seed`."""
         self.policy = policy
-        self.trajectories = [
-            Trajectory(seat="agent", index=0, policy=policy, rows=(row,), reward=0.0) for row in rows
-        ]
+        self.locations: list[DataLocation] = []
+        self.trajectories = [Trajectory(seat="agent", index=0, policy=policy, rows=(row,), reward=0.0) for row in rows]
         self.advantages = np.random.default_rng(seed).normal(size=len(rows))
 
     @property
@@ -147,12 +157,57 @@ class Episodes:
                 episode_id=f"e{index}",
                 attempt=0,
                 policy=self.policy,
-                location=DataLocation("nowhere", 0),
+                location=self.locations[index] if self.locations else DataLocation("nowhere", 0),
                 credits=(TrajectoryCredit("agent", 0, 0.0, float(advantage), 0.0),),
             )
             for index, advantage in enumerate(self.advantages)
         )
 
+    async def write(self, run_directory: Path) -> None:
+        """Put the episodes into the run's journal, where a trainer in another process finds them."""
+        journal = SqliteJournal(run_directory / "journal")
+        log = journal.turn_log("worker-0")
+        for number, trajectory in enumerate(self.trajectories):
+            entries = _entries(f"e{number}", trajectory)
+            for entry in entries:
+                log.append(entry)
+            self.locations.append(DataLocation(log.name, len(entries)))
+        await log.flush()
+        await journal.close()
+
     def batch(self, step_id: int = 1) -> TrainBatch:
         """All units as one batch."""
-        return TrainBatch(step_id=step_id, policy=self.policy, units=self.units(), normaliser=8.0 * len(self.advantages))
+        return TrainBatch(
+            step_id=step_id, policy=self.policy, units=self.units(), normaliser=8.0 * len(self.advantages)
+        )
+
+
+def _entries(episode_id: str, trajectory: Trajectory) -> list[JournalEntry]:
+    """A one-row episode as journal entries: a turn per run of sampled tokens; context behind the last is left out."""
+    (row,) = trajectory.rows
+    begin = Begin("test", "", episode_id, {}, 0, {trajectory.seat: trajectory.policy}, "train", "g0", 1, None)
+    entries = [JournalEntry(episode_id, 0, "begin", b"", encode_body(begin))]
+    edges = np.flatnonzero(np.diff(row.loss_mask.astype(np.int8), prepend=0, append=0))
+    end = 0
+    for number, (start, stop) in enumerate(edges.reshape(-1, 2)):
+        turn = TurnEntry(
+            seat=trajectory.seat,
+            index=trajectory.index,
+            policy=trajectory.policy,
+            row=0,
+            turn=number,
+            context_ids=row.token_ids[end:start].astype("<i4").tobytes(),
+            token_ids=row.token_ids[start:stop].astype("<i4").tobytes(),
+            logprobs=row.behavior_logprobs[start:stop].astype("<f4").tobytes(),
+            finish_reason="stop",
+            spans=(Span(0, int(stop - start), 0, 0),),
+            text="",
+            messages=(),
+            temperature=row.temperature,
+            seconds=0.0,
+            started=0.0,
+            parent_context=int(end),
+        )
+        entries.append(JournalEntry(episode_id, 0, f"r#{number}", b"", encode_body(turn)))
+        end = stop
+    return entries

@@ -134,9 +134,10 @@ async def _opened(
     from agentrl.observe.run_observer import RunObserver
 
     async with contextlib.AsyncExitStack() as stack:
+        trainable = [name for name, policy in config.policies.items() if policy.trainable]
         store = SqliteJournal(directory.journal, info={"name": config.name, "config": config.model_dump(mode="json")})
         stack.push_async_callback(store.close)
-        observer = stack.enter_context(RunObserver(directory, steps=config.steps, quiet=quiet))
+        observer = stack.enter_context(RunObserver(directory, policies=trainable, steps=config.steps, quiet=quiet))
         trainer = make_trainer(config, directory.path)
         stack.push_async_callback(trainer.close)
         yield store, observer, trainer, stack
@@ -160,8 +161,10 @@ def _starting_versions(config: RunConfig, manifest: Manifest | None, *, lineage:
 def _past(store: SqliteJournal, manifest: Manifest | None) -> Past:
     consumed_through = {} if manifest is None else dict(manifest.versions)
     resolved = store.resolved_units(consumed_through)
+    open_groups = {spec.group_id for spec, _ in store.ready_units(consumed_through)}
+    open_groups |= {spec.group_id for spec in store.unfinished()}
     return Past(
-        ended=tuple(store.ready_units(consumed_through)),
+        ended=tuple(store.members(open_groups)),
         consumed=frozenset((policy, episode_id) for episode_id, _, policy in resolved),
         unfinished=store.unfinished(),
         admitted=store.admitted(),

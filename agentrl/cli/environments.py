@@ -31,10 +31,9 @@ def env_list(options: argparse.Namespace) -> int:
 
 def env_check(options: argparse.Namespace) -> int:
     """`agentrl env check ID`; exit code 1 where a check failed."""
-    from agentrl.environment.check import check_environment
-    from agentrl.environment.registry import resolve
+    from agentrl import check_environment
 
-    report = check_environment(resolve(options.id))
+    report = check_environment(options.id)
     if options.json:
         print_json({"id": options.id, "passed": report.passed, "text": report.text})
     else:

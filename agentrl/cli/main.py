@@ -15,11 +15,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from agentrl.cli.output import INTERNAL, INTERRUPTED
 from agentrl.core.errors import AgentRLError, InputError
 from agentrl.inspection.safe import safe, safe_line
 
 Command = Callable[[argparse.Namespace], int]
-INTERNAL, INTERRUPTED = 70, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,6 +111,7 @@ def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("--model", help="directory of the base model, instead of model.path")
     parser.add_argument("--policy", help="directory of trained weights; the base model where absent")
     parser.add_argument("--tasks", type=int, help="how many held-out tasks, instead of evaluation.tasks")
+    parser.add_argument("--journal", type=Path, help="new directory that keeps the episodes for inspection")
     parser.set_defaults(takes_overrides=True)
 
 

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+INTERNAL, INTERRUPTED = 70, 130
+"""Exit codes that belong to no `AgentRLError`."""
+
 
 def print_json(value: Any) -> None:
     """One JSON document, ASCII only, so that no content reaches the terminal as it is."""

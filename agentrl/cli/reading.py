@@ -47,16 +47,23 @@ def run_curve(options: argparse.Namespace) -> int:
                 f"no metric {options.metric!r}; recorded were: {', '.join(reader.metric_names()) or 'none'}"
             )
         if options.json:
-            print_json([{"step": step, "value": value} for step, value in values])
+            print_json(
+                [
+                    {"policy": policy, "step": step, "value": value}
+                    for policy, points_of in values.items()
+                    for step, value in points_of
+                ]
+            )
             return 0
         from rich.text import Text
 
         from agentrl.inspection.safe import safe_line
         from agentrl.observe.plot import curve
 
-        known = [(step, value) for step, value in values if value is not None]
-        title = safe_line(options.metric)
-        print_text(Text(curve([value for _, value in known], steps=[step for step, _ in known], title=title)))
+        for policy, points_of in values.items():
+            known = [(step, value) for step, value in points_of if value is not None]
+            title = safe_line(f"{options.metric} of {policy}" if len(values) > 1 else options.metric)
+            print_text(Text(curve([value for _, value in known], steps=[step for step, _ in known], title=title)))
         return 0
 
 

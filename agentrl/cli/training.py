@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.cli.output import print_json, print_text
+from agentrl.cli.output import INTERRUPTED, print_json
 from agentrl.config.load import dump_toml, load
-from agentrl.core.errors import ConfigError
+from agentrl.inspection.safe import safe_line
 
 if TYPE_CHECKING:
     import argparse
@@ -25,34 +25,26 @@ def train(options: argparse.Namespace) -> int:
         else:
             sys.stdout.write(dump_toml(config))
         return 0
-    from agentrl import app
+    from agentrl.app.training import train as run_training
 
-    run = app.train(config, resume=options.resume)
+    run = run_training(config, resume=options.resume)
+    policies = {policy: str(path) for policy, path in run.policies.items()}
     if options.json:
-        print_json({"path": str(run.path), "metrics": dict(run.metrics), "policies": dict(run.policies)})
-        return 0
-    from agentrl.inspection.reader import RunReader
-    from agentrl.inspection.render import curves
-
-    reader = RunReader(run.path)
-    try:
-        print_text(curves(reader.curve()))
-    finally:
-        reader.close()
-    sys.stdout.write(f"run: {run.path}\n")
-    for policy, path in run.policies.items():
-        sys.stdout.write(f"{policy}: {path}\n")
-    return 0
+        print_json({"path": str(run.path), "summary": run.summary, "metrics": run.metrics, "policies": policies})
+    else:
+        for policy, path in policies.items():
+            sys.stdout.write(f"{safe_line(policy)}: {safe_line(path)}\n")
+    return INTERRUPTED if run.interrupted else 0
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """`agentrl evaluate FILE [--section.field=value …] [--policy DIR] [--tasks N]`."""
+    """`agentrl evaluate FILE [--section.field=value …] [--policy DIR] [--tasks N] [--journal DIR]`."""
+    if options.tasks is not None:
+        options.overrides.append(f"evaluation.tasks={options.tasks}")
     config = _config(options)
-    if options.tasks is not None and options.tasks < 1:
-        raise ConfigError(f"--tasks {options.tasks}: at least 1")
-    from agentrl import app
+    from agentrl.app.evaluation import evaluate as run_evaluation
 
-    metrics = app.evaluate(config, policy=options.policy, tasks=options.tasks)
+    metrics = run_evaluation(config, options.policy, journal=options.journal)
     if options.json:
         print_json(dict(metrics))
         return 0

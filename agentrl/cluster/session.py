@@ -14,6 +14,8 @@ import shutil
 import signal
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 OBJECT_STORE_BYTES = 80 << 20
@@ -30,6 +32,22 @@ _LOCAL_ENVIRONMENT = {
 }
 
 
+@contextmanager
+def kept_signal_handlers() -> Iterator[None]:
+    """Put SIGINT's and SIGTERM's handlers back on leaving: Ray replaces them, for Python and below it.
+
+    In a thread that is not the main one this does nothing: only the main thread may set handlers.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+                signal.siginterrupt(number, False)  # as asyncio sets it
+
+
 class RaySession:
     """One process's connection to Ray."""
 
@@ -40,23 +58,23 @@ class RaySession:
     def start(self) -> None:
         """Attach to the Ray this process already uses or `RAY_ADDRESS` names, else start a local one (about 4 s).
 
-        Called from any thread; a second call does nothing.
+        From a thread other than the main one, the main thread wraps the wait in `kept_signal_handlers`. A second call
+        does nothing.
         """
         if self._started:
             return
         self._started = True
-        attached = "RAY_ADDRESS" in os.environ
-        if not attached:
+        if "RAY_ADDRESS" not in os.environ:
             self._prepare_environment()
         import ray  # Ray reads its environment when it is imported
 
         if ray.is_initialized():
             self._forget_directory()
             return
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        if attached:
-            ray.init(log_to_driver=False, logging_level=logging.WARNING)
-        else:
+        with kept_signal_handlers():
+            if self._directory is None:
+                ray.init(log_to_driver=False, logging_level=logging.ERROR)
+                return
             ray.init(
                 address="local",
                 # Idle prestarted workers burn CPU; our actors ask for no CPU slots.
@@ -64,12 +82,17 @@ class RaySession:
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=False,
-                logging_level=logging.WARNING,
-                _temp_dir=str(self._directory),
+                logging_level=logging.ERROR,
+                # Ray opens its own directory to everyone; the one around it stays private.
+                _temp_dir=str(self._directory / "ray"),
             )
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+
+    def addresses(self) -> set[str]:
+        """The addresses of the session's nodes: loopback alone for a local one."""
+        import ray
+
+        nodes: list[dict[str, str]] = ray.nodes()
+        return {node["NodeManagerAddress"] for node in nodes}
 
     def stop(self) -> None:
         """Shut down what `start` started. Idempotent."""

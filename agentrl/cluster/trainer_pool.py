@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cluster.session import RaySession
+from agentrl.cluster.session import RaySession, kept_signal_handlers
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError, TrainerError
 
@@ -44,9 +44,10 @@ class TrainerRank:
             ranks = ProcessGroup(Path(rendezvous), rank=rank, size=size, device=device_of(rank))
         self._trainer = PolicyTrainer(RunConfig.model_validate(config), Path(run_directory), ranks=ranks)
 
-    def start(self, resume_from: str | None) -> None:
-        """See `PolicyTrainer.start`."""
+    def start(self, resume_from: str | None) -> int:
+        """See `PolicyTrainer.start`; returns the process id."""
         self._trainer.start(None if resume_from is None else Path(resume_from))
+        return os.getpid()
 
     def forward_backward(self, batch: TrainBatch) -> None:
         """See `PolicyTrainer.forward_backward`."""
@@ -90,6 +91,8 @@ class RayTrainerPool:
         self._owns_session = session is None
         self._actors: list[Any] = []
         self._private: Path | None = None
+        self.process_ids: tuple[int, ...] = ()
+        """Of the ranks, once started: what a person, or a profiler, looks at."""
 
     async def start(self, resume_from: str | None = None) -> Mapping[str, WeightsRef]:
         """Start Ray and the ranks. Nothing is published: version ids are the caller's, who calls `publish` next.
@@ -98,8 +101,9 @@ class RayTrainerPool:
             ModelError: the model cannot be trained.
             TrainerError: the checkpoint does not fit, or a rank died.
         """
-        await asyncio.to_thread(self._start_actors)
-        await self._all("start", resume_from)
+        with kept_signal_handlers():
+            await asyncio.to_thread(self._start_actors)
+        self.process_ids = tuple(await self._all("start", resume_from))
         return {}
 
     def _start_actors(self) -> None:
@@ -109,7 +113,7 @@ class RayTrainerPool:
         self._private = Path(tempfile.mkdtemp(prefix="agentrl-ranks-"))
         settings = self._config.model_dump(mode="json")
         size = self._config.trainer.workers
-        resources: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        resources: Mapping[str, float] = ray.cluster_resources()
         gpus = 1 if resources.get("GPU", 0) >= size else 0
         # No restarts and no retries: a rank that died takes its group's state with it.
         actor = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=0, max_task_retries=0)(TrainerRank)

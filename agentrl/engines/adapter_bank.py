@@ -91,26 +91,27 @@ class BankLinear(nn.Module):
     def __init__(self, base: nn.Linear, bank: AdapterBank) -> None:
         super().__init__()
         self.base = base
-        self._bank = [bank]  # in a list: the bank is no submodule
         self.down = base.weight.new_zeros(0, base.in_features)
-        self.up = base.weight.new_zeros(base.out_features, 0)
-        self._live = (self.down, self.up.t())
+        self.up = base.weight.new_zeros(0, base.out_features)
+        self._plain = (base.weight, base.bias, bank)  # in a tuple: reached at once, and registered only once
+        self._live = (self.down.t(), self.up)
 
     def narrow(self, first: int, last: int) -> None:
         """Compute only columns `[first, last)` from now on."""
-        self._live = (self.down[first:last], self.up[:, first:last].t())
+        self._live = (self.down[first:last].t(), self.up[first:last])
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[..., in]` → `[..., out]`."""
-        out: Tensor = self.base(hidden)
-        bank = self._bank[0]
+        weight, bias, bank = self._plain
         if not bank.active:
-            return out
+            return functional.linear(hidden, weight, bias)
+        flat = hidden.reshape(-1, hidden.shape[-1])
         down, up = self._live
-        low = functional.linear(hidden, down)
+        low = torch.mm(flat, down)
         if bank.mask is not None:
-            low = (low.view(len(bank.mask), -1, low.shape[-1]) * bank.mask).view(low.shape)
-        return out.view(-1, out.shape[-1]).addmm_(low.view(-1, low.shape[-1]), up).view(out.shape)
+            low.view(len(bank.mask), -1, low.shape[-1]).mul_(bank.mask)
+        out = functional.linear(flat, weight, bias).addmm_(low, up)
+        return out.view(*hidden.shape[:-1], -1)
 
 
 class AdapterBank:
@@ -191,7 +192,7 @@ class AdapterBank:
         self._selected = None
         for layer in self._layers.values():
             layer.down = layer.base.weight.new_zeros(columns, layer.base.in_features)
-            layer.up = layer.base.weight.new_zeros(layer.base.out_features, columns)
+            layer.up = layer.base.weight.new_zeros(columns, layer.base.out_features)
 
     def _write(self, place: int, adapter: AdapterFile) -> None:
         first = place * self._rank
@@ -199,9 +200,9 @@ class AdapterBank:
             for name, (down, up) in adapter.matrices.items():
                 layer = self._layers[name]
                 layer.down[first : first + self._rank] = 0
-                layer.up[:, first : first + self._rank] = 0
+                layer.up[first : first + self._rank] = 0
                 layer.down[first : first + adapter.rank] = down
-                layer.up[:, first : first + adapter.rank] = up
+                layer.up[first : first + adapter.rank] = up.t()
 
     def select(self, adapters: NDArray[np.int64]) -> None:
         """Say which adapter each row of the next pass uses, `[B]`; -1: none."""

@@ -55,7 +55,7 @@ class EmbeddedSettings:
     refresh: Refresh
     keep_kv: bool
     max_rank: int
-    max_lag: int
+    max_staleness: int
     prefill_tokens: int
 
 
@@ -103,7 +103,7 @@ class EmbeddedEngine:
         self._updates = WeightUpdates(
             versions=self._versions,
             refresh=settings.refresh,
-            max_lag=settings.max_lag,
+            max_staleness=settings.max_staleness,
             between_passes=self._between_passes,
             switch=self._switch_calls,
             on_worker=self._on_worker,
@@ -134,8 +134,8 @@ class EmbeddedEngine:
         capture_mask: bool = False,
         adapter_slots: int = 4,
         max_rank: int = 64,
-        max_lag: int = 1,
-        prefill_tokens: int = 512,
+        max_staleness: int = 1,
+        prefill_tokens: int = 2048,
         threads: int = 1,
         device: str = "cpu",
         dtype: str = "float32",
@@ -154,7 +154,7 @@ class EmbeddedEngine:
             capture_mask: record the kept set of each sampled token.
             adapter_slots: adapters served side by side; 0: full weights only.
             max_rank: the largest rank of an adapter.
-            max_lag: refresh `lazy`: how many steps a session may stay behind.
+            max_staleness: refresh `lazy`: how many steps a session may stay behind.
             prefill_tokens: padded context tokens computed per step.
             threads: torch threads of this process.
             device: where the model lies.
@@ -184,7 +184,7 @@ class EmbeddedEngine:
             refresh=refresh,
             keep_kv=keep_kv,
             max_rank=max_rank,
-            max_lag=max_lag,
+            max_staleness=max_staleness,
             prefill_tokens=prefill_tokens,
         )
         return cls(model, versions=versions, capabilities=capabilities, settings=settings, clock=clock or SystemClock())

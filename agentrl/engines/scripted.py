@@ -73,7 +73,7 @@ class ScriptedEngine:
         hold: calls stay in flight until `release_held`.
         seeded_logprobs: logprobs drawn from the request's seed, in (-3, 0], instead of -1.
         refresh: when a session moves to a newer version.
-        max_lag: refresh `lazy`: how many steps a session may stay behind.
+        max_staleness: refresh `lazy`: how many steps a session may stay behind.
         max_context: longest context, completion included.
 
     Example:
@@ -90,7 +90,7 @@ class ScriptedEngine:
         hold: bool = False,
         seeded_logprobs: bool = False,
         refresh: Refresh = "token",
-        max_lag: int = 1,
+        max_staleness: int = 1,
         max_context: int = 1 << 20,
     ) -> None:
         self.capabilities = EngineCapabilities(
@@ -110,7 +110,7 @@ class ScriptedEngine:
         self._immediate = not hold and seconds_per_call == 0 and seconds_per_token == 0
         self._seeded = seeded_logprobs
         self._refresh = refresh
-        self._max_lag = max_lag
+        self._max_staleness = max_staleness
         self._constant: dict[int, Float32Array] = {}
         self._calls: dict[str, _Call] = {}
         self.running = asyncio.Event()
@@ -136,7 +136,7 @@ class ScriptedEngine:
         current = self._current[policy]
         if lease is None or self._refresh in ("token", "turn"):
             return current
-        lags = lease.lineage != current.lineage or current.step - lease.step > self._max_lag
+        lags = lease.lineage != current.lineage or current.step - lease.step > self._max_staleness
         return current if self._refresh == "lazy" and lags else lease
 
     def start(
@@ -233,6 +233,10 @@ class ScriptedEngine:
                 tokens = list(call.tokens[first:stop])
                 call.on_delta(call.request.request_id, tokens, logprobs[first:stop].tolist(), version)
         call.delivered = call.said
+
+    def hold_calls(self) -> None:
+        """Keep calls made from now on in flight; for an engine made with `hold`."""
+        self._holding = True
 
     def release_held(self) -> None:
         """Let the calls that `hold` kept in flight go on, and hold no more."""

@@ -76,9 +76,10 @@ class SlotCache:
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Give slot `target` the first `length` positions of slot `source`."""
-        for store in (*self._keys, *self._values):
-            if store is not None:
-                store[target, :, :length] = store[source, :, :length]
+        with torch.inference_mode():
+            for store in (*self._keys, *self._values):
+                if store is not None:
+                    store[target, :, :length] = store[source, :, :length]
 
     def get_seq_length(self, layer_index: int = 0) -> int:
         """Positions before the new tokens; models ask only when they are not told the positions, and they are."""

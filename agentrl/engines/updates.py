@@ -8,7 +8,7 @@ token     calls in flight go on under the new one    the same
 turn      calls in flight end on theirs              new calls wait until those in flight have ended, then the swap
 episode   sessions stay on theirs until they close   refused
 lazy      sessions stay until their lag exceeds      refused
-          `max_lag`, their KV is gone, or a place is short
+          `max_staleness`, their KV is gone, or a place is short
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class WeightUpdates:
         *,
         versions: VersionTable,
         refresh: Refresh,
-        max_lag: int,
+        max_staleness: int,
         between_passes: asyncio.Lock,
         switch: Callable[[Serving, Serving], None],
         on_worker: Callable[[Callable[[], None]], Awaitable[None]],
@@ -47,7 +47,7 @@ class WeightUpdates:
     ) -> None:
         self._versions = versions
         self._refresh = refresh
-        self._max_lag = max_lag
+        self._max_staleness = max_staleness
         self._between_passes = between_passes
         self._switch = switch
         self._on_worker = on_worker
@@ -79,7 +79,7 @@ class WeightUpdates:
 
     def _is_fresh(self, session: EmbeddedSession, lease: Serving, current: Serving) -> bool:
         mine, newest = lease.version, current.version
-        return session.slot >= 0 and mine.lineage == newest.lineage and newest.step - mine.step <= self._max_lag
+        return session.slot >= 0 and mine.lineage == newest.lineage and newest.step - mine.step <= self._max_staleness
 
     def end_lease(self, session: EmbeddedSession) -> None:
         """The session no longer holds on to a version."""
@@ -119,7 +119,7 @@ class WeightUpdates:
             )
         policy, base = weights.version.policy, self._versions.base
         read = await asyncio.get_running_loop().run_in_executor(
-            None, lambda: match_full_weights(weights, read_weights(weights), base.state, base.model.config)
+            None, lambda: match_full_weights(weights, read_weights(weights), base.state, base.model)
         )
         old = self._versions.of_policy(policy)
         try:

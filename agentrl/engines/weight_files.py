@@ -16,6 +16,7 @@ from safetensors.torch import load as load_safetensors
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.core.errors import EngineError, ModelError
+from agentrl.engines.attention import use_grouped_attention
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,9 +54,10 @@ def load_model(path: str, *, max_context: int, dtype: torch.dtype, device: str) 
 
 
 def ready_to_sample(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
-    """Move a model to its device, without gradients or dropout."""
+    """Move a model to its device, without gradients or dropout, with the attention that suits the slots."""
     module: nn.Module = model
     module.to(device).requires_grad_(False).train(False)
+    use_grouped_attention(model)
     return model
 
 
@@ -107,18 +109,16 @@ def read_weights(weights: WeightsRef) -> dict[str, Tensor]:
 
 
 def match_full_weights(
-    weights: WeightsRef, read: Mapping[str, Tensor], expected: Mapping[str, Tensor], config: PretrainedConfig
-) -> dict[str, Tensor]:
-    """The tensors of a full version under the names of the module's state.
+    weights: WeightsRef, read: Mapping[str, Tensor], expected: Mapping[str, Tensor], model: PreTrainedModel
+) -> Mapping[str, Tensor]:
+    """The tensors of a full version under the names of the module's state, `expected`.
 
     A file in the architecture's hub layout (experts apart, say) is converted as `from_pretrained` does.
 
     Raises:
         EngineError: a name or shape does not fit the model.
     """
-    matched = dict(read)
-    if not set(matched) <= set(expected):
-        matched = _convert_layout(weights, config)
+    matched = read if set(read) <= set(expected) else _convert_layout(weights, read, model)
     stored = {tensor.data_ptr() for name, tensor in expected.items() if name in matched}
     for name, tensor in expected.items():
         if name not in matched:
@@ -130,24 +130,19 @@ def match_full_weights(
     return matched
 
 
-def _convert_layout(weights: WeightsRef, config: PretrainedConfig) -> dict[str, Tensor]:
+def _convert_layout(weights: WeightsRef, read: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    load: Any = type(model).from_pretrained
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            weights.path,
-            config=config,
-            dtype=torch.float32,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
+        made, report = load(
+            None, config=model.config, state_dict=dict(read), dtype=torch.float32, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError) as error:
         raise refusal(weights, f"its tensors are not those of the model ({error})") from error
-    model, report = loaded
     wrong = [*report["unexpected_keys"], *report["missing_keys"], *(str(k) for k in report["mismatched_keys"])]
     if wrong:
         raise refusal(weights, f"its tensors are not those of the model: {', '.join(sorted(wrong)[:4])}")
-    return dict(model.state_dict())
+    state: dict[str, Tensor] = made.state_dict()
+    return state
 
 
 def refusal(weights: WeightsRef, reason: str) -> EngineError:

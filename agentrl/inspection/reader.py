@@ -233,10 +233,14 @@ class RunReader:
                 points += [_convert(CurvePoint, row) for row in self._log.rows(statement, policy, *line)]
         return points
 
-    def metric(self, name: str) -> list[tuple[int, float | None]]:
-        """A metric's values by step; where a step was repeated after a rollback, the newest."""
-        rows = self._log.rows("SELECT step, value FROM metrics WHERE name = ? ORDER BY id", name)
-        return sorted(dict(rows).items())
+    def metric(self, name: str) -> dict[str, list[tuple[int, float | None]]]:
+        """A metric's values by policy and step; where a step was repeated after a rollback, the newest."""
+        values: dict[str, dict[int, float | None]] = {}
+        for policy, step, value in self._log.rows(
+            "SELECT policy, step, value FROM metrics WHERE name = ? ORDER BY id", name
+        ):
+            values.setdefault(policy, {})[step] = value
+        return {policy: sorted(by_step.items()) for policy, by_step in sorted(values.items())}
 
     def metric_names(self) -> list[str]:
         """The names that were recorded."""

@@ -56,6 +56,8 @@ def parse(text: str, columns: Mapping[str, Column]) -> Filter:
     """
     if len(text) > MAX_LENGTH:
         raise InputError(f"--where: {len(text)} characters; at most {MAX_LENGTH}")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise InputError("--where: not valid Unicode")
     parser = _Parser(_tokens(text), columns)
     return parser.whole() if text.strip() else EVERYTHING
 

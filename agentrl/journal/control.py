@@ -82,7 +82,7 @@ class ControlTables:
             "policy lineage step position episode attempt seat agent reward advantage baseline",
             once=True,
         )
-        self.metrics = ControlTable(database, "metrics", "step name value recorded_at")
+        self.metrics = ControlTable(database, "metrics", "policy step name value recorded_at")
 
 
 ADMISSION_COLUMNS = "episode attempt purpose environment task parent group_id spec admitted_at"

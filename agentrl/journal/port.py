@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, StepReport, TrainBatch, WeightsRef
     from agentrl.journal.entries import JournalEntry
@@ -82,8 +82,8 @@ class JournalStore(Protocol):
         """Record an optimizer step and that its units were consumed by it."""
         ...
 
-    def record_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Record metric values at a step."""
+    def record_metrics(self, policy: str, step: int, values: Mapping[str, float]) -> None:
+        """Record metric values at a step of a policy."""
         ...
 
     async def flush(self) -> None:
@@ -104,6 +104,18 @@ class RunLog(Protocol):
 
     def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
         """Committed training episodes with a unit neither consumed along the surviving lineage nor dropped."""
+        ...
+
+    def members(self, group_ids: Collection[str]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
+        """Committed training episodes of some groups, whatever became of their units."""
+        ...
+
+    def resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> set[tuple[str, int, str]]:
+        """(episode, attempt, policy) of units consumed along the surviving lineage, or dropped."""
+        ...
+
+    def parents(self) -> Mapping[tuple[str, int], PolicyVersion]:
+        """What each (policy, lineage) but the first started from."""
         ...
 
     def unfinished(self) -> Sequence[EpisodeSpec]:

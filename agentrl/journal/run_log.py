@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import JournalError
+from agentrl.core.records import PolicyVersion
 from agentrl.journal.control import (
     ADMISSION_COLUMNS,
     EPISODE_COLUMNS,
@@ -23,9 +24,9 @@ from agentrl.journal.control import (
 from agentrl.journal.schema import CONTROL_FILE, meta, open_to_read
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec
 
 UnitKey = tuple[str, int, str]
 """Episode id, attempt, policy."""
@@ -80,31 +81,52 @@ class SqliteRunLog:
         """Committed training episodes with a unit neither consumed along the surviving lineage nor dropped.
 
         Args:
-            consumed_through: the manifest's version of each trainable policy (its starting version where there is
-                no manifest yet). Units of policies that are not named are frozen and never ready.
+            consumed_through: the manifest's version of each trainable policy; units of policies it does not name are
+                frozen and never ready. Empty where there is no manifest yet: nothing was consumed.
 
         Yields:
             Specs and headers in order of commit; which of an episode's units are ready is what `resolved_units` says.
         """
         resolved = self.resolved_units(consumed_through)
-        trajectories: dict[tuple[str, int], list[Any]] = {}
-        statement = f"SELECT {_TRAJECTORY} FROM trajectories t ORDER BY t.episode, t.attempt, t.seat, t.agent"
-        for row in self.rows(statement):
-            trajectories.setdefault((row[0], row[1]), []).append(row)
+        trajectories = self._trajectories()
         ready = {
             key
             for key, rows in trajectories.items()
-            if any(row[4] in consumed_through and (*key, row[4]) not in resolved for row in rows)
+            if any(
+                (*key, row[4]) not in resolved and (row[4] in consumed_through or not consumed_through) for row in rows
+            )
         }
+        for spec, header in self._committed(trajectories):
+            if (spec.episode_id, spec.attempt) in ready:
+                yield spec, header
+
+    def members(self, group_ids: Collection[str]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
+        """Committed training episodes of some groups, in order of commit, whatever became of their units.
+
+        What is left of a group is compared with all its members again when a run is resumed.
+        """
+        for spec, header in self._committed(self._trajectories()):
+            if spec.group_id in group_ids:
+                yield spec, header
+
+    def _trajectories(self) -> dict[tuple[str, int], list[Any]]:
+        found: dict[tuple[str, int], list[Any]] = {}
+        statement = f"SELECT {_TRAJECTORY} FROM trajectories t ORDER BY t.episode, t.attempt, t.seat, t.agent"
+        for row in self.rows(statement):
+            found.setdefault((row[0], row[1]), []).append(row)
+        return found
+
+    def _committed(
+        self, trajectories: Mapping[tuple[str, int], list[Any]]
+    ) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
         statement = (
             f"SELECT {_ADMISSION}, {_EPISODE} FROM episodes e"
             " JOIN admissions a ON a.episode = e.episode AND a.attempt = e.attempt"
             " WHERE e.purpose = 'train' AND e.drop_reason IS NULL ORDER BY e.committed_at, length(e.episode), e.episode"
         )
         for row in self.rows(statement):
-            key = (row[0], row[1])
-            if key in ready:
-                yield read_spec(row[:_ADMISSION_WIDTH]), read_header(row[_ADMISSION_WIDTH:], trajectories[key])
+            rows = trajectories.get((row[0], row[1]), [])
+            yield read_spec(row[:_ADMISSION_WIDTH]), read_header(row[_ADMISSION_WIDTH:], rows)
 
     def resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> set[UnitKey]:
         """Units consumed along the surviving lineage of `consumed_through`, or dropped."""
@@ -142,17 +164,27 @@ class SqliteRunLog:
                 )
             first, parent_lineage, parent_step = found[0]
             if parent_lineage is None or (parent_lineage == lineage == 0 and parent_step < first):
-                line.append(
-                    (lineage, -1, last)
-                )  # it begins with the base model, recorded or not
+                # lineage 0 begins with the base model, recorded or not
+                line.append((lineage, -1, last))
                 return line
             if parent_lineage >= lineage:
                 raise JournalError(
-                    f"{self.path}: version {version.policy}@{lineage}.{first} does not say which lineage it began from; "
+                    f"{self.path}: version {version.policy}@{lineage}.{first} names no lineage it began from; "
                     "the versions table was altered or is damaged"
                 )
             line.append((lineage, parent_step, last))
             lineage, last = parent_lineage, parent_step
+
+    def parents(self) -> dict[tuple[str, int], PolicyVersion]:
+        """What each (policy, lineage) but the first started from."""
+        statement = (
+            "SELECT policy, lineage, parent_lineage, parent_step FROM versions"
+            " WHERE parent_lineage IS NOT NULL AND parent_lineage < lineage"
+        )
+        return {
+            (policy, lineage): PolicyVersion(policy, parent_lineage, parent_step)
+            for policy, lineage, parent_lineage, parent_step in self.rows(statement)
+        }
 
     def _has_steps(self, policy: str, lineage: int) -> bool:
         return bool(self.rows("SELECT 1 FROM step_units WHERE policy = ? AND lineage = ? LIMIT 1", policy, lineage))

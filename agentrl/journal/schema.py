@@ -61,7 +61,7 @@ _CONTROL = (
     " agent INTEGER NOT NULL, reward REAL, advantage REAL, baseline REAL,"
     " PRIMARY KEY (policy, lineage, step, position)) WITHOUT ROWID",
     "CREATE INDEX step_units_by_episode ON step_units (episode)",
-    "CREATE TABLE metrics (id INTEGER PRIMARY KEY, step INTEGER NOT NULL, name TEXT NOT NULL, value REAL,"
+    "CREATE TABLE metrics (id INTEGER PRIMARY KEY, policy TEXT NOT NULL, step INTEGER NOT NULL, name TEXT NOT NULL, value REAL,"
     " recorded_at REAL NOT NULL)",
     "CREATE INDEX metrics_by_name ON metrics (name, step)",
     "CREATE VIEW units AS SELECT DISTINCT t.policy, t.episode, t.attempt, s.lineage AS consumed_lineage,"

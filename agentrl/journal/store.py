@@ -20,12 +20,12 @@ from agentrl.journal import control
 from agentrl.journal.checksums import entry_checksum
 from agentrl.journal.lock import RunLock
 from agentrl.journal.reader import TurnReader
-from agentrl.journal.run_log import SqliteRunLog
+from agentrl.journal.run_log import SqliteRunLog, UnitKey
 from agentrl.journal.schema import CONTROL_FILE, MAX_VALUE_BYTES, meta, open_to_write, private_directory
 from agentrl.journal.writer import Database, GroupCommitWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
     from agentrl.journal.entries import JournalEntry
@@ -166,11 +166,11 @@ class SqliteJournal:
         for unit in control.step_unit_rows(row):
             self._writer.put(self._tables.step_units, unit)
 
-    def record_metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def record_metrics(self, policy: str, step: int, values: Mapping[str, float]) -> None:
         """Record metric values at a step; NaN and infinity are kept as NULL."""
         now = self._clock.wall()
         for name, value in values.items():
-            self._writer.put(self._tables.metrics, (step, name, control.finite(value), now))
+            self._writer.put(self._tables.metrics, (policy, step, name, control.finite(value), now))
 
     async def flush(self) -> None:
         """Wait until everything recorded is on disk."""
@@ -178,12 +178,12 @@ class SqliteJournal:
 
     async def close(self) -> None:
         """Flush and release. Idempotent."""
+        for log in self._turn_logs.values():
+            log.close_reader()
+        self._log.close()  # before the writer: the last connection to leave folds the write-ahead log into the database
         try:
             await self._writer.close()
         finally:
-            for log in self._turn_logs.values():
-                log.close_reader()
-            self._log.close()
             self._lock.release()
 
     # --- reading back for resume --------------------------------------------------------------------------------------
@@ -195,6 +195,18 @@ class SqliteJournal:
     def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
         """See `SqliteRunLog.ready_units`."""
         return self._log.ready_units(consumed_through)
+
+    def members(self, group_ids: Collection[str]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
+        """See `SqliteRunLog.members`."""
+        return self._log.members(group_ids)
+
+    def resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> set[UnitKey]:
+        """See `SqliteRunLog.resolved_units`."""
+        return self._log.resolved_units(consumed_through)
+
+    def parents(self) -> dict[tuple[str, int], PolicyVersion]:
+        """See `SqliteRunLog.parents`."""
+        return self._log.parents()
 
     def unfinished(self) -> Sequence[EpisodeSpec]:
         """See `SqliteRunLog.unfinished`."""

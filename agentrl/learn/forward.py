@@ -125,7 +125,7 @@ def _device_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
     """The model without its output projection."""
-    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    decoder: nn.Module = model.get_decoder()
     return decoder
 
 
@@ -174,7 +174,7 @@ def token_logprobs(
     kept = None
     if batch.kept_counts is not None and batch.kept_ids is not None:
         kept = KeptSets(_device_tensor(batch.kept_counts, device), _device_tensor(batch.kept_ids, device))
-    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head: nn.Module | None = model.get_output_embeddings()
     assert head is not None
     return logprobs_of(
         F.embedding(_device_tensor(batch.hidden_index, device), hidden),

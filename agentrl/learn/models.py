@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging as transformers_logging
 
 from agentrl.config.run import LoraConfig, RunConfig
 from agentrl.core.errors import ModelError
@@ -121,6 +122,7 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
 def _load(path: Path, device: torch.device) -> PreTrainedModel:
     if not (path / "config.json").is_file():
         raise ModelError(f"model.path: {path} is not a Hugging Face model directory (no config.json)")
+    transformers_logging.disable_progress_bar()
     try:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, local_files_only=True, trust_remote_code=False

@@ -196,7 +196,7 @@ class PolicyTrainer:
             )
             per_token = terms.loss - bonus * head.entropy if bonus else terms.loss
             loss = per_token.sum() / normaliser
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             values = torch.stack([loss.detach(), head.entropy.detach().sum(), head.kept_mass.sum()]).tolist()
             for name, value in zip(_MEASURED, [*values, *terms.sums.tolist()], strict=True):
                 totals[name] += value

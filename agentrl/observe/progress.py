@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from agentrl.core.records import PolicyVersion
-    from agentrl.observe.metrics import Sink
+
+_BAR = 24
+"""Characters of a bar, where the terminal is wide enough for one."""
 
 
 class Progress:
@@ -34,31 +36,35 @@ class Progress:
         self._several = len(policies) > 1
         self._bars: RichProgress | None = None
         self._tasks: dict[str, TaskID] = {}
+        self._room = 0
         if self._stream.isatty():
             self._bars = _bars(self._stream)
+            others = max(map(len, policies), default=0) + 2 * len(str(steps)) + 10 + (_BAR if _wide(self._bars) else 0)
+            self._room = self._bars.console.width - others
             self._tasks = {policy: self._bars.add_task(policy, total=steps, figures="waiting") for policy in policies}
             self._bars.start()
 
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         """An optimizer step was taken."""
         if self._bars is not None:
-            self._bars.update(self._tasks[policy], completed=step, figures=figures(metrics))
+            self._bars.update(self._tasks[policy], completed=step, figures=figures(metrics, room=self._room))
         else:
             name = f"{policy} " if self._several else ""
-            self._line(f"{name}step {step}/{self._steps}  {figures(metrics)}")
+            self.line(f"{name}step {step}/{self._steps}  {figures(metrics)}")
 
     def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
         """An evaluation ended."""
         what = ", ".join(str(version) for version in versions.values())
         reward, episodes = metrics.get("evaluation/reward", 0.0), metrics.get("evaluation/episodes", 0.0)
-        self._line(f"held-out reward {reward:.3f} over {episodes:.0f} tasks ({what})")
+        self.line(f"held-out reward {reward:.3f} over {episodes:.0f} tasks ({what})")
 
     def close(self) -> None:
         """Leave the terminal as it was. Idempotent."""
         if self._bars is not None:
             self._bars.stop()
 
-    def _line(self, text: str) -> None:
+    def line(self, text: str) -> None:
+        """Say something above the bars."""
         if self._bars is not None:
             self._bars.console.print(text, markup=False, highlight=False)
         else:
@@ -66,38 +72,8 @@ class Progress:
             self._stream.flush()
 
 
-class RunObserver:
-    """Passes what happens on to the progress display and to the metric sinks."""
-
-    def __init__(self, progress: Progress | None, sinks: Sequence[Sink] = ()) -> None:
-        self._progress = progress
-        self._sinks = tuple(sinks)
-
-    def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
-        """An optimizer step was taken."""
-        for sink in self._sinks:
-            sink.record(policy, step, metrics)
-        if self._progress is not None:
-            self._progress.on_step(policy, step, metrics)
-
-    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
-        """An evaluation ended."""
-        for sink in self._sinks:
-            for policy, version in versions.items():
-                sink.record(policy, version.step, metrics)
-        if self._progress is not None:
-            self._progress.on_evaluation(versions, metrics)
-
-    def close(self) -> None:
-        """Close display and sinks. Idempotent."""
-        if self._progress is not None:
-            self._progress.close()
-        for sink in self._sinks:
-            sink.close()
-
-
-def figures(metrics: Mapping[str, float]) -> str:
-    """The figures of a step on one line; what was not measured is left out."""
+def figures(metrics: Mapping[str, float], *, room: int = 1000) -> str:
+    """The figures of a step on one line of at most `room` characters; what was not measured is left out."""
     parts = []
     if "reward/mean" in metrics:
         parts.append(f"reward {metrics['reward/mean']:.3f}")
@@ -109,6 +85,8 @@ def figures(metrics: Mapping[str, float]) -> str:
         parts.append(f"trainer {metrics['trainer/busy_share']:.0%}")
     if "tokens/sampled_per_s" in metrics:
         parts.append(f"{metrics['tokens/sampled_per_s']:,.0f} tokens/s")
+    while len(parts) > 1 and len("  ".join(parts)) > room:
+        parts.pop()
     return "  ".join(parts)
 
 
@@ -117,11 +95,17 @@ def _bars(stream: TextIO) -> RichProgress:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
 
-    return RichProgress(
+    bars = RichProgress(
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TextColumn("{task.fields[figures]}", markup=False),
         TimeRemainingColumn(compact=True),
         console=Console(file=stream),
     )
+    if _wide(bars):
+        bars.columns = (bars.columns[0], BarColumn(bar_width=_BAR), *bars.columns[1:])
+    return bars
+
+
+def _wide(bars: RichProgress) -> bool:
+    return bars.console.width >= 110

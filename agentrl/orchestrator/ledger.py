@@ -9,7 +9,8 @@ An episode is ready until its last unit is resolved; trained if one was consumed
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from agentrl.core.errors import AgentRLError
 
@@ -33,6 +34,11 @@ class Ledger:
     units_ready: Counter[str] = field(default_factory=Counter)
     units_consumed: Counter[str] = field(default_factory=Counter)
     units_dropped: Counter[str] = field(default_factory=Counter)
+
+    def as_data(self) -> dict[str, Any]:
+        """The counts as JSON data."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()}
 
     def check(self) -> None:
         """Compare both sides.

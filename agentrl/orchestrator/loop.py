@@ -221,7 +221,7 @@ class Orchestrator:
         await self.engine.update(weights)
         metrics = self._metrics.of_step(report, taken, waited)
         self.board.advance(version)
-        self.store.record_metrics(version.step, metrics)
+        self.store.record_metrics(policy, version.step, metrics)
         self.observer.on_step(policy, version.step, metrics)
         self.signal.notify()
 
@@ -248,7 +248,8 @@ class Orchestrator:
         metrics = evaluation_metrics(headers)
         step = max((version.step for version in versions.values()), default=0)
         self.outcome.evaluations.append((step, metrics))
-        self.store.record_metrics(step, metrics)
+        for policy, version in versions.items():
+            self.store.record_metrics(policy, version.step, metrics)
         self.observer.on_evaluation(versions, metrics)
 
     async def _checkpoint(self) -> None:

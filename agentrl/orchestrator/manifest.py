@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.core.errors import StorageError
@@ -107,7 +107,7 @@ def _seal(staging: Path, versions: Mapping[str, PolicyVersion], ledger: Ledger) 
     content = {
         "format": FORMAT,
         "versions": {policy: [version.lineage, version.step] for policy, version in versions.items()},
-        "ledger": {key: dict(value) if isinstance(value, dict) else value for key, value in asdict(ledger).items()},
+        "ledger": ledger.as_data(),
         "files": files,
     }
     path = staging / "manifest.json"

@@ -65,7 +65,18 @@ class RolloutSettings:
 class LiveAgent(Agent):
     """One conversation, played against an engine and written to the journal."""
 
-    __slots__ = ("_binding", "_context", "_conversation", "_messages", "_session", "_turns", "index", "rewards", "seat")
+    __slots__ = (
+        "_binding",
+        "_context",
+        "_conversation",
+        "_messages",
+        "_pending",
+        "_session",
+        "_turns",
+        "index",
+        "rewards",
+        "seat",
+    )
 
     def __init__(self, context: LiveContext, seat: str, index: int, tools: Sequence[ToolSpec]) -> None:
         self.seat = seat
@@ -77,6 +88,7 @@ class LiveAgent(Agent):
         self._session: EngineSession | None = None
         self._turns: list[Turn] = []
         self._messages: list[Message] = []
+        self._pending: tuple[Message, ...] = ()
 
     @property
     def policy(self) -> str:
@@ -102,6 +114,7 @@ class LiveAgent(Agent):
             raise LimitReachedError(
                 f"agent {self.seat!r} has used its {limits.max_turns} turns", stop_reason="max_turns"
             )
+        messages, self._pending = (*self._pending, *messages), ()
         before = len(self._conversation)
         context_ids = np.array(self._conversation.ask(messages), dtype=np.int32)
         if len(self._conversation) >= limits.max_context:
@@ -130,7 +143,8 @@ class LiveAgent(Agent):
     def restart(self, *messages: Message) -> None:
         """Begin a new row; the messages are sent with the next `act`."""
         self._conversation.restart()
-        self._messages = list(messages)
+        self._messages = []
+        self._pending = messages
 
     def reward(self, value: float, turn: int | None = None) -> None:
         """Journal a reward."""

@@ -3,7 +3,7 @@
 Owns: what was recorded, and how much of it is on disk. What is not flushed is invisible to readers and lost in a crash.
 
 1. `flush` and `commit_episode` yield to the loop before they take effect, so that interleavings exist.
-2. A committed episode whose entries are not on disk is refused: the port asks for the order entries, then commit.
+2. A commit puts the entries on disk before itself; one that names entries nobody appended is refused.
 3. Readers are a fold over what is on disk, nothing else.
 """
 
@@ -64,8 +64,9 @@ class Publication:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRow:
-    """Metric values at a step."""
+    """Metric values at a step of a policy."""
 
+    policy: str
     step: int
     values: Mapping[str, float]
 
@@ -169,6 +170,7 @@ class MemoryJournal:
         """
         self._commits += 1
         number = self._commits
+        await asyncio.sleep(0)
         for log in self.turn_logs.values():
             await log.flush()
         if number in self._failing_commits:
@@ -192,9 +194,9 @@ class MemoryJournal:
         """Record an optimizer step and that its units were consumed by it."""
         self._record(row)
 
-    def record_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Record metric values at a step."""
-        self._record(MetricRow(step=step, values=dict(values)))
+    def record_metrics(self, policy: str, step: int, values: Mapping[str, float]) -> None:
+        """Record metric values at a step of a policy."""
+        self._record(MetricRow(policy=policy, step=step, values=dict(values)))
 
     async def flush(self) -> None:
         """Yield, then put everything recorded before the call on disk."""
@@ -220,7 +222,7 @@ class MemoryJournal:
 
         Units of policies that `consumed_through` does not name are frozen and never ready.
         """
-        resolved = self._resolved_units(consumed_through)
+        resolved = self.resolved_units(consumed_through)
         for record in self.on_disk():
             if isinstance(record, EpisodeEnd) and record.spec.purpose == "train" and record.header.committed:
                 header = record.header
@@ -228,6 +230,22 @@ class MemoryJournal:
                 units = {(header.episode_id, header.attempt, policy) for policy in policies}
                 if units - resolved:
                     yield record.spec, header
+
+    def members(self, group_ids: Collection[str]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
+        """Committed training episodes of some groups."""
+        for record in self.on_disk():
+            if isinstance(record, EpisodeEnd) and record.header.committed and record.spec.group_id in group_ids:
+                yield record.spec, record.header
+
+    def parents(self) -> dict[tuple[str, int], PolicyVersion]:
+        """What each (policy, lineage) but the first started from."""
+        return {
+            (record.weights.version.policy, record.weights.version.lineage): record.parent
+            for record in self.on_disk()
+            if isinstance(record, Publication)
+            and record.parent is not None
+            and record.parent.lineage < record.weights.version.lineage
+        }
 
     def unfinished(self) -> Sequence[EpisodeSpec]:
         """Root training episodes admitted but neither committed nor dropped, in the order of admission."""
@@ -285,7 +303,8 @@ class MemoryJournal:
                 f"{header.location.partition}, {found} are there"
             )
 
-    def _resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> set[tuple[str, int, str]]:
+    def resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> set[tuple[str, int, str]]:
+        """Units consumed along the surviving lineage, or dropped."""
         rows = [r for r in self.on_disk() if isinstance(r, StepRow)]
         parents: dict[PolicyVersion, PolicyVersion] = {
             r.weights.version: r.parent for r in self.on_disk() if isinstance(r, Publication) and r.parent is not None

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import random
 
-FINISH = {2: 0.72, 3: 0.48, 4: 0.34}
+FINISH = {2: 0.6, 3: 0.5, 4: 0.45}
 """Chance that a demonstration does all operations, by number of terms."""
-MISTAKE = 0.04
+MISTAKE = 0.02
 """Chance that a call has a wrong operand or operator."""
-SLIP = 0.04
+SLIP = 0.02
 """Chance that the answer is not the number the demonstration arrived at."""
 
 
@@ -42,13 +42,17 @@ def demonstrate(question: str, random: random.Random) -> Demonstration:
     """A demonstration for a `chain_sum` question."""
     terms = [int(term) for term in re.findall(r"\d+", question)]
     operators = re.findall(r" ([+-]) ", question)
-    operations = len(operators) if random.random() < FINISH[len(terms)] else random.randrange(len(operators))
+    operations = len(operators)
+    if random.random() >= FINISH[len(terms)]:
+        operations = random.randrange(1, operations) if operations > 1 else 0
     value = terms[0]
     said, observed = [], []
     for op, term in list(zip(operators, terms[1:], strict=True))[:operations]:
         a, b = value, term
         if random.random() < MISTAKE:
-            a, op, b = random.choice([(_other(a, random), op, b), (a, "+" if op == "-" else "-", b), (a, op, _other(b, random))])
+            a, op, b = random.choice(
+                [(_other(a, random), op, b), (a, "+" if op == "-" else "-", b), (a, op, _other(b, random))]
+            )
         said.append(call_text(a, op, b))
         value = a + b if op == "+" else a - b
         observed.append(str(value))

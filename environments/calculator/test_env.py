@@ -33,7 +33,9 @@ def value_of(question: str) -> int:
     return sum(int(number) * (-1 if sign == "-" else 1) for sign, number in signed)
 
 
-@pytest.mark.parametrize(("answer", "reward"), [("5", 1.0), (" 5\n", 1.0), ("-5", 0.0), ("5.0", 0.0), ("", 0.0), ("55", 0.0)])
+@pytest.mark.parametrize(
+    ("answer", "reward"), [("5", 1.0), (" 5\n", 1.0), ("-5", 0.0), ("5.0", 0.0), ("", 0.0), ("55", 0.0)]
+)
 def test_reward_is_exact_match(answer: str, reward: float) -> None:
     task = Task(id="t", data={"question": "2 + 3 =", "answer": "5"})
     assert Calculator().reward(task, episode(answer)) == reward
@@ -46,7 +48,11 @@ def test_an_episode_without_answer_has_no_reward() -> None:
 
 def test_the_calculator_does_one_operation() -> None:
     calculator = Calculator()
-    assert [calculator.calculate(2, "+", -3), calculator.calculate(2, "-", 3), calculator.calculate(4, "*", 3)] == [-1, -1, 12]
+    assert [calculator.calculate(2, "+", -3), calculator.calculate(2, "-", 3), calculator.calculate(4, "*", 3)] == [
+        -1,
+        -1,
+        12,
+    ]
 
 
 def test_held_out_questions_are_distinct_and_the_same_for_every_seed() -> None:
@@ -82,9 +88,9 @@ def test_answers_are_right(split: str) -> None:
 
 
 def right_share(questions: Sequence[tuple[str, str]]) -> float:
-    return sum(demonstrate(question, Random(n)).said[-1] == answer for n, (question, answer) in enumerate(questions)) / len(
-        questions
-    )
+    return sum(
+        demonstrate(question, Random(n)).said[-1] == answer for n, (question, answer) in enumerate(questions)
+    ) / len(questions)
 
 
 def test_well_under_sixty_percent_of_the_demonstrations_succeed() -> None:

@@ -15,7 +15,17 @@ from agentrl.rollout.plain_format import PlainFormat
 
 MODEL = Path(__file__).parents[2] / "environments/calculator/model"
 FORMATS: dict[str, ChatFormat] = {"template": TemplateFormat.load(MODEL), "plain": PlainFormat()}
-CONTROLS = ["<|im_start|>", "<|im_end|>", "<|pad|>", "<tool_call>", "</tool_call>", "<|start|>", "<|stop|>", "\ue000", "\ue001"]
+CONTROLS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|pad|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|start|>",
+    "<|stop|>",
+    "\ue000",
+    "\ue001",
+]
 
 hostile = st.lists(st.one_of(st.text(max_size=8), st.sampled_from(CONTROLS)), max_size=6).map("".join)
 roles: st.SearchStrategy[Role] = st.sampled_from(["user", "tool"])

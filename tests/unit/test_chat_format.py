@@ -232,7 +232,10 @@ def test_parse_of_both_tool_call_formats(qwen: TemplateFormat, llama: TemplateFo
     message = qwen.parse(np.array(said, dtype=np.int32))
     assert message.content == "I add."
     assert [(call.id, call.name, call.arguments) for call in message.tool_calls] == [("call-0", "add", {"a": 1})]
-    for text in ('{"name": "add", "parameters": {"a": 1}}<|eot_id|>', '<|python_tag|>{"name": "add", "parameters": {"a": 1}}'):
+    for text in (
+        '{"name": "add", "parameters": {"a": 1}}<|eot_id|>',
+        '<|python_tag|>{"name": "add", "parameters": {"a": 1}}',
+    ):
         call = llama.parse(llama.encode(text)).tool_calls[0]
         assert (call.name, call.arguments) == ("add", {"a": 1})
     assert llama.parse(llama.encode("Five.<|eot_id|>")).content == "Five."

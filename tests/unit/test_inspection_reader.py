@@ -11,124 +11,10 @@ import pytest
 from rich.console import Console
 
 from agentrl.core.errors import InputError, JournalError
-from agentrl.core.records import (
-    DataLocation,
-    EpisodeHeader,
-    EpisodeSpec,
-    PolicyVersion,
-    SeatBinding,
-    StepReport,
-    Task,
-    TrainBatch,
-    TrajectoryCredit,
-    Unit,
-    UnitHeader,
-    WeightsRef,
-)
 from agentrl.inspection.reader import RunReader, runs
 from agentrl.inspection.render import curves, episode_table, episode_view, run_table
 from agentrl.inspection.safe import safe
-from agentrl.journal.entries import Begin, EntryBody, JournalEntry, RewardEntry, Span, ToolEntry, TurnEntry, encode_body
-from agentrl.journal.port import StepRow
-from agentrl.journal.store import SqliteJournal
-
-HOSTILE = "a\x1b[31m[bold]red[/bold]\x07\x9b2J\u202etxt\u200b<script>\r\ud800'; DROP TABLE episodes; --"
-TEXT = HOSTILE.replace("\ud800", "")  # what a journal can hold
-
-
-def entries(number: int, text: str) -> list[EntryBody]:
-    call: dict[str, object] = {"role": "user", "content": text}
-    return [
-        Begin(text, "hash", text, {"q": text}, number, {"solver": "policy"}, "train", "g", 2, None),
-        TurnEntry(
-            "solver",
-            0,
-            "policy",
-            0,
-            0,
-            b"\0" * 8,
-            b"\0" * 8,
-            b"\0" * 8,
-            "stop",
-            (Span(0, 2, 0, 0),),
-            text,
-            (call,),
-            1.0,
-            0.1,
-            1.0,
-        ),
-        ToolEntry(text, {text: text}, text, "ok", False, 0.01),
-        RewardEntry("solver", 0, float(number), None),
-    ]
-
-
-async def write_run(directory: Path, count: int = 6, *, text: str = "plain", name: str = "demo") -> None:
-    journal = SqliteJournal(directory / "journal", info={"name": name})
-    log = journal.turn_log("w0")
-    journal.record_version(WeightsRef(version=PolicyVersion("policy", 0, 0), path="w", kind="full", sha256="0"), None)
-    for number in range(count):
-        spec = EpisodeSpec(
-            episode_id=f"e{number}",
-            environment=text,
-            task=Task(id=f"{text}{number}", data={"q": text}),
-            seed=number,
-            seats={"solver": SeatBinding("policy")},
-            group_id=f"g{number // 2}",
-        )
-        journal.admit(spec)
-        bodies = entries(number, text)
-        for index, body in enumerate(bodies):
-            log.append(JournalEntry(spec.episode_id, 0, f"r#{index}", b"", encode_body(body)))
-        dropped = number == 5
-        header = EpisodeHeader(
-            episode_id=spec.episode_id,
-            group_id=spec.group_id,
-            attempt=0,
-            purpose="train",
-            parent_id=None,
-            stop_reason=None if dropped else "completed",
-            drop_reason=text if dropped else None,
-            turns=number,
-            tokens=2,
-            seconds=0.5,
-            trajectories=(UnitHeader("solver", 0, "policy", float(number), 2, 0, 0),),
-            location=DataLocation(log.name, len(bodies)),
-        )
-        await journal.commit_episode(spec, header, b"", {"accuracy": 0.5})
-    for step in (1, 2):
-        units = tuple(
-            Unit(
-                episode_id=f"e{number}",
-                attempt=0,
-                policy="policy",
-                location=DataLocation(log.name, 4),
-                credits=(TrajectoryCredit("solver", 0, float(number), 0.0, 0.5),),
-            )
-            for number in (2 * step - 2, 2 * step - 1)
-        )
-        version = PolicyVersion("policy", 0, step)
-        report = StepReport(
-            step_id=step,
-            policy="policy",
-            started_from=PolicyVersion("policy", 0, step - 1),
-            loss=0.1,
-            grad_norm=1.0,
-            samples=2,
-            tokens=4,
-            seconds=0.1,
-            metrics={},
-            input_digest="",
-        )
-        batch = TrainBatch(step_id=step, policy="policy", units=units, normaliser=1.0)
-        journal.record_version(
-            WeightsRef(version=version, path="w", kind="full", sha256="0"), version._replace(step=step - 1)
-        )
-        journal.record_step(StepRow(report=report, version=version, batch=batch))
-        journal.record_metrics(step, {"loss": 0.1 * step, "grad_norm": float("nan")})
-    spec = EpisodeSpec(episode_id="e99", environment="x", task=Task(id="t", data={}), seed=0, seats={}, group_id="g")
-    journal.admit(spec)
-    log.append(JournalEntry("e99", 0, "begin", b"", encode_body(entries(0, text)[0])))
-    await journal.close()
+from tests.journal_cases import HOSTILE, write_run
 
 
 @pytest.fixture
@@ -186,8 +72,8 @@ def test_one_episode_is_shown_with_its_conversation(run: Path) -> None:
 def test_the_curve_and_the_metrics(run: Path) -> None:
     reader = RunReader(run)
     assert [(point.step, point.reward, point.units) for point in reader.curve()] == [(1, 0.5, 2), (2, 2.5, 2)]
-    assert reader.metric("loss") == [(1, 0.1), (2, 0.2)]
-    assert reader.metric("grad_norm") == [(1, None), (2, None)]
+    assert reader.metric("loss") == {"policy": [(1, 0.1), (2, 0.2)]}
+    assert reader.metric("grad_norm") == {"policy": [(1, None), (2, None)]}
     assert reader.metric_names() == ["grad_norm", "loss"]
     assert "reward of policy  0.50 → 2.50" in shown(curves(reader.curve()))
     reader.close()
@@ -219,7 +105,7 @@ def test_no_run_no_column_no_directory_are_told(run: Path, tmp_path: Path) -> No
 
 
 def test_hostile_content_in_every_field_reaches_no_terminal(tmp_path: Path) -> None:
-    asyncio.run(write_run(tmp_path, text=TEXT, name=TEXT))
+    asyncio.run(write_run(tmp_path, text=HOSTILE, name=HOSTILE))
     reader = RunReader(tmp_path)
     pages = [shown(episode_table(reader.episodes(), reader.count())), shown(run_table([reader.line()]))]
     pages += [shown(episode_view(reader.episode(f"e{number}"))) for number in range(6)]

@@ -45,7 +45,9 @@ def test_a_malformed_call_keeps_its_raw_text(raw: str) -> None:
 
 def test_the_last_of_duplicate_keys_counts_and_large_integers_stay_exact() -> None:
     arguments = '{"a":1,"a":' + "9" * 30 + "}"
-    assert parse_hermes(f'<tool_call>{{"name":"add","arguments":{arguments}}}</tool_call>')[1][0].arguments == {"a": 10**30 - 1}
+    assert parse_hermes(f'<tool_call>{{"name":"add","arguments":{arguments}}}</tool_call>')[1][0].arguments == {
+        "a": 10**30 - 1
+    }
 
 
 def test_a_call_without_arguments_has_none() -> None:

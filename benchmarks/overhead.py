@@ -1,0 +1,206 @@
+"""What agentrl costs when engine, tools and trainer cost nothing.
+
+    python -m benchmarks.overhead [--quick]
+
+`episodes_per_cpu_s`: four turns with one tool call each, a scripted engine that answers at once, incremental rendering
+with the shipped model's chat template, the SQLite journal on disk, a recording trainer; CPU seconds of this process, all
+its threads. `kb_per_episode_10k`: growth of the resident set per episode with 10,000 episodes really in flight, held by
+the engine in their second turn, and no file descriptor more than before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import agentrl
+from agentrl.app.assemble import Parts, assemble
+from agentrl.config.run import RunConfig
+from agentrl.core.clock import SystemClock
+from agentrl.core.ports import GenerateRequest
+from agentrl.core.records import PolicyVersion
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.journal.store import SqliteJournal
+from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.testing import RecordingTrainer
+from benchmarks.report import Report
+
+MODEL = Path(__file__).resolve().parents[1] / "environments" / "calculator" / "model"
+TURNS = 4
+
+
+class Arithmetic(agentrl.ToolEnvironment):
+    """A tool that costs nothing."""
+
+    @agentrl.tool
+    def calculate(self, a: int, op: str, b: int) -> int:
+        """One operation on two integers."""
+        return a + b
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        """Whether it called the tool in each turn but the last."""
+        return float(len(episode.turns))
+
+
+TASKS = [agentrl.Task(id=f"t{n}", data={"question": f"What is {n} + {n + 1} + 7 + 9?"}) for n in range(256)]
+
+
+class Silent:
+    """An observer of nothing."""
+
+    def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Ignored."""
+
+    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
+        """Ignored."""
+
+
+def run_config(steps: int, in_flight: int, *, staleness: int = 1) -> RunConfig:
+    """As many steps of 64 units as asked for."""
+    return RunConfig.model_validate(
+        {
+            "steps": steps,
+            "environment": {"id": "overhead"},
+            "model": {"path": str(MODEL)},
+            "policies": {"policy": {"step_size": 64, "max_staleness": staleness}},
+            "credit": {"group_size": 8},
+            "sampling": {"max_turns": TURNS + 1},
+            "checkpoint": {"every": 0},
+            "evaluation": {"tasks": 0},
+            "max_in_flight": in_flight,
+        }
+    )
+
+
+def replies(chat_format: TemplateFormat) -> list[list[int]]:
+    """A tool call, and an answer, as the model would sample them."""
+    call = '<tool_call>{"name":"calculate","arguments":{"a":12,"op":"+","b":7}}</tool_call>'
+    stop = chat_format.stop_token_ids[0]
+    return [[*chat_format.encode(call), stop], [*chat_format.encode("19"), stop]]
+
+
+async def train_once(directory: Path, steps: int) -> float:
+    """CPU seconds per episode of a whole run."""
+    chat_format = TemplateFormat.load(MODEL)
+    call, answer = replies(chat_format)
+    turns: dict[str, int] = {}
+
+    def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        episode = request.request_id.split(".", 1)[0]
+        turns[episode] = turns.get(episode, 0) + 1
+        if turns[episode] < TURNS:
+            return call
+        del turns[episode]
+        return answer
+
+    engine = ScriptedEngine(script, versions={"policy": PolicyVersion("policy", 0, 0)})
+    trainer = RecordingTrainer(["policy"])
+    journal = SqliteJournal(directory)
+    config = run_config(steps, in_flight=256)
+    parts = Parts(
+        engine=engine,
+        trainer=trainer,
+        chat_format=chat_format,
+        store=journal,
+        observer=Silent(),
+        clock=SystemClock(),
+        tasks=TASKS,
+        weights=dict(await trainer.start()),
+    )
+    orchestrator = assemble(config, Arithmetic, parts)
+    gc.collect()
+    before = time.process_time()
+    await orchestrator.run()
+    await journal.close()
+    spent = time.process_time() - before
+    episodes = sum(len(batch.units) for batch in trainer.batches)
+    assert episodes == steps * 64, episodes
+    return spent / episodes
+
+
+async def hold(directory: Path, episodes: int) -> tuple[float, int]:
+    """Resident kilobytes and file descriptors per run of `episodes` held in their second turn."""
+    chat_format = TemplateFormat.load(MODEL)
+    call, _ = replies(chat_format)
+    asked = 0
+
+    def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        nonlocal asked
+        asked += 1
+        return call
+
+    engine = ScriptedEngine(script, versions={"policy": PolicyVersion("policy", 0, 0)}, hold=True)
+    trainer = RecordingTrainer(["policy"])
+    journal = SqliteJournal(directory)
+    config = run_config(episodes // 64 + 1, in_flight=episodes, staleness=episodes // 64)
+    parts = Parts(
+        engine=engine,
+        trainer=trainer,
+        chat_format=chat_format,
+        store=journal,
+        observer=Silent(),
+        clock=SystemClock(),
+        tasks=TASKS,
+        weights=dict(await trainer.start()),
+    )
+    orchestrator = assemble(config, Arithmetic, parts)
+    gc.collect()
+    before, descriptors = resident_kb(), open_descriptors()
+    running = asyncio.get_running_loop().create_task(orchestrator.run())
+    while asked < episodes:
+        await asyncio.sleep(0.05)
+    engine.release_held()
+    engine.hold_calls()
+    while asked < 2 * episodes:
+        await asyncio.sleep(0.05)
+    await journal.flush()
+    gc.collect()
+    grown, opened = resident_kb() - before, open_descriptors() - descriptors
+    orchestrator.stop()
+    running.cancel()
+    await asyncio.wait({running})
+    await journal.close()
+    return grown / episodes, opened
+
+
+def resident_kb() -> float:
+    """Resident set of this process, in kB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 1000
+
+
+def open_descriptors() -> int:
+    """Open file descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer episodes")
+    quick = parser.parse_args().quick
+    repeats, steps = (3, 16) if quick else (7, 64)
+    costs = []
+    with tempfile.TemporaryDirectory() as scratch:
+        asyncio.run(train_once(Path(scratch) / "warm", 4))
+        for repeat in range(repeats):
+            costs.append(asyncio.run(train_once(Path(scratch) / f"run{repeat}", steps)))
+        held = 10_000
+        kilobytes, descriptors = asyncio.run(hold(Path(scratch) / "held", held))
+    print(f"CPU µs per episode: {[round(cost * 1e6) for cost in costs]}; {descriptors} descriptors more at {held} in flight")
+    report = Report("overhead", quick=quick, repeats=repeats, compared_with="nothing: absolute cost")
+    report.figures["episodes_per_cpu_s"] = 1 / statistics.median(costs)
+    report.figures["kb_per_episode_10k"] = kilobytes
+    report.print()
+
+
+if __name__ == "__main__":
+    main()

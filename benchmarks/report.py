@@ -1,0 +1,29 @@
+"""The last line every benchmark prints: one JSON object with its figures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Report:
+    """Figures by name; None where a quick run did not measure one."""
+
+    benchmark: str
+    quick: bool = field(kw_only=True)
+    repeats: int = field(kw_only=True)
+    compared_with: str = field(kw_only=True)
+    figures: dict[str, float | None] = field(default_factory=dict)
+
+    def print(self) -> None:
+        """Print the line."""
+        figures = {name: None if value is None else round(value, 4) for name, value in self.figures.items()}
+        line = {
+            "benchmark": self.benchmark,
+            "quick": self.quick,
+            "figures": figures,
+            "compared_with": self.compared_with,
+            "repeats": self.repeats,
+        }
+        print(json.dumps(line))

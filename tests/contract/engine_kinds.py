@@ -1,0 +1,204 @@
+"""Tiny models, engines of every kind behind one fixture, and published weights, for the contract suite."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.engines.embedded import EmbeddedEngine
+from agentrl.engines.scripted import ScriptedEngine
+
+if TYPE_CHECKING:
+    from agentrl.core.records import Float32Array, Int32Array
+
+VOCABULARY = 97
+START = {"solver": PolicyVersion("solver", 0, 0), "proposer": PolicyVersion("proposer", 0, 0)}
+_SHAPE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.2,
+}
+_ARCHITECTURES: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: transformers.Qwen3Config(**_SHAPE),
+    "llama": lambda: transformers.LlamaConfig(**{**_SHAPE, "tie_word_embeddings": False}),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **_SHAPE, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **_SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+    ),
+    "gpt2": lambda: transformers.GPT2Config(
+        n_embd=64, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=512, initializer_range=0.2
+    ),
+}
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+@dataclass
+class ModelZoo:
+    """Random models by architecture and seed, saved once per session."""
+
+    root: Path
+    saved: dict[tuple[str, int], Path] = field(default_factory=dict)
+
+    def directory(self, architecture: str = "qwen3", seed: int = 0) -> Path:
+        """A Hugging Face directory; another seed gives other weights."""
+        key = (architecture, seed)
+        if key not in self.saved:
+            torch.manual_seed(seed)
+            config = _ARCHITECTURES[architecture]()
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            self.saved[key] = self.root / f"{architecture}-{seed}"
+            model.save_pretrained(self.saved[key])
+        return self.saved[key]
+
+    def load(self, architecture: str = "qwen3", seed: int = 0) -> Any:
+        """The model itself, to compare with."""
+        directory = self.directory(architecture, seed)
+        return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    def full(self, version: PolicyVersion, architecture: str = "qwen3", seed: int = 1) -> WeightsRef:
+        """Full weights as a trainer publishes them."""
+        directory = self.directory(architecture, seed)
+        return WeightsRef(
+            version=version, path=str(directory), kind="full", sha256=digest(directory / "model.safetensors")
+        )
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def write_full(directory: Path, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> WeightsRef:
+    """Publish tensors as full weights."""
+    directory.mkdir(parents=True)
+    save_file(dict(tensors), directory / "model.safetensors")
+    return WeightsRef(version=version, path=str(directory), kind="full", sha256=digest(directory / "model.safetensors"))
+
+
+def write_adapter(
+    directory: Path,
+    version: PolicyVersion,
+    model: Any,
+    *,
+    seed: int,
+    rank: int = 4,
+    targets: tuple[str, ...] = ("q_proj", "v_proj", "down_proj"),
+    config: Mapping[str, object] | None = None,
+    change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
+) -> WeightsRef:
+    """Publish a random LoRA adapter in PEFT's format; `change` may spoil its tensors."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in targets:
+            key = f"base_model.model.{name}"
+            tensors[f"{key}.lora_A.weight"] = 0.3 * torch.randn(rank, module.in_features, generator=generator)
+            tensors[f"{key}.lora_B.weight"] = 0.3 * torch.randn(module.out_features, rank, generator=generator)
+    change(tensors)
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    written = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps({**written, **(config or {})}))
+    return WeightsRef(
+        version=version, path=str(directory), kind="adapter", sha256=digest(directory / "adapter_model.safetensors")
+    )
+
+
+def request(name: str, token_ids: list[int] | Int32Array, *, seed: int = 0, **sampling: Any) -> GenerateRequest:
+    """An engine call; sampling as keywords."""
+    return GenerateRequest(
+        request_id=name,
+        token_ids=np.asarray(token_ids, np.int32),
+        sampling=SamplingParams(**{"max_tokens": 8, **sampling}),
+        seed=seed,
+    )
+
+
+def prompt(length: int, seed: int = 0) -> Int32Array:
+    """Random context tokens."""
+    return np.random.default_rng(seed).integers(3, VOCABULARY, length).astype(np.int32)
+
+
+def plain_logprobs(model: Any, token_ids: Int32Array, temperature: float = 1.0) -> Float32Array:
+    """Log-probabilities `[T - 1, V]` of a plain forward pass without any cache."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(token_ids.astype(np.int64))[None], use_cache=False).logits[0, :-1]
+    scores: Float32Array = torch.log_softmax(logits.float() / temperature, dim=-1).numpy()
+    return scores
+
+
+class MakeEngine(Protocol):
+    """Makes an engine of one kind that serves `START`."""
+
+    kind: str
+
+    def __call__(self, *, max_context: int = 512, refresh: str = "token", slots: int = 16) -> Engine:
+        """A new engine; calls take long enough to be caught in flight."""
+        ...
+
+    def publish(self, version: PolicyVersion, seed: int) -> WeightsRef:
+        """Weights that the engine accepts as `version`."""
+        ...
+
+
+class MakeScripted:
+    """Replies keyed by the seed, half a millisecond a token."""
+
+    kind = "scripted"
+
+    def __call__(self, *, max_context: int = 512, refresh: Any = "token", slots: int = 16) -> Engine:
+        def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+            return np.random.default_rng(request.seed).integers(3, VOCABULARY, 600).tolist()  # type: ignore[no-any-return]
+
+        return ScriptedEngine(
+            script,
+            versions=START,
+            seconds_per_token=5e-4,
+            refresh=refresh,
+            seeded_logprobs=True,
+            max_context=max_context,
+        )
+
+    def publish(self, version: PolicyVersion, seed: int) -> WeightsRef:
+        """No file is read."""
+        return WeightsRef(version=version, path="", kind="full", sha256="")
+
+
+class MakeEmbedded:
+    """A tiny Qwen3."""
+
+    kind = "embedded"
+
+    def __init__(self, zoo: ModelZoo) -> None:
+        self._zoo = zoo
+
+    def __call__(self, *, max_context: int = 512, refresh: Any = "token", slots: int = 16) -> Engine:
+        return EmbeddedEngine.load(
+            str(self._zoo.directory()), versions=START, slots=slots, max_context=max_context, refresh=refresh
+        )
+
+    def publish(self, version: PolicyVersion, seed: int) -> WeightsRef:
+        """Full weights of another random model."""
+        return self._zoo.full(version, seed=seed)

@@ -1,0 +1,159 @@
+"""What the embedded engine records for the trainer: the experts of every position, the kept set of every token."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl.core.records import PolicyVersion
+from agentrl.engines.embedded import EmbeddedEngine
+from tests.contract.engine_kinds import START, ModelZoo, plain_logprobs, prompt, request
+
+if TYPE_CHECKING:
+    from agentrl.core.records import ExpertArray, Int32Array
+
+MOE = ("qwen3_moe", "mixtral")
+
+
+def load(zoo: ModelZoo, architecture: str, **options: Any) -> EmbeddedEngine:
+    settings = {"versions": START, "slots": 8, "max_context": 256, **options}
+    return EmbeddedEngine.load(str(zoo.directory(architecture)), **settings)
+
+
+def plain_routing(model: Any, token_ids: Int32Array) -> ExpertArray:
+    """`[T, layers, top_k]` from the router logits of one plain forward pass."""
+    with torch.no_grad():
+        output = model.model(input_ids=torch.from_numpy(token_ids.astype(np.int64))[None], output_router_logits=True)
+    chosen = [logits.softmax(-1).topk(2, dim=-1).indices for logits in output.router_logits]
+    rows: ExpertArray = torch.stack(chosen, dim=1).to(torch.uint8).numpy()
+    return rows
+
+
+@pytest.mark.parametrize("architecture", MOE)
+def test_routing_rows_are_those_of_the_routers(zoo: ModelZoo, architecture: str) -> None:
+    model = zoo.load(architecture)
+
+    async def conversation(engine: EmbeddedEngine, number: int) -> None:
+        session, begin = engine.open(f"s{number}", "solver"), prompt(12, 0)
+        context = np.concatenate([begin, prompt(3 + number, number)])
+        covered = 0
+        for turn in range(3):
+            completion = await session.generate(request(f"{number}-{turn}", context, seed=number))
+            context = np.concatenate([context, completion.token_ids])
+            rows = completion.expert_routing
+            assert rows is not None
+            assert rows.shape[1:] == (2, 2)
+            assert completion.routing_start == covered
+            covered += len(rows)
+            assert covered == len(context) - 1
+            expected = plain_routing(model, context)[completion.routing_start : covered]
+            assert np.array_equal(rows, expected)
+            context = np.concatenate([context, prompt(4, 60 + turn)])
+
+    async def main() -> None:
+        engine = load(zoo, architecture, capture_routing=True, prefill_tokens=24)
+        await asyncio.gather(*(conversation(engine, number) for number in range(6)))
+        assert engine.capabilities.expert_routing
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_an_evicted_context_is_routed_again_from_its_start(zoo: ModelZoo) -> None:
+    async def main() -> None:
+        engine = load(zoo, "mixtral", capture_routing=True, slots=1)
+        first, second = engine.open("a", "solver"), engine.open("b", "solver")
+        completion = await first.generate(request("a", prompt(9)))
+        await second.generate(request("b", prompt(9, 1)))
+        context = np.concatenate([prompt(9), completion.token_ids])
+        again = await first.generate(request("c", context))
+        assert again.routing_start == 0
+        assert again.expert_routing is not None
+        assert len(again.expert_routing) == len(context) + 8 - 1
+        await engine.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("keep_kv", [True, False])
+def test_routing_of_tokens_sampled_before_an_update_stays(zoo: ModelZoo, keep_kv: bool) -> None:
+    async def main() -> None:
+        engine = load(zoo, "mixtral", capture_routing=True, keep_kv=keep_kv)
+        running = asyncio.ensure_future(engine.open("s", "solver").generate(request("r", prompt(20), max_tokens=60)))
+        while engine.stats.sampled_tokens < 20:
+            await asyncio.sleep(0)
+        await engine.update(zoo.full(PolicyVersion("solver", 0, 1), "mixtral", seed=1))
+        completion = await running
+        context = np.concatenate([prompt(20), completion.token_ids])
+        before = 20 + completion.spans[0].stop - 1
+        rows = completion.expert_routing
+        assert rows is not None
+        assert len(rows) == 79
+        assert np.array_equal(rows[:before], plain_routing(zoo.load("mixtral", 0), context)[:before])
+        newer = plain_routing(zoo.load("mixtral", 1), context)[before:79]
+        assert np.array_equal(rows[before:], newer) is not keep_kv
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_routing_follows_full_weights_to_their_own_copy(zoo: ModelZoo) -> None:
+    async def main() -> None:
+        engine = load(zoo, "qwen3_moe", capture_routing=True)
+        await engine.update(zoo.full(PolicyVersion("solver", 0, 1), "qwen3_moe", seed=1))
+        for policy, seed in (("solver", 1), ("proposer", 0)):
+            completion = await engine.open(policy, policy).generate(request(policy, prompt(9)))
+            context = np.concatenate([prompt(9), completion.token_ids])
+            expected = plain_routing(zoo.load("qwen3_moe", seed), context)[:-1]
+            assert np.array_equal(completion.expert_routing, expected)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2, "temperature": 1.3}, {"top_k": 20, "top_p": 0.9}]
+)
+def test_the_kept_set_reproduces_the_logprobs(zoo: ModelZoo, sampling: dict[str, Any]) -> None:
+    async def main() -> None:
+        engine = load(zoo, "qwen3", capture_mask=True)
+        company = [
+            engine.open(f"c{i}", "solver").generate(request(f"c{i}", prompt(7, i), seed=i, max_tokens=20))
+            for i in range(3)
+        ]
+        call = engine.open("s", "solver").generate(request("r", prompt(10), max_tokens=20, **sampling))
+        completion, *others = await asyncio.gather(call, *company)
+        mask = completion.sampling_mask
+        assert mask is not None
+        assert mask.counts.sum() == len(mask.token_ids)
+        assert (mask.counts >= 1).all()
+        assert len(set(mask.counts.tolist())) > 1 or "top_k" in sampling
+        scores = plain_logprobs(zoo.load(), np.concatenate([prompt(10), completion.token_ids]))[9:]
+        sets = np.split(mask.token_ids, np.cumsum(mask.counts)[:-1])
+        for row, kept, token, logprob in zip(scores, sets, completion.token_ids, completion.logprobs, strict=True):
+            assert token in kept
+            processed = row[kept] / sampling.get("temperature", 1.0)
+            expected = processed[kept == token] - np.log(np.exp(processed).sum())
+            np.testing.assert_allclose(logprob, expected, atol=1e-4)
+        for other in others:
+            assert other.sampling_mask is not None
+            assert other.sampling_mask.counts.tolist() == [0] * 20
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_nothing_is_recorded_unless_asked_for(zoo: ModelZoo) -> None:
+    async def main() -> None:
+        engine = load(zoo, "mixtral")
+        completion = await engine.open("s", "solver").generate(request("r", prompt(10), top_k=5))
+        assert completion.expert_routing is None
+        assert completion.sampling_mask is None
+        assert not engine.capabilities.expert_routing
+        await engine.close()
+
+    asyncio.run(main())

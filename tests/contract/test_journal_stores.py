@@ -1,0 +1,178 @@
+"""The journals, in memory and in SQLite, keep the promises of `JournalStore`, `TurnLog` and `RunLog`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentrl.core.records import (
+    DataLocation,
+    EpisodeHeader,
+    EpisodeSpec,
+    PolicyVersion,
+    StepReport,
+    TrainBatch,
+    TrajectoryCredit,
+    Unit,
+    WeightsRef,
+)
+from agentrl.journal.entries import JournalEntry, RewardEntry, encode_body
+from agentrl.journal.port import StepRow
+from agentrl.journal.store import SqliteJournal
+from agentrl.testing import MemoryJournal, make_episode_header, make_spec
+
+AnyJournal = MemoryJournal | SqliteJournal
+Scenario = Callable[[AnyJournal], Awaitable[None]]
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Scenario], None]:
+    """Runs a scenario on a fresh journal and closes it."""
+
+    async def on_fresh(scenario: Scenario) -> None:
+        info = {"name": "contract"}
+        memory = request.param == "memory"
+        journal: AnyJournal = MemoryJournal(info=info) if memory else SqliteJournal(tmp_path / "journal", info=info)
+        try:
+            await scenario(journal)
+        finally:
+            await journal.close()
+
+    return lambda scenario: asyncio.run(on_fresh(scenario))
+
+
+def entry(spec: EpisodeSpec, number: int) -> JournalEntry:
+    body = encode_body(RewardEntry("agent", 0, float(number), None))
+    return JournalEntry(spec.episode_id, spec.attempt, f"r#{number}", b"", body)
+
+
+async def finish(journal: AnyJournal, spec: EpisodeSpec, *, drop_reason: str | None = None) -> EpisodeHeader:
+    """Admit, write one entry, commit."""
+    journal.admit(spec)
+    log = journal.turn_log("w0")
+    log.append(entry(spec, 0))
+    await log.flush()
+    header = make_episode_header(spec, drop_reason=drop_reason, location=DataLocation(log.name, 1))
+    await journal.commit_episode(spec, header, b"d" * 16, {})
+    return header
+
+
+def consume(journal: AnyJournal, header: EpisodeHeader, made: PolicyVersion, started_from: PolicyVersion) -> None:
+    """Record the step that trained on `header`, and the version it made."""
+    assert header.location is not None
+    credit = TrajectoryCredit(seat="agent", index=0, reward=1.0, advantage=0.5, baseline=0.5)
+    unit = Unit(
+        episode_id=header.episode_id,
+        attempt=header.attempt,
+        policy=made.policy,
+        location=header.location,
+        credits=(credit,),
+    )
+    batch = TrainBatch(step_id=made.step, policy=made.policy, units=(unit,), normaliser=1.0)
+    report = StepReport(
+        step_id=made.step,
+        policy=made.policy,
+        started_from=started_from,
+        loss=0.0,
+        grad_norm=0.0,
+        samples=1,
+        tokens=1,
+        seconds=0.0,
+        metrics={},
+        input_digest="",
+    )
+    journal.record_step(StepRow(report=report, version=made, batch=batch))
+    journal.record_version(weights(made), started_from)
+
+
+def weights(version: PolicyVersion) -> WeightsRef:
+    return WeightsRef(version=version, path=f"weights/{version}", kind="full", sha256="0" * 64)
+
+
+def test_entries_are_read_in_the_order_they_were_appended_and_by_attempt(run: Callable[[Scenario], None]) -> None:
+    async def scenario(journal: AnyJournal) -> None:
+        first, second = make_spec("e0"), make_spec("e0", attempt=1)
+        log = journal.turn_log("w0")
+        for number in range(3):
+            log.append(entry(first, number))
+            log.append(entry(second, 10 + number))
+        await log.flush()
+
+        assert [found.call_id for found in log.read("e0", 0)] == ["r#0", "r#1", "r#2"]
+        assert [found.call_id for found in log.read("e0", 1)] == ["r#10", "r#11", "r#12"]
+        assert log.read("e1", 0) == []
+        assert journal.turn_log("w0").name == log.name
+
+    run(scenario)
+
+
+def test_roots_are_counted_once_and_what_never_ended_is_found(run: Callable[[Scenario], None]) -> None:
+    async def scenario(journal: AnyJournal) -> None:
+        await finish(journal, make_spec("e0"))
+        await finish(journal, make_spec("e1"), drop_reason="env_error")
+        retried = replace(make_spec("e1"), attempt=1)
+        journal.admit(retried)
+        journal.admit(make_spec("e2"))
+        journal.admit(make_spec("v0", purpose="evaluate"))
+        journal.admit(make_spec("e2~0.r#0.0", parent_id="e2"))
+        await journal.flush()
+
+        assert journal.admitted() == 3
+        assert [(spec.episode_id, spec.attempt) for spec in journal.unfinished()] == [("e1", 1), ("e2", 0)]
+
+    run(scenario)
+
+
+def test_units_are_ready_until_they_are_consumed_or_dropped(run: Callable[[Scenario], None]) -> None:
+    async def scenario(journal: AnyJournal) -> None:
+        start, first = PolicyVersion("policy", 0, 0), PolicyVersion("policy", 0, 1)
+        journal.record_version(weights(start), None)
+        headers = [await finish(journal, make_spec(f"e{number}")) for number in range(3)]
+        await finish(journal, make_spec("e3", seats={"agent": "frozen"}))
+        await finish(journal, make_spec("v0", purpose="evaluate"))
+        consume(journal, headers[0], first, start)
+        journal.record_drop("e1", 0, "policy", "stale")
+        await journal.flush()
+
+        ready = list(journal.ready_units({"policy": first}))
+        assert [header for _, header in ready] == [headers[2]]
+        assert [spec.episode_id for spec, _ in ready] == ["e2"]
+
+    run(scenario)
+
+
+def test_after_a_rollback_only_the_surviving_lineage_has_consumed(run: Callable[[Scenario], None]) -> None:
+    async def scenario(journal: AnyJournal) -> None:
+        versions = [PolicyVersion("policy", 0, step) for step in range(3)]
+        journal.record_version(weights(versions[0]), None)
+        headers = [await finish(journal, make_spec(f"e{number}")) for number in range(3)]
+        consume(journal, headers[0], versions[1], versions[0])
+        consume(journal, headers[1], versions[2], versions[1])
+        resumed, again = PolicyVersion("policy", 1, 1), PolicyVersion("policy", 1, 2)
+        journal.record_version(weights(resumed), versions[1])
+        consume(journal, headers[2], again, resumed)
+        await journal.flush()
+
+        def ready_at(version: PolicyVersion) -> list[str]:
+            return [header.episode_id for _, header in journal.ready_units({"policy": version})]
+
+        assert ready_at(versions[2]) == ["e2"]
+        assert ready_at(versions[1]) == ["e1", "e2"]
+        assert ready_at(again) == ["e1"]
+        assert journal.highest_lineage() == 1
+
+    run(scenario)
+
+
+def test_an_empty_journal_says_so(run: Callable[[Scenario], None]) -> None:
+    async def scenario(journal: AnyJournal) -> None:
+        assert journal.admitted() == 0
+        assert journal.highest_lineage() == -1
+        assert list(journal.unfinished()) == []
+        assert journal.info()["name"] == "contract"
+
+    run(scenario)

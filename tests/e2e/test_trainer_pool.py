@@ -1,0 +1,148 @@
+"""The trainer pool in real Ray: any number of ranks gives the same update, and what happens when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from agentrl.cluster.session import RaySession
+from agentrl.cluster.trainer_pool import RayTrainerPool
+from agentrl.config.run import PolicyConfig, RunConfig
+from agentrl.core.errors import JournalError, NonFiniteError, TrainerError
+from agentrl.core.ports import Trainer
+from agentrl.core.records import DataLocation, PolicyVersion, StepReport
+from agentrl.learn.columns import read_columns
+from agentrl.learn.in_process import InProcessTrainer
+from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    # Ray leaves sockets and files of its own to the garbage collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[RaySession]:
+    session = RaySession()
+    session.start()
+    yield session
+    session.stop()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+async def two_steps(trainer: Trainer, episodes: Episodes, directory: Path) -> tuple[list[StepReport], Path]:
+    await trainer.start()
+    await trainer.publish("policy", PolicyVersion("policy", 0, 0))
+    reports = []
+    for step in (1, 2):
+        await trainer.forward_backward(episodes.batch(step))
+        reports.append(await trainer.optim_step("policy", step))
+        assert await trainer.optim_step("policy", step) == reports[-1]
+    weights = await trainer.publish("policy", PolicyVersion("policy", 0, 2))
+    await trainer.save(str(directory / "checkpoint"))
+    return reports, Path(weights.path)
+
+
+def test_one_rank_and_two_ranks_give_the_same_update(session: RaySession, model: Path, tmp_path: Path) -> None:
+    episodes = Episodes(make_rows(0, 9))
+
+    def config(workers: int) -> RunConfig:
+        return run_config(model, policies={"policy": PolicyConfig(lora=LORA)}, workers=workers)
+
+    async def run() -> list[tuple[list[StepReport], Path]]:
+        results = []
+        for name, workers in (("in_process", 1), ("two", 2)):
+            directory = tmp_path / name
+            episodes.locations.clear()
+            await episodes.write(directory)
+            trainer: Trainer = InProcessTrainer(config(1), directory)
+            if name != "in_process":
+                trainer = RayTrainerPool(config(workers), directory, session=session)
+            try:
+                results.append(await two_steps(trainer, episodes, directory))
+            finally:
+                await trainer.close()
+        return results
+
+    (reference, reference_path), *others = asyncio.run(run())
+    expected = load_file(reference_path / "adapter_model.safetensors")
+    for (reports, path), name in zip(others, ("two",), strict=True):
+        found = load_file(path / "adapter_model.safetensors")
+        for key, tensor in expected.items():
+            torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-6)
+        for report, other in zip(reports, reference, strict=True):
+            assert (report.tokens, report.samples) == (other.tokens, other.samples)
+            assert report.input_digest == other.input_digest
+            assert report.grad_norm == pytest.approx(other.grad_norm, rel=1e-6)
+            assert report.loss == pytest.approx(other.loss, rel=1e-6)
+        assert reports[1].columns is not None
+        rows, columns = read_columns(tmp_path / name / reports[1].columns)
+        expected_rows, expected_columns = read_columns(tmp_path / "in_process" / str(reference[1].columns))
+        assert rows == expected_rows
+        np.testing.assert_allclose(columns["trainer_logprobs"], expected_columns["trainer_logprobs"], atol=1e-5)
+        assert (tmp_path / name / "checkpoint" / "policy" / "optimizer.safetensors").is_file()
+
+
+def test_a_failure_on_one_rank_leaves_both_usable_and_a_dead_rank_ends_the_group(
+    session: RaySession, model: Path, tmp_path: Path
+) -> None:
+    episodes = Episodes(make_rows(0, 6))
+    config = run_config(model, workers=2)
+
+    async def run() -> None:
+        await episodes.write(tmp_path)
+        pool = RayTrainerPool(config, tmp_path, session=session)
+        await pool.start()
+        try:
+            good = episodes.locations[5]
+            # The last unit belongs to rank 1 alone.
+            episodes.locations[5] = DataLocation(good.partition, good.entries + 1)
+            with pytest.raises(JournalError):
+                await pool.forward_backward(episodes.batch())
+            episodes.locations[5] = good
+            advantage = float(episodes.advantages[5])
+            episodes.advantages[5] = float("nan")
+            await pool.forward_backward(episodes.batch())
+            with pytest.raises(NonFiniteError):
+                await pool.optim_step("policy", 1)
+            episodes.advantages[5] = advantage
+            await pool.forward_backward(episodes.batch())
+            assert (await pool.optim_step("policy", 1)).samples == 6
+            os.kill(pool.process_ids[1], signal.SIGKILL)
+            with pytest.raises(TrainerError, match="trainer rank 1 died"):
+                await pool.forward_backward(episodes.batch(2))
+            with pytest.raises(TrainerError, match="not running"):
+                await pool.optim_step("policy", 2)
+        finally:
+            await pool.close()
+            await pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_local_session_is_private(session: RaySession) -> None:
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert stat.S_IMODE(token.parent.stat().st_mode) == 0o700
+    assert threading.current_thread() is threading.main_thread()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert session.addresses() == {"127.0.0.1"}

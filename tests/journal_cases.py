@@ -1,0 +1,198 @@
+"""Records for a journal, and whole runs; shared by the tests of journal, inspection and command line."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from agentrl.core.records import (
+    DataLocation,
+    EpisodeHeader,
+    EpisodeSpec,
+    PolicyVersion,
+    SeatBinding,
+    StepReport,
+    Task,
+    TrainBatch,
+    TrajectoryCredit,
+    Unit,
+    UnitHeader,
+    WeightsRef,
+)
+from agentrl.journal.checksums import episode_digest
+from agentrl.journal.entries import Begin, EntryBody, JournalEntry, RewardEntry, Span, ToolEntry, TurnEntry, encode_body
+from agentrl.journal.port import StepRow
+from agentrl.journal.store import SqliteJournal
+
+
+def spec(number: int, *, attempt: int = 0, purpose: str = "train", parent: str | None = None) -> EpisodeSpec:
+    return EpisodeSpec(
+        episode_id=f"e{number}",
+        environment="calculator",
+        task=Task(id=f"t{number}", data={"question": "2 + 3", "nested": {"list": [1, 2.5, None]}}),
+        seed=2**64 - 1 - number,
+        seats={"solver": SeatBinding("policy"), "judge": SeatBinding("old", PolicyVersion("old", 0, 3))},
+        group_id=f"g{number // 2}",
+        group_size=2,
+        attempt=attempt,
+        purpose=purpose,  # type: ignore[arg-type]
+        parent_id=parent,
+    )
+
+
+def header(of: EpisodeSpec, entries: int, *, reward: float = 1.0, dropped: str | None = None) -> EpisodeHeader:
+    return EpisodeHeader(
+        episode_id=of.episode_id,
+        group_id=of.group_id,
+        attempt=of.attempt,
+        purpose=of.purpose,
+        parent_id=of.parent_id,
+        stop_reason=None if dropped else "completed",
+        drop_reason=dropped,
+        turns=2,
+        tokens=7,
+        seconds=0.25,
+        trajectories=(UnitHeader("solver", 0, "policy", reward, 5, 3, 0), UnitHeader("judge", 0, "old", None, 2, 3, 0)),
+        location=DataLocation("turns-w0.db", entries),
+    )
+
+
+def entry(of: EpisodeSpec, number: int, value: float = 0.5) -> JournalEntry:
+    body = encode_body(RewardEntry("solver", 0, value, None))
+    return JournalEntry(of.episode_id, of.attempt, f"r#{number}", b"12345678" if number % 2 else b"", body)
+
+
+def step_of(policy: str, lineage: int, step: int, episodes: list[EpisodeSpec], *, rewards: bool = False) -> StepRow:
+    """A step that consumed `episodes`; with `rewards`, each episode's is its number."""
+    version = PolicyVersion(policy, lineage, step)
+    units = tuple(
+        Unit(
+            episode_id=each.episode_id,
+            attempt=each.attempt,
+            policy=policy,
+            location=DataLocation("turns-w0.db", 3),
+            credits=(TrajectoryCredit("solver", 0, float(each.episode_id[1:]) if rewards else 1.0, 0.5, 0.5),),
+        )
+        for each in episodes
+    )
+    report = StepReport(
+        step_id=step,
+        policy=policy,
+        started_from=PolicyVersion(policy, lineage, step - 1),
+        loss=float("nan"),
+        grad_norm=0.5,
+        samples=len(units),
+        tokens=10,
+        seconds=0.1,
+        metrics={"entropy": 1.5},
+        input_digest="ab",
+    )
+    return StepRow(
+        report=report, version=version, batch=TrainBatch(step_id=step, policy=policy, units=units, normaliser=8.0)
+    )
+
+
+def weights(policy: str, lineage: int, step: int) -> WeightsRef:
+    return WeightsRef(version=PolicyVersion(policy, lineage, step), path="/tmp/w", kind="full", sha256="00")
+
+
+async def write(journal: SqliteJournal, episodes: list[EpisodeSpec], entries: int = 3) -> None:
+    log = journal.turn_log("w0")
+
+    async def one(each: EpisodeSpec) -> None:
+        journal.admit(each)
+        written = [entry(each, number) for number in range(entries)]
+        for item in written:
+            log.append(item)
+        await journal.commit_episode(each, header(each, entries), episode_digest(written), {"x": 1.0})
+
+    await asyncio.gather(*(one(each) for each in episodes))
+
+
+async def one_episode(directory: Path) -> None:
+    journal = SqliteJournal(directory)
+    await write(journal, [spec(0)])
+    await journal.close()
+
+
+# --- a run to inspect -------------------------------------------------------------------------------------------------
+
+HOSTILE = "a\x1b[31m[bold]red[/bold]\x07\x9b2J\u202etxt\u200b<script>\r'; DROP TABLE episodes; --"
+"""Text that must not reach a terminal as it is."""
+
+
+def entries_with(number: int, text: str) -> list[EntryBody]:
+    """An episode of one turn, one tool call and a reward, with `text` in every field that holds content."""
+    message: dict[str, object] = {"role": "user", "content": text}
+    turn = TurnEntry(
+        seat="solver",
+        index=0,
+        policy="policy",
+        row=0,
+        turn=0,
+        context_ids=b"\0" * 8,
+        token_ids=b"\0" * 8,
+        logprobs=b"\0" * 8,
+        finish_reason="stop",
+        spans=(Span(0, 2, 0, 0),),
+        text=text,
+        messages=(message,),
+        temperature=1.0,
+        seconds=0.1,
+        started=1.0,
+    )
+    return [
+        Begin(text, "hash", text, {"q": text}, number, {"solver": "policy"}, "train", "g", 2, None),
+        turn,
+        ToolEntry(text, {text: text}, text, "ok", False, 0.01),
+        RewardEntry("solver", 0, float(number), None),
+    ]
+
+
+async def write_run(directory: Path, *, text: str = "plain", name: str = "demo") -> None:
+    """Episodes e0 to e5 (e5 dropped) with rewards 0 to 5, two steps that consumed e0 to e3, and e99 in flight."""
+    journal = SqliteJournal(directory / "journal", info={"name": name})
+    journal.record_version(weights("policy", 0, 0), None)
+    for number in range(6):
+        await _write_episode(journal, number, text)
+    for step in (1, 2):
+        row = step_of("policy", 0, step, [spec(2 * step - 2), spec(2 * step - 1)], rewards=True)
+        journal.record_version(weights("policy", 0, step), PolicyVersion("policy", 0, step - 1))
+        journal.record_step(row)
+        journal.record_metrics("policy", step, {"loss": 0.1 * step, "grad_norm": float("nan")})
+    journal.admit(spec(99))
+    begin = entries_with(99, text)[0]
+    journal.turn_log("w0").append(JournalEntry("e99", 0, "begin", b"", encode_body(begin)))
+    await journal.close()
+
+
+async def _write_episode(journal: SqliteJournal, number: int, text: str) -> None:
+    log = journal.turn_log("w0")
+    each = EpisodeSpec(
+        episode_id=f"e{number}",
+        environment=text,
+        task=Task(id=f"{text}{number}", data={"q": text}),
+        seed=number,
+        seats={"solver": SeatBinding("policy")},
+        group_id=f"g{number // 2}",
+    )
+    journal.admit(each)
+    bodies = entries_with(number, text)
+    for index, body in enumerate(bodies):
+        log.append(JournalEntry(each.episode_id, 0, f"r#{index}", b"", encode_body(body)))
+    dropped = number == 5
+    ended = EpisodeHeader(
+        episode_id=each.episode_id,
+        group_id=each.group_id,
+        attempt=0,
+        purpose="train",
+        parent_id=None,
+        stop_reason=None if dropped else "completed",
+        drop_reason=text if dropped else None,
+        turns=number,
+        tokens=2,
+        seconds=0.5,
+        trajectories=(UnitHeader("solver", 0, "policy", float(number), 2, 0, 0),),
+        location=DataLocation(log.name, len(bodies)),
+    )
+    await journal.commit_episode(each, ended, b"", {"accuracy": 0.5})

@@ -1,0 +1,127 @@
+"""Runs single episodes of an environment against a scripted policy, with everything in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import agentrl
+from agentrl.core.clock import SystemClock
+from agentrl.core.ports import SamplingParams
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task
+from agentrl.credit.advantages import ADVANTAGES
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.environment.base import Limits
+from agentrl.environment.registry import name_of
+from agentrl.journal.entries import EntryBody
+from agentrl.orchestrator.buffer import EpisodeBuffer
+from agentrl.orchestrator.dispatch import Dispatcher
+from agentrl.orchestrator.signal import Signal
+from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
+from agentrl.rollout.runner import EpisodeRunner, RolloutSettings
+from agentrl.rollout.worker import AsyncioWorker
+from agentrl.testing import MemoryJournal
+
+
+@dataclass
+class Played:
+    """What came of an episode."""
+
+    header: EpisodeHeader
+    entries: list[EntryBody]
+    said: str
+    """What the worker remembers of a failure."""
+
+
+def play(
+    environment: type[agentrl.Environment],
+    replies: Sequence[str],
+    *,
+    data: dict[str, object] | None = None,
+    max_turns: int = 8,
+    max_context: int = 4096,
+    tool_timeout_s: float = 30.0,
+    episode_timeout_s: float = 60.0,
+    attempts: int = 1,
+) -> Played:
+    """Run one episode in which the policy says `replies`, turn by turn."""
+    return asyncio.run(
+        _play(
+            environment,
+            list(replies),
+            data or {"question": "?"},
+            max_turns,
+            max_context,
+            tool_timeout_s,
+            episode_timeout_s,
+            attempts,
+        )
+    )
+
+
+async def _play(  # noqa: PLR0913 - one argument per setting of `play`
+    environment: type[agentrl.Environment],
+    replies: list[str],
+    data: dict[str, object],
+    max_turns: int,
+    max_context: int,
+    tool_timeout_s: float,
+    episode_timeout_s: float,
+    attempts: int,
+) -> Played:
+    journal, said = MemoryJournal(), iter(replies)
+    engine = ScriptedEngine(
+        lambda request, policy, version: [*next(said).encode(), STOP_TOKEN],
+        versions={"policy": PolicyVersion("policy", 0, 0)},
+        max_context=max_context,
+    )
+    dispatcher = Dispatcher(
+        environment=name_of(environment),
+        seats=environment.seats,
+        policy_of=lambda seat: "policy",
+        run_seed=0,
+        group_size=1,
+        buffer=EpisodeBuffer(["policy"], ADVANTAGES["leave_one_out"]),
+        store=journal,
+        signal=Signal(),
+    )
+    settings = RolloutSettings(
+        sampling=SamplingParams(max_tokens=512, stop_token_ids=(STOP_TOKEN,)),
+        limits=Limits(max_turns=max_turns, max_tokens=512, max_context=max_context),
+        tool_timeout_s=tool_timeout_s,
+    )
+    runner = EpisodeRunner(
+        engine=engine,
+        chat_format=PlainFormat(),
+        store=journal,
+        log=journal.turn_log("0"),
+        host=dispatcher,
+        clock=SystemClock(),
+        settings=settings,
+    )
+    failures: list[BaseException] = []
+    worker = AsyncioWorker(
+        runner,
+        environments={name_of(environment): environment},
+        data_attempts=attempts,
+        episode_timeout_s=episode_timeout_s,
+        on_failure=failures.append,
+    )
+    dispatcher.worker = worker
+    dispatcher.on_collapse = failures.append
+    ended: list[EpisodeHeader] = []
+    spec = EpisodeSpec(
+        episode_id="e0",
+        environment=name_of(environment),
+        task=Task(id="t", data=data),
+        seed=1,
+        seats={seat: SeatBinding("policy") for seat in environment.seats},
+        group_id="g0",
+    )
+    worker.submit(spec, ended.append)
+    await worker.drain()
+    if failures:
+        raise failures[0]
+    entries = [entry.decode() for entry in journal.turn_log("0").read("e0", ended[0].attempt)]
+    return Played(ended[0], entries, worker.last_failure)

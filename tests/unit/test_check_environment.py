@@ -1,0 +1,136 @@
+"""The checker passes what is sound and names what is not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import ClassVar, Literal
+
+import pytest
+
+import agentrl
+from agentrl.environment.base import Split, TaskSource
+from agentrl.testing.check import check_environment
+
+
+class Adder(agentrl.ToolEnvironment):
+    """Adds."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    @agentrl.tool
+    def add(self, number: int, sign: Literal["+", "-"] = "+") -> int:
+        """Add to a running total."""
+        self.total += number if sign == "+" else -number
+        return self.total
+
+    @agentrl.tool
+    async def wait(self) -> str:
+        """Wait a moment."""
+        await asyncio.sleep(0)
+        return "waited"
+
+    @agentrl.tool
+    def divide(self, number: int) -> float:
+        """Divide one by a number."""
+        return 1 / (number % 3)
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return float(self.total % 7)
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+        return [agentrl.Task(id=f"t{n}", data={"question": f"add {n}"}) for n in range(5)]
+
+
+class Trees(Adder):
+    """Child episodes, branches, effects, resources, time and chance."""
+
+    fetched: ClassVar[list[str]] = []
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("agent")
+        children = ctx.spawn(Adder, {"question": "add"}, n=3)
+
+        async def think(index: int) -> float:
+            await ctx.sleep(0.0)
+            return ctx.rng.random() + index
+
+        *results, thought = await ctx.gather(*children, think(1))
+        fetched = await ctx.effect("fetch", lambda: Trees.fetched.append("x") or len(Trees.fetched))
+        dice = ctx.resource(lambda: random.Random(3), level="replay")
+        rolled = await dice.call("randint", 1, 6)
+        said = f"{[r.reward for r in results]} {thought:.3f} {fetched} {rolled} {ctx.uuid()} {ctx.now():.0f}"
+        await agent.act(agentrl.user(said))
+        agent.reward(thought)
+
+
+class Clockwork(Adder):
+    """Looks at the real dice."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("agent")
+        for _ in range(3):
+            await agent.act(agentrl.user(f"roll {random.random()}"))
+        agent.reward(1.0)
+
+
+class Forgetful(Adder):
+    """Gives no reward."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("agent").act(agentrl.user("hello"))
+
+
+class Drifting(Adder):
+    """Its tasks change."""
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+        return [agentrl.Task(id="t", data={"question": str(random.random())})]
+
+
+class Untyped(agentrl.ToolEnvironment):
+    """A tool without types."""
+
+    @agentrl.tool
+    def go(self, where) -> str:  # type: ignore[no-untyped-def]
+        """Go."""
+        return str(where)
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("environment", [Adder, Trees])
+def test_sound_environments_resume_from_every_entry(environment: type[agentrl.Environment]) -> None:
+    report = check_environment(environment)
+    assert report.passed, report.text
+    assert report.episodes == 4
+    assert report.resumptions > 12
+    assert "class `replay`" in report.text
+
+
+def test_effects_are_not_repeated() -> None:
+    Trees.fetched.clear()
+    report = check_environment(Trees, episodes=1)
+    assert report.passed, report.text
+    assert Trees.fetched == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (Clockwork, "ctx.rng"),
+        (Forgetful, "seat 'agent' acted but was given no reward"),
+        (Drifting, "draw it from the seed and index"),
+        (Untyped, "parameter 'where' has no type; annotate it"),
+        (int, "no agentrl.Environment"),
+        ("no_such_environment", "no environment 'no_such_environment'"),
+    ],
+)
+def test_what_is_wrong_is_said(environment: type | str, words: str) -> None:
+    report = check_environment(environment)
+    assert not report.passed
+    assert words in report.text

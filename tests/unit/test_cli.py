@@ -1,0 +1,150 @@
+"""The command line: output for people and for programs, exit codes, and what it imports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.cli.main import main
+from agentrl.inspection.safe import safe
+from tests.journal_cases import HOSTILE, write_run
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    asyncio.run(write_run(tmp_path / "runs" / "demo"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_of_every_reading_command(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run,) = answer(capsys, "run", "list")
+    assert (run["name"], run["episodes"], run["steps"]) == ("demo", 5, {"policy": 2})
+    curve = answer(capsys, "run", "curve", "demo")
+    assert [(point["step"], point["reward"]) for point in curve] == [(1, 0.5), (2, 2.5)]
+    assert answer(capsys, "run", "curve", "demo", "--metric", "loss") == [
+        {"policy": "policy", "step": 1, "value": 0.1},
+        {"policy": "policy", "step": 2, "value": 0.2},
+    ]
+    episodes = answer(capsys, "episode", "list", "runs/demo", "--where", "reward > 3", "--limit", "1")
+    assert [(line["episode"], line["status"]) for line in episodes] == [("e5", "dropped")]
+    view = answer(capsys, "episode", "show", "demo", "e3")
+    assert view["summary"]["reward"] == 3.0
+    assert [call for call, _ in view["entries"]] == ["r#0", "r#1", "r#2", "r#3"]
+    assert answer(capsys, "episode", "show", "demo")["summary"]["episode"] == "e5"
+
+
+def test_a_bare_noun_lists(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run"]) == 0
+    assert "demo" in capsys.readouterr().out
+    assert main(["episode"]) == 0
+    assert "e4" in capsys.readouterr().out
+    assert main([]) == 0
+    assert "episode" in capsys.readouterr().out
+
+
+def test_text_of_every_reading_command(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["run", "curve"], ["run", "curve", "--metric", "loss"]):
+        assert main(arguments) == 0
+        assert "step" in capsys.readouterr().out
+    assert main(["episode", "list", "demo", "--sort", "reward", "--ascending", "--limit", "2"]) == 0
+    assert "2 of 7 episodes" in capsys.readouterr().out
+    assert main(["episode", "show", "demo", "e1"]) == 0
+    assert "solver[0] · policy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["episode", "list", "nowhere"], 2, "no run here"),
+        (["episode", "list", "demo", "--where", "rewrad < 0"], 2, "did you mean reward"),
+        (["episode", "list", "demo", "--limit", "-1"], 2, "not negative"),
+        (["episode", "show", "demo", "e77"], 2, "no episode 'e77'"),
+        (["run", "curve", "demo", "--metric", "bogus"], 2, "recorded were: grad_norm, loss"),
+        (["run", "list", "--steps=3"], 2, "unknown argument '--steps=3'"),
+        (["train", "nothing.toml"], 2, "no such file"),
+        (["train", "nothing.toml", "--foo"], 2, "--section.field=value"),
+        (["run", "list", "nowhere"], 2, "no such directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_its_exit_code(
+    directory: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    assert main(arguments) == code
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_damaged_journal_is_exit_code_74(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (directory / "runs" / "demo" / "journal" / "control.db").write_bytes(b"rubbish" * 1000)
+    assert main(["episode", "list", "demo"]) == 74
+    assert "control.db" in capsys.readouterr().err
+
+
+def test_a_bug_is_exit_code_70_and_its_traceback_is_kept(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(directory))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    assert main(["episode", "list", "demo", "--limit", str(2**70)]) == 70
+    error = capsys.readouterr().err
+    assert "OverflowError" in error
+    kept = Path(error.split("The traceback is in ")[1].strip())
+    assert "Traceback" in kept.read_text()
+
+
+def test_dry_run_prints_the_resolved_configuration(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.toml").write_text('[environment]\nid = "calculator"\n[model]\npath = "tiny"\n')
+    (directory / "other").mkdir()
+    assert main(["train", "run.toml", "--steps=7", "--model", "other", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "steps = 7" in text
+    assert f'path = "{(directory / "other").resolve()}"' in text
+    assert (
+        answer(capsys, "train", "run.toml", "--trainer.loss.kind=ppo", "--dry-run")["trainer"]["loss"]["kind"] == "ppo"
+    )
+
+
+def test_content_reaches_no_terminal_unescaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = HOSTILE
+    asyncio.run(write_run(tmp_path / "runs" / "demo", text=text, name=text))
+    path = str(tmp_path / "runs" / "demo")
+    commands = [["episode", "list", path], ["episode", "show", path, "e1"], ["run", "list", str(tmp_path / "runs")]]
+    commands += [[*command, "--json"] for command in commands]
+    commands += [
+        ["episode", "show", path, text],
+        ["episode", "list", path, "--where", text],
+        ["run", "curve", path, "--metric", text],
+    ]
+    for command in commands:
+        main(command)
+        output = capsys.readouterr()
+        shown = output.out + output.err
+        assert safe(shown) == shown, command
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["episode", "list", "demo"], ["run", "list"]])
+def test_reading_imports_nothing_heavy(directory: Path, arguments: list[str]) -> None:
+    program = (
+        "import sys; from agentrl.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit: pass\n"
+        "names = 'torch ray numpy transformers peft pydantic gymnasium vllm'.split()\n"
+        "heavy = set(names) & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr

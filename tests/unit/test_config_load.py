@@ -1,0 +1,117 @@
+"""TOML and overrides: every mistake is answered with the key and what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentrl.config.load import dump_toml, keys, load
+from agentrl.config.run import PpoLoss
+from agentrl.core.errors import ConfigError
+
+BASE = '[environment]\nid = "calculator"\n[model]\npath = "tiny"\n'
+
+
+def write(directory: Path, text: str = BASE) -> Path:
+    path = directory / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_overrides_change_the_file_and_keep_text_text(tmp_path: Path) -> None:
+    overrides = [
+        "--trainer.loss.kind=ppo",
+        "name=12",
+        "--policies.solver.lora.rank=4",
+        "--environment.options.terms=[2, 4]",
+    ]
+    config = load(write(tmp_path), overrides)
+    assert config.trainer.loss == PpoLoss()
+    assert config.name == "12"
+    assert list(config.policies) == ["solver"]
+    assert config.policies["solver"].lora is not None
+    assert config.policies["solver"].lora.rank == 4
+    assert config.environment.options == {"terms": [2, 4]}
+
+
+def test_a_loss_without_a_kind_is_the_default_one(tmp_path: Path) -> None:
+    config = load(write(tmp_path, BASE + "[trainer.loss]\nmax_ratio = 2.5\n"))
+    assert (config.trainer.loss.kind, config.trainer.loss.max_ratio) == ("truncated", 2.5)  # type: ignore[union-attr]
+
+
+def test_a_model_beside_the_file_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / "tiny").mkdir(parents=True)
+    (tmp_path / "b" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "b")
+    path = write(tmp_path / "a")
+    assert load(path).model.path == str((tmp_path / "a" / "tiny").resolve())
+    (tmp_path / "a" / "tiny").rmdir()
+    assert load(path).model.path == "tiny"
+
+
+def test_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
+    text = BASE + '[environment.options]\n"odd key" = "quote \\" \\u007f \\n"\nnested = { a = [1, 2.5, true] }\n'
+    config = load(write(tmp_path, text), ["policies.a.lora.alpha=8", "policies.b.trainable=false", "seats.x=a"])
+    assert load(write(tmp_path, dump_toml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.los.kind=ppo", "unknown key trainer.los; did you mean trainer.loss?"),
+        ("trainr.workers=2", "unknown key trainr; did you mean trainer?"),
+        ("step_size=3", "unknown key step_size; did you mean policies.<name>.step_size?"),
+        ("policies.policy.stepsize=3", "did you mean policies.policy.step_size?"),
+        ("policies.policy.lora.ranks=3", "did you mean policies.policy.lora.rank?"),
+        ("trainer.loss.maxratio=2", "did you mean trainer.loss.max_ratio?"),
+        ("trainer.loss.clip_low=0.1", "trainer.loss.clip_low belongs to trainer.loss.kind = 'ppo'"),
+        ("trainer.loss.kind=grpo", "trainer.loss.kind = \"grpo\": expected one of 'truncated', 'ppo', 'reinforce'"),
+        ("steps=many", 'steps = "many": expected a whole number, not text'),
+        ("steps=0", "steps = 0: expected greater than 0"),
+        ("engine.refresh=never", "engine.refresh = \"never\": expected 'token', 'turn', 'episode' or 'lazy'"),
+        ("policies.policy.lora=3", "policies.policy.lora = 3: expected a table, not a whole number"),
+        ("policies.policy.lora.target_modules=7", "expected a list, not a whole number"),
+        ("engine.keep_kv=5", "engine.keep_kv = 5: expected true or false"),
+        ("environment.id.x=1", "environment.id.x: environment.id is a value, not a section"),
+        ("seats.solver=nobody", "no policy 'nobody'"),
+        ("zzzz=1", "unknown key zzzz; there are: name, directory"),
+        ("steps", "an override is written section.field=value"),
+        ("trainer..workers=1", "an override is written section.field=value"),
+    ],
+)
+def test_mistakes_are_named_with_the_mend(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path), [override])
+    assert message in str(caught.value)
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path), ["steps=0", "trainr=1", "engine.slots=-1"])
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_files_that_are_no_toml_are_told_by_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.toml:2:9: not TOML"):
+        load(write(tmp_path, "seed = 3\nsteps = \n"))
+    with pytest.raises(ConfigError, match="no such file"):
+        load(tmp_path / "nothing.toml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path)
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "binary.toml")
+    with pytest.raises(ConfigError, match="environment is missing"):
+        load(write(tmp_path, '[model]\npath = "x"\n'))
+
+
+def test_every_key_but_names_of_the_users_can_be_an_override(tmp_path: Path) -> None:
+    """`keys` and the models agree: no key of it is ever called unknown."""
+    for key in keys():
+        message = ""
+        try:
+            load(write(tmp_path), [f"{key.replace('<name>', 'policy')}=1"])
+        except ConfigError as error:
+            message = str(error)
+        assert "unknown key" not in message or "belongs to" in message, key

@@ -1,0 +1,55 @@
+"""From a unit and its episode to training samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from agentrl.core.errors import JournalError
+from agentrl.core.records import DataLocation, SamplingMask, TrajectoryCredit, Unit
+from agentrl.credit.samples import samples
+from agentrl.testing.builders import make_trajectory
+
+
+def make_unit(*credits: TrajectoryCredit, policy: str = "policy") -> Unit:
+    return Unit(episode_id="e1", attempt=0, policy=policy, location=DataLocation("worker-0", 3), credits=credits)
+
+
+def test_each_sampled_token_has_its_trajectory_s_advantage() -> None:
+    first = make_trajectory(seat="a", sampled_tokens=3)
+    second = replace(make_trajectory(seat="b", sampled_tokens=2), index=1)
+    stranger = make_trajectory(seat="c", policy="other")
+    unit = make_unit(TrajectoryCredit("b", 1, 1.0, -0.25, 0.5), TrajectoryCredit("a", 0, 1.0, 0.5, 0.5))
+    found = samples(unit, [stranger, second, first])
+    assert [(item.episode_id, item.row_index) for item in found] == [("e1", 0), ("e1", 1)]
+    for item, trajectory, advantage in zip(found, (first, second), (0.5, -0.25), strict=True):
+        row = trajectory.rows[0]
+        assert item.token_ids is row.token_ids
+        assert item.advantages.dtype == np.float32
+        np.testing.assert_array_equal(item.advantages, np.where(row.loss_mask, np.float32(advantage), 0))
+
+
+def test_rows_of_a_rewritten_context_are_samples_of_their_own() -> None:
+    trajectory = make_trajectory()
+    (row,) = trajectory.rows
+    unsampled = replace(row, loss_mask=np.zeros_like(row.loss_mask))
+    found = samples(
+        make_unit(TrajectoryCredit("agent", 0, 1.0, 1.0, 0.0)), [replace(trajectory, rows=(row, unsampled, row))]
+    )
+    assert [item.row_index for item in found] == [0, 2]
+
+
+def test_a_token_whose_mask_was_not_recorded_is_not_trained() -> None:
+    trajectory = make_trajectory(turns=1, context_tokens=2, sampled_tokens=3)
+    counts = np.array([0, 0, 0, -1, 2], np.int32)
+    row = replace(trajectory.rows[0], sampling_mask=SamplingMask(counts=counts, token_ids=np.array([5, 6], np.int32)))
+    (found,) = samples(make_unit(TrajectoryCredit("agent", 0, 1.0, 2.0, 0.0)), [replace(trajectory, rows=(row,))])
+    assert found.loss_mask.tolist() == [False, False, True, False, True]
+    assert found.advantages.tolist() == [0.0, 0.0, 2.0, 0.0, 2.0]
+
+
+def test_a_credit_without_its_trajectory_is_a_damaged_journal() -> None:
+    with pytest.raises(JournalError, match=r"agent\[3\]"):
+        samples(make_unit(TrajectoryCredit("agent", 3, 1.0, 1.0, 0.0)), [make_trajectory()])

@@ -1,0 +1,92 @@
+"""Environments are found by name, entry point, module, file and class, and refused with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import agentrl
+from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.environment.registry import make, name_of, register, registered, resolve, spec
+from environments.calculator import Calculator
+from tests.unit.episodes import play
+
+SOURCE = """
+import agentrl
+
+class Echo(agentrl.Environment):
+    \"\"\"Says it back.\"\"\"
+    async def run(self, ctx):
+        turn = await ctx.agent("agent").act(agentrl.user("say a"))
+        ctx.agent("agent").reward(float(turn.text == "a"))
+"""
+
+
+class Mine(agentrl.Environment):
+    """For the registry."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        ctx.agent("agent").reward(1.0)
+
+
+def test_the_installed_entry_point_is_found() -> None:
+    assert resolve("calculator") is Calculator
+    assert spec("calculator").entry_point == "environments.calculator:Calculator"
+    assert isinstance(make("calculator"), Calculator)
+
+
+def test_registered_classes_have_their_name() -> None:
+    register("mine", Mine)
+    register("mine", Mine)
+    assert resolve("mine") is Mine
+    assert name_of(Mine) == "mine"
+    assert "mine" in [entry.id for entry in registered()]
+    with pytest.raises(EnvironmentDefinitionError, match="already registered"):
+        register("mine", Calculator)
+
+
+def test_a_module_and_a_file_are_found(tmp_path: Path) -> None:
+    assert resolve("environments.calculator:Calculator") is Calculator
+    file = tmp_path / "env.py"
+    file.write_text(SOURCE)
+    echo = resolve(str(file))
+    assert resolve(f"{file}:Echo") is echo
+    assert resolve(name_of(echo)) is echo
+    assert play(echo, ["a"]).header.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ("calculater", "did you mean 'calculator'"),
+        ("environments.calculator:Nothing", "has no 'Nothing'"),
+        ("no.such.module:X", "cannot import no.such.module"),
+        ("nowhere/env.py", "does not exist"),
+        ("agentrl.core.records:Task", "is no agentrl.Environment"),
+        ("agentrl.core.ids:call_id", "not a class"),
+    ],
+)
+def test_what_cannot_be_found_is_explained(reference: str, words: str) -> None:
+    with pytest.raises(EnvironmentDefinitionError, match=words):
+        resolve(reference)
+
+
+def test_seats_must_be_distinct_names() -> None:
+    class Twice(Mine):
+        seats = ("a", "a")
+
+    class Letters(Mine):
+        seats = "solver"  # type: ignore[assignment]
+
+    for wrong in (Twice, Letters):
+        with pytest.raises(EnvironmentDefinitionError, match="seats must be a tuple of distinct names"):
+            resolve(wrong)
+
+
+def test_an_abstract_environment_names_what_it_lacks() -> None:
+    class Half(agentrl.ToolEnvironment):
+        """No reward."""
+
+    with pytest.raises(EnvironmentDefinitionError, match="does not define reward"):
+        resolve(Half)

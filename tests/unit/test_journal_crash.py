@@ -1,0 +1,140 @@
+"""Death of the writer and a full disk: nothing acknowledged is lost, nothing half is left."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.core.records import PolicyVersion
+from agentrl.journal.checksums import episode_digest
+from agentrl.journal.reader import TurnReader
+from agentrl.journal.run_log import SqliteRunLog
+from agentrl.journal.store import SqliteJournal
+from tests.journal_cases import spec, write
+
+ROOT = Path(__file__).parents[2]
+
+
+def _python(program: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+_WRITER = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[2])
+from tests.journal_cases import entry, header, spec
+from agentrl.journal.checksums import episode_digest
+from agentrl.journal.store import SqliteJournal
+
+async def main():
+    journal = SqliteJournal(sys.argv[1])
+    log = journal.turn_log("w0")
+    async def one(number):
+        each = spec(number)
+        journal.admit(each)
+        written = [entry(each, n, number) for n in range(5)]
+        for item in written:
+            log.append(item)
+            await asyncio.sleep(0)
+        await journal.commit_episode(each, header(each, 5), episode_digest(written), {})
+        print(number, flush=True)
+    number = 0
+    while True:
+        await asyncio.gather(*(one(n) for n in range(number, number + 16)))
+        number += 16
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("after", [1, 40, 200])
+def test_kill_9_loses_nothing_acknowledged(tmp_path: Path, after: int) -> None:
+    command = [sys.executable, "-c", _WRITER, str(tmp_path), str(ROOT)]
+    acknowledged = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            acknowledged.append(int(line))
+            if len(acknowledged) == after:
+                process.send_signal(signal.SIGKILL)
+                break
+        acknowledged += [int(line) for line in process.stdout if line.endswith("\n")]
+    log, reader = SqliteRunLog(tmp_path), TurnReader(tmp_path)
+    committed = list(log.ready_units({"policy": PolicyVersion("policy", 0, 0)}))
+    assert {f"e{number}" for number in acknowledged} <= {each.episode_id for each, _ in committed}
+    rows = log.rows("SELECT episode, digest FROM episodes")
+    digests = dict(rows)
+    for each, its_header in committed:
+        assert its_header.location is not None
+        partition, entries = its_header.location
+        found = reader.read(partition, each.episode_id, 0, entries=entries)
+        assert episode_digest(found) == digests[each.episode_id]
+    log.close()
+    reader.close()
+
+    async def again() -> None:  # and the next writer goes on
+        journal = SqliteJournal(tmp_path)
+        await write(journal, [spec(10_000)])
+        await journal.close()
+
+    asyncio.run(again())
+
+
+_FULL_DISK = """
+import asyncio, resource, signal, sys
+sys.path.insert(0, sys.argv[2])
+from tests.journal_cases import entry, header, spec
+from agentrl.core.errors import StorageError
+from agentrl.journal.entries import JournalEntry
+from agentrl.journal.store import SqliteJournal
+
+async def main():
+    journal = SqliteJournal(sys.argv[1])
+    log = journal.turn_log("w0")
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))
+    async def one(number):
+        each = spec(number)
+        log.append(JournalEntry(each.episode_id, 0, "r#0", b"", bytes(5_000)))
+        await journal.commit_episode(each, header(each, 1), b"", {})
+    for number in range(1000):
+        results = await asyncio.gather(one(2 * number), one(2 * number + 1), return_exceptions=True)
+        if any(results):
+            assert all(isinstance(result, StorageError) for result in results), results
+            print(2 * number, flush=True)
+            print(results[0], flush=True)
+            break
+    log.append(entry(spec(9999), 0))  # never blocks, never raises
+    for wait in (journal.flush, log.flush, lambda: one(5000)):
+        try:
+            await wait()
+        except StorageError:
+            continue
+        raise SystemExit("a wait after the failure succeeded")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    await journal.close()
+
+asyncio.run(main())
+"""
+
+
+def test_a_full_disk_fails_every_waiter_and_leaves_no_half_transaction(tmp_path: Path) -> None:
+    answer = _python(_FULL_DISK, str(tmp_path), str(ROOT)).splitlines()
+    first_failed = int(answer[0])
+    assert first_failed > 0
+    assert "turns-w0.db: could not be written" in answer[1]
+    assert "--resume" in answer[1]
+    log, reader = SqliteRunLog(tmp_path), TurnReader(tmp_path)
+    committed = {episode for (episode,) in log.rows("SELECT episode FROM episodes")}
+    assert committed == {f"e{number}" for number in range(first_failed)}
+    for episode in committed:
+        assert len(reader.read("turns-w0.db", episode, 0)) == 1
+    assert reader.read("turns-w0.db", "e9999", 0) == []
+    log.close()
+    reader.close()

@@ -1,0 +1,111 @@
+"""Damage of every kind: a changed, missing or foreign row is an error that names it; the rest stays readable."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from agentrl.core.errors import JournalError
+from agentrl.core.records import PolicyVersion
+from agentrl.journal.reader import EntryKey, TurnReader
+from agentrl.journal.run_log import SqliteRunLog
+from agentrl.journal.store import SqliteJournal
+from tests.journal_cases import one_episode, spec, write
+
+
+@pytest.mark.parametrize("file", ["control.db", "turns-w0.db"])
+def test_another_format_is_refused_by_name(tmp_path: Path, file: str) -> None:
+    asyncio.run(one_episode(tmp_path))
+    with sqlite3.connect(tmp_path / file) as connection:
+        connection.execute("UPDATE meta SET value = '7' WHERE key = 'format'")
+    connection.close()
+    with pytest.raises(JournalError, match="format '7'"):
+        SqliteRunLog(tmp_path) if file == "control.db" else TurnReader(tmp_path).read(file, "e0", 0)
+
+
+def test_tables_of_their_own_are_refused(tmp_path: Path) -> None:
+    asyncio.run(one_episode(tmp_path))
+    with sqlite3.connect(tmp_path / "control.db") as connection:
+        connection.execute("CREATE TRIGGER evil AFTER INSERT ON metrics BEGIN DELETE FROM episodes; END")
+    connection.close()
+    with pytest.raises(JournalError, match=r"control\.db: not the tables"):
+        SqliteRunLog(tmp_path)
+
+
+def test_a_partition_of_another_run_is_refused(tmp_path: Path) -> None:
+    asyncio.run(one_episode(tmp_path / "a"))
+    asyncio.run(one_episode(tmp_path / "b"))
+    (tmp_path / "a" / "turns-w0.db").replace(tmp_path / "b" / "turns-w0.db")
+
+    async def main() -> None:
+        journal = SqliteJournal(tmp_path / "b")
+        with pytest.raises(JournalError, match="belongs to run"):
+            journal.turn_log("w0")
+        await journal.close()
+
+    asyncio.run(main())
+
+
+def test_what_is_no_database_is_a_named_error(tmp_path: Path) -> None:
+    (tmp_path / "control.db").write_bytes(b"not a database at all, but longer than a header" * 100)
+    with pytest.raises(JournalError, match=r"control\.db"):
+        SqliteRunLog(tmp_path)
+    with pytest.raises(JournalError, match=r"control\.db"):
+        SqliteJournal(tmp_path)
+    with pytest.raises(JournalError, match="no such file"):
+        TurnReader(tmp_path).read("turns-w9.db", "e0", 0)
+    with pytest.raises(JournalError, match="not the name"):
+        TurnReader(tmp_path).read("../../etc/passwd", "e0", 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE entries SET body = x'00' WHERE episode = 'e1' AND call = 'r#1'",
+        "UPDATE entries SET call = 'r#9' WHERE episode = 'e1' AND call = 'r#1'",
+        "UPDATE entries SET episode = 'e1' WHERE episode = 'e0' AND call = 'r#1'",
+        "UPDATE entries SET asked = x'' WHERE episode = 'e1' AND call = 'r#1'",
+        "UPDATE entries SET body = 5 WHERE episode = 'e1' AND call = 'r#1'",
+        "UPDATE entries SET call = CAST(x'ff23' AS TEXT) WHERE episode = 'e1' AND call = 'r#1'",
+    ],
+)
+def test_a_changed_entry_is_an_error_that_names_it_and_others_stay_readable(tmp_path: Path, change: str) -> None:
+    episodes = [spec(0), spec(1), spec(2)]
+
+    async def main() -> None:
+        journal = SqliteJournal(tmp_path)
+        await write(journal, episodes)
+        await journal.close()
+
+    asyncio.run(main())
+    with sqlite3.connect(tmp_path / "turns-w0.db") as connection:
+        assert connection.execute(change).rowcount == 1
+    connection.close()
+    reader = TurnReader(tmp_path)
+    with pytest.raises(JournalError, match=r"episode 'e1', call"):
+        reader.read("turns-w0.db", "e1", 0)
+    assert len(reader.read("turns-w0.db", "e2", 0, entries=3)) == 3
+    reader.close()
+
+
+def test_missing_entries_are_found(tmp_path: Path) -> None:
+    asyncio.run(one_episode(tmp_path))
+    with sqlite3.connect(tmp_path / "turns-w0.db") as connection:
+        connection.execute("DELETE FROM entries WHERE call = 'r#1'")
+    connection.close()
+    with pytest.raises(JournalError, match=r"2 entries in turns-w0\.db, but it was committed with 3"):
+        TurnReader(tmp_path).read_many([EntryKey("turns-w0.db", "e0", 0, 3)])
+
+
+def test_a_changed_control_row_is_found(tmp_path: Path) -> None:
+    asyncio.run(one_episode(tmp_path))
+    with sqlite3.connect(tmp_path / "control.db") as connection:
+        connection.execute("UPDATE trajectories SET reward = 2.0 WHERE seat = 'solver'")
+    connection.close()
+    log = SqliteRunLog(tmp_path)
+    with pytest.raises(JournalError, match="'e0': its record in `trajectories`"):
+        list(log.ready_units({"policy": PolicyVersion("policy", 0, 0)}))
+    log.close()

@@ -1,0 +1,172 @@
+"""One episode: several seats, rows, child episodes, limits, retries, and what a header says."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import ClassVar
+
+import pytest
+
+import agentrl
+from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.journal.entries import GatherEntry, RewardEntry, SpawnEntry, TurnEntry
+from agentrl.journal.rows import trajectories
+from tests.unit.episodes import play
+
+
+class Talk(agentrl.Environment):
+    """Two seats, one of them with two agents; one agent's context is rewritten."""
+
+    seats = ("host", "guest")
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        host, first, second = ctx.agent("host"), ctx.agent("guest"), ctx.agent("guest", 1)
+        assert ctx.agent("guest") is first
+        await host.act(agentrl.system("be kind"), agentrl.user("begin"))
+        await first.act(agentrl.user("one"))
+        await second.act(agentrl.user("two"))
+        host.restart(agentrl.user("forget it"))
+        await host.act()
+        host.reward(1.0, turn=0)
+        host.reward(0.5)
+        first.reward(-1.0)
+        second.reward(0.25)
+
+
+def test_agents_rows_and_rewards() -> None:
+    played = play(Talk, ["h1", "g1", "g2", "h2"])
+    assert [(t.seat, t.index, t.reward) for t in played.header.trajectories] == [
+        ("host", 0, 1.5),
+        ("guest", 0, -1.0),
+        ("guest", 1, 0.25),
+    ]
+    assert [entry.turn for entry in played.entries if isinstance(entry, RewardEntry)] == [0, None, None, None]
+    assert [entry.row for entry in played.entries if isinstance(entry, TurnEntry)] == [0, 0, 0, 1]
+
+
+class Retold(Talk):
+    """`restart` messages are what the next turn is asked."""
+
+    seats = ("host",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        host = ctx.agent("host")
+        await host.act(agentrl.user("first"))
+        host.restart(agentrl.user("anew"))
+        await host.act(agentrl.user("and more"))
+        host.reward(0.0)
+
+
+def test_a_restarted_row_begins_with_its_messages() -> None:
+    played = play(Retold, ["a", "b"])
+    turns = [entry for entry in played.entries if isinstance(entry, TurnEntry)]
+    assert turns[1].parent_context == 0
+    assert [message["content"] for message in turns[1].messages] == ["anew", "and more"]
+
+
+class Solve(agentrl.Environment):
+    seats = ("solver",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        turn = await ctx.agent("solver").act(agentrl.user(str(ctx.task.data["problem"])))
+        if turn.text == "crash":
+            raise RuntimeError("no")
+        ctx.agent("solver").reward(float(turn.text == "right"))
+
+
+class Propose(agentrl.Environment):
+    seats = ("proposer",)
+    fan_out: ClassVar[dict[str, int]] = {"Solve": 3}
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        proposer = ctx.agent("proposer")
+        turn = await proposer.act(agentrl.user("propose"))
+        results = await ctx.gather(*ctx.spawn(Solve, {"problem": turn.text}, n=3))
+        solved = [result.reward for result in results if result.reward is not None]
+        proposer.reward(sum(solved) / len(solved))
+
+
+def test_child_episodes_are_whole_and_dropped_ones_do_not_count() -> None:
+    played = play(Propose, ["2+2", "right", "crash", "wrong"])
+    assert played.header.reward == 0.5
+    [spawn] = [entry for entry in played.entries if isinstance(entry, SpawnEntry)]
+    assert len(spawn.children) == 3
+    assert spawn.children[0].startswith("e0~0.")
+    ends = [entry for entry in played.entries if isinstance(entry, GatherEntry)]
+    assert sorted(str(entry.drop_reason) for entry in ends) == ["None", "None", "environment_error"]
+
+
+class Stray(agentrl.Environment):
+    """Acts from a task of its own making."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await asyncio.create_task(ctx.agent("agent").act(agentrl.user("x")))
+
+
+def test_a_stray_task_is_named() -> None:
+    played = play(Stray, ["x"])
+    assert played.header.drop_reason == "unstructured_concurrency"
+    assert "ctx.gather" in played.said
+
+
+class Flaky(agentrl.Environment):
+    tries: ClassVar[int] = 0
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("agent").act(agentrl.user("x"))
+        Flaky.tries += 1
+        if Flaky.tries < 2:
+            raise ConnectionError("once")
+        ctx.agent("agent").reward(1.0)
+
+
+def test_an_environment_that_raises_is_tried_again() -> None:
+    Flaky.tries = 0
+    played = play(Flaky, ["x", "y"], attempts=2)
+    assert played.header.attempt == 1
+    assert played.header.committed
+
+
+class Endless(agentrl.Environment):
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        while True:
+            await ctx.agent("agent").act(agentrl.user("more"))
+
+
+def test_an_unhandled_limit_commits_a_truncated_episode() -> None:
+    played = play(Endless, ["x"] * 4, max_turns=4)
+    assert played.header.stop_reason == "max_turns"
+    assert played.header.reward == 0.0
+
+
+class Slow(agentrl.Environment):
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.sleep(60.0)
+
+
+def test_an_episode_that_takes_too_long_is_dropped() -> None:
+    played = play(Slow, [], episode_timeout_s=0.02)
+    assert played.header.drop_reason == "episode_timeout"
+
+
+class WrongSeat(agentrl.Environment):
+    seats = ("solver",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("solvr").act(agentrl.user("x"))
+
+
+def test_a_wrong_seat_name_lists_the_right_ones() -> None:
+    with pytest.raises(EnvironmentDefinitionError, match="no seat 'solvr'; its seats: 'solver'"):
+        play(WrongSeat, [])
+
+
+def test_rows_rebuilt_from_the_journal_are_what_the_engine_saw() -> None:
+    from agentrl.journal.entries import JournalEntry, encode_body
+
+    played = play(Talk, ["h1", "g1", "g2", "h2"])
+    stored = [JournalEntry("e0", 0, f"r#{n}", b"", encode_body(body)) for n, body in enumerate(played.entries)]
+    host = next(t for t in trajectories(stored) if t.seat == "host")
+    assert len(host.rows) == 2
+    assert [int(row.loss_mask.sum()) for row in host.rows] == [3, 3]
+    assert host.reward == 1.5

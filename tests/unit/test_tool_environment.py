@@ -1,0 +1,186 @@
+"""Tools: the policy's mistakes become observations, the author's become errors that say where."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Literal
+
+import pytest
+
+import agentrl
+from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.environment.tools import bind_tools
+from agentrl.journal.entries import ToolEntry, TurnEntry
+from tests.unit.episodes import Played, play
+
+
+class Desk(agentrl.ToolEnvironment):
+    """A desk with tools of every kind."""
+
+    def __init__(self) -> None:
+        self.used: list[str] = []
+
+    @agentrl.tool
+    def calculate(self, a: int, op: Literal["+", "-"], b: int = 1) -> int:
+        """Add or subtract.
+
+        Only the first paragraph is told to the policy.
+        """
+        return a + b if op == "+" else a - b
+
+    @agentrl.tool
+    async def look_up(self, words: list[str]) -> dict[str, int]:
+        """Count letters."""
+        await asyncio.sleep(0)
+        return {word: len(word) for word in words}
+
+    @agentrl.tool
+    def fail(self) -> str:
+        """Always raises."""
+        raise KeyError("nothing here")
+
+    @agentrl.tool(timeout_s=0.01)
+    async def hang(self) -> str:
+        """Never returns."""
+        await asyncio.get_running_loop().create_future()
+        return "never"
+
+    @agentrl.tool(external=True)
+    def outside(self) -> str:
+        """Acts outside, in a thread."""
+        self.used.append("outside")
+        return "done outside"
+
+    @agentrl.tool
+    def unserialisable(self) -> object:
+        """Returns what no policy can read."""
+        return object()
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return 1.0 if episode.answer == "42" else 0.0
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def observed(played: Played) -> list[tuple[str, str]]:
+    return [(entry.outcome, entry.observation) for entry in played.entries if isinstance(entry, ToolEntry)]
+
+
+def test_tools_of_every_kind_answer() -> None:
+    replies = [call("calculate", a=40, op="+", b=2), call("look_up", words=["ab", "c"]), call("outside"), "42"]
+    played = play(Desk, replies)
+    assert observed(played) == [("ok", "42"), ("ok", '{"ab":2,"c":1}'), ("ok", "done outside")]
+    assert played.header.reward == 1.0
+    assert played.header.turns == 4
+    assert played.header.stop_reason == "completed"
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (call("calculate", a="forty", op="+", b=2), "a: Input should be a valid integer"),
+        (call("calculate", a=1, op="*", b=2), "op: Input should be '+' or '-'"),
+        (call("calculate", a=1), "op: Field required"),
+        (call("calculate", a=1, op="+", c=2), "c: Extra inputs are not permitted"),
+        (call("calculator", a=1, op="+"), "no tool 'calculator'; tools: calculate, fail"),
+        ('<tool_call>{"name": "calculate", "arguments": [1, 2]}</tool_call>', "not a JSON object"),
+        ("<tool_call>{oops</tool_call>", "error: "),
+        (call("fail"), "KeyError: 'nothing here'"),
+        (call("hang"), "timed out after 0.01 s"),
+    ],
+)
+def test_the_policys_mistakes_are_observations(reply: str, words: str) -> None:
+    played = play(Desk, [reply, "42"])
+    [(_, observation)] = observed(played)
+    assert words in observation
+    assert played.header.reward == 1.0
+
+
+def test_several_calls_in_one_turn_are_answered_in_order() -> None:
+    played = play(Desk, [call("calculate", a=1, op="+") + call("calculate", a=5, op="-"), "42"])
+    assert observed(played) == [("ok", "2"), ("ok", "4")]
+
+
+def test_a_result_that_is_no_json_drops_the_episode_and_says_where() -> None:
+    played = play(Desk, [call("unserialisable")])
+    assert played.header.drop_reason == "environment_error"
+    assert "Desk.unserialisable returned object" in played.said
+
+
+def test_turns_run_out() -> None:
+    played = play(Desk, [call("calculate", a=1, op="+")] * 3, max_turns=3)
+    assert played.header.stop_reason == "max_turns"
+    assert played.header.reward == 0.0, "reward() still judges what there is"
+
+
+def test_context_runs_out() -> None:
+    replies = [call("calculate", a=1, op="+")] * 5
+    free = [entry for entry in play(Desk, [*replies, "42"]).entries if isinstance(entry, TurnEntry)]
+    third = free[2].parent_context + len(free[2].context_ids) // 4
+
+    played = play(Desk, replies, max_context=third)
+    assert played.header.turns == 2
+    assert played.header.stop_reason == "context_length"
+    assert played.header.committed
+
+
+class Blocking(Desk):
+    @agentrl.tool(external=True, timeout_s=0.05)
+    def outside(self) -> str:
+        """Blocks a thread."""
+        time.sleep(0.3)
+        return "late"
+
+
+def test_a_blocking_external_tool_times_out() -> None:
+    assert observed(play(Blocking, [call("outside"), "42"])) == [("timeout", "error: timed out after 0.05 s")]
+
+
+def test_sampled_tokens_are_journaled_as_they_came() -> None:
+    played = play(Desk, [call("calculate", a=1, op="+"), "42"])
+    turns = [entry for entry in played.entries if isinstance(entry, TurnEntry)]
+    assert [turn.finish_reason for turn in turns] == ["stop", "stop"]
+    assert turns[1].parent_context == (len(turns[0].context_ids) + len(turns[0].token_ids)) // 4
+
+
+def test_specs_tell_the_schema_and_the_first_paragraph() -> None:
+    spec = bind_tools(Desk)["calculate"].spec
+    assert spec.description == "Add or subtract."
+    assert spec.parameters["required"] == ["a", "op"]
+    assert spec.parameters["properties"]["op"] == {"enum": ["+", "-"], "type": "string"}
+
+
+class Variadic(Desk):
+    @agentrl.tool
+    def many(self, *numbers: int) -> int:
+        """Sum."""
+        return sum(numbers)
+
+
+def test_a_tool_without_a_schema_is_refused_by_name() -> None:
+    with pytest.raises(EnvironmentDefinitionError, match=r"Variadic\.many: \*numbers has no schema"):
+        bind_tools(Variadic)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1", [1.0], 1j])
+def test_a_reward_that_is_no_finite_number_drops_the_episode(value: object) -> None:
+    class Judge(Desk):
+        def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+            return value  # type: ignore[return-value]
+
+    played = play(Judge, ["42"])
+    assert played.header.drop_reason == "bad_reward"
+    assert "reward" in played.said
+
+
+@pytest.mark.parametrize("value", [True, 1, 0.5])
+def test_numbers_are_rewards(value: float) -> None:
+    class Judge(Desk):
+        def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+            return value
+
+    assert play(Judge, ["42"]).header.reward == float(value)
