@@ -3,8 +3,9 @@
     python -m benchmarks.overhead [--quick]
 
 `episodes_per_cpu_s`: four turns with one tool call each, a scripted engine that answers at once, incremental rendering
-with the shipped model's chat template, the SQLite journal on disk, a recording trainer; CPU seconds of this process, all
-its threads. `kb_per_episode_10k`: growth of the resident set per episode with 10,000 episodes really in flight, held by
+with the shipped model's chat template, the SQLite journal on disk, a recording trainer; CPU seconds of this process,
+all its threads.
+`kb_per_episode_10k`: growth of the resident set per episode with 10,000 episodes really in flight, held by
 the engine in their second turn, and no file descriptor more than before.
 """
 
@@ -188,14 +189,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer episodes")
     quick = parser.parse_args().quick
     repeats, steps = (3, 16) if quick else (7, 64)
-    costs = []
     with tempfile.TemporaryDirectory() as scratch:
         asyncio.run(train_once(Path(scratch) / "warm", 4))
-        for repeat in range(repeats):
-            costs.append(asyncio.run(train_once(Path(scratch) / f"run{repeat}", steps)))
+        costs = [asyncio.run(train_once(Path(scratch) / f"run{repeat}", steps)) for repeat in range(repeats)]
         held = 10_000
         kilobytes, descriptors = asyncio.run(hold(Path(scratch) / "held", held))
-    print(f"CPU µs per episode: {[round(cost * 1e6) for cost in costs]}; {descriptors} descriptors more at {held} in flight")
+    print(
+        f"CPU µs per episode: {[round(cost * 1e6) for cost in costs]}; {descriptors} descriptors more at {held} in flight"
+    )
     report = Report("overhead", quick=quick, repeats=repeats, compared_with="nothing: absolute cost")
     report.figures["episodes_per_cpu_s"] = 1 / statistics.median(costs)
     report.figures["kb_per_episode_10k"] = kilobytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock
 from agentrl.core.errors import ConfigError
-from agentrl.core.ports import ChatFormat, Engine, SamplingParams, Trainer
+from agentrl.core.ports import ChatFormat, Engine, Observer, SamplingParams, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.environment.base import Environment, Limits, TaskSource
@@ -17,7 +17,7 @@ from agentrl.journal.port import JournalStore
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.curriculum import Curriculum
 from agentrl.orchestrator.dispatch import Dispatcher
-from agentrl.orchestrator.loop import Observer, Orchestrator, Plan
+from agentrl.orchestrator.loop import Orchestrator, Plan
 from agentrl.orchestrator.manifest import CheckpointWriter
 from agentrl.orchestrator.scheduler import Demand, Scheduler
 from agentrl.orchestrator.signal import Signal

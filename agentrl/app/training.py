@@ -16,7 +16,7 @@ from agentrl.app.parts import held_out, load_config, make_engine, make_trainer, 
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import RunDirectoryError
-from agentrl.core.ports import Trainer
+from agentrl.core.ports import Observer, Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import resolve
@@ -50,6 +50,7 @@ def train(
     tasks: TaskSource | None = None,
     resume: bool = False,
     quiet: bool = False,
+    observers: Sequence[Observer] = (),
 ) -> Run:
     """Train, from the first episode to the last checkpoint.
 
@@ -59,6 +60,7 @@ def train(
         tasks: training tasks, in place of the environment's own.
         resume: go on from the newest checkpoint of the run directory.
         quiet: no progress on the terminal.
+        observers: told of every step and evaluation, in the event loop: they must return at once.
 
     Raises:
         InputError: the configuration, model, environment or run directory cannot be used as they are.
@@ -67,11 +69,17 @@ def train(
     config = load_config(config)
     chosen = resolve(environment if environment is not None else config.environment.id)
     demand_of(config, chosen)
-    return asyncio.run(_train(config, chosen, tasks, resume=resume, quiet=quiet))
+    return asyncio.run(_train(config, chosen, tasks, observers, resume=resume, quiet=quiet))
 
 
 async def _train(
-    config: RunConfig, environment: type[Environment], tasks: TaskSource | None, *, resume: bool, quiet: bool
+    config: RunConfig,
+    environment: type[Environment],
+    tasks: TaskSource | None,
+    observers: Sequence[Observer],
+    *,
+    resume: bool,
+    quiet: bool,
 ) -> Run:
     from agentrl.rollout.chat_format import TemplateFormat
 
@@ -81,7 +89,7 @@ async def _train(
     path = Path(config.directory) / config.name
     directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
     manifest = newest(directory.checkpoints) if resume else None
-    async with _opened(config, directory, quiet=quiet) as (store, observer, trainer, stack):
+    async with _opened(config, directory, observers, quiet=quiet) as (store, observer, trainer, stack):
         observer.phase("starting trainer and engine")
         source, held_out_tasks, _ = await asyncio.gather(
             asyncio.to_thread(task_source, config, environment, "train", tasks),
@@ -127,7 +135,7 @@ async def _train(
 
 @contextlib.asynccontextmanager
 async def _opened(
-    config: RunConfig, directory: RunDirectory, *, quiet: bool
+    config: RunConfig, directory: RunDirectory, observers: Sequence[Observer], *, quiet: bool
 ) -> AsyncIterator[tuple[SqliteJournal, RunObserver, Trainer, contextlib.AsyncExitStack]]:
     """What must be closed again, in order: engine, trainer, observer, journal."""
     from agentrl.journal.store import SqliteJournal
@@ -137,7 +145,9 @@ async def _opened(
         trainable = [name for name, policy in config.policies.items() if policy.trainable]
         store = SqliteJournal(directory.journal, info={"name": config.name, "config": config.model_dump(mode="json")})
         stack.push_async_callback(store.close)
-        observer = stack.enter_context(RunObserver(directory, policies=trainable, steps=config.steps, quiet=quiet))
+        observer = stack.enter_context(
+            RunObserver(directory, policies=trainable, steps=config.steps, others=observers, quiet=quiet)
+        )
         trainer = make_trainer(config, directory.path)
         stack.push_async_callback(trainer.close)
         yield store, observer, trainer, stack

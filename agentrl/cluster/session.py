@@ -7,6 +7,7 @@ actors. Invariants: the caller's signal handlers stay in place; a session that w
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import secrets
@@ -108,6 +109,7 @@ class RaySession:
         if len(parent) > _LONGEST_TEMPORARY:
             parent = "/tmp"
         self._directory = Path(tempfile.mkdtemp(prefix="agentrl-", dir=parent))
+        atexit.register(self.stop)
         for name, value in _LOCAL_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if "RAY_AUTH_MODE" not in os.environ and "RAY_AUTH_TOKEN" not in os.environ:

@@ -264,3 +264,18 @@ class Worker(Protocol):
     async def cancel(self) -> None:
         """Stop everything in flight without reporting it: the journal knows the episodes as unfinished."""
         ...
+
+
+# --- observers --------------------------------------------------------------------------------------------------------
+
+
+class Observer(Protocol):
+    """Sees a run go by: progress bars, sinks, the caller's own. Called in the event loop; must return at once."""
+
+    def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
+        """An optimizer step was taken and its version is served; metric names are in `observe/metrics.py`."""
+        ...
+
+    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
+        """An evaluation ended."""
+        ...

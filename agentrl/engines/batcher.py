@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _WORTH_SHARING = 8
 """Shortest common prefix, in tokens, that is copied from another conversation instead of computed."""
 
+_PATIENCE = 4
+"""For how many steps contexts that are few beside the decoding rows wait for others to be computed with."""
+
 
 class Batcher:
     """Calls, slots and the plan of each step."""
@@ -53,6 +56,7 @@ class Batcher:
         self._waiting: list[Call] = []
         self._seated: list[Call] = []
         self.running: dict[int, Call] = {}
+        self._deferred = 0
         self._layout: list[tuple[ServedModel, Slots, NDArray[np.int64]]] | None = None
 
     @property
@@ -167,6 +171,8 @@ class Batcher:
             decoding = pending == 1
             if not decoding.all():
                 rows = [row for row in np.flatnonzero(pending > 1).tolist() if not self.running[int(slots[row])].fresh]
+                if self._defers(len(rows), int(decoding.sum())):
+                    rows = []
                 for chosen, counts in self._prefill(slots, pending, rows, budget):
                     passes.append(_pass(served, slots[chosen], counts, adapters[chosen]))
                     budget -= int(counts.max()) * len(counts)
@@ -174,6 +180,14 @@ class Batcher:
             if len(slots):
                 passes.append(_pass(served, slots, pending, adapters))
         return passes
+
+    def _defers(self, waiting: int, decoding: int) -> bool:
+        """Whether a few short contexts wait for company: a pass costs about as much as twenty rows of one."""
+        if 0 < waiting * 8 < decoding and self._deferred < _PATIENCE:
+            self._deferred += 1
+            return True
+        self._deferred = 0
+        return False
 
     def _lay_out(self) -> list[tuple[ServedModel, Slots, NDArray[np.int64]]]:
         groups: dict[int, list[int]] = {}

@@ -26,6 +26,7 @@ from agentrl.engines.batcher import Batcher
 from agentrl.engines.calls import Call, EmbeddedSession, empty_completion
 from agentrl.engines.capture import KeptSets, RoutingTap
 from agentrl.engines.passes import Pass, PassRunner
+from agentrl.engines.self_check import check_slots
 from agentrl.engines.serving import ServedModel, VersionTable
 from agentrl.engines.slot_cache import SlotCache
 from agentrl.engines.slot_columns import SlotColumns
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
     from agentrl.core.ports import Delta, GenerateRequest, Refresh
     from agentrl.core.records import Completion, FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.passes import EngineStats
-    from agentrl.engines.serving import Serving
+    from agentrl.engines.self_check import check_slots
+from agentrl.engines.serving import Serving
 
 _DELTA_SECONDS = 0.2
 
@@ -60,7 +62,26 @@ class EmbeddedSettings:
 
 
 class EmbeddedEngine:
-    """See `agentrl.core.ports.Engine`. Make one with `load`; it belongs to one event loop."""
+    """See `agentrl.core.ports.Engine`. Make one with `load`; it belongs to one event loop.
+
+    Arguments of `load`:
+        model_path: a local Hugging Face causal LM directory.
+        versions: for each policy, the version that the directory's weights are.
+        slots: conversations whose KV is held at once.
+        max_context: longest context in tokens, completion included.
+        refresh: when sessions move to newer weights; see `updates.py`.
+        keep_kv: whether calls in flight keep the KV that older weights computed (refresh `token`).
+        capture_routing: record the experts of each position.
+        capture_mask: record the kept set of each sampled token.
+        adapter_slots: adapters served side by side; 0: full weights only.
+        max_rank: the largest rank of an adapter.
+        max_staleness: refresh `lazy`: how many steps a session may stay behind.
+        prefill_tokens: padded context tokens computed per step.
+        threads: torch threads of this process.
+        device: where the model lies.
+        dtype: `float32` or `bfloat16`.
+        clock: where durations come from.
+    """
 
     def __init__(
         self,
@@ -141,25 +162,7 @@ class EmbeddedEngine:
         dtype: str = "float32",
         clock: Clock | None = None,
     ) -> EmbeddedEngine:
-        """Load a model directory and serve it.
-
-        Args:
-            model_path: a local Hugging Face causal LM directory.
-            versions: for each policy, the version that the directory's weights are.
-            slots: conversations whose KV is held at once.
-            max_context: longest context in tokens, completion included.
-            refresh: when sessions move to newer weights; see `updates.py`.
-            keep_kv: whether calls in flight keep the KV that older weights computed (refresh `token`).
-            capture_routing: record the experts of each position.
-            capture_mask: record the kept set of each sampled token.
-            adapter_slots: adapters served side by side; 0: full weights only.
-            max_rank: the largest rank of an adapter.
-            max_staleness: refresh `lazy`: how many steps a session may stay behind.
-            prefill_tokens: padded context tokens computed per step.
-            threads: torch threads of this process.
-            device: where the model lies.
-            dtype: `float32` or `bfloat16`.
-            clock: where durations come from.
+        """Load a model directory and serve it; the class docstring explains the arguments.
 
         Raises:
             ModelError: the directory holds no model that can serve this.
@@ -171,6 +174,7 @@ class EmbeddedEngine:
             )
         torch.set_num_threads(threads)
         model = load_model(model_path, max_context=max_context, dtype=getattr(torch, dtype), device=device)
+        check_slots(model, model_path)
         capabilities = EngineCapabilities(
             name="embedded",
             refresh=frozenset({"token", "turn", "episode", "lazy"} if adapter_slots else {"token", "turn"}),
@@ -316,6 +320,7 @@ class EmbeddedEngine:
             return
         self._loop_task = None
         self._failure = error
+        self._updates.stop()
         self._fail_calls("the engine died in a forward pass", error)
 
     def _fail_calls(self, reason: str, cause: BaseException | None) -> None:
@@ -332,8 +337,9 @@ class EmbeddedEngine:
 
     async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
         """See `agentrl.core.ports.Engine.update`; what happens to calls in flight is told in `updates.py`."""
-        if self._closed:
-            raise EngineError(f"weights {weights.version}: the engine is closed")
+        if self._closed or self._failure is not None:
+            state = "closed" if self._closed else "dead"
+            raise EngineError(f"weights {weights.version}: the engine is {state}") from self._failure
         try:
             await self._updates.apply(weights, keep=keep)
         finally:
@@ -402,6 +408,7 @@ class EmbeddedEngine:
         if self._closed:
             return
         self._closed = True
+        self._updates.stop()
         self._fail_calls("the engine was closed", None)
         for call in self._batcher.calls():
             call.ending = True

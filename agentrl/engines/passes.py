@@ -86,11 +86,12 @@ class PassRunner:
         ended: list[int] = []
         with torch.inference_mode():
             for one in plan:
-                ended += self._sample(one, self._forward(one))
+                ended += self._sample(one, self.logits(one))
         self.stats.busy_seconds += self._clock.monotonic() - start
         return ended
 
-    def _forward(self, one: Pass) -> Tensor:
+    def logits(self, one: Pass) -> Tensor:
+        """Run one pass; the logits after each row's last token, `[B, V]`."""
         slots, counts, columns = one.slots, one.counts, self._columns
         first, rows = int(slots[0]), len(slots)
         consecutive = int(slots[-1]) - first + 1 == rows

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from agentrl.core.records import PolicyVersion
-    from agentrl.engines.adapter_bank import AdapterFile
 
 BASE = -1
 """The place of rows that use no adapter."""
@@ -154,11 +153,8 @@ class VersionTable:
         """Make `version` current; its weights are in `served` already."""
         return self._promote(Serving(version, served, digest=digest, kept=keep))
 
-    def serve_adapter(
-        self, version: PolicyVersion, adapter: AdapterFile, place: int, *, digest: str, keep: bool
-    ) -> Serving:
-        """Fill `place` of the bank and make `version` current."""
-        self.bank().fill(place, adapter)
+    def serve_adapter(self, version: PolicyVersion, place: int, *, digest: str, keep: bool) -> Serving:
+        """Make `version` current; its adapter is in `place` of the bank already."""
         return self._promote(Serving(version, self.base, adapter=place, digest=digest, kept=keep))
 
     def _promote(self, new: Serving) -> Serving:

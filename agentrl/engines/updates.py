@@ -16,12 +16,15 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from agentrl.core.errors import EngineError
 from agentrl.engines.adapter_bank import read_adapter
 from agentrl.engines.serving import BASE
 from agentrl.engines.weight_files import match_full_weights, read_weights, refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from torch import Tensor
 
     from agentrl.core.ports import Refresh
     from agentrl.core.records import WeightsRef
@@ -58,6 +61,7 @@ class WeightUpdates:
         self.held: set[str] = set()
         """Policies whose new calls wait for an update at a turn boundary."""
         self.paused = False
+        self._stopped = False
 
     # --- which version samples a call ---------------------------------------------------------------------------------
 
@@ -126,15 +130,20 @@ class WeightUpdates:
             if self._refresh == "turn":
                 self.held.add(policy)
                 await self._turn_boundary(weights, old)
-            async with self._between_passes:
-                served = self._versions.target_for_full(policy) or self._new_copy()
-                await self._on_worker(lambda: served.overwrite(read))
-                new = self._versions.serve_full(weights.version, served, digest=weights.sha256, keep=keep)
-                if self._refresh == "token":
-                    self._move_calls(old, new)
+            await asyncio.shield(self._swap_full(weights, read, keep=keep))
         finally:
             self.held.discard(policy)
             self._changed.set()
+
+    async def _swap_full(self, weights: WeightsRef, read: Mapping[str, Tensor], *, keep: bool) -> None:
+        """Once begun it is finished, even if whoever asked for it is cancelled."""
+        async with self._between_passes:
+            old = self._versions.of_policy(weights.version.policy)
+            served = self._versions.target_for_full(weights.version.policy) or self._new_copy()
+            await self._on_worker(lambda: served.overwrite(read))
+            new = self._versions.serve_full(weights.version, served, digest=weights.sha256, keep=keep)
+            if self._refresh == "token":
+                self._move_calls(old, new)
 
     async def _turn_boundary(self, weights: WeightsRef, old: Serving) -> None:
         while old.calls and self._versions.target_for_full(weights.version.policy) is not None:
@@ -157,27 +166,26 @@ class WeightUpdates:
         while (place := bank.free_place()) is None:
             old = self._versions.of_policy(weights.version.policy)
             if self._refresh == "token" and not old.held and old.adapter != BASE:
-                await self._replace(weights, old, adapter, keep=keep)
-                return
+                break  # nothing holds the old version: its place is filled anew
             if not self._revoke_lease():
                 self._check_may_free(weights)
                 await self._change()
-        old = self._versions.of_policy(weights.version.policy)
+        await asyncio.shield(self._swap_adapter(weights, adapter, place, keep=keep))
+
+    async def _swap_adapter(self, weights: WeightsRef, adapter: AdapterFile, place: int | None, *, keep: bool) -> None:
+        """Once begun it is finished, even if whoever asked for it is cancelled."""
+        versions = self._versions
         async with self._between_passes:
-            new = self._serve(weights, adapter, place, keep=keep)
+            old, bank = versions.of_policy(weights.version.policy), versions.bank()
+            if place is None:
+                place = old.adapter
+                del versions.live[old.version]
+                bank.empty(place)
+            filled = place
+            await self._on_worker(lambda: bank.fill(filled, adapter))
+            new = versions.serve_adapter(weights.version, place, digest=weights.sha256, keep=keep)
             if self._refresh == "token":
                 self._move_calls(old, new)
-
-    async def _replace(self, weights: WeightsRef, old: Serving, adapter: AdapterFile, *, keep: bool) -> None:
-        """No place is free, but nothing holds the old version: its place is filled anew."""
-        async with self._between_passes:
-            place = old.adapter
-            del self._versions.live[old.version]
-            self._versions.bank().empty(place)
-            self._move_calls(old, self._serve(weights, adapter, place, keep=keep))
-
-    def _serve(self, weights: WeightsRef, adapter: AdapterFile, place: int, *, keep: bool) -> Serving:
-        return self._versions.serve_adapter(weights.version, adapter, place, digest=weights.sha256, keep=keep)
 
     def _move_calls(self, old: Serving, new: Serving) -> None:
         self._switch(old, new)
@@ -216,7 +224,14 @@ class WeightUpdates:
     async def _change(self) -> None:
         self._changed.clear()
         await self._changed.wait()
+        if self._stopped:
+            raise EngineError("the engine ended before the update could be applied")
 
     def wake(self) -> None:
         """Something an update may wait for has changed."""
+        self._changed.set()
+
+    def stop(self) -> None:
+        """The engine ended: updates that wait fail."""
+        self._stopped = True
         self._changed.set()

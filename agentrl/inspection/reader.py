@@ -98,6 +98,8 @@ class EpisodeView(msgspec.Struct, frozen=True):
     summary: EpisodeLine
     agents: list[AgentLine]
     metrics: dict[str, float | None]
+    detail: str
+    """Why it was dropped, in the words of what failed; empty where it was not."""
     entries: list[tuple[str, EntryBody]]
     """Call id and entry, in the order they were written."""
     problems: list[str]
@@ -207,12 +209,13 @@ class RunReader:
             line.attempt,
         )
         metrics = self._log.rows(
-            "SELECT metrics FROM episodes WHERE episode = ? AND attempt = ?", line.episode, line.attempt
+            "SELECT metrics, detail FROM episodes WHERE episode = ? AND attempt = ?", line.episode, line.attempt
         )
         return EpisodeView(
             summary=line,
             agents=[_convert(AgentLine, row) for row in rows],
             metrics=_json(metrics[0][0]) if metrics else {},
+            detail=str(metrics[0][1]) if metrics else "",
             entries=bodies,
             problems=problems,
         )

@@ -111,6 +111,8 @@ def _summary(text: Text, view: EpisodeView) -> None:
     if line.parent:
         facts.append(("parent", line.parent))
     facts.append(("ended", line.drop_reason or line.stop_reason or "not yet"))
+    if view.detail:
+        facts.append(("because", view.detail))
     if line.reward is not None:
         facts.append(("reward", _number(line.reward)))
     if line.turns is not None:

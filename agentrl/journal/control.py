@@ -88,7 +88,7 @@ class ControlTables:
 ADMISSION_COLUMNS = "episode attempt purpose environment task parent group_id spec admitted_at"
 EPISODE_COLUMNS = (
     "episode attempt purpose environment task parent group_id seats policies oldest_step lineage reward stop_reason"
-    " drop_reason turns tokens seconds partition entries digest metrics committed_at"
+    " drop_reason turns tokens seconds partition entries digest metrics detail committed_at"
 )
 TRAJECTORY_COLUMNS = "episode attempt seat agent policy reward tokens oldest_step lineage"
 
@@ -114,9 +114,9 @@ def admission_row(spec: EpisodeSpec, now: float) -> Sequence[Any]:
 
 
 def episode_row(
-    spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], now: float
+    spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str, now: float
 ) -> Sequence[Any]:
-    """`EPISODE_COLUMNS` of a finished episode."""
+    """`EPISODE_COLUMNS` of a finished episode; of `detail` the first 2,000 characters are kept."""
     units = header.trajectories
     oldest = min(units, key=lambda unit: (unit.lineage, unit.oldest_step), default=None)
     partition, entries = header.location if header.location is not None else (None, None)
@@ -143,6 +143,7 @@ def episode_row(
         entries,
         digest,
         _JSON.encode(metrics).decode(),
+        detail[:2000],
         float(now),
     )
 

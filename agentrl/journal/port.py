@@ -64,7 +64,7 @@ class JournalStore(Protocol):
     async def commit_episode(
         self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
     ) -> None:
-        """Record a committed or dropped episode with its query columns, after its entries are on disk; waits for the disk.
+        """Record a committed or dropped episode with its query columns, once its entries are on disk; waits for it.
 
         `detail` says why it was dropped, for people: at most 2 KB are kept.
         """

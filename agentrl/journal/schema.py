@@ -41,8 +41,8 @@ _CONTROL = (
     " environment TEXT NOT NULL, task TEXT NOT NULL, parent TEXT, group_id TEXT NOT NULL, seats TEXT NOT NULL,"
     " policies TEXT NOT NULL, oldest_step INTEGER, lineage INTEGER, reward REAL, stop_reason TEXT, drop_reason TEXT,"
     " turns INTEGER NOT NULL, tokens INTEGER NOT NULL, seconds REAL NOT NULL, partition TEXT, entries INTEGER,"
-    " digest BLOB NOT NULL, metrics TEXT NOT NULL, committed_at REAL NOT NULL, checksum INTEGER NOT NULL,"
-    " PRIMARY KEY (episode, attempt)) WITHOUT ROWID",
+    " digest BLOB NOT NULL, metrics TEXT NOT NULL, detail TEXT NOT NULL, committed_at REAL NOT NULL,"
+    " checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt)) WITHOUT ROWID",
     "CREATE TABLE trajectories (episode TEXT NOT NULL, attempt INTEGER NOT NULL, seat TEXT NOT NULL,"
     " agent INTEGER NOT NULL, policy TEXT NOT NULL, reward REAL, tokens INTEGER NOT NULL, oldest_step INTEGER NOT NULL,"
     " lineage INTEGER NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt, seat, agent)) WITHOUT ROWID",
@@ -61,8 +61,8 @@ _CONTROL = (
     " agent INTEGER NOT NULL, reward REAL, advantage REAL, baseline REAL,"
     " PRIMARY KEY (policy, lineage, step, position)) WITHOUT ROWID",
     "CREATE INDEX step_units_by_episode ON step_units (episode)",
-    "CREATE TABLE metrics (id INTEGER PRIMARY KEY, policy TEXT NOT NULL, step INTEGER NOT NULL, name TEXT NOT NULL, value REAL,"
-    " recorded_at REAL NOT NULL)",
+    "CREATE TABLE metrics (id INTEGER PRIMARY KEY, policy TEXT NOT NULL, step INTEGER NOT NULL, name TEXT NOT NULL,"
+    " value REAL, recorded_at REAL NOT NULL)",
     "CREATE INDEX metrics_by_name ON metrics (name, step)",
     "CREATE VIEW units AS SELECT DISTINCT t.policy, t.episode, t.attempt, s.lineage AS consumed_lineage,"
     " s.step AS consumed_step, d.reason AS drop_reason FROM trajectories t"

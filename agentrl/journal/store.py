@@ -143,11 +143,13 @@ class SqliteJournal:
         self._writer.put(self._tables.admissions, control.admission_row(spec, self._clock.wall()))
 
     async def commit_episode(
-        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float]
+        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
     ) -> None:
         """Record a committed or dropped episode once its entries are on disk; waits for the disk."""
         tables = self._tables
-        self._writer.put(tables.episodes, control.episode_row(spec, header, digest, metrics, self._clock.wall()))
+        self._writer.put(
+            tables.episodes, control.episode_row(spec, header, digest, metrics, detail, self._clock.wall())
+        )
         for row in control.trajectory_rows(header):
             self._writer.put(tables.trajectories, row)
         await self._writer.wait()

@@ -89,7 +89,7 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
     Raises:
         ModelError: the directory is not a causal LM that can be trained, or lacks the modules an adapter names.
     """
-    path = Path(config.model.path)
+    path = Path(config.model.path).resolve()
     shared_names = [name for name, policy in config.policies.items() if policy.lora is not None or not policy.trainable]
     result: dict[str, PolicyModel] = {}
     if shared_names:
@@ -147,7 +147,7 @@ def _add_adapter(
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
-        base_model_name_or_path=str(path.resolve()),
+        base_model_name_or_path=str(path),
     )
     try:
         if peft_model is None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import TracebackType
 
+    from agentrl.core.ports import Observer
     from agentrl.core.records import PolicyVersion
     from agentrl.observe.run_directory import RunDirectory
 
@@ -24,6 +25,7 @@ class RunObserver:
         directory: where `metrics.jsonl` goes.
         policies: the policies that step.
         steps: how many steps each takes.
+        others: observers of the caller's, told the same.
         quiet: say nothing on the terminal.
         stream: where to say it; the error stream where None.
     """
@@ -34,6 +36,7 @@ class RunObserver:
         *,
         policies: Sequence[str],
         steps: int,
+        others: Sequence[Observer] = (),
         quiet: bool = False,
         stream: TextIO | None = None,
     ) -> None:
@@ -43,6 +46,7 @@ class RunObserver:
         self._policies = policies
         self._total = steps
         self._stream = None if quiet else (stream or sys.stderr)
+        self._others = tuple(others)
         self._progress: Progress | None = None
         self._sinks: list[Sink] = [JsonlSink(directory.metrics)]
 
@@ -70,6 +74,8 @@ class RunObserver:
         self.steps.append({"step": float(step), **metrics})
         for sink in self._sinks:
             sink.record(policy, step, metrics)
+        for other in self._others:
+            other.on_step(policy, step, metrics)
         if self._stream is not None:
             self._shown().on_step(policy, step, metrics)
 
@@ -78,6 +84,8 @@ class RunObserver:
         for sink in self._sinks:
             for policy, version in versions.items():
                 sink.record(policy, version.step, metrics)
+        for other in self._others:
+            other.on_evaluation(versions, metrics)
         if self._stream is not None:
             self._shown().on_evaluation(versions, metrics)
 
@@ -95,8 +103,8 @@ class RunObserver:
             tasks = summary["held_out_tasks"]
             self._stream.write(f"\nheld-out reward on {tasks} tasks: {start:.3f} before, {end:.3f} after\n")
         self._stream.write(
-            f"{summary['steps']} steps in {summary['rl_seconds']:.1f} s; engine busy {summary['engine_busy_share']:.0%}, "
-            f"trainer busy {summary['trainer_busy_share']:.0%} of the time\n"
+            f"{summary['steps']} steps in {summary['rl_seconds']:.1f} s; "
+            f"engine busy {summary['engine_busy_share']:.0%}, trainer busy {summary['trainer_busy_share']:.0%} of the time\n"
             f"run directory: {self._directory.path}\n"
         )
         self._stream.flush()

@@ -26,12 +26,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from agentrl.core.clock import Clock
 from agentrl.core.errors import NonFiniteError
-from agentrl.core.ports import Engine, Trainer
-from agentrl.core.records import EpisodeHeader, PolicyVersion, StepReport, Task, TrainBatch, WeightsRef
+from agentrl.core.ports import Engine, Observer, Trainer
+from agentrl.core.records import EpisodeHeader, StepReport, Task, TrainBatch, WeightsRef
 from agentrl.journal.port import JournalStore, StepRow
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.curriculum import Curriculum
@@ -48,18 +47,6 @@ DRAIN_S = 5.0
 
 SKIPPED_IN_A_ROW = 3
 """Steps of a policy skipped one after another, before the run gives up."""
-
-
-class Observer(Protocol):
-    """Sees the run go by: progress bars, sinks."""
-
-    def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
-        """An optimizer step was taken and its version is served."""
-        ...
-
-    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
-        """An evaluation ended."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

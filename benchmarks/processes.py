@@ -1,0 +1,45 @@
+"""CPU seconds of a process and all its descendants, finished children included, from /proc."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class ProcessTree:
+    """CPU seconds of this process and everything it started, Ray's daemons included; never goes back.
+
+    A process that ends between two readings keeps the CPU seconds it was last seen with.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, int], float] = {}
+        """By (pid, start time)."""
+
+    def cpu_seconds(self) -> float:
+        """User and system time so far."""
+        parents: dict[int, int] = {}
+        spent: dict[int, tuple[tuple[int, int], float]] = {}
+        ticks = os.sysconf("SC_CLK_TCK")
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdecimal():
+                continue
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            pid = int(entry.name)
+            parents[pid] = int(fields[1])
+            spent[pid] = ((pid, int(fields[19])), (int(fields[11]) + int(fields[12])) / ticks)
+        for pid, (key, seconds) in spent.items():
+            if key in self._seen or self._descends(pid, parents):
+                self._seen[key] = seconds
+        return sum(self._seen.values())
+
+    @staticmethod
+    def _descends(pid: int, parents: dict[int, int]) -> bool:
+        while pid > 1:
+            if pid == os.getpid():
+                return True
+            pid = parents.get(pid, 0)
+        return False
