@@ -114,7 +114,7 @@ async def train_once(directory: Path, steps: int) -> float:
         observer=Silent(),
         clock=SystemClock(),
         tasks=TASKS,
-        weights=dict(await trainer.start()),
+        weights={"policy": await trainer.publish("policy", PolicyVersion("policy", 0, 0))},
     )
     orchestrator = assemble(config, Arithmetic, parts)
     gc.collect()
@@ -150,7 +150,7 @@ async def hold(directory: Path, episodes: int) -> tuple[float, int]:
         observer=Silent(),
         clock=SystemClock(),
         tasks=TASKS,
-        weights=dict(await trainer.start()),
+        weights={"policy": await trainer.publish("policy", PolicyVersion("policy", 0, 0))},
     )
     orchestrator = assemble(config, Arithmetic, parts)
     gc.collect()
@@ -194,9 +194,7 @@ def main() -> None:
         costs = [asyncio.run(train_once(Path(scratch) / f"run{repeat}", steps)) for repeat in range(repeats)]
         held = 10_000
         kilobytes, descriptors = asyncio.run(hold(Path(scratch) / "held", held))
-    print(
-        f"CPU µs per episode: {[round(cost * 1e6) for cost in costs]}; {descriptors} descriptors more at {held} in flight"
-    )
+    print(f"CPU µs per episode: {[round(cost * 1e6) for cost in costs]}; {descriptors} file descriptors more at {held}")
     report = Report("overhead", quick=quick, repeats=repeats, compared_with="nothing: absolute cost")
     report.figures["episodes_per_cpu_s"] = 1 / statistics.median(costs)
     report.figures["kb_per_episode_10k"] = kilobytes

@@ -13,7 +13,7 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.environment.base import Environment, Limits, TaskSource
 from agentrl.environment.registry import name_of
-from agentrl.journal.port import JournalStore
+from agentrl.journal.port import JournalStore, RunLog
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.curriculum import Curriculum
 from agentrl.orchestrator.dispatch import Dispatcher
@@ -59,6 +59,25 @@ class Parts:
     parents: Mapping[tuple[str, int], PolicyVersion] = field(default_factory=dict)
     """What each (policy, lineage) but the first started from."""
     past: Past = Past()
+
+
+def past_of(log: RunLog, consumed_through: Mapping[str, PolicyVersion]) -> Past:
+    """What a resumed run takes over.
+
+    Args:
+        log: the run's control log.
+        consumed_through: the manifest's version of each trainable policy; empty where there is no manifest.
+    """
+    unfinished = log.unfinished()
+    open_groups = {spec.group_id for spec, _ in log.ready_units(consumed_through)}
+    open_groups |= {spec.group_id for spec in unfinished}
+    resolved = log.resolved_units(consumed_through)
+    return Past(
+        ended=tuple(log.members(open_groups)),
+        consumed=frozenset((policy, episode_id) for episode_id, _, policy in resolved),
+        unfinished=unfinished,
+        admitted=log.admitted(),
+    )
 
 
 def assemble(config: RunConfig, environment: type[Environment], parts: Parts) -> Orchestrator:

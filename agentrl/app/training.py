@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.app.assemble import Parts, Past, assemble, demand_of
+from agentrl.app.assemble import Parts, Past, assemble, demand_of, past_of
 from agentrl.app.parts import held_out, load_config, make_engine, make_trainer, task_source
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
@@ -119,7 +119,7 @@ async def _train(
             versions=versions,
             weights=weights,
             parents=store.parents(),
-            past=_past(store, manifest) if resume else Past(),
+            past=past_of(store, {} if manifest is None else manifest.versions) if resume else Past(),
         )
         orchestrator = assemble(config, environment, parts)
         with _interruptible(orchestrator, observer):
@@ -166,19 +166,6 @@ def _starting_versions(config: RunConfig, manifest: Manifest | None, *, lineage:
             step = manifest.versions[name].step
         versions[name] = PolicyVersion(name, lineage if policy.trainable else 0, step)
     return versions
-
-
-def _past(store: SqliteJournal, manifest: Manifest | None) -> Past:
-    consumed_through = {} if manifest is None else dict(manifest.versions)
-    resolved = store.resolved_units(consumed_through)
-    open_groups = {spec.group_id for spec, _ in store.ready_units(consumed_through)}
-    open_groups |= {spec.group_id for spec in store.unfinished()}
-    return Past(
-        ended=tuple(store.members(open_groups)),
-        consumed=frozenset((policy, episode_id) for episode_id, _, policy in resolved),
-        unfinished=store.unfinished(),
-        admitted=store.admitted(),
-    )
 
 
 @contextlib.contextmanager

@@ -94,8 +94,8 @@ class RayTrainerPool:
         self.process_ids: tuple[int, ...] = ()
         """Of the ranks, once started: what a person, or a profiler, looks at."""
 
-    async def start(self, resume_from: str | None = None) -> Mapping[str, WeightsRef]:
-        """Start Ray and the ranks. Nothing is published: version ids are the caller's, who calls `publish` next.
+    async def start(self, resume_from: str | None = None) -> None:
+        """Start Ray and the ranks.
 
         Raises:
             ModelError: the model cannot be trained.
@@ -104,7 +104,6 @@ class RayTrainerPool:
         with kept_signal_handlers():
             await asyncio.to_thread(self._start_actors)
         self.process_ids = tuple(await self._all("start", resume_from))
-        return {}
 
     def _start_actors(self) -> None:
         self._session.start()

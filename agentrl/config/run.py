@@ -213,7 +213,7 @@ class RunConfig(Section):
         for name, policy_config in self.policies.items():
             if policy_config.trainable and policy_config.lora is None and self.engine.refresh in ("episode", "lazy"):
                 raise ValueError(
-                    f"engine.refresh = {self.engine.refresh!r} needs adapters: a replica holds one version of full weights. "
+                    f"engine.refresh = {self.engine.refresh!r} needs adapters: an engine has one version of full weights. "
                     f"Set policies.{name}.lora, or refresh = 'token' or 'turn'"
                 )
         return self

@@ -192,8 +192,8 @@ class ChatFormat(Protocol):
 class Trainer(Protocol):
     """Who learns. One trainer serves all policies of a run; calls are idempotent by step id."""
 
-    async def start(self, resume_from: str | None = None) -> Mapping[str, WeightsRef]:
-        """Load models and, on resume, a checkpoint directory; publish every policy's starting weights."""
+    async def start(self, resume_from: str | None = None) -> None:
+        """Load models and, on resume, a checkpoint directory. Versions are the caller's, who calls `publish` next."""
         ...
 
     async def forward_backward(self, batch: TrainBatch) -> None:

@@ -310,6 +310,24 @@ class EpisodeHeader:
         return sum(rewards) if rewards else None
 
 
+def dropped_header(spec: EpisodeSpec, reason: str, *, seconds: float = 0.0) -> EpisodeHeader:
+    """The header of an episode that ends without being trained."""
+    return EpisodeHeader(
+        episode_id=spec.episode_id,
+        group_id=spec.group_id,
+        attempt=spec.attempt,
+        purpose=spec.purpose,
+        parent_id=spec.parent_id,
+        stop_reason=None,
+        drop_reason=reason,
+        turns=0,
+        tokens=0,
+        seconds=seconds,
+        trajectories=(),
+        location=None,
+    )
+
+
 # --- what a trainer consumes ------------------------------------------------------------------------------------------
 
 

@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import Delta, GenerateRequest, Refresh
     from agentrl.core.records import Completion, FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.passes import EngineStats
-    from agentrl.engines.self_check import check_slots
-from agentrl.engines.serving import Serving
+    from agentrl.engines.serving import Serving
 
 _DELTA_SECONDS = 0.2
 

@@ -38,8 +38,8 @@ def check_slots(model: PreTrainedModel, path: str) -> None:
         raise ModelError(f"{path}: {type(model).__name__} cannot run in the embedded engine ({error!r})") from error
     if not difference < 1e-2 + 4 * torch.finfo(model.dtype).eps:
         raise ModelError(
-            f"{path}: {type(model).__name__} gives other logits over the embedded engine's cache than alone (they differ "
-            f"by {difference:.2g} of their spread); its attention or cache is of a kind the engine does not support"
+            f"{path}: {type(model).__name__} gives other logits over slots than alone (by {difference:.2g} of their "
+            "spread); its attention or cache is of a kind that the embedded engine does not support"
         )
 
 

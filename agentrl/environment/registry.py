@@ -33,6 +33,8 @@ class EnvironmentSpec:
 
 
 _registered: dict[str, type[Environment]] = {}
+_installed: dict[type[Environment], str] = {}
+"""Entry-point names of the classes that were resolved by one."""
 
 
 def register(id: str, environment: type) -> None:
@@ -84,7 +86,9 @@ def resolve(reference: str | type) -> type[Environment]:
         return _registered[reference]
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == reference:
-            return _load(point.value, reference)
+            found = _load(point.value, reference)
+            _installed[found] = reference
+            return found
     if ":" in reference or reference.endswith(".py"):
         return _load(reference, reference)
     raise _unknown(reference)
@@ -95,7 +99,7 @@ def name_of(environment: type[Environment]) -> str:
     for name, known in _registered.items():
         if known is environment:
             return name
-    return f"{environment.__module__}:{environment.__qualname__}"
+    return _installed.get(environment, f"{environment.__module__}:{environment.__qualname__}")
 
 
 def make(id: str) -> Environment:

@@ -7,7 +7,7 @@ interpreter lock in its kernels, so the loop runs on meanwhile. Invariant: calls
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -31,10 +31,9 @@ class InProcessTrainer:
     async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.wrap_future(self._thread.submit(function, *args, **kwargs))
 
-    async def start(self, resume_from: str | None = None) -> Mapping[str, WeightsRef]:
-        """Load models and checkpoint. Nothing is published: version ids are the caller's, who calls `publish` next."""
+    async def start(self, resume_from: str | None = None) -> None:
+        """Load models and checkpoint."""
         await self._call(self._trainer.start, None if resume_from is None else Path(resume_from))
-        return {}
 
     async def forward_backward(self, batch: TrainBatch) -> None:
         """See `PolicyTrainer.forward_backward`."""

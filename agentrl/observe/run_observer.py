@@ -104,7 +104,7 @@ class RunObserver:
             self._stream.write(f"\nheld-out reward on {tasks} tasks: {start:.3f} before, {end:.3f} after\n")
         self._stream.write(
             f"{summary['steps']} steps in {summary['rl_seconds']:.1f} s; "
-            f"engine busy {summary['engine_busy_share']:.0%}, trainer busy {summary['trainer_busy_share']:.0%} of the time\n"
+            f"engine busy {summary['engine_busy_share']:.0%}, trainer {summary['trainer_busy_share']:.0%} of the time\n"
             f"run directory: {self._directory.path}\n"
         )
         self._stream.flush()

@@ -67,6 +67,7 @@ class EpisodeBuffer:
         self._groups: dict[str, _Group] = {}
         self._ready: dict[str, deque[ReadyUnit]] = {policy: deque() for policy in self._trainable}
         self._in_flight: Counter[str] = Counter()
+        self._known: Counter[str] = Counter()
         self._unresolved: dict[str, set[str]] = {}
         self._trained: set[str] = set()
         self.ledger = Ledger()
@@ -109,6 +110,7 @@ class EpisodeBuffer:
             self.ledger.units_committed[policy] += 1
             self.ledger.units_ready[policy] += 1
             if (policy, header.episode_id) in self._consumed_before:
+                self._known[policy] += 1
                 self._resolve(header.episode_id, policy, reason=None)
             elif any(t.reward is None for t in header.trajectories if t.policy == policy):
                 drops.append(UnitDrop(header.episode_id, header.attempt, policy, "no_reward"))
@@ -153,8 +155,9 @@ class EpisodeBuffer:
         return self._in_flight[policy] + self.ledger.units_ready[policy] - len(self._ready[policy])
 
     def expected(self, policy: str) -> int:
-        """Units admitted and not dropped: in flight, ready or consumed."""
-        return self._in_flight[policy] + self.ledger.units_ready[policy] + self.ledger.units_consumed[policy]
+        """Units admitted and not dropped in this life of the run: in flight, ready or consumed."""
+        consumed = self.ledger.units_consumed[policy] - self._known[policy]
+        return self._in_flight[policy] + self.ledger.units_ready[policy] + consumed
 
     def take(self, policy: str, count: int) -> list[ReadyUnit]:
         """Up to `count` ready units, oldest release first; each must be resolved by `consume` or `drop`."""

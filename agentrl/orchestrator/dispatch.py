@@ -15,7 +15,7 @@ from functools import partial
 from agentrl.core import ids
 from agentrl.core.errors import CheckFailedError
 from agentrl.core.ports import SpawnedGroup, Worker
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Purpose, SeatBinding, Task
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Purpose, SeatBinding, Task, dropped_header
 from agentrl.environment.registry import resolve
 from agentrl.journal.port import JournalStore
 from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
@@ -47,6 +47,7 @@ class Dispatcher:
     on_collapse: Callable[[CheckFailedError], None] = field(init=False)
     """Called when too many training episodes in a row were dropped."""
     _bindings: dict[str, SeatBinding] = field(init=False)
+    _running: dict[str, EpisodeSpec] = field(default_factory=dict)
     _next_evaluation: int = 0
     _failures_in_a_row: int = 0
     _sums: Counter[str] = field(default_factory=Counter)
@@ -78,7 +79,7 @@ class Dispatcher:
         for spec, _ in ended:
             self.buffer.admit(spec)
         for spec in unfinished:
-            self.buffer.admit(spec)
+            self._admit(spec)
         for spec, header in ended:
             self._record(self.buffer.end(spec, header))
         for spec in unfinished:
@@ -145,6 +146,17 @@ class Dispatcher:
             )
         return headers
 
+    async def end_running(self, reason: str) -> None:
+        """Stop every episode in flight; training episodes are dropped with `reason`."""
+        await self.worker.cancel()
+        running, self._running = self._running, {}
+        headers = []
+        for spec in running.values():
+            header = dropped_header(spec, reason)
+            self._record(self.buffer.end(spec, header))
+            headers.append((spec, header))
+        await asyncio.gather(*(self.store.commit_episode(spec, header, b"", {}) for spec, header in headers))
+
     def take_sums(self) -> Counter[str]:
         """Training episodes that ended since the last call: their number, tokens and turns."""
         taken, self._sums = self._sums, Counter()
@@ -168,16 +180,21 @@ class Dispatcher:
     def _start(self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None] | None) -> None:
         self.store.admit(spec)
         if spec.purpose == "train":
-            self.buffer.admit(spec)
+            self._admit(spec)
         self.worker.submit(spec, partial(self._end, spec, on_end))
 
     def _end(self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None] | None, header: EpisodeHeader) -> None:
         if spec.purpose == "train":
+            del self._running[spec.episode_id]
             self._record(self.buffer.end(spec, header))
             self._count(header)
         if on_end is not None:
             on_end(header)
         self.signal.notify()
+
+    def _admit(self, spec: EpisodeSpec) -> None:
+        self.buffer.admit(spec)
+        self._running[spec.episode_id] = spec
 
     def _record(self, drops: Sequence[UnitDrop]) -> None:
         for drop in drops:

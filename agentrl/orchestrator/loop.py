@@ -153,7 +153,7 @@ class Orchestrator:
         if self._stopping:
             await self._drain()
         else:
-            await self.dispatcher.worker.cancel()
+            await self.dispatcher.end_running("run_ended")
             self._drop_leftovers()
         await self._checkpoint()
         if self.plan.held_out and not self._stopping:

@@ -28,7 +28,7 @@ class Scheduler:
 
     Args:
         staleness: the bound of every trainable policy.
-        steps: optimizer steps each trainable policy takes in this run.
+        steps: the optimizer step each trainable policy ends at.
         max_in_flight: episodes running at once.
     """
 
@@ -46,6 +46,7 @@ class Scheduler:
         self._staleness = staleness
         self._steps = steps
         self._max_in_flight = max_in_flight
+        self._first_step = {policy: board.step(policy) for policy in staleness}
 
     def may_admit(self, demand: Demand) -> bool:
         """Whether a group may start now."""
@@ -59,10 +60,13 @@ class Scheduler:
         for policy, units in demand.units.items():
             expected = self._buffer.expected(policy)
             bound = self._staleness[policy]
-            if expected >= self._steps * bound.step_size:
+            first = self._first_step[policy]
+            if expected >= (self._steps - first) * bound.step_size:
                 return f"the run needs no more units of {policy}"
-            if bound.capacity(steps=self._board.step(policy), units=expected) < units:
-                return f"max_staleness of {policy}: {expected} units for step {self._board.step(policy)}"
+            if bound.capacity(steps=self._board.step(policy) - first, units=expected) < units:
+                return (
+                    f"max_staleness of {policy}: {expected} units since step {first}, now at {self._board.step(policy)}"
+                )
         return None
 
     def may_step(self, policy: str, demand: Demand) -> bool:

@@ -38,6 +38,7 @@ from agentrl.core.records import (
     Turn,
     UnitHeader,
     VersionSpan,
+    dropped_header,
 )
 from agentrl.environment.base import Agent, Environment, LimitReachedError, Limits
 from agentrl.journal.entries import Begin, JournalEntry, RewardEntry, Span, TurnEntry, asked_hash
@@ -326,20 +327,7 @@ class EpisodeRunner:
 
     async def drop(self, spec: EpisodeSpec, reason: str, detail: str, seconds: float) -> EpisodeHeader:
         """Record that an episode ends without being trained, with its reason."""
-        header = EpisodeHeader(
-            episode_id=spec.episode_id,
-            group_id=spec.group_id,
-            attempt=spec.attempt,
-            purpose=spec.purpose,
-            parent_id=spec.parent_id,
-            stop_reason=None,
-            drop_reason=reason,
-            turns=0,
-            tokens=0,
-            seconds=seconds,
-            trajectories=(),
-            location=None,
-        )
+        header = dropped_header(spec, reason, seconds=seconds)
         await self._store.commit_episode(spec, header, b"", {}, detail)
         return header
 

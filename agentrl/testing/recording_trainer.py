@@ -34,10 +34,11 @@ class RecordingTrainer:
         step_seconds: how long `forward_backward` takes on that clock.
         publish_seconds: how long `publish` takes on that clock.
         failures: what `optim_step` raises, once, at a (policy, step id).
+        steps: steps each policy has taken before; 0 where absent.
 
     Example:
         >>> trainer = RecordingTrainer(["solver"])
-        >>> import asyncio; asyncio.run(trainer.start())["solver"].path
+        >>> import asyncio; asyncio.run(trainer.publish("solver", PolicyVersion("solver", 0, 0))).path
         'weights/solver/0.0'
     """
 
@@ -49,6 +50,7 @@ class RecordingTrainer:
         step_seconds: float = 0.0,
         publish_seconds: float = 0.0,
         failures: Mapping[tuple[str, int], AgentRLError] | None = None,
+        steps: Mapping[str, int] | None = None,
     ) -> None:
         if clock is None and (step_seconds or publish_seconds):
             raise ValueError("a duration needs a clock: RecordingTrainer(..., clock=LoopClock())")
@@ -60,13 +62,13 @@ class RecordingTrainer:
         self._step_seconds = step_seconds
         self._publish_seconds = publish_seconds
         self._failures = dict(failures or {})
-        self._versions = {policy: PolicyVersion(policy, 0, 0) for policy in policies}
-        self._steps = dict.fromkeys(policies, 0)
+        self._steps = {policy: (steps or {}).get(policy, 0) for policy in policies}
+        self._versions = {policy: PolicyVersion(policy, 0, step) for policy, step in self._steps.items()}
         self._accumulated: dict[str, list[TrainBatch]] = {policy: [] for policy in policies}
         self._reports: dict[str, StepReport] = {}
 
-    async def start(self, resume_from: str | None = None) -> Mapping[str, WeightsRef]:
-        """Every policy's starting weights; with `resume_from`, the counters that `save` wrote there.
+    async def start(self, resume_from: str | None = None) -> None:
+        """With `resume_from`, take over the counters that `save` wrote there.
 
         Raises:
             TrainerError: the directory holds other policies.
@@ -78,9 +80,6 @@ class RecordingTrainer:
             for policy, (lineage, step) in saved.items():
                 self._steps[policy] = step
                 self._versions[policy] = PolicyVersion(policy, lineage, step)
-        refs = {policy: _weights(version) for policy, version in self._versions.items()}
-        self.published.extend(refs.values())
-        return refs
 
     async def forward_backward(self, batch: TrainBatch) -> None:
         """Remember a batch for the step it names; ignored where that step was applied already.

@@ -45,6 +45,7 @@ _ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: transformers.MixtralConfig(
         **_SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     ),
+    "bloom": lambda: transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=VOCABULARY),
     "gpt2": lambda: transformers.GPT2Config(
         n_embd=64, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=512, initializer_range=0.2
     ),

@@ -320,6 +320,11 @@ def test_directories_that_hold_no_usable_model_are_refused(zoo: ModelZoo, tmp_pa
         EmbeddedEngine.load(str(without_weights), versions=START)
 
 
+def test_a_model_whose_attention_does_not_fit_slots_is_refused(zoo: ModelZoo) -> None:
+    with pytest.raises(ModelError, match="BloomForCausalLM cannot run"):
+        load(zoo, "bloom")
+
+
 def test_what_the_engine_cannot_give_is_refused_at_start(zoo: ModelZoo) -> None:
     with pytest.raises(EngineCapabilityError, match="router"):
         load(zoo, capture_routing=True)

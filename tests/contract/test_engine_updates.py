@@ -217,6 +217,75 @@ def test_a_version_id_is_never_served_with_other_weights(zoo: ModelZoo) -> None:
     asyncio.run(main())
 
 
+def test_the_starting_version_may_be_published_too(zoo: ModelZoo) -> None:
+    async def main() -> None:
+        engine = load(zoo)
+        session, context = engine.open("s", "solver"), prompt(10)
+        await session.generate(request("a", context))
+        await engine.update(zoo.full(START["solver"], seed=1))
+        completion = await session.generate(request("b", context))
+        assert completion.cached_tokens == 0
+        check(zoo.load(seed=1), context, completion)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_an_update_that_has_begun_is_finished_though_its_caller_is_cancelled(zoo: ModelZoo) -> None:
+    async def main() -> None:
+        engine = load(zoo, versions={"solver": START["solver"]})
+        session, context = engine.open("s", "solver"), prompt(10)
+        running = asyncio.ensure_future(session.generate(request("a", context, max_tokens=200)))
+        for step in range(1, 6):
+            sampled = engine.stats.sampled_tokens
+            updating = asyncio.ensure_future(engine.update(zoo.full(version(step), seed=step % 2)))
+            await until(lambda sampled=sampled, step=step: engine.stats.sampled_tokens > sampled + 3 * step)  # type: ignore[misc]
+            updating.cancel()
+        serving = (await running).spans[-1].version.step
+        check(zoo.load(seed=serving % 2), context, await session.generate(request("b", context)))
+        await engine.close()
+
+    asyncio.run(main())
+
+
+async def waiting_update(engine: EmbeddedEngine, zoo: ModelZoo, root: Path) -> tuple[Any, asyncio.Future[None]]:
+    """A session leases step 1, step 2 is current, no place is left for step 3."""
+    await engine.update(write_adapter(root / "1", version(1), zoo.load(), seed=1))
+    session = engine.open("s", "solver")
+    await session.generate(request("a", prompt(5)))
+    await engine.update(write_adapter(root / "2", version(2), zoo.load(), seed=2))
+    updating = asyncio.ensure_future(engine.update(write_adapter(root / "3", version(3), zoo.load(), seed=3)))
+    await asyncio.wait([updating], timeout=0.2)  # until it waits
+    return session, updating
+
+
+def test_an_update_waits_for_the_place_of_a_leased_adapter(zoo: ModelZoo, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = load(zoo, refresh="episode", adapter_slots=2)
+        session, updating = await waiting_update(engine, zoo, tmp_path)
+        assert not updating.done()
+        session.close()
+        await updating
+        completion = await engine.open("t", "solver").generate(request("b", prompt(5)))
+        assert completion.spans[0].version == version(3)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_an_update_that_waits_fails_when_the_engine_closes(zoo: ModelZoo, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = load(zoo, refresh="episode", adapter_slots=2)
+        _, updating = await waiting_update(engine, zoo, tmp_path)
+        await engine.close()
+        with pytest.raises(EngineError, match="the engine ended"):
+            await updating
+        with pytest.raises(EngineError, match="closed"):
+            await engine.update(zoo.full(version(4)))
+
+    asyncio.run(main())
+
+
 # --- adapters ---------------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import agentrl
-from agentrl.app.assemble import Parts, assemble
+from agentrl.app.assemble import Parts, Past, assemble
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
 from agentrl.core.ports import GenerateRequest
@@ -87,6 +87,8 @@ class SmallRun:
     tasks: list[Task] = field(default_factory=lambda: list(TASKS))
     held_out: list[Task] = field(default_factory=list)
     during: Callable[[Orchestrator], None] | None = None
+    past: Past = field(default_factory=Past)
+    resumed_from: PolicyVersion | None = None
     seen: Seen = field(default_factory=Seen)
     trainer: RecordingTrainer = field(init=False)
     orchestrator: Orchestrator = field(init=False)
@@ -98,10 +100,16 @@ class SmallRun:
             self.script, versions={name: PolicyVersion(name, 0, 0) for name in policies}, **self.engine_options
         )
         trainable = [name for name in policies if self.config.policies[name].trainable]
-        self.trainer = RecordingTrainer(trainable, clock=LoopClock(), **self.trainer_options)
-        weights = dict(await self.trainer.start())
+        steps = {} if self.resumed_from is None else {self.resumed_from.policy: self.resumed_from.step}
+        self.trainer = RecordingTrainer(trainable, clock=LoopClock(), steps=steps, **self.trainer_options)
+        versions = {name: PolicyVersion(name, 0, 0) for name in trainable}
+        if self.resumed_from is not None:
+            policy, lineage, step = self.resumed_from
+            versions[policy] = PolicyVersion(policy, lineage + 1, step)
+        weights = {name: await self.trainer.publish(name, version) for name, version in versions.items()}
         for published in weights.values():
-            self.journal.record_version(published, None)
+            self.journal.record_version(published, self.resumed_from)
+            await engine.update(published)
         parts = Parts(
             engine=engine,
             trainer=self.trainer,
@@ -112,6 +120,9 @@ class SmallRun:
             tasks=self.tasks,
             held_out=self.held_out,
             weights=weights,
+            versions=versions,
+            parents=self.journal.parents(),
+            past=self.past,
         )
         self.orchestrator = assemble(self.config, self.environment, parts)
         if self.during is not None:

@@ -1,0 +1,98 @@
+"""A run that is stopped, or killed, goes on from its checkpoint: nothing is lost and nothing is trained twice."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from agentrl.app.assemble import Past, past_of
+from agentrl.core.records import PolicyVersion
+from agentrl.journal.entries import TurnEntry
+from agentrl.testing import MemoryJournal
+from agentrl.testing.plugin import SimulatedLoop
+from tests.sim.small_run import SmallRun, config_for
+
+pytestmark = pytest.mark.sim
+
+
+def trained_in(run: SmallRun) -> Counter[str]:
+    return Counter(unit.episode_id for batch in run.trainer.batches for unit in batch.units)
+
+
+def second_life(first: SmallRun, journal: MemoryJournal, step: int) -> SmallRun:
+    """The run as it is resumed from a checkpoint at `step`."""
+    version = PolicyVersion("guesser", 0, step)
+    past: Past = past_of(journal, {"guesser": version})
+    return SmallRun(config=first.config, journal=journal, past=past, resumed_from=version)
+
+
+def test_a_stopped_run_trains_every_episode_once(simulated_loop: SimulatedLoop) -> None:
+    moments = itertools.count(2.0, 0.4)
+
+    async def main() -> int:
+        moment = next(moments)
+        first = SmallRun(config=config_for(steps=8))
+        first.during = lambda orchestrator: asyncio.get_running_loop().call_later(moment, orchestrator.stop)
+        await first.run()
+        journal = first.journal.after_crash()
+        second = second_life(first, journal, len(first.trainer.batches))
+        await second.run()
+        trained = trained_in(first) + trained_in(second)
+        assert max(trained.values()) == 1
+        assert sum(trained.values()) == 8 * 8
+        assert [batch.step_id for batch in first.trainer.batches + second.trainer.batches] == list(range(1, 9))
+        return len(first.trainer.batches)
+
+    stopped_after = set(simulated_loop.run(main))
+    assert len(stopped_after) > 1 or len(simulated_loop.seeds()) == 1, "every schedule stopped at the same step"
+
+
+def test_steps_after_the_checkpoint_are_taken_again(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        first = SmallRun(config=config_for(steps=4))
+        await first.run()
+        journal = first.journal.after_crash()
+        second = second_life(first, journal, 2)
+        await second.run()
+        kept = Counter(unit.episode_id for batch in first.trainer.batches[:2] for unit in batch.units)
+        assert max((kept + trained_in(second)).values()) == 1
+        lost = {unit.episode_id for batch in first.trainer.batches[2:] for unit in batch.units}
+        assert lost <= set(trained_in(second)), "what was trained after the checkpoint is trained again"
+        assert all(batch.units for batch in second.trainer.batches)
+
+    simulated_loop.run(main)
+
+
+def test_turns_that_were_recorded_are_not_sampled_again(simulated_loop: SimulatedLoop, tmp_path: Path) -> None:
+    async def main() -> int:
+        first = SmallRun(config=config_for(steps=8), engine_options={"seconds_per_token": 0.2})
+        first.during = lambda orchestrator: asyncio.get_running_loop().call_later(2.5, orchestrator.stop)
+        from agentrl.orchestrator import loop
+
+        drain, loop.DRAIN_S = loop.DRAIN_S, 0.0
+        try:
+            await first.run()
+        finally:
+            loop.DRAIN_S = drain
+        await first.journal.turn_log("0").flush()
+        journal = first.journal.after_crash()
+        before = {
+            (entry.episode_id, entry.call_id): entry.body
+            for entry in journal.turn_log("0").entries
+            if isinstance(entry.decode(), TurnEntry)
+        }
+        second = second_life(first, journal, len(first.trainer.batches))
+        await second.run()
+        seen = Counter(
+            (entry.episode_id, entry.call_id)
+            for entry in journal.turn_log("0").entries
+            if isinstance(entry.decode(), TurnEntry)
+        )
+        assert max(seen.values()) == 1
+        return sum(1 for key in before if key[0] in {spec.episode_id for spec in second.past.unfinished})
+
+    assert sum(simulated_loop.run(main)) > 0, "no episode was stopped between two turns"
