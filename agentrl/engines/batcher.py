@@ -181,6 +181,10 @@ class Batcher:
                 passes.append(_pass(served, slots, pending, adapters))
         return passes
 
+    def repeats(self, plan: list[Pass]) -> bool:
+        """Whether the same plan would be made again, as long as no call comes or ends."""
+        return sum(len(one.slots) for one in plan if one.counts.max() == 1) == len(self.running)
+
     def _defers(self, waiting: int, decoding: int) -> bool:
         """Whether a few short contexts wait for company: a pass costs about as much as twenty rows of one."""
         if 0 < waiting * 8 < decoding and self._deferred < _PATIENCE:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -127,6 +128,7 @@ class EmbeddedEngine:
             between_passes=self._between_passes,
             switch=self._switch_calls,
             on_worker=self._on_worker,
+            interrupt=self._interrupt,
             tap=self._tap,
         )
         self._keep_kv = settings.keep_kv
@@ -235,7 +237,7 @@ class EmbeddedEngine:
         call = Call(request, session, loop.create_future(), on_delta, self._arrivals)
         self._calls[request.request_id] = session.call = call
         self._batcher.submit(call)
-        self._wake.set()
+        self._interrupt()
         if self._loop_task is None:
             self._loop_task = loop.create_task(self._run(), name="agentrl-embedded-engine")
             self._loop_task.add_done_callback(self._loop_ended)
@@ -243,7 +245,7 @@ class EmbeddedEngine:
             return await call.future
         except asyncio.CancelledError:
             call.ending = True
-            self._wake.set()
+            self._interrupt()
             raise
 
     def _check(self, session: EmbeddedSession, request: GenerateRequest) -> None:
@@ -267,6 +269,7 @@ class EmbeddedEngine:
         batcher, loop = self._batcher, asyncio.get_running_loop()
         while True:
             async with self._between_passes:
+                self._runner.interrupted = False
                 for call in batcher.drop_ending():
                     self._end(call, aborted=True)
                 if batcher.empty:
@@ -276,7 +279,8 @@ class EmbeddedEngine:
                     batcher.admit(self._updates.held, self._updates.resolve)
                     plan = batcher.plan()
                 if plan:
-                    ended = await loop.run_in_executor(self._worker, self._runner.run, plan)
+                    run = partial(self._runner.run, plan, repeat=batcher.repeats(plan))
+                    ended = await loop.run_in_executor(self._worker, run)
                     for slot in ended:
                         self._end(batcher.running[slot], aborted=False)
                     self._deliver()
@@ -329,6 +333,11 @@ class EmbeddedEngine:
                 failure.__cause__ = cause
                 call.future.set_exception(failure)
 
+    def _interrupt(self) -> None:
+        """There is something to do between two passes."""
+        self._runner.interrupted = True
+        self._wake.set()
+
     async def _on_worker(self, work: Callable[[], None]) -> None:
         await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
@@ -359,6 +368,7 @@ class EmbeddedEngine:
         """See `agentrl.core.ports.Engine.pause`."""
         self._updates.paused = True
         self._updates.wake()
+        self._interrupt()
         async with self._between_passes:
             pass
 
@@ -372,13 +382,14 @@ class EmbeddedEngine:
         call = self._calls.get(request_id)
         if call is not None:
             call.ending = True
-            self._wake.set()
+            self._interrupt()
 
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
     ) -> Float32Array:
         """See `agentrl.core.ports.Engine.score`."""
         versions = self._versions
+        self._interrupt()
         async with self._between_passes:
             serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
             served = serving.served
@@ -411,7 +422,7 @@ class EmbeddedEngine:
         self._fail_calls("the engine was closed", None)
         for call in self._batcher.calls():
             call.ending = True
-        self._wake.set()
+        self._interrupt()
         task = self._loop_task
         if task is not None:
             await asyncio.wait([task])

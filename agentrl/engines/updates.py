@@ -46,6 +46,7 @@ class WeightUpdates:
         between_passes: asyncio.Lock,
         switch: Callable[[Serving, Serving], None],
         on_worker: Callable[[Callable[[], None]], Awaitable[None]],
+        interrupt: Callable[[], None],
         tap: RoutingTap | None,
     ) -> None:
         self._versions = versions
@@ -54,6 +55,7 @@ class WeightUpdates:
         self._between_passes = between_passes
         self._switch = switch
         self._on_worker = on_worker
+        self._interrupt = interrupt
         self._tap = tap
         self._one_at_a_time = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -137,6 +139,7 @@ class WeightUpdates:
 
     async def _swap_full(self, weights: WeightsRef, read: Mapping[str, Tensor], *, keep: bool) -> None:
         """Once begun it is finished, even if whoever asked for it is cancelled."""
+        self._interrupt()
         async with self._between_passes:
             old = self._versions.of_policy(weights.version.policy)
             served = self._versions.target_for_full(weights.version.policy) or self._new_copy()
@@ -175,6 +178,7 @@ class WeightUpdates:
     async def _swap_adapter(self, weights: WeightsRef, adapter: AdapterFile, place: int | None, *, keep: bool) -> None:
         """Once begun it is finished, even if whoever asked for it is cancelled."""
         versions = self._versions
+        self._interrupt()
         async with self._between_passes:
             old, bank = versions.of_policy(weights.version.policy), versions.bank()
             if place is None:

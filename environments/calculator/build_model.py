@@ -123,7 +123,7 @@ def write_tokenizer(directory: Path, tasks: TrainingTasks, tools: Sequence[ToolS
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY - len(SPECIAL) - len(MARKUP),
-        min_frequency=20,
+        min_frequency=15,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -134,11 +134,11 @@ def write_tokenizer(directory: Path, tasks: TrainingTasks, tools: Sequence[ToolS
 
 
 def format_corpus(template: ChatTemplate, tasks: TrainingTasks, tools: Sequence[ToolSpec]) -> Iterator[str]:
-    """The plain text between the control tokens of a few hundred rendered demonstrations."""
+    """The plain text between the control tokens of some rendered demonstrations."""
     texts = enumerate(SPECIAL + MARKUP)
     control = ControlTokens([AddedText(number, text, text in SPECIAL, False, False) for number, text in texts])
     specs = [tool_value(tool, control) for tool in tools]
-    for number in range(500):
+    for number in range(1500):
         messages = [
             message_value(message, control) for message in conversation(tasks[number], stream("corpus", number))
         ]

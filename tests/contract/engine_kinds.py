@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -10,17 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
 
+from agentrl.core.errors import EngineError
 from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.embedded import EmbeddedEngine
 from agentrl.engines.scripted import ScriptedEngine
 
 if TYPE_CHECKING:
-    from agentrl.core.records import Float32Array, Int32Array
+    from agentrl.core.records import Completion, Float32Array, Int32Array
 
 VOCABULARY = 97
 START = {"solver": PolicyVersion("solver", 0, 0), "proposer": PolicyVersion("proposer", 0, 0)}
@@ -203,3 +206,43 @@ class MakeEmbedded:
     def publish(self, version: PolicyVersion, seed: int) -> WeightsRef:
         """Full weights of another random model."""
         return self._zoo.full(version, seed=seed)
+
+
+def load_engine(zoo: ModelZoo, architecture: str = "qwen3", **options: Any) -> EmbeddedEngine:
+    """An embedded engine over a tiny model."""
+    settings = {"versions": START, "slots": 8, "max_context": 256, **options}
+    return EmbeddedEngine.load(str(zoo.directory(architecture)), **settings)
+
+
+def version(step: int, policy: str = "solver") -> PolicyVersion:
+    """Lineage 0."""
+    return PolicyVersion(policy, 0, step)
+
+
+def token_logprobs(model: Any, context: Int32Array, completion: Completion) -> Float32Array:
+    """Log-probabilities of the completion's tokens by a plain forward pass."""
+    scores = plain_logprobs(model, np.concatenate([context, completion.token_ids]))[len(context) - 1 :]
+    taken: Float32Array = np.take_along_axis(scores, completion.token_ids[:, None].astype(np.int64), 1)[:, 0]
+    return taken
+
+
+def check_logprobs(model: Any, context: Int32Array, completion: Completion) -> None:
+    """The completion was sampled by `model`, without filters."""
+    np.testing.assert_allclose(completion.logprobs, token_logprobs(model, context, completion), atol=2e-4)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop run until `condition` holds."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
+async def check_refused(engine: EmbeddedEngine, zoo: ModelZoo, weights: WeightsRef, message: str) -> None:
+    """The engine refuses the weights and goes on serving what it served."""
+    session, context = engine.open("s", "solver"), prompt(12)
+    with pytest.raises(EngineError, match=message):
+        await engine.update(weights)
+    completion = await session.generate(request("r", context))
+    assert completion.spans[0].version == START["solver"]
+    check_logprobs(zoo.load(), context, completion)
+    await engine.close()

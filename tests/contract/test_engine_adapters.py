@@ -1,0 +1,284 @@
+"""LoRA adapters in the embedded engine: mixed batches, every refresh, few places, and files that must be refused."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+
+from agentrl.core.errors import EngineError
+from agentrl.engines.embedded import EmbeddedEngine
+from tests.contract.engine_kinds import (
+    ModelZoo,
+    check_logprobs,
+    check_refused,
+    load_engine,
+    plain_logprobs,
+    prompt,
+    request,
+    until,
+    version,
+    write_adapter,
+)
+
+
+def with_adapter(zoo: ModelZoo, weights: Any) -> Any:
+    """The model as PEFT serves it."""
+    return PeftModel.from_pretrained(zoo.load(), weights.path).eval()
+
+
+def test_adapters_mixed_in_a_batch_equal_peft_alone(zoo: ModelZoo, tmp_path: Path) -> None:
+    names = ("solver", "proposer", "judge")
+    versions = {name: version(0, name) for name in (*names, "frozen")}
+
+    async def main() -> None:
+        engine = load_engine(zoo, versions=versions)
+        written = {}
+        for seed, name in enumerate(names):
+            rank = (4, 8, 2)[seed]
+            written[name] = write_adapter(tmp_path / name, version(1, name), zoo.load(), seed=seed, rank=rank)
+            await engine.update(written[name])
+        models = {name: with_adapter(zoo, weights) for name, weights in written.items()}
+        models["frozen"] = zoo.load()
+        order = [(i, name) for i in range(2) for name in versions]
+        contexts = [prompt(6 + 3 * i + len(name), i) for i, name in order]
+        calls = [
+            engine.open(f"s{i}{name}", name).generate(request(f"r{i}{name}", context, seed=i, max_tokens=12))
+            for (i, name), context in zip(order, contexts, strict=True)
+        ]
+        for (_, name), context, completion in zip(order, contexts, await asyncio.gather(*calls), strict=True):
+            assert completion.spans[0].version == version(0 if name == "frozen" else 1, name)
+            check_logprobs(models[name], context, completion)
+        scored = await engine.score("proposer", contexts[0])
+        plain = plain_logprobs(models["proposer"], contexts[0])
+        expected = np.take_along_axis(plain, contexts[0][1:, None].astype(np.int64), 1)[:, 0]
+        np.testing.assert_allclose(scored[1:], expected, atol=2e-4)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_rslora_scales_as_peft_does(zoo: ModelZoo, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = load_engine(zoo)
+        weights = write_adapter(
+            tmp_path / "a", version(1), zoo.load(), seed=1, config={"use_rslora": True, "lora_alpha": 3}
+        )
+        await engine.update(weights)
+        completion = await engine.open("s", "solver").generate(request("r", prompt(9)))
+        check_logprobs(with_adapter(zoo, weights), prompt(9), completion)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_many_adapter_updates_in_few_places(zoo: ModelZoo, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = load_engine(zoo, adapter_slots=1)
+        session, context = engine.open("s", "solver"), prompt(9)
+        for step in range(1, 5):
+            weights = write_adapter(tmp_path / f"{step}", version(step), zoo.load(), seed=step)
+            running = asyncio.ensure_future(session.generate(request(f"r{step}", context, max_tokens=100)))
+            sampled = engine.stats.sampled_tokens
+            await until(lambda sampled=sampled: engine.stats.sampled_tokens > sampled + 5)  # type: ignore[misc]
+            await engine.update(weights)
+            assert [span.version.step for span in (await running).spans] == [step - 1, step]
+            check_logprobs(with_adapter(zoo, weights), context, await session.generate(request(f"c{step}", context)))
+        await engine.close()
+
+    asyncio.run(main())
+
+
+async def versions_over_turns(engine: EmbeddedEngine, zoo: ModelZoo, root: Path, turns: int) -> list[int]:
+    """One turn, then an update, and so on: which step sampled each turn of one conversation."""
+    session, context, steps = engine.open("s", "solver"), prompt(9), []
+    for turn in range(turns):
+        completion = await session.generate(request(f"r{turn}", context))
+        steps.append(completion.spans[0].version.step)
+        context = np.concatenate([context, completion.token_ids])
+        await engine.update(write_adapter(root / f"{turn}", version(turn + 1), zoo.load(), seed=turn))
+    session.close()
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"refresh": "token"}, [0, 1, 2, 3, 4]),
+        ({"refresh": "turn"}, [0, 1, 2, 3, 4]),
+        ({"refresh": "episode"}, [0, 0, 0, 0, 0]),
+        ({"refresh": "lazy", "max_staleness": 1}, [0, 0, 2, 2, 4]),
+        ({"refresh": "lazy", "max_staleness": 2}, [0, 0, 0, 3, 3]),
+    ],
+)
+def test_sessions_move_to_newer_adapters_as_refresh_says(
+    zoo: ModelZoo, tmp_path: Path, options: dict[str, Any], steps: list[int]
+) -> None:
+    async def main() -> None:
+        engine = load_engine(zoo, adapter_slots=6, **options)
+        assert await versions_over_turns(engine, zoo, tmp_path, 5) == steps
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_lazy_sessions_reuse_their_kv_until_they_move(zoo: ModelZoo, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = load_engine(zoo, refresh="lazy", max_staleness=1)
+        session, context, cached = engine.open("s", "solver"), prompt(20), []
+        for turn in range(3):
+            completion = await session.generate(request(f"r{turn}", context))
+            cached.append(completion.cached_tokens)
+            context = np.concatenate([context, completion.token_ids])
+            await engine.update(write_adapter(tmp_path / f"{turn}", version(turn + 1), zoo.load(), seed=turn))
+        assert cached == [0, 27, 0]
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_lazy_leases_give_way_when_places_are_short(zoo: ModelZoo, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = load_engine(zoo, refresh="lazy", max_staleness=100, adapter_slots=2)
+        assert await versions_over_turns(engine, zoo, tmp_path, 5) == [0, 0, 0, 0, 0]
+        session = engine.open("t", "solver")
+        steps = []
+        for turn in range(5, 9):
+            completion = await session.generate(request(f"t{turn}", prompt(9)))
+            steps.append(completion.spans[0].version.step)
+            await engine.update(write_adapter(tmp_path / f"{turn}", version(turn + 1), zoo.load(), seed=turn))
+        assert steps == [5, 5, 7, 7]
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_calls_in_flight_under_turn_refresh_end_on_their_adapter(zoo: ModelZoo, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = load_engine(zoo, refresh="turn")
+        first = write_adapter(tmp_path / "1", version(1), zoo.load(), seed=1)
+        await engine.update(first)
+        running = asyncio.ensure_future(engine.open("s", "solver").generate(request("a", prompt(9), max_tokens=60)))
+        sampled = engine.stats.sampled_tokens
+        await until(lambda: engine.stats.sampled_tokens > sampled + 5)
+        await engine.update(write_adapter(tmp_path / "2", version(2), zoo.load(), seed=2))
+        assert not running.done()
+        completion = await running
+        assert [span.version.step for span in completion.spans] == [1]
+        check_logprobs(with_adapter(zoo, first), prompt(9), completion)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_kept_adapters_that_fill_all_places_are_named(zoo: ModelZoo, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = load_engine(zoo, adapter_slots=2)
+        for step in (1, 2):
+            await engine.update(write_adapter(tmp_path / f"{step}", version(step), zoo.load(), seed=step), keep=True)
+        with pytest.raises(EngineError, match=r"solver@0\.1, solver@0\.2; release one"):
+            await engine.update(write_adapter(tmp_path / "3", version(3), zoo.load(), seed=3))
+        engine.release(version(1))
+        await engine.update(write_adapter(tmp_path / "4", version(4), zoo.load(), seed=3))
+        completion = await engine.open("s", "solver").generate(request("r", prompt(5)))
+        assert completion.spans[0].version == version(4)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+A, B = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_{half}.weight" for half in "AB")
+SPOILT_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
+    "rank too large": ({"rank": 65}, "at most 64"),
+    "rank not as configured": ({"config": {"r": 3}}, "configured rank 3"),
+    "nan": ({"change": lambda t: t[A].fill_(torch.nan)}, "not finite"),
+    "shape": ({"change": lambda t: t.update({A: torch.ones(4, 63)})}, "the layer is 64"),
+    "half": ({"change": lambda t: t.pop(B)}, "has only lora_A"),
+    "no such layer": (
+        {"change": lambda t: t.update({k.replace("q_proj", "x_proj"): t.pop(k) for k in (A, B)})},
+        "no linear layer",
+    ),
+    "not lora": ({"config": {"peft_type": "IA3"}}, "IA3"),
+    "dora": ({"config": {"use_dora": True}}, "use_dora"),
+    "key": ({"change": lambda t: t.update({"model.norm.weight": torch.ones(64)})}, "not a LoRA matrix"),
+}
+
+
+@pytest.mark.parametrize("fault", sorted(SPOILT_ADAPTERS))
+def test_spoilt_adapters_are_refused_and_the_old_version_serves(zoo: ModelZoo, tmp_path: Path, fault: str) -> None:
+    options, message = SPOILT_ADAPTERS[fault]
+    weights = write_adapter(tmp_path / "spoilt", version(1), zoo.load(), seed=1, **options)
+    asyncio.run(check_refused(load_engine(zoo), zoo, weights, message))
+
+
+def test_adapters_of_different_targets_are_refused(zoo: ModelZoo, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = load_engine(zoo)
+        await engine.update(write_adapter(tmp_path / "1", version(1), zoo.load(), seed=1))
+        other = write_adapter(tmp_path / "2", version(2), zoo.load(), seed=1, targets=("q_proj", "k_proj"))
+        with pytest.raises(EngineError, match="same target modules"):
+            await engine.update(other)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_one_policy_by_adapter_and_another_by_full_weights(zoo: ModelZoo, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = load_engine(zoo)
+        adapter = write_adapter(tmp_path / "1", version(1), zoo.load(), seed=1)
+        await engine.update(adapter)
+        await engine.update(zoo.full(version(1, "proposer"), seed=2))
+        context = prompt(14)
+        solved, proposed = await asyncio.gather(
+            engine.open("s", "solver").generate(request("s", context)),
+            engine.open("p", "proposer").generate(request("p", context)),
+        )
+        check_logprobs(with_adapter(zoo, adapter), context, solved)
+        check_logprobs(zoo.load(seed=2), context, proposed)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+async def waiting_update(engine: EmbeddedEngine, zoo: ModelZoo, root: Path) -> tuple[Any, asyncio.Future[None]]:
+    """A session leases step 1, step 2 is current, no place is left for step 3."""
+    await engine.update(write_adapter(root / "1", version(1), zoo.load(), seed=1))
+    session = engine.open("s", "solver")
+    await session.generate(request("a", prompt(5)))
+    await engine.update(write_adapter(root / "2", version(2), zoo.load(), seed=2))
+    updating = asyncio.ensure_future(engine.update(write_adapter(root / "3", version(3), zoo.load(), seed=3)))
+    await asyncio.wait([updating], timeout=0.2)  # until it waits
+    return session, updating
+
+
+def test_an_update_waits_for_the_place_of_a_leased_adapter(zoo: ModelZoo, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = load_engine(zoo, refresh="episode", adapter_slots=2)
+        session, updating = await waiting_update(engine, zoo, tmp_path)
+        assert not updating.done()
+        session.close()
+        await updating
+        completion = await engine.open("t", "solver").generate(request("b", prompt(5)))
+        assert completion.spans[0].version == version(3)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_an_update_that_waits_fails_when_the_engine_closes(zoo: ModelZoo, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = load_engine(zoo, refresh="episode", adapter_slots=2)
+        _, updating = await waiting_update(engine, zoo, tmp_path)
+        await engine.close()
+        with pytest.raises(EngineError, match="the engine ended"):
+            await updating
+        with pytest.raises(EngineError, match="closed"):
+            await engine.update(zoo.full(version(4)))
+
+    asyncio.run(main())

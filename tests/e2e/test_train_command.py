@@ -1,0 +1,146 @@
+"""The commands a newcomer types, in processes of their own: train, interrupt, resume, look, load."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+
+SMALL = ["--steps=3", "--evaluation.tasks=16", "--policies.solver.step_size=16", "--max_in_flight=64"]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "agentrl.cli", *arguments]
+
+
+def run(directory: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    finished = subprocess.run(command(*arguments), cwd=directory, capture_output=True, text=True, check=False)
+    assert finished.returncode == code, finished.stdout + finished.stderr
+    return finished
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture(scope="module")
+def trained(repository: Path, workplace: Path) -> Iterator[Path]:
+    """A short run of the main job with Ray and everything."""
+    run(workplace, "train", str(repository / "examples/01_tool_use.toml"), "--name=short", *SMALL)
+    return workplace / "runs" / "short"
+
+
+def test_a_run_leaves_its_summary_its_metrics_and_its_policy(trained: Path) -> None:
+    summary = json.loads((trained / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert len(summary["rewards"]) == 3
+    assert 0.0 <= summary["reward_start"] <= 1.0
+    assert len((trained / "metrics.jsonl").read_text().splitlines()) == 5, "three steps, two evaluations"
+    assert summary["engine_busy_share"] > 0
+    assert summary["trainer_busy_share"] > 0
+
+
+def test_the_policy_loads_with_from_pretrained(trained: Path) -> None:
+    code = (
+        "import sys; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1]); tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "text = tokenizer.apply_chat_template([{'role': 'user', 'content': 'hi'}], tokenize=False)\n"
+        "print(sum(p.numel() for p in model.parameters()), 'hi' in text)"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(trained / "policies" / "solver")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    parameters, rendered = finished.stdout.split()
+    assert int(parameters) > 100_000
+    assert rendered == "True"
+
+
+def test_the_run_can_be_looked_at(trained: Path, workplace: Path) -> None:
+    [line] = json.loads(run(workplace, "run", "list", "--json").stdout)
+    assert line["name"] == "short"
+    listed = json.loads(run(workplace, "episode", "list", "short", "--json").stdout)
+    episodes = listed["episodes"] if isinstance(listed, dict) else listed
+    trained_ones = [episode for episode in episodes if episode["episode"].startswith("e")]
+    shown = run(workplace, "episode", "show", "short", trained_ones[0]["episode"]).stdout
+    assert "calculate" in shown
+    assert "reward" in run(workplace, "run", "curve", "short").stdout
+
+
+def test_a_run_directory_is_not_overwritten(repository: Path, trained: Path, workplace: Path) -> None:
+    before = (trained / "summary.json").read_bytes()
+    example = str(repository / "examples/01_tool_use.toml")
+    refused = run(workplace, "train", example, "--name=short", *SMALL, code=2)
+    assert "exists; resume it with --resume" in refused.stderr
+    assert (trained / "summary.json").read_bytes() == before
+
+
+def test_a_trained_policy_can_be_evaluated(repository: Path, trained: Path, workplace: Path) -> None:
+    example = str(repository / "examples/01_tool_use.toml")
+    policy = str(trained / "policies" / "solver")
+    answer = run(workplace, "evaluate", example, "--policy", policy, "--tasks", "16", "--json").stdout
+    metrics = json.loads(answer)
+    assert metrics["evaluation/episodes"] == 16
+    assert 0.0 <= metrics["evaluation/reward"] <= 1.0
+
+
+def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(repository: Path, tmp_path: Path) -> None:
+    example = str(repository / "examples/01_tool_use.toml")
+    arguments = ["train", example, "--name=long", *SMALL, "--steps=400", "--evaluation.tasks=0"]
+    with subprocess.Popen(
+        command(*arguments),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("step 2/"):
+                break
+        os.kill(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    summary = json.loads((tmp_path / "runs/long/summary.json").read_text())
+    assert summary["interrupted"]
+    reached = summary["steps"]
+    assert (tmp_path / "runs/long/checkpoints" / f"step_{reached:06d}-0" / "manifest.json").is_file()
+
+    arguments[arguments.index("--steps=400")] = f"--steps={reached + 2}"
+    run(tmp_path, *arguments, "--resume")
+    resumed = json.loads((tmp_path / "runs/long/summary.json").read_text())
+    assert resumed["steps"] == 2
+    steps = [json.loads(line)["step"] for line in (tmp_path / "runs/long/metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, reached + 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--trainer.lerning_rate=1"], "trainer.lerning_rate"),
+        (["--steps=many"], "steps"),
+        (["--model.path=/nowhere"], "/nowhere"),
+        (["--environment.id=calculater"], "did you mean 'calculator'"),
+        (["--resume"], "nothing to resume"),
+        (["--credit.group_size=512"], "group_size"),
+        (["--engine.refresh=lazy"], "needs adapters"),
+    ],
+)
+def test_bad_input_is_one_clear_message(repository: Path, tmp_path: Path, arguments: list[str], words: str) -> None:
+    example = str(repository / "examples/01_tool_use.toml")
+    refused = run(tmp_path, "train", example, "--name=bad", *arguments, code=2)
+    assert words in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "runs" / "bad" / "journal").exists(), "nothing half-made is left"
