@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from agentrl.app.assemble import attach_worker, make_dispatcher
 from agentrl.app.parts import held_out, load_config, make_engine
-from agentrl.config.run import RunConfig
+from agentrl.config.run import LoraConfig, RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import InputError
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
@@ -67,6 +68,9 @@ async def _evaluate(
         file = Path(policy) / "adapter_model.safetensors"
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         adapter = WeightsRef(version=PolicyVersion(name, 0, 1), path=str(policy), kind="adapter", sha256=digest)
+        rank = int(json.loads((Path(policy) / "adapter_config.json").read_text(encoding="utf-8"))["r"])
+        adapted = config.policies[name].model_copy(update={"lora": LoraConfig(rank=rank)})
+        config = config.model_copy(update={"policies": {**config.policies, name: adapted}})
     elif policy is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(policy)})})
     chat_format = TemplateFormat.load(config.model.path, tool_call_format=config.model.tool_call_format)

@@ -26,6 +26,7 @@ def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion]) -> Eng
     from agentrl.engines.embedded import EmbeddedEngine
 
     section = config.engine
+    adapted = [policy for policy in config.policies.values() if policy.lora is not None]
     return EmbeddedEngine.load(
         config.model.path,
         versions=versions,
@@ -34,7 +35,11 @@ def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion]) -> Eng
         refresh=section.refresh,
         keep_kv=section.keep_kv,
         capture_routing=section.capture_routing,
-        capture_mask=section.capture_mask,
+        capture_mask=config.sampling.is_filtered,
+        adapter_slots=sum(policy.max_staleness + 2 for policy in adapted) + 1 if adapted else 0,
+        max_rank=max((policy.lora.rank for policy in adapted if policy.lora is not None), default=1),
+        max_staleness=max((policy.max_staleness for policy in config.policies.values()), default=0),
+        threads=section.threads,
     )
 
 

@@ -64,7 +64,7 @@ class PolicyConfig(Section):
 class EngineConfig(Section):
     """Who samples."""
 
-    kind: Literal["embedded", "scripted"] = "embedded"
+    kind: Literal["embedded"] = "embedded"
     slots: Positive = 64
     """Conversations whose KV is held at once."""
     max_context: Positive = 512
@@ -75,8 +75,8 @@ class EngineConfig(Section):
     """`token` refresh: keep the KV older weights computed (recorded logprobs stay exact), or recompute it."""
     capture_routing: bool = False
     """Record which experts each position used (mixture-of-experts models)."""
-    capture_mask: bool = False
-    """Record the kept set of each sampled token; pointless without top_k, top_p or min_p."""
+    threads: Positive = 1
+    """Torch threads of the engine on CPU."""
 
 
 class SamplingConfig(Section):
@@ -90,6 +90,11 @@ class SamplingConfig(Section):
     """Longest turn in tokens."""
     max_turns: Positive = 8
     """Longest episode in turns of one agent."""
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether a filter cuts the distribution: then the kept sets are recorded and trained with."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 class CreditConfig(Section):
@@ -213,8 +218,8 @@ class RunConfig(Section):
         for name, policy_config in self.policies.items():
             if policy_config.trainable and policy_config.lora is None and self.engine.refresh in ("episode", "lazy"):
                 raise ValueError(
-                    f"engine.refresh = {self.engine.refresh!r} needs adapters: an engine has one version of full weights. "
-                    f"Set policies.{name}.lora, or refresh = 'token' or 'turn'"
+                    f"engine.refresh = {self.engine.refresh!r} needs adapters: an engine has one version of full "
+                    f"weights. Set policies.{name}.lora, or refresh = 'token' or 'turn'"
                 )
         return self
 

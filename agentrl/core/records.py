@@ -254,7 +254,8 @@ class Trajectory:
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
 
 
-class UnitHeader(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class UnitHeader:
     """What the control path knows of one agent's trajectory."""
 
     seat: str
@@ -331,7 +332,8 @@ def dropped_header(spec: EpisodeSpec, reason: str, *, seconds: float = 0.0) -> E
 # --- what a trainer consumes ------------------------------------------------------------------------------------------
 
 
-class TrajectoryCredit(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TrajectoryCredit:
     """The advantage of one trajectory, computed on the control path from headers alone."""
 
     seat: str

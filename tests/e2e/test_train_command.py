@@ -52,7 +52,8 @@ def test_a_run_leaves_its_summary_its_metrics_and_its_policy(trained: Path) -> N
 def test_the_policy_loads_with_from_pretrained(trained: Path) -> None:
     code = (
         "import sys; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1]); tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"
         "text = tokenizer.apply_chat_template([{'role': 'user', 'content': 'hi'}], tokenize=False)\n"
         "print(sum(p.numel() for p in model.parameters()), 'hi' in text)"
     )

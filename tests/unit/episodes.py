@@ -34,6 +34,18 @@ class Played:
     """What the worker remembers of a failure."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How an episode is run."""
+
+    data: dict[str, object]
+    max_turns: int
+    max_context: int
+    tool_timeout_s: float
+    episode_timeout_s: float
+    attempts: int
+
+
 def play(
     environment: type[agentrl.Environment],
     replies: Sequence[str],
@@ -46,35 +58,23 @@ def play(
     attempts: int = 1,
 ) -> Played:
     """Run one episode in which the policy says `replies`, turn by turn."""
-    return asyncio.run(
-        _play(
-            environment,
-            list(replies),
-            data or {"question": "?"},
-            max_turns,
-            max_context,
-            tool_timeout_s,
-            episode_timeout_s,
-            attempts,
-        )
+    setting = Setting(
+        data=data or {"question": "?"},
+        max_turns=max_turns,
+        max_context=max_context,
+        tool_timeout_s=tool_timeout_s,
+        episode_timeout_s=episode_timeout_s,
+        attempts=attempts,
     )
+    return asyncio.run(_play(environment, list(replies), setting))
 
 
-async def _play(  # noqa: PLR0913 - one argument per setting of `play`
-    environment: type[agentrl.Environment],
-    replies: list[str],
-    data: dict[str, object],
-    max_turns: int,
-    max_context: int,
-    tool_timeout_s: float,
-    episode_timeout_s: float,
-    attempts: int,
-) -> Played:
+async def _play(environment: type[agentrl.Environment], replies: list[str], setting: Setting) -> Played:
     journal, said = MemoryJournal(), iter(replies)
     engine = ScriptedEngine(
         lambda request, policy, version: [*next(said).encode(), STOP_TOKEN],
         versions={"policy": PolicyVersion("policy", 0, 0)},
-        max_context=max_context,
+        max_context=setting.max_context,
     )
     dispatcher = Dispatcher(
         environment=name_of(environment),
@@ -88,8 +88,8 @@ async def _play(  # noqa: PLR0913 - one argument per setting of `play`
     )
     settings = RolloutSettings(
         sampling=SamplingParams(max_tokens=512, stop_token_ids=(STOP_TOKEN,)),
-        limits=Limits(max_turns=max_turns, max_tokens=512, max_context=max_context),
-        tool_timeout_s=tool_timeout_s,
+        limits=Limits(max_turns=setting.max_turns, max_tokens=512, max_context=setting.max_context),
+        tool_timeout_s=setting.tool_timeout_s,
     )
     runner = EpisodeRunner(
         engine=engine,
@@ -104,8 +104,8 @@ async def _play(  # noqa: PLR0913 - one argument per setting of `play`
     worker = AsyncioWorker(
         runner,
         environments={name_of(environment): environment},
-        data_attempts=attempts,
-        episode_timeout_s=episode_timeout_s,
+        data_attempts=setting.attempts,
+        episode_timeout_s=setting.episode_timeout_s,
         on_failure=failures.append,
     )
     dispatcher.worker = worker
@@ -114,7 +114,7 @@ async def _play(  # noqa: PLR0913 - one argument per setting of `play`
     spec = EpisodeSpec(
         episode_id="e0",
         environment=name_of(environment),
-        task=Task(id="t", data=data),
+        task=Task(id="t", data=setting.data),
         seed=1,
         seats={seat: SeatBinding("policy") for seat in environment.seats},
         group_id="g0",
