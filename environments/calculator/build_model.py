@@ -1,6 +1,6 @@
 """Builds the tiny model beside this file: tokenizer, random weights, and a supervised warm-up that teaches the form.
 
-`python -m environments.calculator.build_model [--seed 0] [--steps 400] [--output DIR]` takes about 100 seconds on one
+`python -m environments.calculator.build_model [--seed 0] [--steps 800] [--output DIR]` takes about three minutes on one
 core. The same seed gives the same files on the same machine and versions. The result is an ordinary Hugging Face
 directory (Qwen3 architecture, byte-level BPE, chat template with tools); nothing in it knows the skill that
 reinforcement learning has to teach (see demonstrations.py).
@@ -85,13 +85,13 @@ def main() -> None:
     """Parse the command line and build."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=400, help="warm-up steps of 48 demonstrations")
+    parser.add_argument("--steps", type=int, default=800, help="warm-up steps of 48 demonstrations")
     parser.add_argument("--output", type=Path, default=DIRECTORY)
     arguments = parser.parse_args()
     build(arguments.output, seed=arguments.seed, steps=arguments.steps)
 
 
-def build(directory: Path, *, seed: int = 0, steps: int = 400) -> None:
+def build(directory: Path, *, seed: int = 0, steps: int = 800) -> None:
     """Write tokenizer, template, configuration and warmed-up weights into `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
@@ -138,7 +138,7 @@ def format_corpus(template: ChatTemplate, tasks: TrainingTasks, tools: Sequence[
     texts = enumerate(SPECIAL + MARKUP)
     control = ControlTokens([AddedText(number, text, text in SPECIAL, False, False) for number, text in texts])
     specs = [tool_value(tool, control) for tool in tools]
-    for number in range(1500):
+    for number in range(2000):
         messages = [
             message_value(message, control) for message in conversation(tasks[number], stream("corpus", number))
         ]

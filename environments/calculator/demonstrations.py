@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 FINISH = {2: 0.6, 3: 0.5, 4: 0.45}
 """Chance that a demonstration does all operations, by number of terms."""
-MISTAKE = 0.02
+MISTAKE = 0.01
 """Chance that a call has a wrong operand or operator."""
-SLIP = 0.02
+SLIP = 0.01
 """Chance that the answer is not the number the demonstration arrived at."""
-BROKEN = 0.03
+BROKEN = 0.02
 """Chance that a call is preceded by a malformed one, which shows how to go on after an error."""
 
 _PIECE = r'</?tool_call>|\{"name":"calculate","arguments":\{"a":|,"op":"[+-]","b":|\d+|.'

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -35,8 +37,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(repository: Path, workplace: Path) -> Iterator[Path]:
     """A short run of the main job with Ray and everything."""
-    run(workplace, "train", str(repository / "examples/01_tool_use.toml"), "--name=short", *SMALL)
-    return workplace / "runs" / "short"
+    run(workplace, "train", str(repository / "examples/01_tool_use.toml"), "--name=demo", *SMALL)
+    return workplace / "runs" / "demo"
 
 
 def test_a_run_leaves_its_summary_its_metrics_and_its_policy(trained: Path) -> None:
@@ -70,19 +72,37 @@ def test_the_policy_loads_with_from_pretrained(trained: Path) -> None:
 
 def test_the_run_can_be_looked_at(trained: Path, workplace: Path) -> None:
     [line] = json.loads(run(workplace, "run", "list", "--json").stdout)
-    assert line["name"] == "short"
-    listed = json.loads(run(workplace, "episode", "list", "short", "--json").stdout)
-    episodes = listed["episodes"] if isinstance(listed, dict) else listed
-    trained_ones = [episode for episode in episodes if episode["episode"].startswith("e")]
-    shown = run(workplace, "episode", "show", "short", trained_ones[0]["episode"]).stdout
+    assert line["name"] == "demo"
+    listed = json.loads(run(workplace, "episode", "list", "demo", "--json").stdout)
+    trained_ones = [episode for episode in listed if episode["episode"].startswith("e")]
+    shown = run(workplace, "episode", "show", "demo", trained_ones[0]["episode"]).stdout
     assert "calculate" in shown
-    assert "reward" in run(workplace, "run", "curve", "short").stdout
+    assert "reward" in run(workplace, "run", "curve", "demo").stdout
+
+
+def test_the_commands_of_the_readme_work(repository: Path, trained: Path, workplace: Path) -> None:
+    (workplace / "examples").symlink_to(repository / "examples")
+    readme = (repository / "README.md").read_text()
+    lines = [line.split("#")[0] for line in readme.splitlines() if line.startswith(".venv/bin/agentrl ")]
+    assert len(lines) >= 4
+    listed = json.loads(run(workplace, "episode", "list", "demo", "--json").stdout)
+    shown = next(episode["episode"] for episode in listed if episode["episode"].startswith("e"))
+    for line in lines:
+        arguments = shlex.split(line)[1:]
+        run(workplace, *[shown if argument == "e100" else argument for argument in arguments])
+
+
+def test_the_environment_of_the_readme_is_sound(repository: Path, tmp_path: Path) -> None:
+    readme = (repository / "README.md").read_text()
+    [block] = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    (tmp_path / "my_env.py").write_text(block)
+    assert "passed" in run(tmp_path, "env", "check", "my_env.py").stdout
 
 
 def test_a_run_directory_is_not_overwritten(repository: Path, trained: Path, workplace: Path) -> None:
     before = (trained / "summary.json").read_bytes()
     example = str(repository / "examples/01_tool_use.toml")
-    refused = run(workplace, "train", example, "--name=short", *SMALL, code=2)
+    refused = run(workplace, "train", example, "--name=demo", *SMALL, code=2)
     assert "exists; resume it with --resume" in refused.stderr
     assert (trained / "summary.json").read_bytes() == before
 
