@@ -121,8 +121,6 @@ class TemplateFormat:
         tokenizer.no_padding()
         return cls(directory, tokenizer, ChatTemplate(directory), tool_call_format)
 
-    # --- messages → tokens
-
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Token ids of a new conversation, up to where the assistant's turn begins.
 
@@ -161,8 +159,6 @@ class TemplateFormat:
             ids = self._encode_pieces(self._reply_pieces(messages))
         return ids if after == "stop" else [self._closing, *ids]
 
-    # --- tokens → messages
-
     def parse(self, token_ids: Sequence[int]) -> Message:
         """The assistant message a completion says, without its thinking; malformed calls are kept raw."""
         silent = self._silent
@@ -189,8 +185,6 @@ class TemplateFormat:
         if self.encode(text) == ids:
             return None
         return "undecodable" if "\ufffd" in text else "retokenised"
-
-    # --- rendering
 
     def _opening_pieces(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int | str]:
         values = [message_value(message, self._control) for message in messages]
@@ -222,8 +216,6 @@ class TemplateFormat:
     def _varies_in_last(messages: Sequence[Message]) -> bool:
         return bool(messages) and messages[-1].role == "user" and all(m.role == "system" for m in messages[:-1])
 
-    # --- encoding
-
     def _encode_plain(self, text: str) -> list[int]:
         """Token ids of text that follows a control token, everything in it plain."""
         if not text:
@@ -247,8 +239,6 @@ class TemplateFormat:
     def _fill(self, frame: _Frame, content: str) -> list[int]:
         text = frame.before + frame.transform(valid_unicode(content)) + frame.behind
         return [*frame.head, *self._encode_plain(text), *frame.tail]
-
-    # --- probing
 
     def _frame(self, pieces_of: Callable[[str], list[int | str]]) -> _Frame | None:
         """The frame of a rendering in which one content varies; None where it changes more than its place."""
