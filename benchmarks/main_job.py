@@ -27,7 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import agentrl
 from agentrl.core.records import PolicyVersion
@@ -50,10 +50,10 @@ class SlowCalculator(Calculator):
         await super().run(ctx)
 
     @agentrl.tool
-    async def calculate(self, a: int, op: str, b: int) -> int:  # type: ignore[override]
+    async def calculate(self, a: int, op: Literal["+", "-", "*"], b: int) -> int:  # type: ignore[override]
         """One operation on two integers."""
         await asyncio.sleep(self._draw.lognormvariate(math.log(MEDIAN_S), SIGMA))
-        return Calculator.calculate(self, a, op, b)  # type: ignore[arg-type]
+        return super().calculate(a, op, b)
 
 
 @dataclass

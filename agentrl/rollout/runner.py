@@ -119,6 +119,12 @@ class LiveAgent(Agent):
         before = len(self._conversation)
         context_ids = np.array(self._conversation.ask(messages), dtype=np.int32)
         if len(self._conversation) >= limits.max_context:
+            if not self._turns:
+                raise EpisodeError(
+                    f"the first prompt of {self.seat!r} has {len(self._conversation)} tokens, "
+                    f"the context {limits.max_context}; raise engine.max_context",
+                    reason="prompt_too_long",
+                )
             self._context.stop_reason = "context_length"
             raise LimitReachedError(
                 f"agent {self.seat!r} has used its context of {limits.max_context} tokens", stop_reason="context_length"

@@ -170,3 +170,9 @@ def test_rows_rebuilt_from_the_journal_are_what_the_engine_saw() -> None:
     assert len(host.rows) == 2
     assert [int(row.loss_mask.sum()) for row in host.rows] == [3, 3]
     assert host.reward == 1.5
+
+
+def test_a_prompt_longer_than_the_context_is_told_apart_from_a_long_episode() -> None:
+    played = play(Endless, ["x"], max_context=10)
+    assert played.header.drop_reason == "prompt_too_long"
+    assert "raise engine.max_context" in played.said
