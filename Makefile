@@ -13,7 +13,7 @@ DEV_EXTRAS := $(RUN_EXTRAS),dev
 SEEDS ?= 2000
 
 # What `make demo` runs; it prints the learning curve and writes runs/demo/summary.json.
-DEMO := $(BIN)/agentrl train examples/01_tool_use.toml --name=demo
+DEMO := $(BIN)/agentrl demo
 
 # Nothing here needs a model hub, and Ray's usage report needs a network.
 export HF_HUB_OFFLINE := 1
@@ -24,10 +24,10 @@ DEV_STAMP := $(VENV)/.installed-dev
 PINS := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 
-.PHONY: help setup demo test check sim fmt clean
+.PHONY: help setup demo test check sim oldest wheel-demo docs-config docs fmt clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1	/'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
 
 setup: $(RUN_STAMP)  ## create .venv and install what running needs
 
@@ -46,6 +46,20 @@ check: $(DEV_STAMP)  ## format, lint, types, layers and the fast tests: no Ray, 
 
 sim: $(DEV_STAMP)  ## the simulated loop over many more seeds (SEEDS=2000)
 	@AGENTRL_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -m sim -o timeout=3600 tests/sim
+
+oldest: $(DEV_STAMP)  ## the core at the oldest versions pyproject.toml allows, in an environment of its own
+	@$(BIN)/python -m benchmarks.packaging oldest
+
+wheel-demo: $(DEV_STAMP)  ## build wheel and sdist, install the wheel into an empty environment, run the demo there
+	@$(BIN)/python -m benchmarks.packaging wheel-demo
+
+docs-config: $(DEV_STAMP)  ## write docs/configuration.md and docs/metrics.md from the code
+	@$(BIN)/python -m agentrl.config.page > docs/.configuration.md && mv docs/.configuration.md docs/configuration.md
+	@$(BIN)/python -m agentrl.observe.page > docs/.metrics.md && mv docs/.metrics.md docs/metrics.md
+
+docs: $(DEV_STAMP) docs-config  ## build the pages of docs/ into site/
+	@$(INSTALL) -e '.[$(DEV_EXTRAS),docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 fmt: $(DEV_STAMP)  ## format and mend what lint can mend
 	@$(BIN)/ruff check --quiet --fix-only .

@@ -5,6 +5,14 @@ The public names; importing this loads nothing heavy. Everything else may change
 
 from __future__ import annotations
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - a source tree is on the path whatever pip would say
+    raise ImportError(
+        f"agentrl needs Python 3.11 or newer; this is {sys.version.split()[0]} at {sys.executable}. "
+        "Install one and make a new environment with it: python3.11 -m venv .venv"
+    )
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +32,7 @@ if TYPE_CHECKING:
         system,
         user,
     )
+    from agentrl.environment.gym import GymEnvironment, gym_environment
     from agentrl.environment.registry import make, register, spec
     from agentrl.environment.tools import ToolEnvironment, ToolEpisode, tool
     from agentrl.testing.check import check_environment
@@ -34,6 +43,7 @@ _HOME = {
     "ChildResult": "environment.base",
     "Environment": "environment.base",
     "EpisodeContext": "environment.base",
+    "GymEnvironment": "environment.gym",
     "LimitReachedError": "environment.base",
     "Message": "core.records",
     "Run": "app.training",
@@ -46,6 +56,7 @@ _HOME = {
     "Turn": "core.records",
     "check_environment": "testing.check",
     "evaluate": "app.evaluation",
+    "gym_environment": "environment.gym",
     "make": "environment.registry",
     "register": "environment.registry",
     "spec": "environment.registry",
@@ -61,6 +72,7 @@ __all__ = [
     "ChildResult",
     "Environment",
     "EpisodeContext",
+    "GymEnvironment",
     "LimitReachedError",
     "Message",
     "Run",
@@ -73,6 +85,7 @@ __all__ = [
     "Turn",
     "check_environment",
     "evaluate",
+    "gym_environment",
     "make",
     "register",
     "spec",

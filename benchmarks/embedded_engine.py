@@ -117,8 +117,12 @@ class EngineLoad:
 async def measure(model_path: Path, repeats: int) -> dict[str, list[tuple[float, float]]]:
     """(CPU, wall) seconds of each repeat of each case."""
     versions = {name: PolicyVersion(name, 0, 0) for name in ("base", "one", "two")}
-    engine = EmbeddedEngine.load(str(model_path), versions=versions, slots=32, max_context=PROMPT + NEW + 1)
-    adapted = EmbeddedEngine.load(str(model_path), versions=versions, slots=32, max_context=PROMPT + NEW + 1)
+    engine = EmbeddedEngine.load(
+        str(model_path), versions=versions, slots=32, max_context=PROMPT + NEW + 1, device="cpu"
+    )
+    adapted = EmbeddedEngine.load(
+        str(model_path), versions=versions, slots=32, max_context=PROMPT + NEW + 1, device="cpu"
+    )
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     vocabulary = model.config.vocab_size
     with tempfile.TemporaryDirectory() as scratch:

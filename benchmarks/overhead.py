@@ -6,7 +6,7 @@
 with the shipped model's chat template, the SQLite journal on disk, a recording trainer; CPU seconds of this process,
 all its threads.
 `kb_per_episode_10k`: growth of the resident set per episode with 10,000 episodes really in flight, held by
-the engine in their second turn, and no file descriptor more than before.
+the engine in their second turn; no file descriptor is opened per episode.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import agentrl
@@ -30,12 +31,15 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
+from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.chat_format import TemplateFormat
 from agentrl.testing import RecordingTrainer
 from benchmarks.report import Report
 
 MODEL = Path(__file__).resolve().parents[1] / "environments" / "calculator" / "model"
 TURNS = 4
+DESCRIPTORS = 8
+"""How many file descriptors a run may open, however many its episodes."""
 
 
 class Arithmetic(agentrl.ToolEnvironment):
@@ -47,8 +51,8 @@ class Arithmetic(agentrl.ToolEnvironment):
         return a + b
 
     def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
-        """Whether it called the tool in each turn but the last."""
-        return float(len(episode.turns))
+        """How many calls it made."""
+        return float(sum(len(turn.tool_calls) for turn in episode.turns))
 
 
 TASKS = [agentrl.Task(id=f"t{n}", data={"question": f"What is {n} + {n + 1} + 7 + 9?"}) for n in range(256)]
@@ -73,102 +77,89 @@ def run_config(steps: int, in_flight: int, *, staleness: int = 1) -> RunConfig:
             "model": {"path": str(MODEL)},
             "policies": {"policy": {"step_size": 64, "max_staleness": staleness}},
             "credit": {"group_size": 8},
-            "sampling": {"max_turns": TURNS + 1},
-            "checkpoint": {"every": 0},
+            "sampling": {"max_turns": TURNS},
+            "checkpoint": {"every": 0, "versions": 0},
             "evaluation": {"tasks": 0},
             "max_in_flight": in_flight,
         }
     )
 
 
-def replies(chat_format: TemplateFormat) -> list[list[int]]:
-    """A tool call, and an answer, as the model would sample them."""
-    call = '<tool_call>{"name":"calculate","arguments":{"a":12,"op":"+","b":7}}</tool_call>'
-    stop = chat_format.stop_token_ids[0]
-    return [[*chat_format.encode(call), stop], [*chat_format.encode("19"), stop]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wired:
+    """A run whose policy calls the tool in every turn, ready to start."""
+
+    orchestrator: Orchestrator
+    engine: ScriptedEngine
+    trainer: RecordingTrainer
+    journal: SqliteJournal
+    asked: list[int]
+    """One entry, the number of engine calls so far."""
+
+
+async def wire(directory: Path, config: RunConfig, *, hold: bool = False) -> Wired:
+    """The real parts of a run, but for engine and trainer."""
+    chat_format = TemplateFormat.load(MODEL)
+    text = '<tool_call>{"name":"calculate","arguments":{"a":12,"op":"+","b":7}}</tool_call>'
+    call = [*chat_format.encode(text), chat_format.stop_token_ids[0]]
+    asked = [0]
+
+    def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        asked[0] += 1
+        return call
+
+    engine = ScriptedEngine(script, versions={"policy": PolicyVersion("policy", 0, 0)}, hold=hold)
+    trainer = RecordingTrainer(["policy"])
+    journal = SqliteJournal(directory)
+    parts = Parts(
+        engine=engine,
+        trainer=trainer,
+        chat_format=chat_format,
+        store=journal,
+        observer=Silent(),
+        clock=SystemClock(),
+        tasks=TASKS,
+        weights={"policy": await trainer.publish("policy", PolicyVersion("policy", 0, 0))},
+    )
+    orchestrator = assemble(config, Arithmetic, parts)
+    return Wired(orchestrator=orchestrator, engine=engine, trainer=trainer, journal=journal, asked=asked)
 
 
 async def train_once(directory: Path, steps: int) -> float:
     """CPU seconds per episode of a whole run."""
-    chat_format = TemplateFormat.load(MODEL)
-    call, answer = replies(chat_format)
-    turns: dict[str, int] = {}
-
-    def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
-        episode = request.request_id.split(".", 1)[0]
-        turns[episode] = turns.get(episode, 0) + 1
-        if turns[episode] < TURNS:
-            return call
-        del turns[episode]
-        return answer
-
-    engine = ScriptedEngine(script, versions={"policy": PolicyVersion("policy", 0, 0)})
-    trainer = RecordingTrainer(["policy"])
-    journal = SqliteJournal(directory)
-    config = run_config(steps, in_flight=256)
-    parts = Parts(
-        engine=engine,
-        trainer=trainer,
-        chat_format=chat_format,
-        store=journal,
-        observer=Silent(),
-        clock=SystemClock(),
-        tasks=TASKS,
-        weights={"policy": await trainer.publish("policy", PolicyVersion("policy", 0, 0))},
-    )
-    orchestrator = assemble(config, Arithmetic, parts)
+    wired = await wire(directory, run_config(steps, in_flight=256))
     gc.collect()
     before = time.process_time()
-    await orchestrator.run()
-    await journal.close()
+    await wired.orchestrator.run()
+    await wired.journal.close()
     spent = time.process_time() - before
-    episodes = sum(len(batch.units) for batch in trainer.batches)
-    assert episodes == steps * 64, episodes
-    return spent / episodes
+    units = [unit for batch in wired.trainer.batches for unit in batch.units]
+    assert len(units) == steps * 64, len(units)
+    assert all(credit.reward == TURNS for unit in units for credit in unit.credits), "a tool call in every turn"
+    return spent / len(units)
 
 
 async def hold(directory: Path, episodes: int) -> tuple[float, int]:
-    """Resident kilobytes and file descriptors per run of `episodes` held in their second turn."""
-    chat_format = TemplateFormat.load(MODEL)
-    call, _ = replies(chat_format)
-    asked = 0
-
-    def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
-        nonlocal asked
-        asked += 1
-        return call
-
-    engine = ScriptedEngine(script, versions={"policy": PolicyVersion("policy", 0, 0)}, hold=True)
-    trainer = RecordingTrainer(["policy"])
-    journal = SqliteJournal(directory)
+    """Kilobytes per episode, and file descriptors in all, that `episodes` held in their second turn add."""
     config = run_config(episodes // 64 + 1, in_flight=episodes, staleness=episodes // 64)
-    parts = Parts(
-        engine=engine,
-        trainer=trainer,
-        chat_format=chat_format,
-        store=journal,
-        observer=Silent(),
-        clock=SystemClock(),
-        tasks=TASKS,
-        weights={"policy": await trainer.publish("policy", PolicyVersion("policy", 0, 0))},
-    )
-    orchestrator = assemble(config, Arithmetic, parts)
+    wired = await wire(directory, config, hold=True)
     gc.collect()
     before, descriptors = resident_kb(), open_descriptors()
-    running = asyncio.get_running_loop().create_task(orchestrator.run())
-    while asked < episodes:
+    running = asyncio.get_running_loop().create_task(wired.orchestrator.run())
+    while wired.asked[0] < episodes:
         await asyncio.sleep(0.05)
-    engine.release_held()
-    engine.hold_calls()
-    while asked < 2 * episodes:
+    wired.engine.release_held()
+    wired.engine.hold_calls()
+    while wired.asked[0] < 2 * episodes:
         await asyncio.sleep(0.05)
-    await journal.flush()
+    await wired.journal.flush()
     gc.collect()
     grown, opened = resident_kb() - before, open_descriptors() - descriptors
-    orchestrator.stop()
+    assert opened <= DESCRIPTORS, opened
+    wired.orchestrator.stop()
     running.cancel()
     await asyncio.wait({running})
-    await journal.close()
+    await wired.journal.close()
     return grown / episodes, opened
 
 

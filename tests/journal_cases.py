@@ -15,8 +15,8 @@ from agentrl.core.records import (
     Task,
     TrainBatch,
     TrajectoryCredit,
+    TrajectoryHeader,
     Unit,
-    UnitHeader,
     WeightsRef,
 )
 from agentrl.journal.checksums import episode_digest
@@ -52,7 +52,10 @@ def header(of: EpisodeSpec, entries: int, *, reward: float = 1.0, dropped: str |
         turns=2,
         tokens=7,
         seconds=0.25,
-        trajectories=(UnitHeader("solver", 0, "policy", reward, 5, 3, 0), UnitHeader("judge", 0, "old", None, 2, 3, 0)),
+        trajectories=(
+            TrajectoryHeader("solver", 0, "policy", reward, 5, 3, 0),
+            TrajectoryHeader("judge", 0, "old", None, 2, 3, 0),
+        ),
         location=DataLocation("turns-w0.db", entries),
     )
 
@@ -192,7 +195,7 @@ async def _write_episode(journal: SqliteJournal, number: int, text: str) -> None
         turns=number,
         tokens=2,
         seconds=0.5,
-        trajectories=(UnitHeader("solver", 0, "policy", float(number), 2, 0, 0),),
+        trajectories=(TrajectoryHeader("solver", 0, "policy", float(number), 2, 0, 0),),
         location=DataLocation(log.name, len(bodies)),
     )
     await journal.commit_episode(each, ended, b"", {"accuracy": 0.5})

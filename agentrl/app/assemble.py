@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from agentrl.app.seats import check_capabilities, demand_of, policy_binding
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock
-from agentrl.core.errors import ConfigError
 from agentrl.core.ports import ChatFormat, Engine, Observer, SamplingParams, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
@@ -17,9 +17,11 @@ from agentrl.journal.port import JournalStore, RunLog
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.curriculum import Curriculum
 from agentrl.orchestrator.dispatch import Dispatcher
+from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.loop import Orchestrator, Plan
 from agentrl.orchestrator.manifest import CheckpointWriter
-from agentrl.orchestrator.scheduler import Demand, Scheduler
+from agentrl.orchestrator.retention import VersionRetention
+from agentrl.orchestrator.scheduler import Scheduler
 from agentrl.orchestrator.signal import Signal
 from agentrl.orchestrator.staleness import BoundedStaleness
 from agentrl.orchestrator.versions import PolicyBoard
@@ -33,10 +35,13 @@ class Past:
 
     ended: Sequence[tuple[EpisodeSpec, EpisodeHeader]] = ()
     """Committed episodes of groups of which something is still to be trained."""
-    consumed: frozenset[tuple[str, str]] = frozenset()
-    """(policy, episode id) of the units among them that are resolved."""
+    resolved: Mapping[tuple[str, str], str | None] = field(default_factory=dict)
+    """What became of units among them, by (policy, episode id): None for trained ones, else the drop reason."""
     unfinished: Sequence[EpisodeSpec] = ()
-    admitted: int = 0
+    ended_children: Mapping[str, EpisodeHeader] = field(default_factory=dict)
+    """Of unfinished parents."""
+    next_number: int = 0
+    next_evaluation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +79,11 @@ def past_of(log: RunLog, consumed_through: Mapping[str, PolicyVersion]) -> Past:
     resolved = log.resolved_units(consumed_through)
     return Past(
         ended=tuple(log.members(open_groups)),
-        consumed=frozenset((policy, episode_id) for episode_id, _, policy in resolved),
+        resolved={(policy, episode_id): reason for (episode_id, _, policy), reason in resolved.items()},
         unfinished=unfinished,
-        admitted=log.admitted(),
+        ended_children=log.ended_children({spec.episode_id for spec in unfinished}),
+        next_number=log.next_number("e"),
+        next_evaluation=log.next_number("v"),
     )
 
 
@@ -86,12 +93,13 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     Raises:
         ConfigError: sections that do not fit each other.
     """
+    check_capabilities(config, parts.engine.capabilities)
     trainable = {name: policy for name, policy in config.policies.items() if policy.trainable}
     signal = Signal()
-    buffer = EpisodeBuffer(trainable, ADVANTAGES[config.credit.advantage], consumed_before=parts.past.consumed)
+    buffer = EpisodeBuffer(trainable, ADVANTAGES[config.credit.advantage], resolved_before=parts.past.resolved)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
     board = PolicyBoard(versions, trainable, parts.parents)
-    dispatcher = make_dispatcher(config, environment, buffer, parts.store, signal, first_number=parts.past.admitted)
+    dispatcher = make_dispatcher(config, environment, buffer, parts.store, signal, past=parts.past)
     bounds = {
         name: BoundedStaleness(max_staleness=policy.max_staleness, step_size=policy.step_size)
         for name, policy in trainable.items()
@@ -103,7 +111,6 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
             name: float(policy.step_size * config.trainer.tokens_per_unit) for name, policy in trainable.items()
         },
         demand=demand_of(config, environment),
-        held_out=parts.held_out,
         evaluate_every=config.evaluation.every,
         checkpoint_every=config.checkpoint.every,
     )
@@ -123,6 +130,15 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
         signal=signal,
         clock=parts.clock,
         observer=parts.observer,
+        evaluator=Evaluator(
+            tasks=parts.held_out,
+            dispatcher=dispatcher,
+            engine=parts.engine,
+            store=parts.store,
+            observer=parts.observer,
+            signal=signal,
+        ),
+        retention=VersionRetention(keep=config.checkpoint.versions),
         weights=dict(parts.weights),
     )
     attach_worker(
@@ -139,19 +155,21 @@ def make_dispatcher(
     store: JournalStore,
     signal: Signal,
     *,
-    first_number: int,
+    past: Past,
 ) -> Dispatcher:
     """The host of a run's episodes; it still needs its worker."""
     return Dispatcher(
         environment=name_of(environment),
         seats=environment.seats,
-        policy_of=_policy_of(config),
+        policy_of=policy_binding(config),
         run_seed=config.seed,
         group_size=config.credit.group_size,
         buffer=buffer,
         store=store,
         signal=signal,
-        next_number=first_number,
+        next_number=past.next_number,
+        next_evaluation=past.next_evaluation,
+        ended_children=past.ended_children,
     )
 
 
@@ -180,6 +198,7 @@ def attach_worker(
             max_turns=sampling.max_turns, max_tokens=sampling.max_tokens, max_context=engine.capabilities.max_context
         ),
         tool_timeout_s=config.environment.tool_timeout_s,
+        episode_timeout_s=config.episode_timeout_s,
     )
     runner = EpisodeRunner(
         engine=engine,
@@ -194,36 +213,6 @@ def attach_worker(
         runner,
         environments={name_of(environment): environment},
         data_attempts=config.data_attempts,
-        episode_timeout_s=config.episode_timeout_s,
         on_failure=on_failure,
     )
     dispatcher.on_collapse = on_failure
-
-
-def _policy_of(config: RunConfig) -> Callable[[str], str]:
-    def policy_of(seat: str) -> str:
-        try:
-            return config.policy_of(seat)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-
-    return policy_of
-
-
-def demand_of(config: RunConfig, environment: type[Environment]) -> Demand:
-    """What a root group brings; refused where the bounds could never let one in."""
-    size = config.credit.group_size
-    held = {_policy_of(config)(seat) for seat in environment.seats}
-    units = {name: size for name in sorted(held) if config.policies[name].trainable}
-    if not units:
-        raise ConfigError(f"no seat of {environment.__name__} is held by a trainable policy: there is nothing to learn")
-    for name in units:
-        policy = config.policies[name]
-        if size > (1 + policy.max_staleness) * policy.step_size:
-            raise ConfigError(
-                f"credit.group_size = {size} is larger than policies.{name} may have in flight: "
-                f"(1 + max_staleness) × step_size = {(1 + policy.max_staleness) * policy.step_size}"
-            )
-    if size > config.max_in_flight:
-        raise ConfigError(f"credit.group_size = {size} is larger than max_in_flight = {config.max_in_flight}")
-    return Demand(episodes=size, units=units)

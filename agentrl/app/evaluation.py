@@ -10,17 +10,17 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentrl.app.assemble import attach_worker, make_dispatcher
+from agentrl.app.assemble import Past, attach_worker, make_dispatcher
 from agentrl.app.parts import held_out, load_config, make_engine
 from agentrl.config.run import LoraConfig, RunConfig
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import InputError
+from agentrl.core.errors import CheckFailedError, InputError, RunDirectoryError
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import resolve
 from agentrl.orchestrator.buffer import EpisodeBuffer
-from agentrl.orchestrator.loop import evaluation_metrics
+from agentrl.orchestrator.evaluation import evaluation_metrics
 from agentrl.orchestrator.signal import Signal
 
 
@@ -52,7 +52,15 @@ def evaluate(
         raise InputError("there are no tasks to evaluate on: evaluation.tasks is 0")
     with tempfile.TemporaryDirectory(prefix="agentrl-evaluate-") as scratch:
         kept = Path(journal) if journal is not None else Path(scratch)
+        if (kept / "journal").exists():
+            raise RunDirectoryError(f"{kept} holds a journal already; give evaluate a new directory")
         headers = asyncio.run(_evaluate(config, chosen, policy, chosen_tasks, kept / "journal"))
+    dropped = [header for header in headers if not header.committed]
+    if dropped:
+        raise CheckFailedError(
+            f"{len(dropped)} of {len(headers)} episodes were dropped, {dropped[0].episode_id} because of "
+            f"{dropped[0].drop_reason}: a score over the rest would flatter"
+        )
     return evaluation_metrics(headers)
 
 
@@ -88,7 +96,7 @@ async def _evaluate(
                 failure.set_exception(error)
 
         buffer = EpisodeBuffer((), ADVANTAGES[config.credit.advantage])
-        dispatcher = make_dispatcher(config, environment, buffer, store, Signal(), first_number=0)
+        dispatcher = make_dispatcher(config, environment, buffer, store, Signal(), past=Past())
         attach_worker(config, environment, dispatcher, engine, chat_format, store, SystemClock(), fail)
         episodes = asyncio.get_running_loop().create_task(dispatcher.evaluate(tasks, {}))
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, InputError
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
-from agentrl.environment.base import Environment, Split, TaskSource
+from agentrl.environment.base import Environment, Split, TaskSource, described
 
 
 def load_config(config: RunConfig | str | Path) -> RunConfig:
@@ -60,25 +61,40 @@ def task_source(
     """The environment's tasks of a split, with the configured options; `tasks` where they are given.
 
     Raises:
-        InputError: the environment has no tasks of its own.
+        InputError: the environment has no tasks of its own, or they cannot be read.
         ConfigError: options its `tasks` does not take.
     """
-    if tasks is not None:
-        return tasks
+    if tasks is None:
+        tasks = _own_tasks(config, environment, split)
+    try:
+        count = len(tasks)
+        first = tasks[0] if count else None
+    except Exception as error:
+        raise InputError(f"{environment.__name__}: the {split} tasks cannot be read: {described(error)}") from error
+    if first is not None and not isinstance(first, Task):
+        raise InputError(
+            f"{environment.__name__}: a task is {type(first).__name__}; it must be agentrl.Task(id=…, data={{…}})"
+        )
+    return tasks
+
+
+def _own_tasks(config: RunConfig, environment: type[Environment], split: Split) -> TaskSource:
+    try:
+        inspect.signature(environment.tasks).bind(split, seed=config.seed, **config.environment.options)
+    except TypeError as error:
+        options = ", ".join(sorted(config.environment.options)) or "none"
+        raise ConfigError(f"environment.options ({options}) do not fit {environment.__name__}.tasks: {error}") from None
     try:
         return environment.tasks(split, seed=config.seed, **config.environment.options)
     except NotImplementedError as error:
         raise InputError(str(error)) from None
-    except TypeError as error:
-        options = ", ".join(sorted(config.environment.options)) or "none"
-        raise ConfigError(
-            f"environment.options ({options}) do not fit {environment.__name__}.tasks: {error}"
-        ) from error
+    except Exception as error:
+        raise InputError(f"{environment.__name__}.tasks({split!r}) raised {described(error)}") from error
 
 
-def held_out(config: RunConfig, environment: type[Environment]) -> list[Task]:
+def held_out(config: RunConfig, environment: type[Environment], tasks: TaskSource | None = None) -> list[Task]:
     """The first `evaluation.tasks` held-out tasks."""
     if config.evaluation.tasks == 0:
         return []
-    source = task_source(config, environment, "held_out")
+    source = task_source(config, environment, "held_out", tasks)
     return [source[index] for index in range(min(config.evaluation.tasks, len(source)))]

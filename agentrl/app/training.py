@@ -11,15 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.app.assemble import Parts, Past, assemble, demand_of, past_of
-from agentrl.app.parts import held_out, load_config, make_engine, make_trainer, task_source
-from agentrl.config.run import RunConfig
+from agentrl.app.assemble import Parts, Past, assemble, past_of
+from agentrl.app.parts import held_out as held_out_source
+from agentrl.app.parts import load_config, make_engine, make_trainer, task_source
+from agentrl.app.seats import demand_of
+from agentrl.config.run import RunConfig, check_unchanged
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import RunDirectoryError
 from agentrl.core.ports import Observer, Trainer
-from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.records import PolicyVersion, Task, WeightsRef
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import resolve
+from agentrl.inspection.report import write_report
+from agentrl.observe.blocked import watch_loop
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.orchestrator.loop import Orchestrator, Outcome
 from agentrl.orchestrator.manifest import CheckpointWriter, Manifest, newest
@@ -27,6 +31,10 @@ from agentrl.orchestrator.manifest import CheckpointWriter, Manifest, newest
 if TYPE_CHECKING:
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
+
+
+SAME_PRESS_S = 0.5
+"""Signals closer together are one: `timeout` and shells send theirs to the process and to its group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +56,7 @@ def train(
     *,
     environment: type | None = None,
     tasks: TaskSource | None = None,
+    held_out: Sequence[Task] | None = None,
     resume: bool = False,
     quiet: bool = False,
     observers: Sequence[Observer] = (),
@@ -58,6 +67,7 @@ def train(
         config: a configuration, or the path of a TOML file.
         environment: a class, in place of `config.environment.id`.
         tasks: training tasks, in place of the environment's own.
+        held_out: tasks to evaluate on, in place of the environment's `held_out` split.
         resume: go on from the newest checkpoint of the run directory.
         quiet: no progress on the terminal.
         observers: told of every step and evaluation, in the event loop: they must return at once.
@@ -69,13 +79,14 @@ def train(
     config = load_config(config)
     chosen = resolve(environment if environment is not None else config.environment.id)
     demand_of(config, chosen)
-    return asyncio.run(_train(config, chosen, tasks, observers, resume=resume, quiet=quiet))
+    return asyncio.run(_train(config, chosen, tasks, held_out, observers, resume=resume, quiet=quiet))
 
 
 async def _train(
     config: RunConfig,
     environment: type[Environment],
     tasks: TaskSource | None,
+    evaluation_tasks: Sequence[Task] | None,
     observers: Sequence[Observer],
     *,
     resume: bool,
@@ -86,16 +97,17 @@ async def _train(
     clock = SystemClock()
     started = clock.monotonic()
     chat_format = TemplateFormat.load(config.model.path, tool_call_format=config.model.tool_call_format)
+    source = await asyncio.to_thread(task_source, config, environment, "train", tasks)
+    held_out_tasks = await asyncio.to_thread(held_out_source, config, environment, evaluation_tasks)
     path = Path(config.directory) / config.name
     directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
+    if resume:
+        check_unchanged(directory.read_config(), config)
     manifest = newest(directory.checkpoints) if resume else None
-    async with _opened(config, directory, observers, quiet=quiet) as (store, observer, trainer, stack):
-        observer.phase("starting trainer and engine")
-        source, held_out_tasks, _ = await asyncio.gather(
-            asyncio.to_thread(task_source, config, environment, "train", tasks),
-            asyncio.to_thread(held_out, config, environment),
-            trainer.start(None if manifest is None else str(manifest.directory)),
-        )
+    async with _opened(config, directory, observers, quiet=quiet, resume=resume) as (store, observer, trainer, stack):
+        observer.phase("starting the trainer")
+        await trainer.start(None if manifest is None else str(manifest.directory))
+        observer.phase("loading the engine")
         versions = _starting_versions(config, manifest, lineage=store.highest_lineage() + 1)
         engine = await asyncio.to_thread(make_engine, config, versions)
         stack.push_async_callback(engine.close)
@@ -122,32 +134,49 @@ async def _train(
             past=past_of(store, {} if manifest is None else manifest.versions) if resume else Past(),
         )
         orchestrator = assemble(config, environment, parts)
-        with _interruptible(orchestrator, observer):
+        observer.watch(orchestrator.status)
+        with _interruptible(orchestrator, observer), watch_loop(observer.warn):
             outcome = await orchestrator.run()
-        summary = _summary(config, observer.steps, outcome, clock.monotonic() - started)
-        policies = directory.link_policies(orchestrator.weights)
-        directory.write_summary(summary)
-        observer.finish(summary)
-        return Run(
-            path=path, metrics=observer.steps, policies=policies, summary=summary, interrupted=outcome.interrupted
-        )
+        summary = _summary(config, observer.steps, orchestrator.evaluator.results, outcome, clock.monotonic() - started)
+        return _concluded(directory, observer, orchestrator, summary)
+
+
+def _concluded(
+    directory: RunDirectory, observer: RunObserver, orchestrator: Orchestrator, summary: dict[str, Any]
+) -> Run:
+    """What a run leaves behind besides its journal: links, summary, report."""
+    policies = directory.link_policies(orchestrator.weights)
+    directory.write_summary(summary)
+    observer.finish(summary)
+    write_report(directory.path)
+    return Run(
+        path=directory.path,
+        metrics=observer.steps,
+        policies=policies,
+        summary=summary,
+        interrupted=orchestrator.outcome.interrupted,
+    )
 
 
 @contextlib.asynccontextmanager
 async def _opened(
-    config: RunConfig, directory: RunDirectory, observers: Sequence[Observer], *, quiet: bool
+    config: RunConfig, directory: RunDirectory, observers: Sequence[Observer], *, quiet: bool, resume: bool
 ) -> AsyncIterator[tuple[SqliteJournal, RunObserver, Trainer, contextlib.AsyncExitStack]]:
     """What must be closed again, in order: engine, trainer, observer, journal."""
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
+    from agentrl.observe.run_state import plan_of
+    from agentrl.observe.sinks import open_sinks
 
     async with contextlib.AsyncExitStack() as stack:
-        trainable = [name for name, policy in config.policies.items() if policy.trainable]
+        if not resume:
+            stack.push(directory.forget_if_refused)
         store = SqliteJournal(directory.journal, info={"name": config.name, "config": config.model_dump(mode="json")})
         stack.push_async_callback(store.close)
-        observer = stack.enter_context(
-            RunObserver(directory, policies=trainable, steps=config.steps, others=observers, quiet=quiet)
-        )
+        plan = plan_of(config.model_dump(mode="json"))
+        sinks = open_sinks(config.sinks, directory.path, config.model_dump(mode="json"))
+        observer = stack.enter_context(RunObserver(directory, plan=plan, others=observers, sinks=sinks, quiet=quiet))
+        observer.watch()
         trainer = make_trainer(config, directory.path)
         stack.push_async_callback(trainer.close)
         yield store, observer, trainer, stack
@@ -172,13 +201,15 @@ def _starting_versions(config: RunConfig, manifest: Manifest | None, *, lineage:
 def _interruptible(orchestrator: Orchestrator, observer: RunObserver) -> Iterator[None]:
     """Ctrl-C once: drain, write a checkpoint, return. Twice: leave at once."""
     loop = asyncio.get_running_loop()
-    asked = False
+    asked_at: float | None = None
 
     def on_signal() -> None:
-        nonlocal asked
-        if asked:
-            os._exit(130)
-        asked = True
+        nonlocal asked_at
+        if asked_at is not None:
+            if loop.time() - asked_at > SAME_PRESS_S:
+                os._exit(130)
+            return
+        asked_at = loop.time()
         observer.phase("stopping: finishing the step and writing a checkpoint (Ctrl-C again leaves at once)")
         orchestrator.stop()
 
@@ -192,9 +223,13 @@ def _interruptible(orchestrator: Orchestrator, observer: RunObserver) -> Iterato
 
 
 def _summary(
-    config: RunConfig, steps: Sequence[Mapping[str, float]], outcome: Outcome, seconds: float
+    config: RunConfig,
+    steps: Sequence[Mapping[str, float]],
+    evaluations: Sequence[tuple[int, Mapping[str, float]]],
+    outcome: Outcome,
+    seconds: float,
 ) -> dict[str, Any]:
-    rewards = [values["evaluation/reward"] for _, values in outcome.evaluations]
+    rewards = [values["evaluation/reward"] for _, values in evaluations]
     return {
         "name": config.name,
         "interrupted": outcome.interrupted,
@@ -208,7 +243,7 @@ def _summary(
         "trainer_busy_share": _over_time(steps, "trainer/busy_share"),
         "staleness_mean": sum(values["staleness/mean"] for values in steps) / max(len(steps), 1),
         "rewards": [values["reward/mean"] for values in steps],
-        "evaluations": [{"step": step, **values} for step, values in outcome.evaluations],
+        "evaluations": [{"step": step, **values} for step, values in evaluations],
     }
 
 

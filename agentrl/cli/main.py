@@ -21,6 +21,13 @@ from agentrl.inspection.safe import safe, safe_line
 
 Command = Callable[[argparse.Namespace], int]
 
+EXTRAS = {
+    **dict.fromkeys(("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2"), "train"),
+    "ray": "ray",
+    "reasoning_gym": "calculator",
+}
+"""The extra of agentrl that brings a module."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (that of the process where None) and return its exit code."""
@@ -37,6 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AgentRLError as error:
         sys.stderr.write(f"agentrl: {safe(str(error))}\n")
         return error.exit_code
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            return _report_bug(error)
+        instead = ", or set --trainer.kind=in_process" if extra == "ray" else ""
+        sys.stderr.write(f"agentrl: {error.name} is not installed: pip install 'agentrl[{extra}]'{instead}\n")
+        return InputError.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("agentrl: interrupted\n")
         return INTERRUPTED
@@ -44,9 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:  # noqa: BLE001 - the last resort: a bug of ours, told in one line
-        sys.stderr.write(f"agentrl: internal error: {safe_line(f'{type(error).__name__}: {error}')[:500]}\n")
-        sys.stderr.write(f"This is a bug of agentrl. The traceback is in {_write_traceback()}\n")
-        return INTERNAL
+        return _report_bug(error)
+
+
+def _report_bug(error: Exception) -> int:
+    sys.stderr.write(f"agentrl: internal error: {safe_line(f'{type(error).__name__}: {error}')[:500]}\n")
+    sys.stderr.write(f"This is a bug of agentrl. The traceback is in {_write_traceback()}\n")
+    return INTERNAL
 
 
 def _write_traceback() -> str:
@@ -72,9 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_train(commands)
     _add_evaluate(commands)
+    _add_demo(commands)
     _add_run(commands)
     _add_episode(commands)
     _add_env(commands)
+    _add(commands, "doctor", "what this machine has, what a run will use, what is missing", _doctor)
     return parser
 
 
@@ -115,6 +135,13 @@ def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser.set_defaults(takes_overrides=True)
 
 
+def _add_demo(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = _add(commands, "demo", "a language model learns to use a tool, in a minute on two cores", _demo)
+    parser.add_argument("example", nargs="?", default="01_tool_use", help="a shipped example; default: 01_tool_use")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    parser.set_defaults(takes_overrides=True)
+
+
 def _add_run(commands: Subparsers[argparse.ArgumentParser]) -> None:
     noun = _add(commands, "run", "list runs, or show how one went", _run_list)
     noun.set_defaults(directory=Path("runs"))
@@ -124,6 +151,17 @@ def _add_run(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = _add(verbs, "curve", "plot the reward over the steps", _run_curve)
     parser.add_argument("run", nargs="?", help="directory or name of a run; default: the newest in runs/")
     parser.add_argument("--metric", help="plot this metric instead of the reward")
+    for verb, text, command in (
+        ("view", "show one screen of a run, also while it trains; q leaves", _run_view),
+        ("report", "write report.html into the run directory", _run_report),
+        ("metrics", "print the newest value of each metric", _run_metrics),
+    ):
+        parser = _add(verbs, verb, text, command)
+        parser.add_argument("run", nargs="?", help="directory or name of a run; default: the newest in runs/")
+        if verb == "view":
+            parser.add_argument("--once", action="store_true", help="print the screen once and stop")
+        if verb == "metrics":
+            parser.add_argument("--prometheus", action="store_true", help="in Prometheus' text format")
 
 
 def _add_episode(commands: Subparsers[argparse.ArgumentParser]) -> None:
@@ -144,17 +182,31 @@ def _add_episode(commands: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    noun = _add(commands, "env", "list environments, or check one", _env_list)
+    noun = _add(commands, "env", "list environments, check one, or write a new one", _env_list)
     verbs = noun.add_subparsers(title="commands", metavar="COMMAND")
     _add(verbs, "list", "list the installed environments", _env_list)
     parser = _add(verbs, "check", "check that an environment can be trained on", _env_check)
     parser.add_argument("id", help="registered name, module:Class, or path/to/env.py:Class")
+    parser = _add(verbs, "new", "write a new environment, with its tests and a configuration", _env_new)
+    parser.add_argument("name", help="lower-case letters, digits and underscores; the directory must not exist")
 
 
 def _train(options: argparse.Namespace) -> int:
     from agentrl.cli import training
 
     return training.train(options)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from agentrl.cli import training
+
+    return training.demo(options)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from agentrl.cli import doctor
+
+    return doctor.doctor(options)
 
 
 def _evaluate(options: argparse.Namespace) -> int:
@@ -173,6 +225,24 @@ def _run_curve(options: argparse.Namespace) -> int:
     from agentrl.cli import reading
 
     return reading.run_curve(options)
+
+
+def _run_view(options: argparse.Namespace) -> int:
+    from agentrl.cli import view
+
+    return view.run_view(options)
+
+
+def _run_report(options: argparse.Namespace) -> int:
+    from agentrl.cli import view
+
+    return view.run_report(options)
+
+
+def _run_metrics(options: argparse.Namespace) -> int:
+    from agentrl.cli import view
+
+    return view.run_metrics(options)
 
 
 def _episode_list(options: argparse.Namespace) -> int:
@@ -197,6 +267,12 @@ def _env_check(options: argparse.Namespace) -> int:
     from agentrl.cli import environments
 
     return environments.env_check(options)
+
+
+def _env_new(options: argparse.Namespace) -> int:
+    from agentrl.cli import scaffold
+
+    return scaffold.env_new(options)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def run_list(options: argparse.Namespace) -> int:
 
 def run_curve(options: argparse.Namespace) -> int:
     """`agentrl run curve [RUN] [--metric NAME]`."""
-    with _open(options.run) as reader:
+    with open_run(options.run) as reader:
         if options.metric is None:
             points = reader.curve()
             if options.json:
@@ -71,7 +71,7 @@ def episode_list(options: argparse.Namespace) -> int:
     """`agentrl episode list [RUN] [--where …] [--sort …]`."""
     if options.limit < 0 or options.offset < 0:
         raise InputError("--limit and --offset are not negative")
-    with _open(options.run) as reader:
+    with open_run(options.run) as reader:
         lines = reader.episodes(
             options.where,
             sort=options.sort,
@@ -90,7 +90,7 @@ def episode_list(options: argparse.Namespace) -> int:
 
 def episode_show(options: argparse.Namespace) -> int:
     """`agentrl episode show RUN [ID] [--attempt N]`."""
-    with _open(options.run) as reader:
+    with open_run(options.run) as reader:
         episode_id = options.id
         if episode_id is None:
             newest = reader.episodes("committed_at != null", sort="committed_at", limit=1)
@@ -108,15 +108,21 @@ def episode_show(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _open(name: str | None) -> Iterator[RunReader]:
-    reader = RunReader(_find(name))
+def open_run(name: str | None) -> Iterator[RunReader]:
+    """A reader of the run a command names; None is the newest in `runs/`."""
+    reader = RunReader(find_run(name))
     try:
         yield reader
     finally:
         reader.close()
 
 
-def _find(name: str | None) -> Path:
+def find_run(name: str | None) -> Path:
+    """The directory of a run by its path, its name in `runs/`, or None for the newest there.
+
+    Raises:
+        InputError: there are no runs.
+    """
     if name is None:
         found = [path for path in RUNS.iterdir() if (path / "journal").is_dir()] if RUNS.is_dir() else []
         if not found:

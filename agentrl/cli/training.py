@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,18 @@ def train(options: argparse.Namespace) -> int:
         for policy, path in policies.items():
             sys.stdout.write(f"{safe_line(policy)}: {safe_line(path)}\n")
     return INTERRUPTED if run.interrupted else 0
+
+
+def demo(options: argparse.Namespace) -> int:
+    """`agentrl demo [EXAMPLE] [--section.field=value …] [--dry-run]`: a shipped example, into `runs/demo`."""
+    from agentrl.config.locate import shipped_example
+
+    options.file, options.model, options.resume = shipped_example(options.example), None, False
+    options.overrides = ["name=demo", *options.overrides]
+    if importlib.util.find_spec("ray") is None:
+        sys.stderr.write("Ray is not installed: training in this process\n")
+        options.overrides.insert(0, "trainer.kind=in_process")
+    return train(options)
 
 
 def evaluate(options: argparse.Namespace) -> int:

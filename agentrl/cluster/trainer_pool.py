@@ -181,6 +181,8 @@ class RayTrainerPool:
         calls = [_result(getattr(actor, method).remote(*arguments)) for actor in actors]
         pending: set[asyncio.Future[Any]] = set()
         futures = [asyncio.wrap_future(call) for call in calls]
+        for future in futures:
+            future.add_done_callback(_heard)
         if futures:
             # The first failure is acted upon: the other ranks may wait in a collective for the one that failed.
             _, pending = await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
@@ -206,6 +208,12 @@ class RayTrainerPool:
             f"trainer rank {rank} {what} in {method}: {error}. The group of {self._config.trainer.workers} was "
             "stopped; start the run again with --resume to go on from its newest checkpoint"
         ) from error
+
+
+def _heard(future: asyncio.Future[Any]) -> None:
+    """A call that nobody waits for any longer may fail in silence: the run ended for another reason, told elsewhere."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _result(reference: ObjectRef[Any]) -> Any:

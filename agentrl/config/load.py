@@ -37,7 +37,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in a TOML file, changed by `overrides`.
 
     Args:
-        path: the file. A relative `model.path` is looked for beside it first, then in the working directory.
+        path: the file. A relative `model.path` or `environment.id` (a file's) is looked for beside it first, then in
+            the working directory.
         overrides: `section.field=value`, with or without leading dashes; values are JSON, or text where they are not.
 
     Raises:
@@ -51,12 +52,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         _set(data, keys, _value(text))
         raw[keys] = text
     config = _validated(data, raw, str(source))
-    model_path = source.parent / config.model.path
-    if not Path(config.model.path).is_absolute() and model_path.exists():
-        config = config.model_copy(
-            update={"model": config.model.model_copy(update={"path": str(model_path.resolve())})}
-        )
-    return config
+    model = config.model.model_copy(update={"path": _beside(source, config.model.path)})
+    file, colon, name = config.environment.id.partition(".py")
+    chosen = f"{_beside(source, file + colon)}{name}" if colon else config.environment.id
+    environment = config.environment.model_copy(update={"id": chosen})
+    return config.model_copy(update={"model": model, "environment": environment})
 
 
 def dump_toml(config: BaseModel) -> str:
@@ -69,7 +69,7 @@ def dump_toml(config: BaseModel) -> str:
 def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
     """Every valid key in dotted form, all members of unions included; `<name>` stands for a name of the user's."""
     for name, field in model.model_fields.items():
-        members, named = _members(field.annotation)
+        members, named = sections_in(field.annotation)
         path = f"{prefix}{name}.<name>" if named else f"{prefix}{name}"
         yield path
         for member in members:
@@ -77,6 +77,12 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _beside(source: Path, path: str) -> str:
+    """A path as seen from the file that names it, if something lies there."""
+    there = source.parent / path
+    return str(there.resolve()) if there.exists() else path
 
 
 def _read(source: Path) -> dict[str, Any]:
@@ -149,7 +155,7 @@ def _choose_default_members(model: type[BaseModel], data: dict[str, Any]) -> Non
             continue
         if isinstance(field.discriminator, str) and isinstance(field.default, BaseModel):
             value.setdefault(field.discriminator, getattr(field.default, field.discriminator))
-        members, named = _members(field.annotation)
+        members, named = sections_in(field.annotation)
         for table in value.values() if named else [value]:
             if len(members) == 1 and isinstance(table, dict):
                 _choose_default_members(members[0], table)
@@ -203,7 +209,7 @@ def _locate(location: Sequence[str | int]) -> tuple[list[str | int], type[BaseMo
         if field is None:
             model = None
             continue
-        members, named = _members(field.annotation)
+        members, named = sections_in(field.annotation)
         if named and rest:
             path.append(rest.pop(0))
         model = members[0] if len(members) == 1 else None
@@ -218,7 +224,7 @@ def _nearest(path: Sequence[str | int], section: type[BaseModel] | None) -> str:
     prefix = "".join(f"{part}." for part in path[:-1])
     everywhere = list(keys())
     siblings = list(section.model_fields) if section is not None else []
-    for owner in _members(_annotation(path[:-1]))[0]:
+    for owner in sections_in(_annotation(path[:-1]))[0]:
         if name in owner.model_fields and section is not None:
             tag = next(iter(_tags(owner)))
             return f" for kind = {next(iter(_tags(section)))!r}; {prefix}{name} belongs to {prefix}kind = {tag!r}"
@@ -241,21 +247,21 @@ def _annotation(path: Sequence[str | int]) -> Any:
     for part in path:
         field = model.model_fields.get(str(part)) if model is not None else None
         annotation = None if field is None else field.annotation
-        members, _ = _members(annotation)
+        members, _ = sections_in(annotation)
         model = members[0] if len(members) == 1 else None
     return annotation
 
 
-def _members(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
+def sections_in(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
     """The sections an annotation can hold, and whether they stand under names of the user's."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation], False
     arguments = get_args(annotation)
     if get_origin(annotation) is dict:
-        return _members(arguments[1])[0], bool(_members(arguments[1])[0])
+        return sections_in(arguments[1])[0], bool(sections_in(arguments[1])[0])
     if get_origin(annotation) in (Literal, tuple, list):
         return [], False
-    return [member for argument in arguments for member in _members(argument)[0]], False
+    return [member for argument in arguments for member in sections_in(argument)[0]], False
 
 
 def _tags(section: type[BaseModel]) -> tuple[str, ...]:

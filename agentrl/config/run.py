@@ -5,13 +5,32 @@ Combinations that make no sense do not parse; values that can be derived are pro
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from agentrl.config.locate import package_directory
+from agentrl.core.errors import ConfigError
+from agentrl.core.ids import is_safe_name
+
+
+class Unit(NamedTuple):
+    """What a number counts or measures, for the configuration page."""
+
+    name: str
+
 
 NonNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0)]
+Tokens = Annotated[int, Field(gt=0), Unit("tokens")]
+Episodes = Annotated[int, Field(gt=0), Unit("episodes")]
+Steps = Annotated[int, Field(gt=0), Unit("optimizer steps")]
+MaybeSteps = Annotated[int, Field(ge=0), Unit("optimizer steps")]
+Threads = Annotated[int, Field(gt=0), Unit("threads")]
+Seconds = Annotated[float, Field(gt=0), Unit("s")]
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -24,40 +43,51 @@ class EnvironmentConfig(Section):
     """What the agents do."""
 
     id: str
-    """Registered name, `module:Class`, or `path/to/env.py:Class`."""
+    """Registered name, `module:Class`, or `path/to/env.py:Class`, in a TOML file relative to that file."""
     options: dict[str, Any] = {}
     """Passed to the environment's task source."""
-    tool_timeout_s: float = 30.0
-    """A tool call longer than this becomes a timeout observation, in seconds."""
+    tool_timeout_s: Seconds = 30.0
+    """A tool call longer than this becomes a timeout observation: a hanging tool costs one turn, not the run."""
 
 
 class ModelConfig(Section):
     """The base model all policies start from."""
 
     path: str
-    """A local Hugging Face causal-LM directory with tokenizer and chat template."""
+    """A local Hugging Face causal-LM directory with tokenizer and chat template: a path, in a TOML file relative to that
+    file, or `package:directory` for one inside an installed package, such as `environments.calculator:model`."""
     tool_call_format: Literal["auto", "hermes", "llama"] = "auto"
     """How the model writes tool calls; `auto` reads it off the chat template."""
+
+    @field_validator("path")
+    @classmethod
+    def _find_package_directory(cls, path: str) -> str:
+        return package_directory(path)
 
 
 class LoraConfig(Section):
     """Low-rank adapters (Hu et al., 2021, arXiv:2106.09685) instead of full weights."""
 
     rank: Positive = 16
+    """Inner dimension of the adapter: what it can express, and what a published version weighs."""
     alpha: Rate = 32.0
+    """The adapter's output is scaled by alpha / rank."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Linear layers that get an adapter; by default all those of a decoder block."""
 
 
 class PolicyConfig(Section):
     """One policy: trainable weights, or a frozen copy of the base."""
 
     trainable: bool = True
+    """False: the base weights, never changed; for opponents and judges."""
     lora: LoraConfig | None = None
     """Train an adapter of this shape; null trains all weights."""
     learning_rate: Rate = 3e-4
-    step_size: Positive = 64
+    """Of AdamW, after warm-up."""
+    step_size: Episodes = 64
     """Units (episodes, as this policy saw them) per optimizer step."""
-    max_staleness: NonNegative = 1
+    max_staleness: MaybeSteps = 1
     """Bound on the mean policy lag in optimizer steps; 0 is synchronous training."""
 
 
@@ -65,31 +95,36 @@ class EngineConfig(Section):
     """Who samples."""
 
     kind: Literal["embedded"] = "embedded"
-    slots: Positive = 64
-    """Conversations whose KV is held at once."""
-    max_context: Positive = 512
-    """Longest context in tokens."""
+    """`embedded`: our own small engine for any Hugging Face causal LM, in this process."""
+    slots: Annotated[Positive, Unit("conversations")] = 64
+    """Conversations whose KV is held at once; more of them share each forward pass."""
+    max_context: Tokens = 512
+    """Longest conversation; memory for the KV grows with it."""
     refresh: Literal["token", "turn", "episode", "lazy"] = "token"
     """When a conversation in flight moves to newer weights; full weights: `token` or `turn`."""
     keep_kv: bool = True
     """`token` refresh: keep the KV older weights computed (recorded logprobs stay exact), or recompute it."""
     capture_routing: bool = False
     """Record which experts each position used (mixture-of-experts models)."""
-    threads: Positive = 1
-    """Torch threads of the engine on CPU."""
+    threads: Threads = 1
+    """Torch threads of the engine on CPU; one each for engine and trainer is best on two cores."""
 
 
 class SamplingConfig(Section):
     """How policies sample."""
 
     temperature: Rate = 1.0
-    top_k: NonNegative = 0
+    """Divides the logits, in sampling and in training alike: what is trained is the policy at this temperature."""
+    top_k: Annotated[NonNegative, Unit("tokens")] = 0
+    """Keep the k likeliest tokens; 0 keeps all. What a filter kept is recorded and trained with."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    max_tokens: Positive = 64
-    """Longest turn in tokens."""
-    max_turns: Positive = 8
-    """Longest episode in turns of one agent."""
+    """Keep the likeliest tokens that hold this share of the probability; 1 keeps all."""
+    min_p: Share = 0.0
+    """Keep tokens at least this likely, relative to the likeliest; 0 keeps all."""
+    max_tokens: Tokens = 64
+    """Longest turn; one cut short has finish_reason `length`."""
+    max_turns: Annotated[Positive, Unit("turns")] = 8
+    """Longest episode, in turns of one agent; one cut short is truncated."""
 
     @property
     def is_filtered(self) -> bool:
@@ -100,7 +135,7 @@ class SamplingConfig(Section):
 class CreditConfig(Section):
     """From rewards to advantages."""
 
-    group_size: Positive = 8
+    group_size: Episodes = 8
     """Episodes sampled per task, compared with each other."""
     advantage: Literal["leave_one_out", "group_mean", "group_std", "none"] = "leave_one_out"
     """`leave_one_out` (RLOO), `group_mean` (Dr. GRPO), `group_std` (GRPO), `none` (REINFORCE on the raw reward)."""
@@ -110,6 +145,7 @@ class PolicyGradientLoss(Section):
     """Truncated importance weights against the recorded logprobs, with a trust region on the probability."""
 
     kind: Literal["truncated"] = "truncated"
+    """The default: right at any staleness."""
     max_ratio: Rate = 5.0
     """Cap on the importance weight pi/mu, which carries no gradient (CISPO, arXiv:2506.13585)."""
     trust_region: Rate = 0.2
@@ -120,15 +156,19 @@ class PpoLoss(Section):
     """Clipped surrogate against the recorded logprobs (PPO, arXiv:1707.06347)."""
 
     kind: Literal["ppo"] = "ppo"
+    """For comparison with other libraries."""
     clip_low: Rate = 0.2
+    """The ratio is not rewarded below 1 - this."""
     clip_high: Rate = 0.28
-    """Asymmetric upper bound (DAPO, arXiv:2503.14476)."""
+    """The ratio is not rewarded above 1 + this; larger than the lower bound, which keeps exploration (DAPO,
+    arXiv:2503.14476)."""
 
 
 class ReinforceLoss(Section):
     """-A log pi, without correction: right only at staleness 0."""
 
     kind: Literal["reinforce"] = "reinforce"
+    """The plain estimator, to compare with."""
 
 
 LossConfig = Annotated[PolicyGradientLoss | PpoLoss | ReinforceLoss, Field(discriminator="kind")]
@@ -137,65 +177,78 @@ LossConfig = Annotated[PolicyGradientLoss | PpoLoss | ReinforceLoss, Field(discr
 class OptimizerConfig(Section):
     """AdamW (arXiv:1711.05101), one per policy."""
 
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.0
+    beta1: Share = 0.9
+    """Decay of the mean gradient."""
+    beta2: Share = 0.95
+    """Decay of the mean squared gradient; below the usual 0.999, since a run has tens of steps."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled; 0, since RL starts from weights worth keeping."""
     max_grad_norm: Rate = 1.0
-    warmup_steps: NonNegative = 0
-    """Steps of linear learning-rate warm-up."""
+    """A longer gradient is scaled down to this length."""
+    warmup_steps: MaybeSteps = 0
+    """Linear learning-rate warm-up."""
+    final_learning_rate_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """The learning rate falls linearly from the warm-up's end to this share of itself at step `steps`."""
 
 
 class TrainerConfig(Section):
     """Who learns."""
 
     kind: Literal["ray", "in_process"] = "ray"
-    workers: Positive = 1
+    """`ray`: processes of their own, beside the engine; `in_process`: a thread, for debugging and without Ray."""
+    workers: Annotated[Positive, Unit("processes")] = 1
     """Data-parallel ranks; any number gives the same update."""
     loss: LossConfig = PolicyGradientLoss()
-    entropy_bonus: float = 0.0
-    """Weight of the mean entropy per trained token."""
-    tokens_per_unit: Positive = 64
+    entropy_bonus: Annotated[float, Unit("per nat")] = 0.0
+    """Weight of the mean entropy per trained token; above 0 it slows collapse onto one answer."""
+    tokens_per_unit: Tokens = 64
     """The constant c of the normaliser step_size × c: a typical number of sampled tokens of a unit."""
-    micro_batch_tokens: Positive = 8192
-    """Padded tokens per forward pass."""
+    micro_batch_tokens: Tokens = 8192
+    """Padded tokens per forward pass: memory; the update is the same for any value."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    threads: Positive = 1
+    threads: Threads = 1
     """Torch threads per rank on CPU."""
 
 
 class EvaluationConfig(Section):
     """Held-out tasks at a pinned version, beside training."""
 
-    tasks: NonNegative = 256
+    tasks: Annotated[NonNegative, Unit("tasks")] = 256
     """Held-out tasks sampled once each; 0: no evaluation."""
-    every: NonNegative = 0
+    every: MaybeSteps = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
 
 
 class CheckpointConfig(Section):
     """When the run writes a manifest it can resume from."""
 
-    every: NonNegative = 10
-    """Steps between checkpoints; one is always written at the end."""
-    keep: Positive = 2
-    """How many of the newest are kept."""
+    every: MaybeSteps = 10
+    """Steps between checkpoints; one is always written at the end, and that alone where this is 0."""
+    keep: Annotated[Positive, Unit("checkpoints")] = 2
+    """How many of the newest are kept; two, so that a damaged one costs no more than `every` steps."""
+    versions: Annotated[NonNegative, Unit("versions")] = 4
+    """Published versions of each policy that stay on disk; 0 keeps all."""
 
 
 class RunConfig(Section):
     """One training run."""
 
     name: str = "run"
+    """What the run is called, on disk and in `agentrl run list`."""
     directory: str = "runs"
     """Where run directories are made; this one is `directory/name`."""
     seed: int = 0
-    steps: Positive = 40
-    """Optimizer steps of each trainable policy."""
-    max_in_flight: Positive = 256
-    """Episodes running at once."""
-    episode_timeout_s: float = 600.0
-    """An episode longer than this is dropped (`time_limit`), in seconds."""
-    data_attempts: Positive = 2
+    """Of tasks, sampling and the order of everything drawn."""
+    steps: Steps = 40
+    """How often each trainable policy is updated."""
+    max_in_flight: Episodes = 256
+    """Episodes running at once, beyond what staleness allows anyway: a bound for memory and for services."""
+    episode_timeout_s: Seconds = 600.0
+    """An episode longer than this is dropped (`episode_timeout`), so that a stuck one holds nothing for ever."""
+    data_attempts: Annotated[Positive, Unit("attempts")] = 2
     """How often an episode whose environment raises is tried before it is dropped."""
+    sinks: tuple[Literal["trackio", "wandb", "tensorboard"], ...] = ()
+    """Where metrics go besides `metrics.jsonl` and the journal; each is an extra of its name."""
     environment: EnvironmentConfig
     model: ModelConfig
     policies: dict[str, PolicyConfig] = {"policy": PolicyConfig()}
@@ -212,6 +265,14 @@ class RunConfig(Section):
     def _check_together(self) -> RunConfig:
         if not self.policies:
             raise ValueError("policies: at least one policy is needed")
+        for key, name in (("name", self.name), *((f"policies.{name}", name) for name in self.policies)):
+            if not is_safe_name(name):
+                raise ValueError(f"{key}: {name!r} becomes part of a path: letters, digits, '.', '_' and '-' only")
+        if self.credit.group_size == 1 and self.credit.advantage != "none":
+            raise ValueError(
+                f"credit.group_size = 1 with credit.advantage = {self.credit.advantage!r}: an episode with nothing to "
+                "be compared with teaches nothing. Set group_size = 2 or more, or advantage = 'none'"
+            )
         for seat, policy in self.seats.items():
             if policy not in self.policies:
                 raise ValueError(f"seats.{seat}: no policy {policy!r}; there are: {', '.join(sorted(self.policies))}")
@@ -240,3 +301,31 @@ class RunConfig(Section):
         raise ValueError(
             f"seat {seat!r} is bound to no policy; add it to [seats] (policies: {', '.join(sorted(self.policies))})"
         )
+
+
+def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> None:
+    """Refuse to resume a run as another one: what its episodes and weights depend on must be as it was.
+
+    Args:
+        before: `config.json` of the run, as data.
+        now: the configuration it is to go on with.
+
+    Raises:
+        ConfigError: the key, both values, and what to do.
+    """
+    after = now.model_dump(mode="json")
+    keys = ["seed", "environment.id", "environment.options", "model.path", "seats", "credit.group_size"]
+    for name in sorted({*before.get("policies", {}), *after["policies"]}):
+        keys += [f"policies.{name}.trainable", f"policies.{name}.lora"]
+    for key in keys:
+        then, today = _at(before, key), _at(after, key)
+        if before and then != today:
+            raise ConfigError(
+                f"{key} was {then!r} and is {today!r}: a run is resumed as it was; restore the value, or change --name"
+            )
+
+
+def _at(data: Any, key: str) -> Any:
+    for part in key.split("."):
+        data = data.get(part) if isinstance(data, Mapping) else None
+    return data

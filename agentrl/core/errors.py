@@ -6,11 +6,16 @@ The command line maps the tree to exit codes (`exit_code`): 1 a check failed, 2 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class AgentRLError(Exception):
-    """Base of all errors agentrl raises on purpose."""
+    """Base of all errors agentrl raises on purpose. They travel between processes with all they carry."""
 
     exit_code = 70
+
+    def __reduce__(self) -> tuple[Callable[..., AgentRLError], tuple[object, ...], dict[str, object]]:
+        return _without_init, (type(self), self.args), self.__dict__
 
 
 class CheckFailedError(AgentRLError):
@@ -101,3 +106,8 @@ class UnstructuredConcurrencyError(EpisodeError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, reason="unstructured_concurrency")
+
+
+def _without_init(kind: type[AgentRLError], arguments: tuple[object, ...]) -> AgentRLError:
+    """An error as it was pickled; `__init__` may want keywords that `args` does not hold."""
+    return kind.__new__(kind, *arguments)

@@ -70,6 +70,9 @@ class GenerateRequest:
     sampling: SamplingParams
     seed: int
     """64 bits; the n-th sampled token depends on (seed, n) and the distribution, never on the company in the batch."""
+    sampled_before: int = 0
+    """Tokens of this turn sampled by earlier calls, at the end of `token_ids`: the first new one is number n of the
+    turn's random numbers, as if the turn had not been interrupted. `sampling.max_tokens` counts new tokens only."""
 
 
 class Delta(Protocol):
@@ -225,7 +228,7 @@ class Trainer(Protocol):
 
 
 class EpisodeHost(Protocol):
-    """What a running episode may ask of the orchestrator: child episodes."""
+    """What a running episode may ask of the orchestrator, and tells it: child episodes, its own numbers."""
 
     def spawn(
         self,
@@ -235,7 +238,18 @@ class EpisodeHost(Protocol):
         spawn_call: str,
         on_end: Callable[[int, EpisodeHeader], None],
     ) -> SpawnedGroup:
-        """Admit and start one child episode per task, a group; `on_end(index, header)` is called once for each."""
+        """Admit and start one child episode per task, a group; `on_end(index, header)` is called once for each.
+
+        A child that lives already (its parent was resumed) is not started again.
+        """
+        ...
+
+    def readmit(self, spec: EpisodeSpec) -> None:
+        """A further attempt of a running episode begins."""
+        ...
+
+    def measured(self, spec: EpisodeSpec, header: EpisodeHeader, metrics: Mapping[str, float]) -> None:
+        """Hear what a committed episode counted (`ctx.metric`), for the metrics of the step."""
         ...
 
 

@@ -255,7 +255,7 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True)
-class UnitHeader:
+class TrajectoryHeader:
     """What the control path knows of one agent's trajectory."""
 
     seat: str
@@ -296,7 +296,7 @@ class EpisodeHeader:
     tokens: int
     """Sampled tokens of all agents."""
     seconds: float
-    trajectories: tuple[UnitHeader, ...]
+    trajectories: tuple[TrajectoryHeader, ...]
     location: DataLocation | None
 
     @property

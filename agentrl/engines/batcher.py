@@ -3,7 +3,7 @@
 Owns: waiting and running calls, the slot table and the columns. Lives on the event loop, between passes.
 Does not run models, and does not choose versions: the engine hands it a resolver.
 Invariants: a call runs in exactly one slot; keys and values are reused only under the version that computed them;
-prefill per step is bounded, so that no long context holds up the others.
+prefill per step is bounded, so that no long context holds up the others; no call waits for ever, whatever its priority.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 _WORTH_SHARING = 8
 """Shortest common prefix, in tokens, that is copied from another conversation instead of computed."""
+
+_TURNS_IN_A_ROW = 16
+"""How many calls per slot go ahead of one that waits: by one step of priority, or because their session has a slot."""
 
 _PATIENCE = 4
 """For how many steps contexts that are few beside the decoding rows wait for others to be computed with."""
@@ -57,6 +60,8 @@ class Batcher:
         self._seated: list[Call] = []
         self.running: dict[int, Call] = {}
         self._deferred = 0
+        self._turns_in_a_row = _TURNS_IN_A_ROW * cache.slots
+        self._passed_over = 0
         self._layout: list[tuple[ServedModel, Slots, NDArray[np.int64]]] | None = None
 
     @property
@@ -66,6 +71,7 @@ class Batcher:
 
     def submit(self, call: Call) -> None:
         """Queue a call. Sessions that still hold a slot need not compete for one."""
+        call.due = call.order + call.session.priority * self._turns_in_a_row
         if call.session.slot >= 0:
             self._seated.append(call)
         else:
@@ -85,12 +91,14 @@ class Batcher:
         return ending + [call for call in self.running.values() if call.ending]
 
     def admit(self, held: Collection[str], resolve: Callable[[EmbeddedSession], Serving]) -> None:
-        """Give slots to waiting calls, lowest priority number first; calls of `held` policies go on waiting.
+        """Give slots to waiting calls, the one due first ahead; calls of `held` policies go on waiting.
 
         Conversations that hold a slot go on in it. While at least half of the slots are busy, others wait for a slot
-        that is free or long idle: to evict conversations between two turns would compute their contexts again.
+        that is free or long idle: to evict conversations between two turns would compute their contexts again. When
+        that has gone on for many turns, one that waits gets the slot that rested longest.
         """
-        aside: list[Call] = []
+        if self._passed_over >= self._turns_in_a_row:
+            self._seat_waiting(held, resolve, patient=False, most=1)
         seated, self._seated = self._seated, []
         for call in seated:
             if call.session.slot < 0:
@@ -99,12 +107,29 @@ class Batcher:
                 self._seated.append(call)
             else:
                 self._begin(call, resolve)
-        while self._waiting and self._table.has_slot(patient=2 * len(self.running) >= self._cache.slots):
+                self._passed_over += bool(self._waiting)
+        self._seat_waiting(held, resolve)
+
+    def _seat_waiting(
+        self,
+        held: Collection[str],
+        resolve: Callable[[EmbeddedSession], Serving],
+        *,
+        patient: bool = True,
+        most: int | None = None,
+    ) -> None:
+        """Begin up to `most` waiting calls, as long as there are slots for them."""
+        aside: list[Call] = []
+        most = len(self._waiting) if most is None else most
+        while self._waiting and most:
+            if not self._table.has_slot(patient=patient and 2 * len(self.running) >= self._cache.slots):
+                break
             call = heapq.heappop(self._waiting)
             if _is_held(call, held):
                 aside.append(call)
             else:
                 self._begin(call, resolve)
+                self._passed_over, most = 0, most - 1
         for call in aside:
             heapq.heappush(self._waiting, call)
 
@@ -114,9 +139,7 @@ class Batcher:
         slot = table.take(call.session)
         mine = table.computed_by[slot] is serving
         reused = self._columns.common_prefix(slot, request.token_ids) if mine else 0
-        self._columns.begin(
-            slot, context=request.token_ids, reused=reused, sampling=request.sampling, seed=request.seed
-        )
+        self._columns.begin(slot, request, reused=reused)
         table.computed_by[slot] = serving
         call.serving, call.cached, call.routing_start, call.fresh = serving, reused, reused, reused < _WORTH_SHARING
         serving.calls += 1

@@ -60,7 +60,9 @@ class Call:
     future: asyncio.Future[Completion]
     on_delta: Delta | None
     order: int
-    """Arrival number; calls of one priority are served in this order."""
+    """Arrival number."""
+    due: int = 0
+    """Waiting calls are served in this order: the arrival number, put back by the priority."""
     serving: Serving | None = None
     """Whose weights sample it now; None while it waits for a slot."""
     ending: bool = False
@@ -76,7 +78,7 @@ class Call:
     spans: list[VersionSpan] = field(default_factory=list)
 
     def __lt__(self, other: Call) -> bool:
-        return (self.session.priority, self.order) < (other.session.priority, other.order)
+        return (self.due, self.order) < (other.due, other.order)
 
     def close_span(self, sampled: int) -> None:
         """All tokens before the `sampled`-th belong to versions up to the present one."""

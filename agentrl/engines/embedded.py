@@ -78,7 +78,7 @@ class EmbeddedEngine:
         max_staleness: refresh `lazy`: how many steps a session may stay behind.
         prefill_tokens: padded context tokens computed per step.
         threads: torch threads of this process.
-        device: where the model lies.
+        device: where the model lies; None: the first GPU if there is one, which has not been tried yet, else the CPU.
         dtype: `float32` or `bfloat16`.
         clock: where durations come from.
     """
@@ -159,7 +159,7 @@ class EmbeddedEngine:
         max_staleness: int = 1,
         prefill_tokens: int = 2048,
         threads: int = 1,
-        device: str = "cpu",
+        device: str | None = None,
         dtype: str = "float32",
         clock: Clock | None = None,
     ) -> EmbeddedEngine:
@@ -174,6 +174,7 @@ class EmbeddedEngine:
                 f"engine.refresh = {refresh!r} needs adapters side by side; set adapter_slots, or refresh token or turn"
             )
         torch.set_num_threads(threads)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         model = load_model(model_path, max_context=max_context, dtype=getattr(torch, dtype), device=device)
         check_slots(model, model_path)
         capabilities = EngineCapabilities(

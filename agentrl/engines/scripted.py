@@ -65,8 +65,9 @@ class ScriptedEngine:
     """See `agentrl.core.ports.Engine`.
 
     Args:
-        script: called for each request; or replies, of which a request gets number `seed % len(replies)`. Tokens after
-            a stop token or beyond `max_tokens` are cut; a reply that is not cut ends with `stop`.
+        script: called for each request, says the whole turn; or replies, of which a request gets number
+            `seed % len(replies)`. Tokens after a stop token or beyond `max_tokens` are cut; a reply that is not cut
+            ends with `stop`. Of a continued turn the first `sampled_before` tokens are left out.
         versions: the version each policy begins at.
         seconds_per_call: how long a call takes before its first token, in seconds of the running loop.
         seconds_per_token: how long each token takes.
@@ -145,7 +146,9 @@ class ScriptedEngine:
         """Begin a call: its completion, or the call in flight if it takes time."""
         context = len(request.token_ids)
         limit = min(request.sampling.max_tokens, self.capabilities.max_context - context)
-        tokens, reason = _cut(self._script(request, policy, version), request.sampling.stop_token_ids, limit)
+        turn = self._script(request, policy, version)
+        new = turn[request.sampled_before :] if request.sampled_before else turn
+        tokens, reason = _cut(new, request.sampling.stop_token_ids, limit)
         if self._immediate:
             spans = (VersionSpan(0, len(tokens), version),) if len(tokens) else ()
             return self._completion(request, tokens, reason, spans)
@@ -173,15 +176,16 @@ class ScriptedEngine:
     ) -> Completion:
         return Completion(
             token_ids=np.array(tokens, np.int32),
-            logprobs=self._logprobs(request.seed, len(tokens)),
+            logprobs=self._logprobs(request, len(tokens)),
             finish_reason=reason,
             spans=spans,
             prompt_tokens=len(request.token_ids),
         )
 
-    def _logprobs(self, seed: int, count: int) -> Float32Array:
+    def _logprobs(self, request: GenerateRequest, count: int) -> Float32Array:
         if self._seeded:
-            drawn = uniform(np.full(count, seed & 0xFFFFFFFFFFFFFFFF, np.uint64), np.arange(count))
+            seeds = np.full(count, request.seed & 0xFFFFFFFFFFFFFFFF, np.uint64)
+            drawn = uniform(seeds, request.sampled_before + np.arange(count))
             return (-3.0 * drawn).astype(np.float32)
         known = self._constant.get(count)
         if known is None:
@@ -226,7 +230,7 @@ class ScriptedEngine:
     def _deliver(self, call: _Call) -> None:
         if call.on_delta is None:
             return
-        logprobs = self._logprobs(call.request.seed, call.said)
+        logprobs = self._logprobs(call.request, call.said)
         for start, stop, version in call.all_spans():
             first = max(start, call.delivered)
             if first < stop:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from agentrl.core.ports import SamplingParams
+    from agentrl.core.ports import GenerateRequest, SamplingParams
 
     Slots = NDArray[np.int64]
 
@@ -38,6 +38,7 @@ class SlotColumns:
         self.prompt = np.zeros(slots, np.int64)
         self.limit = np.zeros(slots, np.int64)
         self._seeds = np.zeros(slots, np.uint64)
+        self._sampled_before = np.zeros(slots, np.int64)
         self._temperature = np.ones(slots, np.float32)
         self._top_k = np.zeros(slots, np.int64)
         self._top_p = np.ones(slots, np.float32)
@@ -46,15 +47,17 @@ class SlotColumns:
         self._tempered = np.zeros(slots, np.bool_)
         self._stops = np.full((slots, 1), -1, np.int64)
 
-    def begin(self, slot: int, *, context: NDArray[np.int32], reused: int, sampling: SamplingParams, seed: int) -> None:
+    def begin(self, slot: int, request: GenerateRequest, *, reused: int) -> None:
         """Put a call into `slot`; the first `reused` positions already have their keys and values there."""
+        context, sampling = request.token_ids, request.sampling
         count = len(context)
         capacity = self.tokens.shape[1] - 1
         self.tokens[slot, reused:count] = context[reused:]
         self.length[slot] = self.prompt[slot] = count
         self.computed[slot] = reused
         self.limit[slot] = min(count + sampling.max_tokens, capacity)
-        self._seeds[slot] = seed & 0xFFFFFFFFFFFFFFFF
+        self._seeds[slot] = request.seed & 0xFFFFFFFFFFFFFFFF
+        self._sampled_before[slot] = request.sampled_before
         self._temperature[slot] = sampling.temperature
         self._top_k[slot] = sampling.top_k
         self._top_p[slot] = sampling.top_p
@@ -72,8 +75,9 @@ class SlotColumns:
 
     def sampling(self, slots: Slots) -> SamplingBatch:
         """How the next token of each of `slots` is drawn."""
+        number = self._sampled_before[slots] + self.length[slots] - self.prompt[slots]
         return SamplingBatch(
-            uniforms=uniform(self._seeds[slots], self.length[slots] - self.prompt[slots]),
+            uniforms=uniform(self._seeds[slots], number),
             temperature=self._temperature[slots],
             top_k=self._top_k[slots],
             top_p=self._top_p[slots],

@@ -9,6 +9,7 @@ everything non-deterministic or outside `self` goes through `ctx`.
 from __future__ import annotations
 
 import inspect
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,14 @@ class LimitReachedError(AgentRLError):
     def __init__(self, message: str, *, stop_reason: StopReason) -> None:
         super().__init__(message)
         self.stop_reason: StopReason = stop_reason
+
+
+class ToolCallError(AgentRLError):
+    """A tool call that no tool can take: an unknown name, or arguments that do not fit. Its text is the observation."""
+
+    def __init__(self, message: str, *, outcome: Literal["unknown_tool", "bad_arguments"]) -> None:
+        super().__init__(message)
+        self.outcome = outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +182,14 @@ class EpisodeContext(ABC):
         external: bool,
         timeout_s: float | None,
     ) -> str:
-        """Run a tool and journal its observation; for environments that bring a tool loop of their own."""
+        """Run a tool and journal its observation; for environments that bring a tool loop of their own.
+
+        `call` raises `ToolCallError` where the call fits no tool: that counts as breaking the format.
+        """
+
+    @abstractmethod
+    def truncate(self, limit: LimitReachedError) -> None:
+        """Say that a limit which `run` caught cut the episode short: it counts as truncated."""
 
     @property
     @abstractmethod
@@ -186,7 +202,7 @@ class EpisodeContext(ABC):
 
     @abstractmethod
     def uuid(self) -> str:
-        """A random UUID (version 4), journaled."""
+        """A random UUID (version 4) of the calling branch: the same on every execution."""
 
     @abstractmethod
     async def sleep(self, seconds: float) -> None:
@@ -248,3 +264,10 @@ class Environment(ABC):
             return inspect.getsource(inspect.getmodule(cls) or cls)
         except (OSError, TypeError):
             return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def described(error: BaseException) -> str:
+    """A foreign error on one line, with the place it was raised at."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"

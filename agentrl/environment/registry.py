@@ -10,16 +10,18 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError
 from agentrl.environment.base import Environment
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.environment.trl import adapt_trl, is_trl_class
 
+_HERE = Path(__file__).parent
 ENTRY_POINT_GROUP = "agentrl.environments"
 
 
@@ -33,6 +35,8 @@ class EnvironmentSpec:
 
 
 _registered: dict[str, type[Environment]] = {}
+_found: dict[str, type[Environment]] = {}
+"""What references were resolved to: reading entry points takes milliseconds, and children are spawned by name."""
 _installed: dict[type[Environment], str] = {}
 """Entry-point names of the classes that were resolved by one."""
 
@@ -84,6 +88,12 @@ def resolve(reference: str | type) -> type[Environment]:
         return as_environment(reference, where=reference.__qualname__)
     if reference in _registered:
         return _registered[reference]
+    if reference not in _found:
+        _found[reference] = _find(reference)
+    return _found[reference]
+
+
+def _find(reference: str) -> type[Environment]:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == reference:
             found = _load(point.value, reference)
@@ -119,23 +129,46 @@ def _unknown(name: str) -> EnvironmentDefinitionError:
 def _load(reference: str, where: str) -> type[Environment]:
     location, _, attribute = reference.rpartition(":") if ":" in reference else (reference, "", "")
     try:
-        module = _load_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
-    except ImportError as error:
-        raise EnvironmentDefinitionError(f"environment {where!r}: cannot import {location}: {error}") from error
+        module = _load_file(Path(location)) if location.endswith(".py") else _import(location)
+    except AgentRLError:
+        raise
+    except Exception as error:
+        place = _place_of(error)
+        raise EnvironmentDefinitionError(
+            f"environment {where!r}: cannot import {location}: {type(error).__name__}: {error}{place}"
+        ) from error
     if attribute:
         if not hasattr(module, attribute):
             raise EnvironmentDefinitionError(f"environment {where!r}: {location} has no {attribute!r}")
         return as_environment(getattr(module, attribute), where=where)
-    local = [
-        c
-        for c in vars(module).values()
-        if isinstance(c, type) and issubclass(c, Environment) and c.__module__ == module.__name__
-    ]
+    own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+    local = [c for c in own if issubclass(c, Environment)] or [c for c in own if is_trl_class(c)]
     if len(local) != 1:
+        names = ", ".join(c.__name__ for c in local) or "none"
         raise EnvironmentDefinitionError(
-            f"environment {where!r}: {location} defines {len(local)} environments; name one: {location}:Class"
+            f"environment {where!r}: {location} defines {len(local)} environments ({names}); name one: {location}:Class"
         )
     return as_environment(local[0], where=where)
+
+
+def _place_of(error: Exception) -> str:
+    """Where a foreign module went wrong: its last own line."""
+    if isinstance(error, SyntaxError):
+        return f" ({error.filename}:{error.lineno})"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<", str(_HERE)))]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+def _import(name: str) -> Any:
+    """Import a module, also from the working directory, where a user's own modules lie."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        here = str(Path.cwd())
+        if error.name != name.split(".")[0] or here in sys.path:
+            raise
+        sys.path.append(here)
+        return importlib.import_module(name)
 
 
 def _load_file(path: Path) -> Any:
@@ -150,6 +183,9 @@ def _load_file(path: Path) -> Any:
         raise EnvironmentDefinitionError(f"environment file {path} is not a Python module")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # a file may import its neighbours
     try:
         module_spec.loader.exec_module(module)
     except BaseException:

@@ -19,7 +19,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.records import Message, Task, ToolCall, ToolSpec, Turn
-from agentrl.environment.base import Environment, EpisodeContext, LimitReachedError, user
+from agentrl.environment.base import Environment, EpisodeContext, LimitReachedError, ToolCallError, user
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -163,15 +163,13 @@ async def run_tool(ctx: EpisodeContext, instance: object, tools: Mapping[str, Bo
     """Answer one tool call with a tool message; the policy's mistakes become observations."""
     bound = tools.get(call.name)
     if bound is None:
-        problem = f"error: no tool {call.name!r}; tools: {', '.join(tools)}"
-        text = await ctx.call_tool(call.name, call.arguments, lambda: problem, external=False, timeout_s=None)
-        return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
+        return await _refuse(
+            ctx, call, ToolCallError(f"no tool {call.name!r}; tools: {', '.join(tools)}", outcome="unknown_tool")
+        )
     try:
         arguments = bound.validate(call.arguments)
     except ValueError as error:
-        problem = f"error: {error}"
-        text = await ctx.call_tool(call.name, call.arguments, lambda: problem, external=False, timeout_s=None)
-        return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
+        return await _refuse(ctx, call, ToolCallError(str(error), outcome="bad_arguments"))
     method = getattr(instance, bound.method)
     where = f"{type(instance).__name__}.{bound.method}"
 
@@ -188,6 +186,16 @@ async def run_tool(ctx: EpisodeContext, instance: object, tools: Mapping[str, Bo
         external=bound.options.external,
         timeout_s=bound.options.timeout_s,
     )
+    return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
+
+
+async def _refuse(ctx: EpisodeContext, call: ToolCall, error: ToolCallError) -> Message:
+    """Journal a call that fits no tool, and tell the policy why."""
+
+    def refuse() -> str:
+        raise error
+
+    text = await ctx.call_tool(call.name, call.arguments, refuse, external=False, timeout_s=None)
     return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
 
 
@@ -242,7 +250,8 @@ class ToolEnvironment(Environment):
             while observations:
                 turn = await agent.act(*observations)
                 observations = [await run_tool(ctx, self, tools, call) for call in turn.tool_calls]
-        except LimitReachedError:
+        except LimitReachedError as limit:
+            ctx.truncate(limit)
             truncated = True
         value = self.reward(ctx.task, ToolEpisode(turns=agent.turns, messages=agent.messages, truncated=truncated))
         if value is None:

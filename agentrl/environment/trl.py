@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from agentrl.core.errors import EnvironmentDefinitionError, RewardError
 from agentrl.core.records import Message, Task
-from agentrl.environment.base import EpisodeContext, LimitReachedError, user
+from agentrl.environment.base import EpisodeContext, LimitReachedError, Split, TaskSource, user
 from agentrl.environment.tools import BoundTool, ToolEnvironment, ToolEpisode, bind_tools, run_tool
 
-_RESERVED = {"reset", "get_reward"}
+_RESERVED = {"reset", "get_reward", "tasks"}
 
 
 def is_trl_class(candidate: type) -> bool:
@@ -43,6 +43,15 @@ class TrlEnvironment(ToolEnvironment):
         raise EnvironmentDefinitionError(f"{self.wrapped.__qualname__} has no get_reward()")
 
     @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+        """The wrapped class's own `tasks(split, seed=…)`, where it has one."""
+        own = getattr(cls.wrapped, "tasks", None)
+        if own is None:
+            return super().tasks(split, seed=seed)
+        source: TaskSource = own(split, seed=seed)
+        return source
+
+    @classmethod
     def tool_table(cls) -> dict[str, BoundTool]:
         """The public methods of the wrapped class."""
         if "_tools" not in cls.__dict__ or cls._tools is None:
@@ -65,8 +74,8 @@ class TrlEnvironment(ToolEnvironment):
             while pending:
                 turn = await agent.act(*pending)
                 pending = [await run_tool(ctx, self.instance, tools, call) for call in turn.tool_calls]
-        except LimitReachedError:
-            pass
+        except LimitReachedError as limit:
+            ctx.truncate(limit)
         if not hasattr(self.instance, "get_reward"):
             raise EnvironmentDefinitionError(
                 f"{self.wrapped.__qualname__} has no get_reward(): agentrl needs the reward from the class"

@@ -52,6 +52,7 @@ COLUMNS: dict[str, Column] = {
 """Columns of `EpisodeLine`, as `--where` and `--sort` know them."""
 
 _FROM = " FROM admissions a LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt"
+_NEWEST = "NOT EXISTS (SELECT 1 FROM admissions n WHERE n.episode = a.episode AND n.attempt > a.attempt)"
 
 
 class EpisodeLine(msgspec.Struct, frozen=True):
@@ -248,6 +249,25 @@ class RunReader:
     def metric_names(self) -> list[str]:
         """The names that were recorded."""
         return [name for (name,) in self._log.rows("SELECT DISTINCT name FROM metrics ORDER BY name")]
+
+    def counts(self) -> dict[str, int]:
+        """Training episodes, the newest attempt of each, by status."""
+        statement = (
+            f"SELECT {_STATUS} AS status, count(*){_FROM} WHERE a.purpose = 'train' AND {_NEWEST} GROUP BY status"
+        )
+        return {str(status): int(count) for status, count in self._log.rows(statement)}
+
+    def drop_reasons(self) -> dict[str, int]:
+        """Dropped training episodes, the newest attempt of each, by reason; the most frequent first."""
+        reason = (
+            "coalesce(e.drop_reason, (SELECT min(d.reason) FROM unit_drops d"
+            " WHERE d.episode = a.episode AND d.attempt = a.attempt))"
+        )
+        statement = (
+            f"SELECT {reason} AS reason, count(*) AS many{_FROM} WHERE a.purpose = 'train' AND {_NEWEST}"
+            f" AND {_STATUS} = 'dropped' GROUP BY reason ORDER BY many DESC, reason"
+        )
+        return {str(reason): int(count) for reason, count in self._log.rows(statement)}
 
     def line(self) -> RunLine:
         """The run as a line of a list."""

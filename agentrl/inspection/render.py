@@ -19,10 +19,11 @@ from agentrl.journal.entries import (
     ToolEntry,
     TurnEntry,
 )
+from agentrl.observe.metrics import describe
 from agentrl.observe.plot import curve
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rich.console import RenderableType
 
@@ -86,6 +87,18 @@ def episode_view(view: EpisodeView) -> Text:
         text.append(f"\nnot readable: {safe(problem)}\n", "bold red")
     text.rstrip()
     return text
+
+
+def metric_table(latest: Mapping[str, Mapping[str, float]]) -> RenderableType:
+    """The newest value of each metric, with its unit and meaning."""
+    table = _table("metric", "value>", "unit", "meaning")
+    for policy, values in latest.items():
+        for name, value in values.items():
+            known = describe(name)
+            whose = f"{policy}: " if len(latest) > 1 else ""
+            cells = [f"{whose}{name}", f"{value:.4g}", known.unit if known else "", known.meaning if known else ""]
+            table.add_row(*map(_cell, cells))
+    return table if table.row_count else Text("no metrics yet")
 
 
 def curves(points: Sequence[CurvePoint], *, width: int = 64) -> Text:

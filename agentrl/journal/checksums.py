@@ -31,11 +31,28 @@ def row_checksum(table: str, values: Sequence[Any]) -> int:
     return zlib.crc32(_ENCODER.encode(values), zlib.crc32(table.encode()))
 
 
+class EpisodeDigest:
+    """16-byte blake2b over call id and body of an attempt's entries, in the order they were appended."""
+
+    __slots__ = ("_hash",)
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def add(self, entry: JournalEntry) -> None:
+        """Take in the next entry."""
+        self._hash.update(entry.call_id.encode())
+        self._hash.update(entry.body)
+
+    @property
+    def value(self) -> bytes:
+        """Of the entries so far: what a commit names."""
+        return self._hash.digest()
+
+
 def episode_digest(entries: Iterable[JournalEntry]) -> bytes:
-    """16-byte blake2b over an episode's entries in the order they were appended: what a commit names."""
-    digest = hashlib.blake2b(digest_size=16)
+    """The `EpisodeDigest` of all entries of an attempt."""
+    digest = EpisodeDigest()
     for entry in entries:
-        checksum = entry_checksum(entry.episode_id, entry.attempt, entry.call_id, entry.asked, entry.body)
-        digest.update(checksum.to_bytes(4, "little"))
-        digest.update(entry.body)
-    return digest.digest()
+        digest.add(entry)
+    return digest.value

@@ -18,7 +18,7 @@ from agentrl.core.records import (
     EpisodeSpec,
     PolicyVersion,
     SeatBinding,
-    UnitHeader,
+    TrajectoryHeader,
     WeightsRef,
 )
 from agentrl.journal.checksums import row_checksum
@@ -231,7 +231,7 @@ def read_header(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]) -> Ep
     units = []
     for trajectory in trajectories:
         _verify("trajectories", trajectory)
-        units.append(UnitHeader(*trajectory[2:9]))
+        units.append(TrajectoryHeader(*trajectory[2:9]))
     return EpisodeHeader(
         episode_id=row[0],
         attempt=row[1],

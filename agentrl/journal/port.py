@@ -98,8 +98,8 @@ class JournalStore(Protocol):
 class RunLog(Protocol):
     """Reading a run's control log back, for resume: a pure fold of what was written."""
 
-    def admitted(self) -> int:
-        """How many root training episodes were ever admitted: the next root number."""
+    def next_number(self, prefix: str) -> int:
+        """One more than the largest number any root episode `<prefix><number>` has in admissions or turn logs."""
         ...
 
     def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
@@ -110,8 +110,10 @@ class RunLog(Protocol):
         """Committed training episodes of some groups, whatever became of their units."""
         ...
 
-    def resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> set[tuple[str, int, str]]:
-        """(episode, attempt, policy) of units consumed along the surviving lineage, or dropped."""
+    def resolved_units(
+        self, consumed_through: Mapping[str, PolicyVersion]
+    ) -> Mapping[tuple[str, int, str], str | None]:
+        """By (episode, attempt, policy): None for units consumed along the surviving lineage, else the drop reason."""
         ...
 
     def parents(self) -> Mapping[tuple[str, int], PolicyVersion]:
@@ -119,7 +121,11 @@ class RunLog(Protocol):
         ...
 
     def unfinished(self) -> Sequence[EpisodeSpec]:
-        """Root training episodes admitted but neither committed nor dropped."""
+        """Training episodes, children included, whose newest attempt was neither committed nor dropped."""
+        ...
+
+    def ended_children(self, parents: Collection[str]) -> Mapping[str, EpisodeHeader]:
+        """How the children of some episodes ended, by id; those still unfinished are left out."""
         ...
 
     def highest_lineage(self) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.core.errors import JournalError
 from agentrl.core.ids import is_safe_name
-from agentrl.journal.checksums import entry_checksum
+from agentrl.journal.checksums import entry_checksum, episode_digest
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.schema import database_error, open_to_read
 
@@ -20,12 +20,15 @@ _BULK = 256
 
 
 class EntryKey(NamedTuple):
-    """Which episode's entries to read, and how many a commit says there are (None: as many as there are)."""
+    """Which episode's entries to read, and what its commit says of them, where it is known."""
 
     partition: str
     episode_id: str
     attempt: int
     entries: int | None = None
+    """How many there are; None: as many as are found."""
+    digest: bytes = b""
+    """Their `episode_digest`; empty: not known."""
 
 
 class TurnReader:
@@ -35,14 +38,16 @@ class TurnReader:
         self._directory = Path(journal_directory)
         self._connections: dict[str, sqlite3.Connection] = {}
 
-    def read(self, partition: str, episode_id: str, attempt: int, *, entries: int | None = None) -> list[JournalEntry]:
+    def read(
+        self, partition: str, episode_id: str, attempt: int, *, entries: int | None = None, digest: bytes = b""
+    ) -> list[JournalEntry]:
         """Entries on disk of an episode, in the order they were appended.
 
         Raises:
-            JournalError: the partition cannot be read, an entry does not match its checksum, or `entries` is given
-                and there are not so many.
+            JournalError: the partition cannot be read, an entry does not match its checksum, or the entries are not
+                as many as `entries` or not those of `digest`.
         """
-        return self.read_many([EntryKey(partition, episode_id, attempt, entries)])[0]
+        return self.read_many([EntryKey(partition, episode_id, attempt, entries, digest)])[0]
 
     def read_many(self, keys: Sequence[EntryKey]) -> list[list[JournalEntry]]:
         """The entries of several episodes, in the order of `keys`; raises as `read`."""
@@ -59,15 +64,9 @@ class TurnReader:
                     rows = found.get((partition, entry.episode_id, entry.attempt))
                     if rows is not None:
                         rows.append(entry)
-        answer = []
-        for key in keys:
-            rows = found[key.partition, key.episode_id, key.attempt]
-            if key.entries is not None and len(rows) != key.entries:
-                raise JournalError(
-                    f"episode {key.episode_id} attempt {key.attempt}: {len(rows)} entries in {key.partition}, "
-                    f"but it was committed with {key.entries}; the partition is damaged or was replaced"
-                )
-            answer.append(rows)
+        answer = [found[key.partition, key.episode_id, key.attempt] for key in keys]
+        for key, rows in zip(keys, answer, strict=True):
+            _check_committed(key, rows)
         return answer
 
     def close(self) -> None:
@@ -94,6 +93,20 @@ class TurnReader:
         if connection is None:
             connection = self._connections[partition] = open_to_read(path, "turns")
         return path, connection
+
+
+def _check_committed(key: EntryKey, rows: Sequence[JournalEntry]) -> None:
+    """Refuse entries that are not those of the commit: each may be whole, and one missing or of another time."""
+    found = f"episode {key.episode_id} attempt {key.attempt}: {len(rows)} entries in {key.partition}"
+    if key.entries is not None and len(rows) != key.entries:
+        raise JournalError(
+            f"{found}, but it was committed with {key.entries}; the partition is damaged or was replaced"
+        )
+    if key.digest and episode_digest(rows) != key.digest:
+        raise JournalError(
+            f"{found}, but not those it was committed with, or not in their order: their digest is another; "
+            "the partition was altered or replaced"
+        )
 
 
 def _verified(path: Path, row: tuple[str, int, str, bytes, bytes, int]) -> JournalEntry:

@@ -62,20 +62,44 @@ class SqliteRunLog:
         """
         return all_rows(self.connection, self.path, statement, *parameters)
 
-    def admitted(self) -> int:
-        """How many root training episodes were ever admitted: the next root number."""
-        statement = "SELECT count(DISTINCT episode) FROM admissions WHERE purpose = 'train' AND parent IS NULL"
-        return int(self.rows(statement)[0][0])
+    def next_number(self, prefix: str) -> int:
+        """One more than the largest number any root episode `<prefix><number>` has in admissions or turn logs.
+
+        Turn logs count because a kill may leave entries of an episode whose admission was not yet on disk.
+        """
+        pattern = f"{prefix}[0-9]*"
+        known = {row[0] for row in self.rows("SELECT DISTINCT episode FROM admissions WHERE episode GLOB ?", pattern)}
+        for partition in sorted(self.path.parent.glob("turns-*.db")):
+            connection = open_to_read(partition, "turns")
+            try:
+                statement = "SELECT DISTINCT episode FROM entries WHERE episode GLOB ?"
+                known |= {row[0] for row in all_rows(connection, partition, statement, pattern)}
+            finally:
+                connection.close()
+        numbers = (name.removeprefix(prefix) for name in known)
+        return max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
 
     def unfinished(self) -> Sequence[EpisodeSpec]:
-        """Root training episodes whose newest attempt was neither committed nor dropped, in order of admission."""
+        """Training episodes, children included, whose newest attempt has not ended, in order of admission."""
         statement = (
-            f"SELECT {_ADMISSION} FROM admissions a WHERE a.purpose = 'train' AND a.parent IS NULL"
+            f"SELECT {_ADMISSION} FROM admissions a WHERE a.purpose = 'train'"
             " AND NOT EXISTS (SELECT 1 FROM episodes e WHERE e.episode = a.episode AND e.attempt = a.attempt)"
             " AND NOT EXISTS (SELECT 1 FROM admissions b WHERE b.episode = a.episode AND b.attempt > a.attempt)"
             " ORDER BY a.admitted_at, length(a.episode), a.episode"
         )
         return [read_spec(row) for row in self.rows(statement)]
+
+    def ended_children(self, parents: Collection[str]) -> dict[str, EpisodeHeader]:
+        """How the children of some episodes ended, by id; those still unfinished are left out."""
+        if not parents:
+            return {}
+        trajectories = self._trajectories()
+        statement = (
+            f"SELECT {_EPISODE} FROM episodes e WHERE e.parent IS NOT NULL AND NOT EXISTS"
+            " (SELECT 1 FROM admissions b WHERE b.episode = e.episode AND b.attempt > e.attempt)"
+        )
+        headers = (read_header(row, trajectories.get((row[0], row[1]), [])) for row in self.rows(statement))
+        return {header.episode_id: header for header in headers if header.parent_id in parents}
 
     def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
         """Committed training episodes with a unit neither consumed along the surviving lineage nor dropped.
@@ -128,10 +152,12 @@ class SqliteRunLog:
             rows = trajectories.get((row[0], row[1]), [])
             yield read_spec(row[:_ADMISSION_WIDTH]), read_header(row[_ADMISSION_WIDTH:], rows)
 
-    def resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> set[UnitKey]:
-        """Units consumed along the surviving lineage of `consumed_through`, or dropped."""
-        dropped = self.rows("SELECT episode, attempt, policy FROM unit_drops")
-        resolved: set[UnitKey] = {(episode, attempt, policy) for episode, attempt, policy in dropped}
+    def resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> dict[UnitKey, str | None]:
+        """None for units consumed along the surviving lineage of `consumed_through`, the reason for dropped ones."""
+        dropped = self.rows("SELECT episode, attempt, policy, reason FROM unit_drops")
+        resolved: dict[UnitKey, str | None] = {
+            (episode, attempt, policy): why for episode, attempt, policy, why in dropped
+        }
         for policy, version in consumed_through.items():
             for lineage, first, last in self.surviving(version):
                 statement = (
@@ -139,7 +165,7 @@ class SqliteRunLog:
                     " WHERE policy = ? AND lineage = ? AND step > ? AND step <= ?"
                 )
                 for episode, attempt in self.rows(statement, policy, lineage, first, last):
-                    resolved.add((episode, attempt, policy))
+                    resolved[episode, attempt, policy] = None
         return resolved
 
     def surviving(self, version: PolicyVersion) -> list[tuple[int, int, int]]:

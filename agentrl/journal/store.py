@@ -190,9 +190,13 @@ class SqliteJournal:
 
     # --- reading back for resume --------------------------------------------------------------------------------------
 
-    def admitted(self) -> int:
-        """See `SqliteRunLog.admitted`."""
-        return self._log.admitted()
+    def next_number(self, prefix: str) -> int:
+        """See `SqliteRunLog.next_number`."""
+        return self._log.next_number(prefix)
+
+    def ended_children(self, parents: Collection[str]) -> dict[str, EpisodeHeader]:
+        """See `SqliteRunLog.ended_children`."""
+        return self._log.ended_children(parents)
 
     def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
         """See `SqliteRunLog.ready_units`."""
@@ -202,7 +206,7 @@ class SqliteJournal:
         """See `SqliteRunLog.members`."""
         return self._log.members(group_ids)
 
-    def resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> set[UnitKey]:
+    def resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> dict[UnitKey, str | None]:
         """See `SqliteRunLog.resolved_units`."""
         return self._log.resolved_units(consumed_through)
 

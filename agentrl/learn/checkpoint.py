@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from agentrl.core.errors import TrainerError
 from agentrl.core.records import PolicyVersion, StepReport
+from agentrl.learn.writing import writing
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -43,22 +44,24 @@ def save(directory: Path, parameters: Parameters, optimizer: torch.optim.Optimiz
     """Write a learner's state into `directory`, which must not exist; synced on return.
 
     Raises:
-        OSError: the disk refused, or the directory exists.
+        StorageError: the disk refused, or the directory exists.
     """
-    directory.mkdir(parents=True)
     weights = {name: parameter.detach().contiguous() for name, parameter in parameters.items()}
-    save_file(weights, directory / "weights.safetensors")
-    save_file(_moments(parameters, optimizer), directory / "optimizer.safetensors")
     rng = {"torch_cpu": torch.get_rng_state().numpy().tobytes().hex()}
-    (directory / "rng.json").write_text(json.dumps(rng))
-    (directory / "state.json").write_bytes(msgspec.json.encode(state))
-    for file in sorted(directory.iterdir()):
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    sync_directory(directory)
+    with writing(directory):
+        directory.mkdir(parents=True)
+        save_file(weights, directory / "weights.safetensors")
+        save_file(_moments(parameters, optimizer), directory / "optimizer.safetensors")
+        (directory / "rng.json").write_text(json.dumps(rng))
+        (directory / "state.json").write_bytes(msgspec.json.encode(state))
+        for file in sorted(directory.iterdir()):
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_directory(directory)
+        sync_directory(directory.parent)
 
 
 def load(directory: Path, parameters: Parameters, optimizer: torch.optim.Optimizer | None) -> LearnerState:

@@ -23,6 +23,7 @@ from safetensors.numpy import load, save
 
 from agentrl.core.records import TrainingSample
 from agentrl.learn.packing import MicroBatch, trained_positions
+from agentrl.learn.writing import writing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -88,11 +89,19 @@ class MergedColumns:
         self.input_digest = digest.hexdigest()
 
     def write(self, path: Path) -> None:
-        """Write the step's file, whole or not at all; not synced."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Write the step's file, whole or not at all; not synced.
+
+        Raises:
+            StorageError: the disk refused.
+        """
         partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_bytes(save(self.columns, metadata={"rows": json.dumps(self.rows)}))
-        partial.rename(path)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                partial.write_bytes(save(self.columns, metadata={"rows": json.dumps(self.rows)}))
+                partial.rename(path)
+            finally:
+                partial.unlink(missing_ok=True)
 
 
 def read_columns(path: Path) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from agentrl.core.errors import TrainerError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.learn.models import PolicyModel
+from agentrl.learn.writing import writing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,36 +47,47 @@ class Publisher:
 
         Raises:
             TrainerError: the id exists with other weights.
+            StorageError: the disk refused; nothing of the version is left.
         """
         directory = self._root / version.policy / f"{version.lineage}.{version.step}"
         partial = directory.with_name(f".{directory.name}.{os.getpid()}")
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        name = FULL_FILE if model.adapter_config() is None else ADAPTER_FILE
+        with writing(directory):
+            try:
+                sha256 = self._write(partial, name, model)
+                try:
+                    partial.rename(directory)
+                except OSError as error:
+                    if not directory.is_dir():
+                        raise
+                    if _digest(directory / name) != sha256:
+                        raise TrainerError(
+                            f"version {version} exists in {directory} with other weights; ids are never reused"
+                        ) from error
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+        return WeightsRef(version=version, path=str(directory), kind=model.kind, sha256=sha256)
+
+    def _write(self, directory: Path, name: str, model: PolicyModel) -> str:
+        """Write all files of a version; returns the sha256 of its weights."""
+        directory.mkdir(parents=True)
+        sha256 = _write_tensors(directory / name, model.published())
         adapter_config = model.adapter_config()
-        name = FULL_FILE if adapter_config is None else ADAPTER_FILE
-        sha256 = _write_tensors(partial / name, model.published())
         if adapter_config is None:
-            self._add_companions(partial)
+            self._add_companions(directory)
         else:
             text = json.dumps(adapter_config, indent=2, sort_keys=True, default=list)
-            (partial / "adapter_config.json").write_text(text)
-        try:
-            partial.rename(directory)
-        except OSError as error:
-            shutil.rmtree(partial)
-            if not directory.is_dir():
-                raise
-            if _digest(directory / name) != sha256:
-                raise TrainerError(
-                    f"version {version} exists in {directory} with other weights; ids are never reused"
-                ) from error
-        return WeightsRef(version=version, path=str(directory), kind=model.kind, sha256=sha256)
+            (directory / "adapter_config.json").write_text(text)
+        return sha256
 
     def _add_companions(self, directory: Path) -> None:
         """Link the run's own copy of configuration and tokenizer, made once, into a version."""
         source = self._root / ".companions"
         if not source.is_dir():
             copy = source.with_name(f".companions.{os.getpid()}")
+            shutil.rmtree(copy, ignore_errors=True)
+            copy.mkdir()
             for pattern in _COMPANIONS:
                 for file in sorted(self._model_path.glob(pattern)):
                     if file.is_file() and not file.name.endswith(".index.json"):

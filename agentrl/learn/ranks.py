@@ -2,7 +2,8 @@
 
 Owns: sums of gradients, exchange of step columns, who writes files. Does not own: starting the processes (`cluster`).
 Invariant: every call is made by all ranks in the same order; nothing is pickled between them. Rendezvous is a file, so
-that no port is opened for it; on CPU the group is gloo, bound to the interface `GLOO_SOCKET_IFNAME` names.
+that no port is opened for it; on CPU the group is gloo, bound to the interface `GLOO_SOCKET_IFNAME` names. On GPUs it
+is nccl, which moves tensors of the rank's device only; that path has not been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ class ProcessGroup:
         return items[self.rank * len(items) // self.size : (self.rank + 1) * len(items) // self.size]
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """See `Ranks.sum`; one message for all tensors."""
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        """See `Ranks.sum`; one message for all tensors, wherever they lie."""
+        flat = torch.cat([tensor.reshape(-1).to(self._device) for tensor in tensors])
         dist.all_reduce(flat)
         for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
@@ -94,7 +95,7 @@ class ProcessGroup:
         """See `Ranks.gather`; shorter messages are padded to the longest."""
         sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(data)], device=self._device))
-        longest = max(int(size) for size in sizes)
+        longest = max(1, *(int(size) for size in sizes))
         padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(self._device)
         received = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(received, padded)

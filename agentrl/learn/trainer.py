@@ -21,7 +21,7 @@ from torch import Tensor
 
 from agentrl.config.run import OptimizerConfig, PolicyConfig, RunConfig
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import NonFiniteError, TrainerError
+from agentrl.core.errors import NonFiniteError, StorageError, TrainerError
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Trajectory, Unit, WeightsRef
 from agentrl.credit.samples import samples as unit_samples
 from agentrl.journal.reader import EntryKey, TurnReader
@@ -59,7 +59,9 @@ class _OpenStep:
 class _Learner:
     """One policy's model, optimizer and clock."""
 
-    def __init__(self, name: str, model: PolicyModel, policy: PolicyConfig, optimizer: OptimizerConfig) -> None:
+    def __init__(
+        self, name: str, model: PolicyModel, policy: PolicyConfig, optimizer: OptimizerConfig, *, steps: int
+    ) -> None:
         self.name = name
         self.model = model
         self.step = 0
@@ -67,7 +69,9 @@ class _Learner:
         self.report: StepReport | None = None
         self.open: _OpenStep | None = None
         self.learning_rate = policy.learning_rate
+        self.steps = steps
         self.warmup_steps = optimizer.warmup_steps
+        self.final_share = optimizer.final_learning_rate_share
         self.max_grad_norm = optimizer.max_grad_norm
         self.optimizer: torch.optim.AdamW | None = None
         if model.parameters:
@@ -80,8 +84,13 @@ class _Learner:
             )
 
     def rate(self, step_id: int) -> float:
-        """The learning rate of a step: rises linearly to its full value at step `warmup_steps`."""
-        return self.learning_rate * min(1.0, step_id / max(1, self.warmup_steps))
+        """The learning rate of a step: rises linearly to its full value at step `warmup_steps`, then falls linearly to
+        the final share of it at the run's last step.
+        """
+        if step_id < self.warmup_steps:
+            return self.learning_rate * step_id / self.warmup_steps
+        fallen = min(1.0, (step_id - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+        return self.learning_rate * (1.0 - fallen * (1.0 - self.final_share))
 
     def gradients(self) -> list[Tensor]:
         """The gradients in parameter order; a parameter nothing depended on has a gradient of zeros."""
@@ -132,7 +141,8 @@ class PolicyTrainer:
         torch.set_num_threads(self._config.trainer.threads)
         models = load_models(self._config, device_of(self._ranks.rank))
         for name, policy in self._config.policies.items():
-            self._learners[name] = _Learner(name, models[name], policy, self._config.trainer.optimizer)
+            optimizer, steps = self._config.trainer.optimizer, self._config.steps
+            self._learners[name] = _Learner(name, models[name], policy, optimizer, steps=steps)
         if resume_from is not None:
             for name, learner in self._learners.items():
                 state = checkpoint.load(resume_from / name, learner.model.parameters, learner.optimizer)
@@ -211,6 +221,7 @@ class PolicyTrainer:
 
         Raises:
             NonFiniteError: loss or gradient is not finite; it is discarded, weights and optimizer are as before.
+            StorageError: the step's columns could not be written; as with `NonFiniteError`, on every rank.
             TrainerError: nothing was accumulated for this step.
         """
         started = self._clock.monotonic()
@@ -234,50 +245,53 @@ class PolicyTrainer:
                 f"policy {policy!r}, step {step_id}: loss {total['loss']}, gradient norm {grad_norm}{where}. "
                 "The step was skipped and the weights are as before; look at the episode's recorded logprobs and reward"
             )
+        columns, input_digest = self._write_columns(learner, step)  # before the weights change: this may fail
         for group in learner.optimizer.param_groups:
             group["lr"] = learner.rate(step_id)
         learner.optimizer.step()
-        report = self._report(learner, step, total, grad_norm=grad_norm, started=started)
-        learner.discard()
-        learner.step, learner.report = step_id, report
-        return report
-
-    def _report(
-        self, learner: _Learner, step: _OpenStep, total: Mapping[str, float], *, grad_norm: float, started: float
-    ) -> StepReport:
-        merged = MergedColumns(self._ranks.gather(step.columns.encode()))
-        version = learner.version._replace(step=learner.step)
-        columns = f"steps/{learner.name}/{version.lineage}.{step.step_id}.safetensors"
-        if self._ranks.rank == 0:
-            merged.write(self._directory / columns)
-        metrics = {
-            "learning_rate": learner.rate(step.step_id),
-            "skipped_samples": total["skipped_samples"],
-            "forwarded_tokens": total["forwarded_tokens"],
-            "sharing": total["row_tokens"] / total["forwarded_tokens"] if total["forwarded_tokens"] else 1.0,
-            **loss_metrics(torch.tensor([total[name] for name in SUMS], dtype=torch.float64)),
-        }
-        if counted := total[SUMS[0]]:
-            metrics |= {"entropy": total["entropy"] / counted, "kept_mass": total["kept_mass"] / counted}
-        return StepReport(
-            step_id=step.step_id,
-            policy=learner.name,
-            started_from=version,
+        report = StepReport(
+            step_id=step_id,
+            policy=policy,
+            started_from=learner.version._replace(step=learner.step),
             loss=total["loss"],
             grad_norm=grad_norm,
             samples=int(total["samples"]),
             tokens=int(total["tokens"]),
             seconds=step.seconds + self._clock.monotonic() - started,
-            metrics=metrics,
-            input_digest=merged.input_digest,
+            metrics=_metrics(total, learning_rate=learner.rate(step_id)),
+            input_digest=input_digest,
             columns=columns,
         )
+        learner.discard()
+        learner.step, learner.report = step_id, report
+        return report
+
+    def _write_columns(self, learner: _Learner, step: _OpenStep) -> tuple[str, str]:
+        """Write the step's file, rank 0's task; returns its path in the run and the digest of its rows.
+
+        Raises:
+            StorageError: the disk refused; the gradient is discarded on every rank.
+        """
+        merged = MergedColumns(self._ranks.gather(step.columns.encode()))
+        path = f"steps/{learner.name}/{learner.version.lineage}.{step.step_id}.safetensors"
+        refusal = ""
+        if self._ranks.rank == 0:
+            try:
+                merged.write(self._directory / path)
+            except StorageError as error:
+                refusal = str(error)
+        refusal = self._ranks.gather(refusal.encode())[0].decode()  # no rank steps unless all do
+        if refusal:
+            learner.discard()
+            raise StorageError(refusal)
+        return path, merged.input_digest
 
     def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
         """Write the policy's weights as an immutable version; later steps start from it.
 
         Raises:
             TrainerError: the version is not of the policy's step, or exists with other weights.
+            StorageError: the disk refused.
         """
         learner = self._learner(policy, frozen_too=True)
         if (version.policy, version.step) != (policy, learner.step):
@@ -299,13 +313,13 @@ class PolicyTrainer:
 
         Raises:
             TrainerError: a step is in progress: its gradient is not part of a checkpoint.
+            StorageError: the disk refused.
         """
         for name, learner in self._learners.items():
             if learner.open is not None:
                 raise TrainerError(f"policy {name!r}: step {learner.open.step_id} is in progress; apply it first")
             state = checkpoint.LearnerState(step=learner.step, version=learner.version, report=learner.report)
             checkpoint.save(directory / name, learner.model.parameters, learner.optimizer, state)
-        checkpoint.sync_directory(directory)
 
     def _learner(self, policy: str, *, frozen_too: bool = False) -> _Learner:
         learner = self._learners.get(policy)
@@ -317,8 +331,22 @@ class PolicyTrainer:
         return learner
 
 
+def _metrics(total: Mapping[str, float], *, learning_rate: float) -> dict[str, float]:
+    """A step's metrics from its sums over all ranks."""
+    metrics = {
+        "learning_rate": learning_rate,
+        "skipped_samples": total["skipped_samples"],
+        "forwarded_tokens": total["forwarded_tokens"],
+        "sharing": total["row_tokens"] / total["forwarded_tokens"] if total["forwarded_tokens"] else 1.0,
+        **loss_metrics(torch.tensor([total[name] for name in SUMS], dtype=torch.float64)),
+    }
+    if counted := total[SUMS[0]]:
+        metrics |= {"entropy": total["entropy"] / counted, "kept_mass": total["kept_mass"] / counted}
+    return metrics
+
+
 def device_of(rank: int) -> torch.device:
-    """The device a rank computes on: one GPU per rank where there are any, else the CPU."""
+    """The device a rank computes on: one GPU per rank where there are any (not tried on one yet), else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", rank % torch.cuda.device_count())
     return torch.device("cpu")

@@ -32,7 +32,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("evaluation/reward", "reward", "mean reward on held-out tasks at a pinned version"),
     Metric("evaluation/turns", "turns", "mean turns of held-out episodes"),
     Metric("evaluation/tokens", "tokens", "mean sampled tokens of held-out episodes"),
-    Metric("evaluation/episodes", "episodes", "how many held-out episodes were run"),
+    Metric("evaluation/episodes", "episodes", "how many held-out episodes were committed"),
+    Metric("evaluation/dropped", "episodes", "how many were not, and count for nothing"),
     Metric("staleness/mean", "steps", "mean over the step's units of current step minus oldest sampling step"),
     Metric("staleness/max", "steps", "the largest of them"),
     Metric("advantage/zero_share", "fraction", "units of the step whose advantages are all 0: they taught nothing"),
@@ -50,6 +51,26 @@ METRICS: tuple[Metric, ...] = (
     Metric("episodes/ready", "episodes", "committed and waiting to be trained"),
     Metric("episodes/trained", "episodes", "trained since the run began"),
     Metric("episodes/dropped", "episodes", "dropped since the run began, whatever the reason"),
+    Metric("episodes/tokens", "tokens", "mean sampled tokens of the episodes that ended during the step"),
+    Metric(
+        "tool/<outcome>",
+        "calls",
+        "per episode: tool calls by outcome (ok, error, timeout, bad_arguments, unknown_tool)",
+    ),
+    Metric("turns/length", "turns", "per episode: turns cut by max_tokens"),
+    Metric("turns/illegal", "turns", "per episode: turns the environment could not read, as it counts them itself"),
+    Metric("format/episodes", "episodes", "committed episodes the format figures of the step are about"),
+    Metric(
+        "format/broken_turns",
+        "fraction",
+        "turns that broke the format: cut, or illegal, or with a call no tool could take",
+    ),
+    Metric("format/broken_share", "fraction", "episodes with such a turn"),
+    Metric("format/reward_broken", "reward", "mean reward of the episodes with such a turn"),
+    Metric("format/reward_kept", "reward", "mean reward of the episodes without one"),
+    Metric(
+        "composition/length_ratio", "1", "tokens of a unit trained / of a unit that ended, each over the last 20 steps"
+    ),
     Metric("drift/<cause>", "turns", "per episode: turns whose sampled tokens the template would tokenise otherwise"),
     Metric("loss", "1", "the step's loss"),
     Metric("grad_norm", "1", "norm of the gradient before clipping"),
@@ -66,6 +87,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("forwarded_tokens", "tokens", "tokens the trainer passed through the model"),
     Metric("sharing", "1", "row tokens per forwarded token: what sharing common prefixes saved"),
 )
+
+BROKEN_FORMAT = ("tool/bad_arguments", "tool/unknown_tool", "turns/length", "turns/illegal")
+"""Episode metrics whose sum is the number of turns or calls that broke the format."""
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
 

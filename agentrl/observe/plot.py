@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_BLOCKS = "▁▂▃▄▅▆▇█"
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
@@ -52,6 +54,25 @@ def curve(
             dot(round(before[0] + share * (here[0] - before[0])), round(before[1] + share * (here[1] - before[1])))
         before = here
     return _framed(cells, title, points, (low, high))
+
+
+def sparkline(values: Sequence[float], *, width: int = 20) -> str:
+    """The newest values on one line of at most `width` characters, each the mean of its share of them.
+
+    Example:
+        >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7])
+        '▁▂▃▄▅▆▇█'
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite or width < 1:
+        return ""
+    count = min(width, len(finite))
+    cuts = [index * len(finite) // count for index in range(count + 1)]
+    means = [sum(finite[start:stop]) / (stop - start) for start, stop in itertools.pairwise(cuts)]
+    low, high = min(means), max(means)
+    if high - low < 1e-12:
+        return _BLOCKS[3] * count
+    return "".join(_BLOCKS[min(7, int((mean - low) / (high - low) * 8))] for mean in means)
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:

@@ -1,79 +1,134 @@
-"""What a person sees while a run trains: a bar per policy on a terminal, a line per step elsewhere.
+"""What a person sees while a run trains: one live screen on a terminal, a line per step elsewhere.
 
-Writes to the error stream, so that the output stream stays free for results. Owns no state of the run.
+Writes to the error stream, so that the output stream stays free for results. Owns no state of the run. The screen is
+drawn by whoever calls `show`, in the event loop: there is no thread, and nothing is drawn between two calls.
 """
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, TextIO
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from agentrl.observe.view import plain, view
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from rich.progress import Progress as RichProgress
-    from rich.progress import TaskID
+    from collections.abc import Iterator, Mapping
 
     from agentrl.core.records import PolicyVersion
-
-_BAR = 24
-"""Characters of a bar, where the terminal is wide enough for one."""
+    from agentrl.observe.run_state import RunState
 
 
-class Progress:
-    """An observer of a training run."""
+class Display(Protocol):
+    """Where a run is shown."""
 
-    def __init__(self, policies: Sequence[str], steps: int, *, stream: TextIO | None = None) -> None:
-        """Begin.
+    def line(self, text: str) -> None:
+        """Say something that stays."""
+        ...
 
-        Args:
-            policies: the policies that step.
-            steps: optimizer steps each will take.
-            stream: where to write; the error stream where None. A bar is drawn if it is a terminal.
-        """
-        self._stream = stream or sys.stderr
-        self._steps = steps
-        self._several = len(policies) > 1
-        self._bars: RichProgress | None = None
-        self._tasks: dict[str, TaskID] = {}
-        self._room = 0
-        if self._stream.isatty():
-            self._bars = _bars(self._stream)
-            others = max(map(len, policies), default=0) + 2 * len(str(steps)) + 10 + (_BAR if _wide(self._bars) else 0)
-            self._room = self._bars.console.width - others
-            self._tasks = {policy: self._bars.add_task(policy, total=steps, figures="waiting") for policy in policies}
-            self._bars.start()
+    def phase(self, text: str) -> None:
+        """Say what is being waited for."""
+        ...
 
-    def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
-        """An optimizer step was taken."""
-        if self._bars is not None:
-            self._bars.update(self._tasks[policy], completed=step, figures=figures(metrics, room=self._room))
-        else:
-            name = f"{policy} " if self._several else ""
-            self.line(f"{name}step {step}/{self._steps}  {figures(metrics)}")
+    def step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
+        """A step was taken."""
+        ...
 
-    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
+    def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
         """An evaluation ended."""
-        what = ", ".join(str(version) for version in versions.values())
-        reward, episodes = metrics.get("evaluation/reward", 0.0), metrics.get("evaluation/episodes", 0.0)
-        self.line(f"held-out reward {reward:.3f} over {episodes:.0f} tasks ({what})")
+        ...
+
+    def show(self) -> None:
+        """Draw what has changed."""
+        ...
 
     def close(self) -> None:
         """Leave the terminal as it was. Idempotent."""
-        if self._bars is not None:
-            self._bars.stop()
+        ...
+
+
+class Lines:
+    """A line per step, phase and evaluation: for pipes, files and CI."""
+
+    def __init__(self, state: RunState, stream: TextIO) -> None:
+        self._state = state
+        self._stream = stream
 
     def line(self, text: str) -> None:
-        """Say something above the bars."""
-        if self._bars is not None:
-            self._bars.console.print(text, markup=False, highlight=False)
-        else:
-            self._stream.write(text + "\n")
-            self._stream.flush()
+        """Write a line."""
+        self._stream.write(plain(text) + "\n")
+        self._stream.flush()
+
+    def phase(self, text: str) -> None:
+        """Write a line."""
+        self.line(f"{text} …")
+
+    def step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the step's figures."""
+        name = f"{policy} " if len(self._state.policies) > 1 else ""
+        self.line(f"{name}step {step}/{self._state.plan.steps}  {figures(metrics)}")
+
+    def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
+        """Write what was measured."""
+        self.line(evaluation_line(versions, metrics))
+
+    def show(self) -> None:
+        """Nothing: what changed was written."""
+
+    def close(self) -> None:
+        """Nothing to leave behind."""
 
 
-def figures(metrics: Mapping[str, float], *, room: int = 1000) -> str:
-    """The figures of a step on one line of at most `room` characters; what was not measured is left out."""
+class Screen:
+    """One screen at the bottom of a terminal, redrawn in place; lines that stay appear above it."""
+
+    def __init__(self, state: RunState, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._state = state
+        self._console = Console(file=stream)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="ellipsis")
+        self._live.start()
+
+    def line(self, text: str) -> None:
+        """Write above the screen."""
+        self._console.print(plain(text), markup=False, highlight=False)
+
+    def phase(self, text: str) -> None:
+        """Write above the screen, and redraw."""
+        self.line(f"{text} …")
+        self.show()
+
+    def step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing before the next `show`: steps may come faster than anyone reads."""
+
+    def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
+        """Write above the screen."""
+        self.line(evaluation_line(versions, metrics))
+
+    def show(self) -> None:
+        """Redraw."""
+        self._live.update(view(self._state, width=self._console.width), refresh=True)
+
+    def close(self) -> None:
+        """Remove the screen. Idempotent."""
+        self._live.stop()
+
+
+def display(state: RunState, stream: TextIO) -> Display:
+    """A screen where there is a terminal, lines elsewhere."""
+    return Screen(state, stream) if stream.isatty() else Lines(state, stream)
+
+
+def evaluation_line(versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> str:
+    """What an evaluation measured, on one line."""
+    what = ", ".join(str(version) for version in versions.values())
+    reward, episodes = metrics.get("evaluation/reward", 0.0), metrics.get("evaluation/episodes", 0.0)
+    return f"held-out reward {reward:.3f} over {episodes:.0f} tasks ({what})"
+
+
+def figures(metrics: Mapping[str, float]) -> str:
+    """The figures of a step on one line; what was not measured is left out."""
     parts = []
     if "reward/mean" in metrics:
         parts.append(f"reward {metrics['reward/mean']:.3f}")
@@ -85,27 +140,16 @@ def figures(metrics: Mapping[str, float], *, room: int = 1000) -> str:
         parts.append(f"trainer {metrics['trainer/busy_share']:.0%}")
     if "tokens/sampled_per_s" in metrics:
         parts.append(f"{metrics['tokens/sampled_per_s']:,.0f} tokens/s")
-    while len(parts) > 1 and len("  ".join(parts)) > room:
-        parts.pop()
     return "  ".join(parts)
 
 
-def _bars(stream: TextIO) -> RichProgress:
+@contextmanager
+def waiting(text: str, stream: TextIO) -> Iterator[None]:
+    """Show that something is being waited for, with a moving sign on a terminal; nothing elsewhere."""
+    if not stream.isatty():
+        yield
+        return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as RichProgress
 
-    bars = RichProgress(
-        TextColumn("{task.description}", markup=False),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}", markup=False),
-        TimeRemainingColumn(compact=True),
-        console=Console(file=stream),
-    )
-    if _wide(bars):
-        bars.columns = (bars.columns[0], BarColumn(bar_width=_BAR), *bars.columns[1:])
-    return bars
-
-
-def _wide(bars: RichProgress) -> bool:
-    return bars.console.width >= 110
+    with Console(file=stream).status(plain(text)):
+        yield

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from agentrl.core.errors import RunDirectoryError, StorageError
+from agentrl.core.errors import InputError, RunDirectoryError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +46,10 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             (path / "config.json").write_text(config_json, encoding="utf-8")
         except OSError as error:
-            raise StorageError(f"cannot make the run directory {path}: {error.strerror or error}") from error
+            raise StorageError(
+                f"cannot make the run directory {path}: {error.strerror or error}; make room or permission there, or "
+                "choose another place with --directory=DIR"
+            ) from error
         return cls(path)
 
     @classmethod
@@ -58,6 +63,22 @@ class RunDirectory:
         if not directory.journal.is_dir():
             raise RunDirectoryError(f"nothing to resume: {path} holds no run; start it without --resume")
         return directory
+
+    def read_config(self) -> dict[str, Any]:
+        """The resolved configuration the run was started with; empty where it cannot be read."""
+        try:
+            content = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def forget_if_refused(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """An exit callback: a run refused for its input before its first step leaves nothing behind."""
+        if isinstance(error, InputError) and not (self.metrics.exists() and self.metrics.stat().st_size):
+            shutil.rmtree(self.path, ignore_errors=True)
+        return False
 
     def link_policies(self, weights: Mapping[str, WeightsRef]) -> dict[str, Path]:
         """Point `policies/NAME` at each policy's last version."""

@@ -1,54 +1,76 @@
-"""What watches a run: keeps its metrics, and passes them on to the terminal and to the sinks."""
+"""What watches a run: keeps its metrics, passes them on to the terminal and the sinks, and raises alarms.
+
+Owns `metrics.jsonl`, `alarms.jsonl` and `status.json` of the run directory. Looks at the loop once a second, in the
+loop's own thread; an outside sink that fails is dropped by name, and never ends the run.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
+from agentrl.core.clock import Clock, SystemClock
+from agentrl.observe.alarms import alarms, write_alarm
 from agentrl.observe.metrics import JsonlSink, Sink
 from agentrl.observe.plot import curve
-from agentrl.observe.progress import Progress
+from agentrl.observe.progress import Display, display
+from agentrl.observe.run_state import RunPlan, RunState, read_metrics
+from agentrl.observe.status import Status, with_engine_share, write_status
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from agentrl.core.ports import Observer
     from agentrl.core.records import PolicyVersion
     from agentrl.observe.run_directory import RunDirectory
 
+INTERVAL_S = 1.0
+
 
 class RunObserver:
     """Observes one run; a context manager that leaves the terminal as it was.
 
     Args:
-        directory: where `metrics.jsonl` goes.
-        policies: the policies that step.
-        steps: how many steps each takes.
+        directory: where the files go; metrics that are there already belong to the run's earlier life.
+        plan: what the configuration says.
         others: observers of the caller's, told the same.
+        sinks: where metrics go besides `metrics.jsonl`.
         quiet: say nothing on the terminal.
         stream: where to say it; the error stream where None.
+        clock: the machine's where None.
     """
 
     def __init__(
         self,
         directory: RunDirectory,
         *,
-        policies: Sequence[str],
-        steps: int,
+        plan: RunPlan,
         others: Sequence[Observer] = (),
+        sinks: Sequence[Sink] = (),
         quiet: bool = False,
         stream: TextIO | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.steps: list[dict[str, float]] = []
         """Metrics of every optimizer step, in order."""
+        self.state = RunState(plan=plan, path=str(directory.path), status=Status(phase="starting"))
+        read_metrics(directory.metrics, self.state)
         self._directory = directory
-        self._policies = policies
-        self._total = steps
-        self._stream = None if quiet else (stream or sys.stderr)
+        self._stream = stream or sys.stderr
+        self._quiet = quiet
         self._others = tuple(others)
-        self._progress: Progress | None = None
-        self._sinks: list[Sink] = [JsonlSink(directory.metrics)]
+        self._clock = clock or SystemClock()
+        self._started = self._clock.monotonic()
+        self._display: Display | None = None
+        self._jsonl = JsonlSink(directory.metrics)
+        self._sinks = list(sinks)
+        self._probe: Callable[[], Status] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._busy = (self._started, 0.0)
+        self._raised: set[tuple[str, str]] = set()
 
     def __enter__(self) -> RunObserver:
         return self
@@ -56,45 +78,66 @@ class RunObserver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._progress is not None:
-            self._progress.close()
-        for sink in self._sinks:
-            sink.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._display is not None:
+            self._display.close()
+        self._jsonl.close()
+        for sink in list(self._sinks):
+            self._safely(sink, sink.close)
+        if self.state.status is not None:
+            write_status(self._directory.path, replace(self.state.status, ended=True, waits=()))
+
+    def watch(self, probe: Callable[[], Status] | None = None) -> None:
+        """Look every second from now on, in the running event loop.
+
+        Args:
+            probe: says where the loop stands; None while there is no loop yet.
+        """
+        self._probe = probe
+        if self._timer is not None:
+            self._timer.cancel()
+        self._look()
 
     def phase(self, text: str) -> None:
         """Say what is being waited for."""
-        if self._progress is not None:
-            self._progress.line(text)
-        elif self._stream is not None:
-            self._stream.write(f"{text} …\n")
-            self._stream.flush()
+        if self._probe is None:
+            self._set_status(Status(phase=text))
+        if not self._quiet:
+            self._shown().phase(text)
+
+    def warn(self, text: str) -> None:
+        """Say what is wrong and what to do; may be called from any thread."""
+        if not self._quiet:
+            self._shown().line(f"WARNING {text}")
 
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         """An optimizer step was taken."""
         self.steps.append({"step": float(step), **metrics})
-        for sink in self._sinks:
-            sink.record(policy, step, metrics)
+        self._record(policy, step, metrics)
         for other in self._others:
             other.on_step(policy, step, metrics)
-        if self._stream is not None:
-            self._shown().on_step(policy, step, metrics)
+        if not self._quiet:
+            self._shown().step(policy, step, metrics)
+        self._raise_alarms()
 
     def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
         """An evaluation ended."""
-        for sink in self._sinks:
-            for policy, version in versions.items():
-                sink.record(policy, version.step, metrics)
+        for policy, version in versions.items():
+            self._record(policy, version.step, metrics)
         for other in self._others:
             other.on_evaluation(versions, metrics)
-        if self._stream is not None:
-            self._shown().on_evaluation(versions, metrics)
+        if not self._quiet:
+            self._shown().evaluation(versions, metrics)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Show the learning curve and what came of it."""
-        if self._stream is None:
+        if self._quiet:
             return
-        if self._progress is not None:
-            self._progress.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._display is not None:
+            self._display.close()
         rewards = summary["rewards"]
         if len(rewards) > 1:
             self._stream.write("\n" + curve(rewards, title="training reward by optimizer step") + "\n")
@@ -109,7 +152,52 @@ class RunObserver:
         )
         self._stream.flush()
 
-    def _shown(self) -> Progress:
-        if self._progress is None:
-            self._progress = Progress(self._policies, self._total, stream=self._stream)
-        return self._progress
+    # --- looking ----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._look)
+        if self._probe is not None:
+            status = self._probe()
+            now = self._clock.monotonic()
+            (then, before), self._busy = self._busy, (now, status.engine_busy_s)
+            is_measured = now - then > INTERVAL_S / 2
+            share = min((status.engine_busy_s - before) / (now - then), 1.0) if is_measured else None
+            self._set_status(with_engine_share(status, share))
+        elif self.state.status is not None:
+            self._set_status(self.state.status)
+        self._raise_alarms()
+        if not self._quiet:
+            self._shown().show()
+
+    def _set_status(self, status: Status) -> None:
+        now = self._clock.monotonic() - self._started
+        self.state.status = replace(status, wall=self._clock.wall(), seconds=now)
+        write_status(self._directory.path, self.state.status)
+
+    def _raise_alarms(self) -> None:
+        for alarm in alarms(self.state):
+            if (alarm.name, alarm.policy) not in self._raised:
+                self._raised.add((alarm.name, alarm.policy))
+                write_alarm(self._directory.path, alarm, max((p.step for p in self.state.policies.values()), default=0))
+                if not self._quiet:
+                    self._shown().line(f"ALARM {alarm.line}")
+
+    def _record(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
+        self.state.record(policy, step, metrics)
+        self._jsonl.record(policy, step, metrics)
+        for sink in list(self._sinks):
+            self._safely(sink, lambda sink=sink: sink.record(policy, step, metrics))  # type: ignore[misc]
+
+    def _safely(self, sink: Sink, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - a sink is foreign code, and the run must not end for its sake
+            self._sinks.remove(sink)
+            what = f"{type(sink).__name__} failed and gets no more metrics: {type(error).__name__}: {error}"
+            if not self._quiet:
+                self._shown().line(what[:500])
+
+    def _shown(self) -> Display:
+        if self._display is None:
+            self._display = display(self.state, self._stream)
+        return self._display

@@ -11,11 +11,11 @@ after every call.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, TrajectoryCredit, Unit, UnitHeader
+from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, TrajectoryCredit, TrajectoryHeader, Unit
 from agentrl.credit.advantages import Advantage
 from agentrl.orchestrator.ledger import Ledger
 
@@ -26,7 +26,7 @@ class ReadyUnit(NamedTuple):
     """A unit waiting for its step, with what metrics need of its headers."""
 
     unit: Unit
-    trajectories: tuple[UnitHeader, ...]
+    trajectories: tuple[TrajectoryHeader, ...]
 
 
 class UnitDrop(NamedTuple):
@@ -50,8 +50,8 @@ class EpisodeBuffer:
     Args:
         trainable: policies whose units are trained; other policies only play.
         advantage: baseline and advantage over the rewards of one seat in one group.
-        consumed_before: (policy, episode id) of units an earlier life of the run has trained: they are compared with
-            their siblings again, and never trained again.
+        resolved_before: what became of units in an earlier life of the run, by (policy, episode id): None where they
+            were trained, else the drop reason. They are compared with their siblings again, and never trained again.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class EpisodeBuffer:
         trainable: Iterable[str],
         advantage: AdvantageFunction,
         *,
-        consumed_before: Set[tuple[str, str]] = frozenset(),
+        resolved_before: Mapping[tuple[str, str], str | None] | None = None,
     ) -> None:
         self._trainable = frozenset(trainable)
         self._advantage = advantage
-        self._consumed_before = consumed_before
+        self._resolved_before = dict(resolved_before or {})
         self._groups: dict[str, _Group] = {}
         self._ready: dict[str, deque[ReadyUnit]] = {policy: deque() for policy in self._trainable}
         self._in_flight: Counter[str] = Counter()
@@ -83,13 +83,13 @@ class EpisodeBuffer:
         self._groups.setdefault(spec.group_id, _Group(spec.group_size))
         self.ledger.admitted += 1
         self.ledger.in_flight += 1
-        self._in_flight.update(self._policies_of(spec))
+        self._in_flight.update(self.policies_of(spec))
 
     def end(self, spec: EpisodeSpec, header: EpisodeHeader) -> list[UnitDrop]:
         """An admitted episode ended; returns the units dropped because of it."""
         drops: list[UnitDrop] = []
         self.ledger.in_flight -= 1
-        self._in_flight.subtract(self._policies_of(spec))
+        self._in_flight.subtract(self.policies_of(spec))
         if header.committed:
             self._commit(header, drops)
         else:
@@ -109,9 +109,10 @@ class EpisodeBuffer:
         for policy in sorted(policies):
             self.ledger.units_committed[policy] += 1
             self.ledger.units_ready[policy] += 1
-            if (policy, header.episode_id) in self._consumed_before:
-                self._known[policy] += 1
-                self._resolve(header.episode_id, policy, reason=None)
+            if (policy, header.episode_id) in self._resolved_before:
+                reason = self._resolved_before[policy, header.episode_id]
+                self._known[policy] += reason is None
+                self._resolve(header.episode_id, policy, reason=reason)
             elif any(t.reward is None for t in header.trajectories if t.policy == policy):
                 drops.append(UnitDrop(header.episode_id, header.attempt, policy, "no_reward"))
                 self._resolve(header.episode_id, policy, reason="no_reward")
@@ -123,7 +124,7 @@ class EpisodeBuffer:
     def _release(self, headers: Sequence[EpisodeHeader]) -> None:
         """Compare the members of a complete group, seat by seat, and make their units ready in the order they ended."""
         credits: dict[tuple[str, str, int], TrajectoryCredit] = {}
-        compared: dict[str, list[tuple[str, UnitHeader, float]]] = {}
+        compared: dict[str, list[tuple[str, TrajectoryHeader, float]]] = {}
         for header in headers:
             for trajectory in header.trajectories:
                 if trajectory.policy in self._trainable and trajectory.reward is not None:
@@ -164,11 +165,6 @@ class EpisodeBuffer:
         queue = self._ready[policy]
         return [queue.popleft() for _ in range(min(count, len(queue)))]
 
-    def give_back(self, units: Sequence[ReadyUnit]) -> None:
-        """Return taken units whose step did not happen, to the front and in their order."""
-        for ready in reversed(units):
-            self._ready[ready.unit.policy].appendleft(ready)
-
     def consume(self, units: Iterable[ReadyUnit]) -> None:
         """Taken units were trained. Advantage 0 counts as consumed."""
         for ready in units:
@@ -203,5 +199,6 @@ class EpisodeBuffer:
         else:
             self.ledger.dropped[reason] += 1
 
-    def _policies_of(self, spec: EpisodeSpec) -> set[str]:
+    def policies_of(self, spec: EpisodeSpec) -> set[str]:
+        """The trainable policies that hold a seat of an episode."""
         return {binding.policy for binding in spec.seats.values()} & self._trainable

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from agentrl.core.errors import InputError
+from agentrl.core.errors import AgentRLError, InputError
 from agentrl.core.records import Task
 from agentrl.core.rng import stream
-from agentrl.environment.base import TaskSource
+from agentrl.environment.base import TaskSource, described
 
 _SHUFFLE_LIMIT = 1_000_000
 """Longer sources are drawn from instead of permuted."""
@@ -24,6 +24,14 @@ class Curriculum:
 
     def task(self, number: int) -> Task:
         """The task of root group `number`."""
+        try:
+            return self._draw(number)
+        except AgentRLError:
+            raise
+        except Exception as error:
+            raise InputError(f"the task source raised {described(error)}") from error
+
+    def _draw(self, number: int) -> Task:
         length = len(self._source)
         if length > _SHUFFLE_LIMIT:
             return self._source[stream(self._seed, "task", number).randrange(length)]

@@ -7,7 +7,7 @@ guard that ends a run in which nothing but failures comes back. Training episode
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,7 @@ from agentrl.core.ports import SpawnedGroup, Worker
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Purpose, SeatBinding, Task, dropped_header
 from agentrl.environment.registry import resolve
 from agentrl.journal.port import JournalStore
+from agentrl.observe.metrics import BROKEN_FORMAT
 from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
 from agentrl.orchestrator.signal import Signal
 
@@ -42,15 +43,23 @@ class Dispatcher:
     signal: Signal
     next_number: int = 0
     """Of root training episodes."""
+    next_evaluation: int = 0
+    """Of evaluation episodes."""
+    ended_children: Mapping[str, EpisodeHeader] = field(default_factory=dict)
+    """Children, ended in an earlier life of the run, of parents that go on in this one."""
     worker: Worker = field(init=False)
     """Set once by the composition root: the worker's runner needs this host first."""
     on_collapse: Callable[[CheckFailedError], None] = field(init=False)
     """Called when too many training episodes in a row were dropped."""
     _bindings: dict[str, SeatBinding] = field(init=False)
     _running: dict[str, EpisodeSpec] = field(default_factory=dict)
-    _next_evaluation: int = 0
-    _failures_in_a_row: int = 0
-    _sums: Counter[str] = field(default_factory=Counter)
+    _parents: dict[str, Callable[[EpisodeHeader], None]] = field(default_factory=dict)
+    """Who waits for a child that was resumed before its parent asked for it."""
+    _useless_in_a_row: Counter[str] = field(default_factory=Counter)
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Of the training episodes that ended since the run began, growing: `episodes`, `tokens`, `turns`, how they kept
+    the format, `units of POLICY`, `tokens of POLICY`, and `metric NAME` for what they counted themselves."""
+    _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
 
     def __post_init__(self) -> None:
         self._bindings = {seat: SeatBinding(self.policy_of(seat)) for seat in self.seats}
@@ -62,7 +71,7 @@ class Dispatcher:
 
     def admit_group(self, task: Task) -> None:
         """Start a root group: `group_size` episodes of one task."""
-        group = f"g{self.next_group}"
+        group = f"g{self.next_number}"
         for _ in range(self.group_size):
             spec = self._root_spec(task, "train", self.next_number, group, self.group_size, self._bindings)
             self.next_number += 1
@@ -105,11 +114,13 @@ class Dispatcher:
         for index, task in enumerate(tasks):
             episode_id = ids.child_episode_id(parent.episode_id, parent.attempt, spawn_call, index)
             episode_ids.append(episode_id)
+            if self._rejoin(episode_id, partial(on_end, index)):
+                continue
             spec = EpisodeSpec(
                 episode_id=episode_id,
                 environment=environment,
                 task=task,
-                seed=ids.key64(parent.seed, spawn_call, index),
+                seed=ids.key64(parent.seed, parent.attempt, spawn_call, index),
                 seats=seats,
                 group_id=group_id,
                 group_size=len(tasks),
@@ -119,32 +130,39 @@ class Dispatcher:
             self._start(spec, partial(on_end, index))
         return SpawnedGroup(group_id=group_id, episode_ids=tuple(episode_ids))
 
-    async def evaluate(self, tasks: Sequence[Task], pins: Mapping[str, PolicyVersion]) -> list[EpisodeHeader]:
-        """Run each task once, outside buffer and ledger; `pins` fixes policies at versions.
+    def _rejoin(self, episode_id: str, on_end: Callable[[EpisodeHeader], None]) -> bool:
+        """Whether a resumed parent's child lives already; its end is then told to the parent, once it comes."""
+        ended = self.ended_children.get(episode_id)
+        if ended is not None:
+            asyncio.get_running_loop().call_soon(on_end, ended)
+            return True
+        if episode_id in self._running:
+            self._parents[episode_id] = on_end
+            return True
+        return False
 
-        Raises:
-            CheckFailedError: an episode was dropped: a score over the rest would flatter.
-        """
+    def readmit(self, spec: EpisodeSpec) -> None:
+        """A further attempt of a running episode begins."""
+        self.store.admit(spec)
+        if spec.purpose == "train":
+            self._running[spec.episode_id] = spec
+
+    async def evaluate(self, tasks: Sequence[Task], pins: Mapping[str, PolicyVersion]) -> list[EpisodeHeader]:
+        """Run each task once, outside buffer and ledger; `pins` fixes policies at versions."""
         seats = {
             seat: SeatBinding(binding.policy, pins.get(binding.policy)) for seat, binding in self._bindings.items()
         }
         loop = asyncio.get_running_loop()
         ends: list[asyncio.Future[EpisodeHeader]] = []
         for task in tasks:
-            number = self._next_evaluation
-            self._next_evaluation += 1
+            number = self.next_evaluation
+            self.next_evaluation += 1
             spec = self._root_spec(task, "evaluate", number, f"v{number}", 1, seats)
             future: asyncio.Future[EpisodeHeader] = loop.create_future()
             ends.append(future)
-            self._start(spec, future.set_result)
-        headers = await asyncio.gather(*ends)
-        dropped = [header for header in headers if not header.committed]
-        if dropped:
-            raise CheckFailedError(
-                f"evaluation: {len(dropped)} of {len(headers)} episodes were dropped, first {dropped[0].episode_id} "
-                f"({dropped[0].drop_reason}); see `agentrl episode show`"
-            )
-        return headers
+            self._start(spec, partial(_settle, future))
+        self._evaluating = ends
+        return await asyncio.gather(*ends)
 
     async def end_running(self, reason: str) -> None:
         """Stop every episode in flight; training episodes are dropped with `reason`."""
@@ -157,10 +175,24 @@ class Dispatcher:
             headers.append((spec, header))
         await asyncio.gather(*(self.store.commit_episode(spec, header, b"", {}) for spec, header in headers))
 
-    def take_sums(self) -> Counter[str]:
-        """Training episodes that ended since the last call: their number, tokens and turns."""
-        taken, self._sums = self._sums, Counter()
-        return taken
+    def evaluated(self) -> tuple[int, int]:
+        """How many episodes of the newest evaluation have ended, and of how many."""
+        return sum(end.done() for end in self._evaluating), len(self._evaluating)
+
+    def measured(self, spec: EpisodeSpec, header: EpisodeHeader, metrics: Mapping[str, float]) -> None:
+        """Add up what a committed training episode counted."""
+        if spec.purpose != "train":
+            return
+        for name, value in metrics.items():
+            self.sums[f"metric {name}"] += value
+        broken = min(sum(metrics.get(name, 0.0) for name in BROKEN_FORMAT), float(header.turns))
+        self.sums["committed"] += 1
+        self.sums["committed turns"] += header.turns
+        self.sums["broken turns"] += broken
+        if header.reward is not None:
+            kind = "broken" if broken else "kept"
+            self.sums[kind] += 1
+            self.sums[f"reward of {kind}"] += header.reward
 
     def _root_spec(
         self, task: Task, purpose: Purpose, number: int, group: str, size: int, seats: Mapping[str, SeatBinding]
@@ -186,8 +218,10 @@ class Dispatcher:
     def _end(self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None] | None, header: EpisodeHeader) -> None:
         if spec.purpose == "train":
             del self._running[spec.episode_id]
+            on_end = self._parents.pop(spec.episode_id, on_end)
             self._record(self.buffer.end(spec, header))
             self._count(header)
+            self._guard(spec, header)
         if on_end is not None:
             on_end(header)
         self.signal.notify()
@@ -201,14 +235,33 @@ class Dispatcher:
             self.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
 
     def _count(self, header: EpisodeHeader) -> None:
-        self._sums.update(episodes=1, tokens=header.tokens, turns=header.turns)
-        useful = header.committed and any(t.reward is not None for t in header.trajectories)
-        self._failures_in_a_row = 0 if useful else self._failures_in_a_row + 1
-        if self._failures_in_a_row == max(FAILURES_IN_A_ROW, 2 * self.group_size):
-            reason = header.drop_reason or "no agent was given a reward"
-            self.on_collapse(
-                CheckFailedError(
-                    f"{self._failures_in_a_row} episodes in a row gave nothing to train on; the last one, "
-                    f"{header.episode_id}, because of {reason}: {self.worker.last_failure or 'no detail'}"
+        self.sums["episodes"] += 1
+        self.sums["tokens"] += header.tokens
+        self.sums["turns"] += header.turns
+        for trajectory in header.trajectories:
+            self.sums[f"units of {trajectory.policy}"] += 1
+            self.sums[f"tokens of {trajectory.policy}"] += trajectory.tokens
+
+    def _guard(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
+        """End a run in which a policy gets nothing to train on, episode after episode."""
+        for policy in self.buffer.policies_of(spec):
+            if any(t.policy == policy and t.reward is not None for t in header.trajectories):
+                self._useless_in_a_row[policy] = 0
+                continue
+            self._useless_in_a_row[policy] += 1
+            if self._useless_in_a_row[policy] == max(FAILURES_IN_A_ROW, 2 * self.group_size):
+                acted = any(t.policy == policy for t in header.trajectories)
+                missing = "was given no reward" if acted else "never acted"
+                why = header.drop_reason or f"its seat {missing}"
+                self.on_collapse(
+                    CheckFailedError(
+                        f"{self._useless_in_a_row[policy]} episodes in a row gave {policy} nothing to train on, the "
+                        f"last one, {header.episode_id}, because of {why}: {self.worker.last_failure or 'no detail'}"
+                    )
                 )
-            )
+
+
+def _settle(future: asyncio.Future[EpisodeHeader], header: EpisodeHeader) -> None:
+    """Give a result to whoever still waits for it."""
+    if not future.done():
+        future.set_result(header)

@@ -10,7 +10,8 @@
 | episode       | engine, tools  | its own turns                           | nothing of the loop                |
 | `_train`      | ready units    | step_size units, or all that can come   | a released group, closed admission |
 | `_checkpoint` | nothing        | the trainer to be between two steps     | the step's end                     |
-| `_evaluate`   | held-out tasks | the engine, behind training episodes    | nothing of the loop                |
+| evaluation    | held-out tasks | the engine, behind training episodes    | nothing of the loop                |
+| `_watch`      | nothing        | nothing that can move any more          | the end of training                |
 
 To follow one episode: the environment's `run` → `environment/base.py` → `core/records.py` →
 `rollout/runner.py` → `orchestrator/buffer.py` → `credit/samples.py` → `learn/trainer.py` → `learn/losses.py`
@@ -28,14 +29,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentrl.core.clock import Clock
-from agentrl.core.errors import NonFiniteError
+from agentrl.core.errors import CheckFailedError, NonFiniteError
 from agentrl.core.ports import Engine, Observer, Trainer
-from agentrl.core.records import EpisodeHeader, StepReport, Task, TrainBatch, WeightsRef
+from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
 from agentrl.journal.port import JournalStore, StepRow
+from agentrl.observe.status import Status
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.curriculum import Curriculum
 from agentrl.orchestrator.dispatch import Dispatcher
+from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.manifest import CheckpointWriter
+from agentrl.orchestrator.retention import VersionRetention
 from agentrl.orchestrator.scheduler import Demand, Scheduler
 from agentrl.orchestrator.signal import Signal
 from agentrl.orchestrator.step_metrics import StepMetrics
@@ -57,7 +61,6 @@ class Plan:
     step_size: Mapping[str, int]
     normaliser: Mapping[str, float]
     demand: Demand
-    held_out: Sequence[Task] = ()
     evaluate_every: int = 0
     checkpoint_every: int = 0
 
@@ -67,8 +70,6 @@ class Outcome:
     """How a run ended."""
 
     interrupted: bool = False
-    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """(step, metrics)."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -88,6 +89,8 @@ class Orchestrator:
     signal: Signal
     clock: Clock
     observer: Observer
+    evaluator: Evaluator
+    retention: VersionRetention
     weights: dict[str, WeightsRef]
     """Newest published weights of each trainable policy."""
     outcome: Outcome = field(default_factory=Outcome)
@@ -97,6 +100,9 @@ class Orchestrator:
     _checkpointed: Mapping[str, int] = field(default_factory=dict)
     _skipped: Counter[str] = field(default_factory=Counter)
     _metrics: StepMetrics = field(init=False)
+    _phase: str = "starting"
+    _stepping: dict[str, int] = field(default_factory=dict)
+    """Steps that are being taken now, by policy."""
 
     def __post_init__(self) -> None:
         self._metrics = StepMetrics(
@@ -132,6 +138,33 @@ class Orchestrator:
         self.outcome.interrupted = True
         self.signal.notify()
 
+    def status(self) -> Status:
+        """Where the run stands between steps: counts, and who waits for whom. Cheap: asked every second."""
+        ledger = self.buffer.ledger
+        evaluated, of = self.dispatcher.evaluated()
+        return Status(
+            phase=self._phase,
+            progress=(evaluated, of) if evaluated < of else None,
+            waits=self._waits() if self._phase == "training" else (),
+            in_flight=ledger.in_flight,
+            ready=ledger.ready,
+            trained=ledger.trained,
+            dropped=dict(ledger.dropped),
+            engine_busy_s=self.engine.busy_seconds(),
+        )
+
+    def _waits(self) -> tuple[str, ...]:
+        waits = []
+        for policy, size in self.plan.step_size.items():
+            whose = "trainer" if len(self.plan.step_size) == 1 else f"trainer of {policy}"
+            if policy in self._stepping:
+                waits.append(f"{whose} works on step {self._stepping[policy]}")
+            elif self.board.step(policy) < self.plan.steps:
+                waits.append(f"{whose} waits for episodes: {self.buffer.ready(policy)} of {size} units are ready")
+        reason = self.scheduler.why_not(self.plan.demand)
+        waits.append("admission is open" if reason is None else f"admission waits for {reason}")
+        return tuple(waits)
+
     def fail(self, error: BaseException) -> None:
         """End the run with an error that no episode can be blamed for."""
         if self._failure is not None and not self._failure.done():
@@ -140,24 +173,30 @@ class Orchestrator:
     # --- the loops --------------------------------------------------------------------------------------------------
 
     async def _main(self) -> None:
-        if self.plan.held_out and min(map(self.board.step, self.board.trainable), default=0) == 0:
-            await self._evaluate(pinned=False)
+        self._phase = "evaluating before training"
+        if self.evaluator.tasks and min(map(self.board.step, self.board.trainable), default=0) == 0:
+            await self.evaluator.now(self._versions(), self._is_stopping)
+        self._phase = "training"
         self._metrics.start()
         try:
             async with asyncio.TaskGroup() as loops:
                 loops.create_task(self._admit(), name="admit")
+                loops.create_task(self._watch(), name="watch")
                 for policy in self.board.trainable:
                     loops.create_task(self._train(policy, loops), name=f"train {policy}")
         except BaseExceptionGroup as group:
             raise _first(group) from None
+        self._phase = "ending: episodes in flight"
         if self._stopping:
             await self._drain()
         else:
             await self.dispatcher.end_running("run_ended")
             self._drop_leftovers()
+        self._phase = "writing the last checkpoint"
         await self._checkpoint()
-        if self.plan.held_out and not self._stopping:
-            await self._evaluate(pinned=False)
+        self._phase = "evaluating after training"
+        if self.evaluator.tasks and not self._stopping:
+            await self.evaluator.now(self._versions(), self._is_stopping)
         await self.store.flush()
 
     async def _admit(self) -> None:
@@ -173,18 +212,29 @@ class Orchestrator:
             await self.signal.wait_for(lambda: self._stopping or self.scheduler.may_step(policy, plan.demand))
             if self._stopping:
                 return
-            await self._step(policy)
+            if not await self._step(policy):
+                continue
             step = self.board.step(policy)
             if plan.checkpoint_every and step % plan.checkpoint_every == 0 and step < plan.steps:
                 await self._checkpoint()
-            if plan.held_out and plan.evaluate_every and step % plan.evaluate_every == 0 and step < plan.steps:
-                for weights in self.weights.values():
-                    await self.engine.update(weights, keep=True)
-                loops.create_task(self._evaluate(pinned=True), name=f"evaluate {self.board.current(policy)}")
+            if self.evaluator.tasks and plan.evaluate_every and step % plan.evaluate_every == 0 and step < plan.steps:
+                evaluation = self.evaluator.beside(dict(self.weights), self._is_stopping)
+                loops.create_task(evaluation, name=f"evaluate {self.board.current(policy)}")
         self.signal.notify()
 
-    async def _step(self, policy: str) -> None:
+    async def _step(self, policy: str) -> bool:
+        """Take one optimizer step and serve its version; False where it was skipped."""
         taken = self.buffer.take(policy, self.plan.step_size[policy])
+        self.scheduler.stepping.add(policy)
+        try:
+            async with self._trainer_free:
+                return await self._step_with(policy, taken)
+        finally:
+            self.scheduler.stepping.discard(policy)
+            self.signal.notify()
+
+    async def _step_with(self, policy: str, taken: Sequence[ReadyUnit]) -> bool:
+        """The trainer is ours until the version is current, so that a checkpoint never falls in between."""
         version = self.board.next_version(policy)
         batch = TrainBatch(
             step_id=version.step,
@@ -192,25 +242,38 @@ class Orchestrator:
             units=tuple(ready.unit for ready in taken),
             normaliser=self.plan.normaliser[policy],
         )
-        async with self._trainer_free:
-            waited = self._metrics.before_step(policy)
-            try:
-                report = await self._train_on(batch)
-            except NonFiniteError as error:
-                self._skip(policy, taken, error)
-                return
-            self._skipped[policy] = 0
-            weights = await self.trainer.publish(policy, version)
-            self.buffer.consume(taken)
-            self.store.record_version(weights, self.board.current(policy))
-            self.store.record_step(StepRow(report=report, version=version, batch=batch))
+        waited = self._metrics.before_step(policy)
+        self._stepping[policy] = batch.step_id
+        try:
+            report = await self._train_on(batch)
+        except NonFiniteError as error:
+            self._skip(policy, taken, error)
+            return False
+        finally:
+            del self._stepping[policy]
+        self._skipped[policy] = 0
+        weights = await self.trainer.publish(policy, version)
+        self.buffer.consume(taken)
+        self.store.record_version(weights, self.board.current(policy))
+        self.store.record_step(StepRow(report=report, version=version, batch=batch))
         self.weights[policy] = weights
         await self.engine.update(weights)
         metrics = self._metrics.of_step(report, taken, waited)
         self.board.advance(version)
         self.store.record_metrics(policy, version.step, metrics)
         self.observer.on_step(policy, version.step, metrics)
-        self.signal.notify()
+        await self.retention.published(weights)
+        return True
+
+    async def _watch(self) -> None:
+        """Nothing runs, nothing can start, and yet a policy waits: end the run with the reason."""
+        demand = self.plan.demand
+        await self.signal.wait_for(lambda: self._finished() or self.scheduler.is_starved(demand) is not None)
+        if not self._finished():
+            raise CheckFailedError(
+                f"no units can come any more for {self.scheduler.is_starved(demand)}: its seats never act, or are "
+                f"never rewarded. Last dropped episode: {self.dispatcher.worker.last_failure or 'none'}"
+            )
 
     def _skip(self, policy: str, taken: Sequence[ReadyUnit], error: NonFiniteError) -> None:
         """A step whose gradient is not finite is not taken; its units are dropped, and a row of them ends the run."""
@@ -224,27 +287,12 @@ class Orchestrator:
         await self.trainer.forward_backward(batch)
         return await self.trainer.optim_step(batch.policy, batch.step_id)
 
-    async def _evaluate(self, *, pinned: bool) -> None:
-        versions = {policy: self.board.current(policy) for policy in self.board.trainable}
-        try:
-            headers = await self.dispatcher.evaluate(self.plan.held_out, versions if pinned else {})
-        finally:
-            if pinned:
-                for version in versions.values():
-                    self.engine.release(version)
-        metrics = evaluation_metrics(headers)
-        step = max((version.step for version in versions.values()), default=0)
-        self.outcome.evaluations.append((step, metrics))
-        for policy, version in versions.items():
-            self.store.record_metrics(policy, version.step, metrics)
-        self.observer.on_evaluation(versions, metrics)
-
     async def _checkpoint(self) -> None:
         """A consistent cut: no policy is between a step and its version while the trainer saves."""
         if self.checkpoints is None:
             return
         async with self._trainer_free:
-            versions = {policy: self.board.current(policy) for policy in self.board.trainable}
+            versions = self._versions()
             steps = {policy: version.step for policy, version in versions.items()}
             if steps == self._checkpointed:
                 return
@@ -254,6 +302,12 @@ class Orchestrator:
             self._checkpointed = steps
 
     # --- ending -----------------------------------------------------------------------------------------------------
+
+    def _versions(self) -> dict[str, PolicyVersion]:
+        return {policy: self.board.current(policy) for policy in self.board.trainable}
+
+    def _is_stopping(self) -> bool:
+        return self._stopping
 
     def _finished(self) -> bool:
         return self._stopping or all(self.board.step(policy) >= self.plan.steps for policy in self.board.trainable)
@@ -270,17 +324,6 @@ class Orchestrator:
             leftover: list[ReadyUnit] = self.buffer.take(policy, self.buffer.ready(policy))
             for drop in self.buffer.drop(leftover, "run_ended"):
                 self.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
-
-
-def evaluation_metrics(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
-    """Mean reward, turns and tokens over evaluation episodes."""
-    count = len(headers)
-    return {
-        "evaluation/reward": sum(header.reward or 0.0 for header in headers) / count,
-        "evaluation/turns": sum(header.turns for header in headers) / count,
-        "evaluation/tokens": sum(header.tokens for header in headers) / count,
-        "evaluation/episodes": float(count),
-    }
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

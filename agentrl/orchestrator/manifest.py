@@ -11,6 +11,7 @@ together with the weights it made, and done again.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -55,7 +56,8 @@ class CheckpointWriter:
         Raises:
             StorageError: the disk refused; earlier checkpoints are untouched.
         """
-        step = max(version.step for version in versions.values())
+        # The sum of steps grows with every policy's, so no two cuts of a lineage share a name.
+        step = sum(version.step for version in versions.values())
         lineage = max(version.lineage for version in versions.values())
         target = self._directory / f"step_{step:06d}-{lineage}"
         staging = self._directory / f".tmp-{target.name}"
@@ -63,7 +65,7 @@ class CheckpointWriter:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
             await trainer.save(str(staging))
-            _seal(staging, versions, ledger)
+            await asyncio.to_thread(_seal, staging, versions, ledger)
             staging.rename(target)
             _sync_directory(self._directory)
         except OSError as error:

@@ -43,10 +43,12 @@ class Scheduler:
     ) -> None:
         self._buffer = buffer
         self._board = board
-        self._staleness = staleness
+        self._bounds = staleness
         self._steps = steps
         self._max_in_flight = max_in_flight
         self._first_step = {policy: board.step(policy) for policy in staleness}
+        self.stepping: set[str] = set()
+        """Policies that are taking a step right now."""
 
     def may_admit(self, demand: Demand) -> bool:
         """Whether a group may start now."""
@@ -57,25 +59,39 @@ class Scheduler:
         running = self._buffer.ledger.in_flight
         if running + demand.episodes > self._max_in_flight:
             return f"max_in_flight: {running} episodes are running"
+        if all(self._has_enough(policy) for policy in demand.units):
+            return f"the run needs no more units of {', '.join(demand.units)}"
         for policy, units in demand.units.items():
+            step, first = self._board.step(policy), self._first_step[policy]
             expected = self._buffer.expected(policy)
-            bound = self._staleness[policy]
-            first = self._first_step[policy]
-            if expected >= (self._steps - first) * bound.step_size:
-                return f"the run needs no more units of {policy}"
-            if bound.capacity(steps=self._board.step(policy) - first, units=expected) < units:
-                return (
-                    f"max_staleness of {policy}: {expected} units since step {first}, now at {self._board.step(policy)}"
-                )
+            if step < self._steps and self._bounds[policy].capacity(steps=step - first, units=expected) < units:
+                return f"max_staleness of {policy}: {expected} units since step {first}, now at {step}"
         return None
+
+    def _has_enough(self, policy: str) -> bool:
+        needed = (self._steps - self._first_step[policy]) * self._bounds[policy].step_size
+        return self._board.step(policy) >= self._steps or self._buffer.expected(policy) >= needed
 
     def may_step(self, policy: str, demand: Demand) -> bool:
         """Whether a policy has its step: enough units are ready, or all that can come have come.
 
         The second case keeps a step size that groups, drops or fan-outs cannot fill exactly from waiting for ever; at
-        staleness 0 it makes a step take all ready units of the wave.
+        staleness 0 it makes a step take all ready units of the wave. It holds only where nothing else can move on.
         """
-        ready = self._buffer.ready(policy)
-        if ready >= self._staleness[policy].step_size:
+        if self._is_full(policy):
             return True
-        return ready > 0 and self._buffer.in_flight(policy) == 0 and not self.may_admit(demand)
+        if self._buffer.ready(policy) == 0 or self._buffer.ledger.in_flight or self.stepping:
+            return False
+        return not self.may_admit(demand) and not any(map(self._is_full, self._bounds))
+
+    def is_starved(self, demand: Demand) -> str | None:
+        """A policy that waits for units which cannot come any more, with the reason; None while anything can move."""
+        if self._buffer.ledger.in_flight or self.stepping or self.may_admit(demand):
+            return None
+        waiting = [policy for policy in self._bounds if self._board.step(policy) < self._steps]
+        if not waiting or any(self.may_step(policy, demand) for policy in waiting):
+            return None
+        return f"{', '.join(waiting)} (nothing is running, and {self.why_not(demand)})"
+
+    def _is_full(self, policy: str) -> bool:
+        return self._board.step(policy) < self._steps and self._buffer.ready(policy) >= self._bounds[policy].step_size

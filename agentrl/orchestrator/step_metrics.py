@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 
 from agentrl.core.clock import Clock
 from agentrl.core.ports import Engine
-from agentrl.core.records import PolicyVersion, StepReport
+from agentrl.core.records import PolicyVersion, StepReport, TrajectoryHeader
+from agentrl.observe.alarms import LENGTH_STEPS
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.versions import PolicyBoard
+
+MAX_METRICS = 100
+"""Names an environment may add to a step; further ones are kept with their episodes only."""
 
 
 class StepMetrics:
@@ -26,6 +31,8 @@ class StepMetrics:
         self._started = 0.0
         self._last: dict[str, tuple[float, float]] = {}
         self._idle_since: dict[str, float] = {}
+        self._sums: dict[str, Mapping[str, float]] = {}
+        self._lengths: dict[str, deque[tuple[float, float, float, float]]] = {}
 
     def start(self) -> None:
         """Training begins now."""
@@ -33,6 +40,8 @@ class StepMetrics:
         busy = self._engine.busy_seconds()
         self._last = dict.fromkeys(self._board.trainable, (self._started, busy))
         self._idle_since = dict.fromkeys(self._board.trainable, self._started)
+        self._sums = {policy: dict(self._dispatcher.sums) for policy in self._board.trainable}
+        self._lengths = {policy: deque(maxlen=LENGTH_STEPS) for policy in self._board.trainable}
 
     def before_step(self, policy: str) -> float:
         """Seconds the policy's trainer has waited for units."""
@@ -53,7 +62,7 @@ class StepMetrics:
             for t in trajectories
         ]
         rewards = [sum(t.reward or 0.0 for t in ready.trajectories) for ready in taken]
-        ended = self._dispatcher.take_sums()
+        ended = self._since_last_step(policy)
         ledger = self._buffer.ledger
         metrics = {
             "reward/mean": _mean(rewards),
@@ -71,7 +80,6 @@ class StepMetrics:
             "trainer/busy_share": report.seconds / wall,
             "tokens/sampled_per_s": ended["tokens"] / wall,
             "episodes/per_s": ended["episodes"] / wall,
-            "episodes/turns": ended["turns"] / max(ended["episodes"], 1),
             "episodes/in_flight": float(ledger.in_flight),
             "episodes/ready": float(ledger.ready),
             "episodes/trained": float(ledger.trained),
@@ -84,7 +92,50 @@ class StepMetrics:
             for seat in seats:
                 metrics[f"reward/{seat}"] = _mean([t.reward or 0.0 for t in trajectories if t.seat == seat])
         metrics.update(report.metrics)
+        metrics.update(self._length_ratio(policy, trajectories, ended))
+        for name, value in of_ended(ended).items():
+            metrics.setdefault(name, value)
         return metrics
+
+    def _since_last_step(self, policy: str) -> dict[str, float]:
+        """What the episodes that ended since the policy's last step add up to."""
+        before, now = self._sums[policy], dict(self._dispatcher.sums)
+        self._sums[policy] = now
+        return defaultdict(float, {name: value - before.get(name, 0.0) for name, value in now.items()})
+
+    def _length_ratio(
+        self, policy: str, trajectories: Sequence[TrajectoryHeader], ended: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Whether steps see long and short episodes as they end, over the last steps."""
+        lengths = self._lengths[policy]
+        tokens, count = float(sum(t.tokens for t in trajectories)), float(len(trajectories))
+        lengths.append((tokens, count, ended[f"tokens of {policy}"], ended[f"units of {policy}"]))
+        trained, units, all_tokens, all_units = map(sum, zip(*lengths, strict=True))
+        if not (units and all_units and all_tokens):
+            return {}
+        return {"composition/length_ratio": (trained / units) / (all_tokens / all_units)}
+
+
+def of_ended(sums: Mapping[str, float]) -> dict[str, float]:
+    """Means over the episodes that ended during a step; empty where none did."""
+    metrics: dict[str, float] = {}
+    if sums["episodes"]:
+        metrics["episodes/turns"] = sums["turns"] / sums["episodes"]
+        metrics["episodes/tokens"] = sums["tokens"] / sums["episodes"]
+    if not sums["committed"]:
+        return metrics
+    metrics["format/episodes"] = sums["committed"]
+    metrics["format/broken_turns"] = sums["broken turns"] / max(sums["committed turns"], 1.0)
+    rewarded = sums["broken"] + sums["kept"]
+    if rewarded:
+        metrics["format/broken_share"] = sums["broken"] / rewarded
+    for kind in ("broken", "kept"):
+        if sums[kind]:
+            metrics[f"format/reward_{kind}"] = sums[f"reward of {kind}"] / sums[kind]
+    for name, value in sums.items():
+        if name.startswith("metric ") and len(metrics) < MAX_METRICS:
+            metrics.setdefault(name.removeprefix("metric "), value / sums["committed"])
+    return metrics
 
 
 def _mean(values: Sequence[float]) -> float:

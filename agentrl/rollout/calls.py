@@ -10,7 +10,6 @@ Invariants: a call id belongs to a branch, never to a global order; a branch's c
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from agentrl.core import ids
 from agentrl.core.errors import ReplayMismatchError, UnstructuredConcurrencyError
 from agentrl.core.rng import stream
+from agentrl.journal.checksums import EpisodeDigest
 from agentrl.journal.entries import EntryBody, JournalEntry, encode_body
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ class Branch:
         self.calls = 0
         self._rng: random.Random | None = None
 
-    def rng(self, seed: int) -> random.Random:
-        """The branch's own random stream."""
+    def rng(self, seed: int, attempt: int) -> random.Random:
+        """The branch's own random stream in an attempt."""
         if self._rng is None:
-            self._rng = stream(seed, self.path)
+            self._rng = stream(seed, attempt, self.path)
         return self._rng
 
 
@@ -67,8 +67,10 @@ def current_branch() -> Branch:
     """
     branch = _branch.get()
     if branch.owner is not asyncio.current_task():
+        task = asyncio.current_task()
+        who = "a callback" if task is None else f"the task {getattr(task.get_coro(), '__qualname__', task.get_name())}"
         raise UnstructuredConcurrencyError(
-            f"a call was made from task {asyncio.current_task()!r}, which does not own branch {branch.path}; "
+            f"ctx or an agent was used by {who}, outside run(). Act and reward before run() returns, in run() itself; "
             "start concurrent work with `await ctx.gather(...)`"
         )
     return branch
@@ -85,14 +87,15 @@ class Call(NamedTuple):
 class CallJournal:
     """The journal of one attempt: what was recorded before, and where new entries go."""
 
-    __slots__ = ("_attempt", "_digest", "_episode_id", "_log", "_recorded", "written")
+    __slots__ = ("_attempt", "_digest", "_ended", "_episode_id", "_log", "_recorded", "written")
 
     def __init__(self, log: TurnLog, episode_id: str, attempt: int, recorded: Iterable[JournalEntry] = ()) -> None:
         self._log = log
         self._episode_id = episode_id
         self._attempt = attempt
-        self._digest = hashlib.blake2b(digest_size=16)
+        self._digest = EpisodeDigest()
         self._recorded: dict[str, JournalEntry] | None = None
+        self._ended = False
         self.written = 0
         for entry in recorded:
             if self._recorded is None:
@@ -104,9 +107,15 @@ class CallJournal:
         """The next call of the calling branch.
 
         Raises:
+            UnstructuredConcurrencyError: the call is made by another task, or after the episode's end.
             ReplayMismatchError: the journal holds another question under this id.
         """
         branch = current_branch()
+        if self._ended:
+            raise UnstructuredConcurrencyError(
+                f"ctx or an agent of episode {self._episode_id} was used after its run() had returned. Act and reward "
+                "before run() returns; keep nothing of an episode beyond its end"
+            )
         call_id = ids.call_id(branch.path, branch.calls)
         branch.calls += 1
         return self.at(call_id, asked)
@@ -148,12 +157,15 @@ class CallJournal:
             )
         return call.recorded
 
+    def end(self) -> None:
+        """Refuse further calls: the episode's program has returned."""
+        self._ended = True
+
     @property
     def digest(self) -> bytes:
-        """16 bytes over all entries of the attempt, in the order they were appended."""
-        return self._digest.digest()
+        """Of all entries of the attempt so far; see `EpisodeDigest`."""
+        return self._digest.value
 
     def _count(self, entry: JournalEntry) -> None:
-        self._digest.update(entry.call_id.encode())
-        self._digest.update(entry.body)
+        self._digest.add(entry)
         self.written += 1

@@ -24,8 +24,10 @@ from agentrl.environment.base import (
     Environment,
     EpisodeContext,
     Guarantee,
+    LimitReachedError,
     Resource,
     ResourceLevel,
+    ToolCallError,
 )
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import (
@@ -39,6 +41,7 @@ from agentrl.journal.entries import (
     asked_hash,
 )
 from agentrl.rollout.calls import CallJournal, current_branch, enter_branch
+from agentrl.rollout.threads import in_thread
 
 if TYPE_CHECKING:
     import random
@@ -48,7 +51,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _encode = msgspec.msgpack.Encoder().encode
-MAX_CHILD_DEPTH = 4
+MAX_CHILD_DEPTH = 3
 """Child episodes of child episodes, at most: ids grow with depth and headers stay small."""
 
 
@@ -92,10 +95,12 @@ class LiveContext(EpisodeContext):
         opened = self.journal.open(asked)
         recorded = self.journal.expect(opened, ToolEntry)
         if recorded is not None and (external or recorded.outcome == "timeout"):
+            self.metric(f"tool/{recorded.outcome}", 1.0)
             return recorded.observation
         started = self.runner.clock.monotonic()
         limit = self.runner.settings.tool_timeout_s if timeout_s is None else timeout_s
         observation, outcome = await _observe(call, limit, external=external)
+        self.metric(f"tool/{outcome}", 1.0)
         if recorded is not None:
             if recorded.observation != observation:
                 raise ReplayMismatchError(
@@ -183,10 +188,14 @@ class LiveContext(EpisodeContext):
             self.journal.write(opened, OrderEntry(tuple(finished)))
         return list(results)
 
+    def truncate(self, limit: LimitReachedError) -> None:
+        """The episode counts as truncated."""
+        self.stop_reason = limit.stop_reason
+
     @property
     def rng(self) -> random.Random:
         """The calling branch's random stream."""
-        return current_branch().rng(self.spec.seed)
+        return current_branch().rng(self.spec.seed, self.spec.attempt)
 
     def now(self) -> float:
         """The journaled wall clock."""
@@ -214,7 +223,8 @@ class LiveContext(EpisodeContext):
         self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
 
     def close(self) -> None:
-        """Give the engine back what the agents hold."""
+        """Give the engine back what the agents hold; nothing more can be done in the episode."""
+        self.journal.end()
         for agent in self.agents.values():
             agent.close()
 
@@ -292,7 +302,7 @@ async def _observe(call: Callable[[], str | Awaitable[str]], timeout_s: float, *
     try:
         if external and not inspect.iscoroutinefunction(call):
             async with asyncio.timeout(timeout_s):
-                result = await asyncio.to_thread(call)
+                result = await in_thread(call)
         else:
             result = call()
         if inspect.isawaitable(result):
@@ -301,6 +311,8 @@ async def _observe(call: Callable[[], str | Awaitable[str]], timeout_s: float, *
         return str(result), "ok"
     except TimeoutError:
         return f"error: timed out after {timeout_s:g} s", "timeout"
+    except ToolCallError as error:
+        return f"error: {error}", error.outcome
     except EpisodeError:
         raise
     except Exception as error:  # noqa: BLE001 - a tool is foreign code, and its error is the policy's observation

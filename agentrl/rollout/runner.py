@@ -11,10 +11,11 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -35,8 +36,8 @@ from agentrl.core.records import (
     SamplingMask,
     StopReason,
     ToolSpec,
+    TrajectoryHeader,
     Turn,
-    UnitHeader,
     VersionSpan,
     dropped_header,
 )
@@ -61,6 +62,7 @@ class RolloutSettings:
     sampling: SamplingParams
     limits: Limits
     tool_timeout_s: float
+    episode_timeout_s: float
 
 
 class LiveAgent(Agent):
@@ -111,7 +113,6 @@ class LiveAgent(Agent):
         runner = self._context.runner
         limits = self._context.limits
         if len(self._turns) >= limits.max_turns:
-            self._context.stop_reason = "max_turns"
             raise LimitReachedError(
                 f"agent {self.seat!r} has used its {limits.max_turns} turns", stop_reason="max_turns"
             )
@@ -125,7 +126,6 @@ class LiveAgent(Agent):
                     f"the context {limits.max_context}; raise engine.max_context",
                     reason="prompt_too_long",
                 )
-            self._context.stop_reason = "context_length"
             raise LimitReachedError(
                 f"agent {self.seat!r} has used its context of {limits.max_context} tokens", stop_reason="context_length"
             )
@@ -139,6 +139,8 @@ class LiveAgent(Agent):
             started = runner.clock.monotonic()
             completion = await self._generate(call, sampling)
             self._write(call, messages, context_bytes, before, completion, runner.clock.monotonic() - started)
+        if completion.finish_reason == "length":
+            self._context.metric("turns/length", 1.0)
         self._conversation.answer(completion)
         self._messages.extend(messages)
         message = runner.chat_format.parse(completion.token_ids.tolist())
@@ -167,10 +169,10 @@ class LiveAgent(Agent):
             self._session.close()
             self._session = None
 
-    def header(self) -> UnitHeader:
+    def header(self) -> TrajectoryHeader:
         """What the control path needs to know."""
         oldest = min((span.version for turn in self._turns for span in turn.completion.spans), key=_age, default=None)
-        return UnitHeader(
+        return TrajectoryHeader(
             seat=self.seat,
             index=self.index,
             policy=self.policy,
@@ -298,7 +300,7 @@ class EpisodeRunner:
         context = LiveContext(self, spec, journal)
         try:
             try:
-                await environment().run(context)
+                await self._play(environment, context)
                 stop_reason: StopReason = context.stop_reason or "completed"
             except LimitReachedError as limit:
                 stop_reason = limit.stop_reason
@@ -320,22 +322,30 @@ class EpisodeRunner:
             trajectories=tuple(agent.header() for agent in context.agents.values() if agent.turns),
             location=DataLocation(self._log.name, journal.written),
         )
-        await self._store.commit_episode(spec, header, journal.digest, context.metrics)
+        await _whatever_happens(self._store.commit_episode(spec, header, journal.digest, context.metrics))
+        self.host.measured(spec, header, context.metrics)
         return header
 
     def recorded(self, spec: EpisodeSpec) -> list[JournalEntry]:
         """What the journal holds of an attempt."""
         return self._log.read(spec.episode_id, spec.attempt)
 
-    def readmit(self, spec: EpisodeSpec) -> None:
-        """Record that a further attempt begins."""
-        self._store.admit(spec)
-
     async def drop(self, spec: EpisodeSpec, reason: str, detail: str, seconds: float) -> EpisodeHeader:
         """Record that an episode ends without being trained, with its reason."""
         header = dropped_header(spec, reason, seconds=seconds)
-        await self._store.commit_episode(spec, header, b"", {}, detail)
+        await _whatever_happens(self._store.commit_episode(spec, header, b"", {}, detail))
         return header
+
+    async def _play(self, environment: type[Environment], context: LiveContext) -> None:
+        """The program of the episode, within its time. The commit is outside: what is on disk is what is told."""
+        limit = self.settings.episode_timeout_s
+        try:
+            async with asyncio.timeout(limit) as deadline:
+                await environment().run(context)
+        except TimeoutError:
+            if deadline.expired():
+                raise EpisodeError(f"the episode took longer than {limit:g} s", reason="episode_timeout") from None
+            raise
 
     def _begin(self, journal: CallJournal, spec: EpisodeSpec, environment: type[Environment]) -> None:
         code_hash = self._code_hashes.get(environment)
@@ -364,6 +374,18 @@ class EpisodeRunner:
             for agent in context.agents.values():
                 if agent.turns and not agent.rewards:
                     agent.reward(value)
+
+
+async def _whatever_happens(commit: Coroutine[Any, Any, None]) -> None:
+    """Wait for a commit through a cancellation: an episode that reached the disk is reported as it is there."""
+    writing = asyncio.get_running_loop().create_task(commit)
+    while not writing.done():
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            if writing.cancelled():
+                raise
+    writing.result()
 
 
 def finite_reward(value: object, where: str) -> float:

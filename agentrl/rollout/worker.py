@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import traceback
 from collections.abc import Callable, Sequence
 
 from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError, StorageError
 from agentrl.core.records import EpisodeHeader, EpisodeSpec
-from agentrl.environment.base import Environment
+from agentrl.environment.base import Environment, described
 from agentrl.environment.registry import resolve
 from agentrl.journal.entries import JournalEntry
 from agentrl.rollout.runner import EpisodeRunner
@@ -28,7 +27,6 @@ class AsyncioWorker:
         runner: runs one attempt.
         environments: classes by name; names not here are resolved by the registry.
         data_attempts: how often an episode whose environment raises is tried.
-        episode_timeout_s: longer episodes are dropped (`episode_timeout`), in seconds.
         on_failure: called with an error no episode can be blamed for (storage, engine); the run should end.
     """
 
@@ -38,14 +36,12 @@ class AsyncioWorker:
         *,
         environments: dict[str, type[Environment]],
         data_attempts: int,
-        episode_timeout_s: float,
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self._runner = runner
         self._environments = dict(environments)
         self._loaded: set[str] = set()
         self._data_attempts = data_attempts
-        self._episode_timeout_s = episode_timeout_s
         self._on_failure = on_failure
         self._tasks: set[asyncio.Task[None]] = set()
         self.last_failure = ""
@@ -83,41 +79,34 @@ class AsyncioWorker:
         attempt = 0
         while True:
             try:
-                async with asyncio.timeout(self._episode_timeout_s) as deadline:
-                    return await self._runner.run(spec, environment, recorded)
-            except TimeoutError as error:
-                if deadline.expired():
-                    reason, detail = "episode_timeout", f"longer than {self._episode_timeout_s:g} s"
-                else:
-                    reason, detail = "environment_error", _described(error)
+                return await self._runner.run(spec, environment, recorded)
             except (StorageError, EngineError, EnvironmentDefinitionError):
                 raise
             except EpisodeError as error:
                 reason, detail = error.reason, str(error)
             except Exception as error:  # noqa: BLE001 - the boundary: an environment may raise anything
-                reason, detail = "environment_error", _described(error)
+                reason, detail = "environment_error", described(error)
             attempt += 1
             if reason != "environment_error" or attempt >= self._data_attempts:
                 self.last_failure = detail
                 return await self._runner.drop(spec, reason, detail, self._runner.clock.monotonic() - started)
             spec, recorded = _next_attempt(spec), ()
-            self._runner.readmit(spec)
+            self._runner.host.readmit(spec)
 
     def _environment(self, name: str) -> type[Environment]:
         environment = self._environments.get(name)
         if environment is None:
             environment = self._environments[name] = resolve(name)
         if name not in self._loaded:
-            environment.load()
+            try:
+                environment.load()
+            except Exception as error:
+                raise EnvironmentDefinitionError(
+                    f"{environment.__qualname__}.load() raised {described(error)}"
+                ) from error
             self._loaded.add(name)
         return environment
 
 
 def _next_attempt(spec: EpisodeSpec) -> EpisodeSpec:
     return dataclasses.replace(spec, attempt=spec.attempt + 1)
-
-
-def _described(error: BaseException) -> str:
-    where = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
-    place = f" at {where.filename}:{where.lineno} in {where.name}" if where else ""
-    return f"{type(error).__name__}: {error}{place}"

@@ -1,4 +1,4 @@
-"""Public test tools: simulated loop, in-memory journal, recording trainer, builders.
+"""Public test tools: scripted play, simulated loop, in-memory journal, recording trainer, builders.
 
 Names are imported on first use, so that the pytest plugin costs nothing where it is not used.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from agentrl.testing.builders import make_completion, make_episode_header, make_spec, make_task, make_trajectory
     from agentrl.testing.memory_journal import MemoryJournal, MemoryTurnLog
+    from agentrl.testing.playing import Played, play
     from agentrl.testing.recording_trainer import RecordingTrainer
     from agentrl.testing.sim import DeadlockError, SimLoop, SimulationError, StepLimitError, simulate
 
@@ -17,6 +18,7 @@ __all__ = [
     "DeadlockError",
     "MemoryJournal",
     "MemoryTurnLog",
+    "Played",
     "RecordingTrainer",
     "SimLoop",
     "SimulationError",
@@ -26,6 +28,7 @@ __all__ = [
     "make_spec",
     "make_task",
     "make_trajectory",
+    "play",
     "simulate",
 ]
 
@@ -33,6 +36,7 @@ _MODULES = {
     "DeadlockError": "sim",
     "MemoryJournal": "memory_journal",
     "MemoryTurnLog": "memory_journal",
+    "Played": "playing",
     "RecordingTrainer": "recording_trainer",
     "SimLoop": "sim",
     "SimulationError": "sim",
@@ -42,6 +46,7 @@ _MODULES = {
     "make_spec": "builders",
     "make_task": "builders",
     "make_trajectory": "builders",
+    "play": "playing",
     "simulate": "sim",
 }
 

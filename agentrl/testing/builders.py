@@ -17,7 +17,7 @@ from agentrl.core.records import (
     SeatBinding,
     Task,
     Trajectory,
-    UnitHeader,
+    TrajectoryHeader,
     VersionSpan,
 )
 
@@ -98,7 +98,7 @@ def make_episode_header(
     spec = spec or make_spec()
     is_dropped = drop_reason is not None
     trajectories = tuple(
-        UnitHeader(
+        TrajectoryHeader(
             seat=seat,
             index=0,
             policy=binding.policy,

@@ -8,8 +8,9 @@ external tools, clocks) answering as it did. It runs the environment's code; it 
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,18 +22,22 @@ from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task
 from agentrl.core.rng import stream
 from agentrl.credit.advantages import ADVANTAGES
-from agentrl.engines.scripted import ScriptedEngine
+from agentrl.engines.scripted import Script, ScriptedEngine
 from agentrl.environment.base import Environment, Limits
 from agentrl.environment.registry import name_of, resolve
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.journal.entries import EffectEntry, JournalEntry, ToolEntry, TurnEntry, ValueEntry
+from agentrl.observe.blocked import watch_loop
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.signal import Signal
 from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
 from agentrl.rollout.runner import EpisodeRunner, RolloutSettings
 from agentrl.rollout.worker import AsyncioWorker
+from agentrl.testing.format_check import TASKS as FORMAT_TASKS
+from agentrl.testing.format_check import Outcome, format_findings
 from agentrl.testing.memory_journal import MemoryJournal
+from agentrl.testing.suspects import REMEDY, suspects
 
 POLICY = "random"
 MAX_TURNS = 8
@@ -89,10 +94,30 @@ def check_environment(
     except AgentRLError as error:
         report.findings.append(str(error))
         return report
-    chosen = list(tasks) if tasks is not None else _tasks(found, episodes, report)
+    chosen = list(tasks) if tasks is not None else _tasks(found, max(episodes, FORMAT_TASKS), report)
     for number, task in enumerate(chosen[:episodes]):
-        asyncio.run(_check_episode(found, task, number, seed, report))
+        told: list[str] = []  # by the watch on the loop, some of it only when the loop is closed
+        asyncio.run(_check_episode(found, task, number, seed, report, told.append))
+        gc.collect()  # an error that nobody awaited is told when its task is collected
+        report.findings[:0] = [f"task {task.id!r}: {text}" for text in told]
+        if not report.passed:
+            break
+    if report.passed:
+        _check_format(found, chosen, seed, report)
     return report
+
+
+def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: int, report: EnvironmentReport) -> None:
+    def play(task: Task, number: int, script: Script) -> Outcome | str:
+        sums: dict[str, float] = {}
+        spec = _spec(environment, task, number, seed)
+        outcome = asyncio.run(execute(environment, spec, script, sums=sums))
+        if isinstance(outcome, str):
+            return outcome
+        return Outcome(reward=outcome[0].reward or 0.0, broken=sums["broken turns"] > 0)
+
+    has_tools = issubclass(environment, ToolEnvironment)
+    report.findings += format_findings(play, tasks, _random_policy(environment), has_tools=has_tools)
 
 
 def _tasks(environment: type[Environment], count: int, report: EnvironmentReport) -> list[Task]:
@@ -121,17 +146,17 @@ def _tasks(environment: type[Environment], count: int, report: EnvironmentReport
 
 
 async def _check_episode(
-    environment: type[Environment], task: Task, number: int, seed: int, report: EnvironmentReport
+    environment: type[Environment],
+    task: Task,
+    number: int,
+    seed: int,
+    report: EnvironmentReport,
+    tell: Callable[[str], None],
 ) -> None:
-    spec = EpisodeSpec(
-        episode_id=f"e{number}",
-        environment=name_of(environment),
-        task=task,
-        seed=seed + number,
-        seats={seat: SeatBinding(POLICY) for seat in environment.seats},
-        group_id=f"g{number}",
-    )
-    first = await _execute(environment, spec, ())
+    spec = _spec(environment, task, number, seed)
+    script = _random_policy(environment)
+    with watch_loop(tell):
+        first = await execute(environment, spec, script)
     if isinstance(first, str):
         report.findings.append(f"task {task.id!r}: {first}")
         return
@@ -139,23 +164,43 @@ async def _check_episode(
     header, entries = first
     unrewarded = [t.seat for t in header.trajectories if t.reward is None]
     if unrewarded:
-        report.findings.append(f"task {task.id!r}: seat {unrewarded[0]!r} acted but was given no reward")
+        report.findings.append(
+            f"task {task.id!r}: seat {unrewarded[0]!r} acted but was given no reward; call agent.reward(…) in run()"
+        )
     report.rewards.append(header.reward or 0.0)
     for cut in _cuts(len(entries)):
-        again = await _execute(environment, spec, [*entries[:cut], *filter(_is_from_outside, entries[cut:])])
+        again = await execute(environment, spec, script, [*entries[:cut], *filter(_is_from_outside, entries[cut:])])
         report.resumptions += 1
         problem = again if isinstance(again, str) else _difference(entries, again[1], header, again[0])
         if problem:
-            report.findings.append(f"task {task.id!r}, killed after entry {cut} of {len(entries)}: {problem}")
+            remedy = "" if isinstance(again, str) else f". {REMEDY}{suspects(environment)}"
+            cause = f"killed after entry {cut} of {len(entries)} and run again: {problem}{remedy}"
+            report.findings.append(f"task {task.id!r}, {cause}")
             return
 
 
-async def _execute(
-    environment: type[Environment], spec: EpisodeSpec, recorded: Sequence[JournalEntry]
+def _spec(environment: type[Environment], task: Task, number: int, seed: int) -> EpisodeSpec:
+    return EpisodeSpec(
+        episode_id=f"e{number}",
+        environment=name_of(environment),
+        task=task,
+        seed=seed + number,
+        seats={seat: SeatBinding(POLICY) for seat in environment.seats},
+        group_id=f"g{number}",
+    )
+
+
+async def execute(
+    environment: type[Environment],
+    spec: EpisodeSpec,
+    script: Script,
+    recorded: Sequence[JournalEntry] = (),
+    *,
+    sums: dict[str, float] | None = None,
 ) -> tuple[EpisodeHeader, list[JournalEntry]] | str:
-    """Run an episode over a prefix; its header and all its entries, or what went wrong."""
+    """An episode over a prefix: its header and entries, or what went wrong; `sums` gets those of the `Dispatcher`."""
     journal, clock, signal = MemoryJournal(), SystemClock(), Signal()
-    engine = ScriptedEngine(_random_policy(environment), versions={POLICY: PolicyVersion(POLICY, 0, 0)})
+    engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)})
     chat_format = PlainFormat()
     dispatcher = Dispatcher(
         environment=spec.environment,
@@ -179,12 +224,11 @@ async def _execute(
             sampling=SamplingParams(max_tokens=256, stop_token_ids=(STOP_TOKEN,)),
             limits=Limits(max_turns=MAX_TURNS, max_tokens=256, max_context=1 << 20),
             tool_timeout_s=TIMEOUT_S,
+            episode_timeout_s=TIMEOUT_S,
         ),
     )
     failures: list[BaseException] = []
-    dispatcher.worker = AsyncioWorker(
-        runner, environments={}, data_attempts=1, episode_timeout_s=TIMEOUT_S, on_failure=failures.append
-    )
+    dispatcher.worker = AsyncioWorker(runner, environments={}, data_attempts=1, on_failure=failures.append)
     dispatcher.on_collapse = failures.append
     for entry in recorded:
         log.append(entry)
@@ -201,6 +245,8 @@ async def _execute(
         return f"run() raised {type(error).__name__}: {error}"
     if failures:
         return f"a child episode failed: {failures[0]}"
+    if sums is not None:
+        sums.update(dispatcher.sums)
     return header, log.read(spec.episode_id, spec.attempt)
 
 
@@ -215,10 +261,7 @@ def _difference(
         if call_id not in now or call_id not in then:
             return f"call {call_id} is {'missing' if call_id not in now else 'new'}"
         if then[call_id].asked != now[call_id].asked:
-            return (
-                f"call {call_id} asks something else ({_told(then[call_id])} → {_told(now[call_id])}); randomness goes "
-                "through ctx.rng, time through ctx.now(), the outside world through ctx.effect()"
-            )
+            return f"call {call_id} asks something else ({_told(then[call_id])} → {_told(now[call_id])})"
     return None
 
 
@@ -240,7 +283,7 @@ def _cuts(entries: int) -> list[int]:
     return sorted({round(index * entries / MAX_CUTS) for index in range(1, MAX_CUTS + 1)})
 
 
-def _random_policy(environment: type[Environment]) -> Any:
+def _random_policy(environment: type[Environment]) -> Script:
     """Calls tools with arguments that fit their schema, or says something short."""
     tools = list(environment.tool_table().values()) if issubclass(environment, ToolEnvironment) else []
 

@@ -92,9 +92,21 @@ class MemoryTurnLog:
     failing_flushes: Collection[int] = ()
     """Which calls of `flush`, counted from 1, raise `StorageError`."""
     flushes: int = 0
+    _keys: set[tuple[str, int, str]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._keys = {(entry.episode_id, entry.attempt, entry.call_id) for entry in self.entries}
 
     def append(self, entry: JournalEntry) -> None:
-        """Queue an entry."""
+        """Queue an entry.
+
+        Raises:
+            JournalError: a call of an attempt was journaled before.
+        """
+        key = (entry.episode_id, entry.attempt, entry.call_id)
+        if key in self._keys:
+            raise JournalError(f"episode {key[0]} attempt {key[1]}: call {key[2]} is journaled twice")
+        self._keys.add(key)
         self.entries.append(entry)
 
     async def flush(self) -> None:
@@ -125,7 +137,7 @@ class MemoryJournal:
 
     Example:
         >>> journal = MemoryJournal(failing_commits={3})
-        >>> journal.admitted(), journal.highest_lineage()
+        >>> journal.next_number("e"), journal.highest_lineage()
         (0, -1)
     """
 
@@ -142,6 +154,7 @@ class MemoryJournal:
         """By worker."""
         self.closed = False
         self._on_disk = 0
+        self._ended: set[tuple[str, int]] = set()
         self._info = dict(info or {})
         self._failing_commits = frozenset(failing_commits)
         self._failing_flushes = frozenset(failing_flushes)
@@ -177,9 +190,10 @@ class MemoryJournal:
             raise StorageError(f"no space left on the simulated disk (commit {number}, episode {spec.episode_id})")
         self._check_entries(header)
         key = (spec.episode_id, spec.attempt)
-        if any((e.spec.episode_id, e.spec.attempt) == key for e in self.of_kind(EpisodeEnd)):
+        if key in self._ended:
             raise JournalError(f"episode {spec.episode_id} attempt {spec.attempt} ended twice")
         self._record(EpisodeEnd(spec=spec, header=header, digest=digest, metrics=dict(metrics), detail=detail))
+        self._ended.add(key)
         self._on_disk = len(self.records)
 
     def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
@@ -213,9 +227,17 @@ class MemoryJournal:
 
     # --- RunLog -------------------------------------------------------------------------------------------------------
 
-    def admitted(self) -> int:
-        """How many root training episodes were ever admitted."""
-        return len({r.spec.episode_id for r in self.on_disk() if isinstance(r, Admission) and _is_root(r.spec)})
+    def next_number(self, prefix: str) -> int:
+        """One more than the largest number of a root episode with this prefix."""
+        known = {r.spec.episode_id for r in self.on_disk() if isinstance(r, Admission)}
+        known |= {entry.episode_id for log in self.turn_logs.values() for entry in log.entries[: log.on_disk]}
+        numbers = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
+        return max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
+
+    def ended_children(self, parents: Collection[str]) -> dict[str, EpisodeHeader]:
+        """How the children of some episodes ended, by id."""
+        ends = (r.header for r in self.on_disk() if isinstance(r, EpisodeEnd))
+        return {header.episode_id: header for header in ends if header.parent_id in parents}
 
     def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
         """Committed training episodes with a unit neither consumed along the surviving lineage nor dropped.
@@ -228,7 +250,7 @@ class MemoryJournal:
                 header = record.header
                 policies = {t.policy for t in header.trajectories if t.policy in consumed_through}
                 units = {(header.episode_id, header.attempt, policy) for policy in policies}
-                if units - resolved:
+                if units - resolved.keys():
                     yield record.spec, header
 
     def members(self, group_ids: Collection[str]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
@@ -248,10 +270,10 @@ class MemoryJournal:
         }
 
     def unfinished(self) -> Sequence[EpisodeSpec]:
-        """Root training episodes admitted but neither committed nor dropped, in the order of admission."""
+        """Training episodes, children included, that have not ended, in the order of admission."""
         open_specs: dict[str, EpisodeSpec] = {}
         for record in self.on_disk():
-            if isinstance(record, Admission) and _is_root(record.spec):
+            if isinstance(record, Admission) and record.spec.purpose == "train":
                 open_specs[record.spec.episode_id] = record.spec
             elif isinstance(record, EpisodeEnd):
                 admitted = open_specs.get(record.spec.episode_id)
@@ -282,6 +304,8 @@ class MemoryJournal:
         survivor = MemoryJournal(info=self._info)
         survivor.records = self.on_disk()
         survivor._on_disk = len(survivor.records)
+        ends = (record for record in survivor.records if isinstance(record, EpisodeEnd))
+        survivor._ended = {(end.spec.episode_id, end.spec.attempt) for end in ends}
         for worker, log in self.turn_logs.items():
             kept = log.entries[: log.on_disk]
             survivor.turn_logs[worker] = MemoryTurnLog(log.name, entries=kept, on_disk=len(kept))
@@ -303,8 +327,8 @@ class MemoryJournal:
                 f"{header.location.partition}, {found} are there"
             )
 
-    def resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> set[tuple[str, int, str]]:
-        """Units consumed along the surviving lineage, or dropped."""
+    def resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> dict[tuple[str, int, str], str | None]:
+        """None for units consumed along the surviving lineage, the reason for dropped ones."""
         rows = [r for r in self.on_disk() if isinstance(r, StepRow)]
         parents: dict[PolicyVersion, PolicyVersion] = {
             r.weights.version: r.parent for r in self.on_disk() if isinstance(r, Publication) and r.parent is not None
@@ -316,15 +340,11 @@ class MemoryJournal:
             while at is not None and at not in surviving:
                 surviving.add(at)
                 at = parents.get(at)
-        resolved = {
-            (unit.episode_id, unit.attempt, unit.policy)
-            for row in rows
-            if row.version in surviving
-            for unit in row.batch.units
+        drops = [r for r in self.on_disk() if isinstance(r, UnitDrop)]
+        resolved: dict[tuple[str, int, str], str | None] = {
+            (d.episode_id, d.attempt, d.policy): d.reason for d in drops
         }
-        resolved.update((r.episode_id, r.attempt, r.policy) for r in self.on_disk() if isinstance(r, UnitDrop))
+        for row in rows:
+            if row.version in surviving:
+                resolved.update(((unit.episode_id, unit.attempt, unit.policy), None) for unit in row.batch.units)
         return resolved
-
-
-def _is_root(spec: EpisodeSpec) -> bool:
-    return spec.purpose == "train" and spec.parent_id is None

@@ -130,13 +130,16 @@ def write_adapter(
     )
 
 
-def request(name: str, token_ids: list[int] | Int32Array, *, seed: int = 0, **sampling: Any) -> GenerateRequest:
+def request(
+    name: str, token_ids: list[int] | Int32Array, *, seed: int = 0, sampled_before: int = 0, **sampling: Any
+) -> GenerateRequest:
     """An engine call; sampling as keywords."""
     return GenerateRequest(
         request_id=name,
         token_ids=np.asarray(token_ids, np.int32),
         sampling=SamplingParams(**{"max_tokens": 8, **sampling}),
         seed=seed,
+        sampled_before=sampled_before,
     )
 
 

@@ -110,6 +110,33 @@ def test_an_abort_returns_the_partial(make_engine: MakeEngine) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("other_session", [False, True])
+def test_a_turn_continued_after_an_abort_samples_what_it_would_have(
+    make_engine: MakeEngine, other_session: bool
+) -> None:
+    async def main() -> None:
+        engine = make_engine()
+        context = prompt(20)
+        whole = await engine.open("a", "solver").generate(request("a", context, seed=3, max_tokens=200))
+        session = engine.open("b", "solver")
+        running = asyncio.ensure_future(session.generate(request("b", context, seed=3, max_tokens=200)))
+        await first_tokens_of(engine)
+        engine.abort("b")
+        partial = await running
+        count = len(partial.token_ids)
+        assert 0 < count < 200
+        if other_session:
+            session.close()
+            session = engine.open("c", "solver")
+        longer = np.concatenate([context, partial.token_ids])
+        rest = await session.generate(request("c", longer, seed=3, max_tokens=200 - count, sampled_before=count))
+        assert [*partial.token_ids, *rest.token_ids] == whole.token_ids.tolist()
+        np.testing.assert_allclose([*partial.logprobs, *rest.logprobs], whole.logprobs, atol=1e-5)
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_a_cancelled_call_gives_its_place_back(make_engine: MakeEngine) -> None:
     async def main() -> None:
         engine = make_engine(slots=1)

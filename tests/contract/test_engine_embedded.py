@@ -183,6 +183,38 @@ def test_lower_priority_numbers_are_served_first(zoo: ModelZoo) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("sessions", "episodes_end"), [(10, True), (5, False)])
+def test_a_call_of_low_priority_is_served_beside_sessions_that_never_rest(
+    zoo: ModelZoo, sessions: int, episodes_end: bool
+) -> None:
+    async def main() -> None:
+        engine = load(zoo, slots=4)
+        served, calls = False, 0
+
+        async def train(number: int) -> None:
+            nonlocal calls
+            session = engine.open(f"s{number}", "solver")
+            while not served and calls < 300:
+                calls += 1
+                await session.generate(request(f"r{calls}", prompt(5, number), max_tokens=1))
+                if episodes_end:
+                    session.close()
+                    session = engine.open(f"s{number}-{calls}", "solver")
+
+        async def evaluate() -> None:
+            nonlocal served
+            while calls < 20:
+                await asyncio.sleep(0)
+            await engine.open("e", "solver", priority=2).generate(request("e", prompt(5, 99)))
+            served = True
+
+        await asyncio.gather(evaluate(), *(train(number) for number in range(sessions)))
+        assert 128 < calls < 300  # its priority lets 2 x 16 calls for each of the slots go ahead
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_a_continuation_after_a_pause_is_bit_equal(zoo: ModelZoo) -> None:
     async def generate(pauses: int) -> Completion:
         engine = load(zoo)

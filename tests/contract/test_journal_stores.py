@@ -121,8 +121,13 @@ def test_roots_are_counted_once_and_what_never_ended_is_found(run: Callable[[Sce
         journal.admit(make_spec("e2~0.r#0.0", parent_id="e2"))
         await journal.flush()
 
-        assert journal.admitted() == 3
-        assert [(spec.episode_id, spec.attempt) for spec in journal.unfinished()] == [("e1", 1), ("e2", 0)]
+        assert journal.next_number("e") == 3
+        assert [(spec.episode_id, spec.attempt) for spec in journal.unfinished()] == [
+            ("e1", 1),
+            ("e2", 0),
+            ("e2~0.r#0.0", 0),
+        ]
+        assert journal.next_number("v") == 1
 
     run(scenario)
 
@@ -170,7 +175,7 @@ def test_after_a_rollback_only_the_surviving_lineage_has_consumed(run: Callable[
 
 def test_an_empty_journal_says_so(run: Callable[[Scenario], None]) -> None:
     async def scenario(journal: AnyJournal) -> None:
-        assert journal.admitted() == 0
+        assert journal.next_number("e") == 0
         assert journal.highest_lineage() == -1
         assert list(journal.unfinished()) == []
         assert journal.info()["name"] == "contract"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -90,13 +89,6 @@ def test_the_commands_of_the_readme_work(repository: Path, trained: Path, workpl
     for line in lines:
         arguments = shlex.split(line)[1:]
         run(workplace, *[shown if argument == "e100" else argument for argument in arguments])
-
-
-def test_the_environment_of_the_readme_is_sound(repository: Path, tmp_path: Path) -> None:
-    readme = (repository / "README.md").read_text()
-    [block] = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
-    (tmp_path / "my_env.py").write_text(block)
-    assert "passed" in run(tmp_path, "env", "check", "my_env.py").stdout
 
 
 def test_a_run_directory_is_not_overwritten(repository: Path, trained: Path, workplace: Path) -> None:

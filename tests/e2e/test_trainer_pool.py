@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from agentrl.cluster.session import RaySession
 from agentrl.cluster.trainer_pool import RayTrainerPool
 from agentrl.config.run import PolicyConfig, RunConfig
-from agentrl.core.errors import JournalError, NonFiniteError, TrainerError
+from agentrl.core.errors import JournalError, NonFiniteError, StorageError, TrainerError
 from agentrl.core.ports import Trainer
 from agentrl.core.records import DataLocation, PolicyVersion, StepReport
 from agentrl.learn.columns import read_columns
@@ -127,7 +127,18 @@ def test_a_failure_on_one_rank_leaves_both_usable_and_a_dead_rank_ends_the_group
                 await pool.optim_step("policy", 1)
             episodes.advantages[5] = advantage
             await pool.forward_backward(episodes.batch())
+            (tmp_path / "steps").write_text("in the way")  # of rank 0, which writes the files
+            with pytest.raises(StorageError, match=r"0\.1\.safetensors: could not be written") as caught:
+                await pool.optim_step("policy", 1)
+            assert "\n" not in str(caught.value)
+            (tmp_path / "steps").unlink()
+            await pool.forward_backward(episodes.batch())
             assert (await pool.optim_step("policy", 1)).samples == 6
+            (tmp_path / "versions").write_text("in the way")
+            with pytest.raises(StorageError, match=r"versions/policy/0\.1: could not be written"):
+                await pool.publish("policy", PolicyVersion("policy", 0, 1))
+            with pytest.raises(StorageError, match="versions/policy: could not be written"):
+                await pool.save(str(tmp_path / "versions"))
             os.kill(pool.process_ids[1], signal.SIGKILL)
             with pytest.raises(TrainerError, match="trainer rank 1 died"):
                 await pool.forward_backward(episodes.batch(2))

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, SeatBinding, Task, UnitHeader
+from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, SeatBinding, Task, TrajectoryHeader
 from agentrl.credit.advantages import leave_one_out
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 
@@ -29,7 +29,7 @@ def header_for(spec: EpisodeSpec, ending: str, reward: float) -> EpisodeHeader:
         turns=1,
         tokens=3,
         seconds=0.0,
-        trajectories=tuple(UnitHeader(seat, 0, SEATS[seat].policy, given, 3, 0, 0) for seat in seats),
+        trajectories=tuple(TrajectoryHeader(seat, 0, SEATS[seat].policy, given, 3, 0, 0) for seat in seats),
         location=DataLocation("turns-0.db", 2),
     )
 

@@ -53,7 +53,7 @@ def config_for(**changes: Any) -> RunConfig:
         "model": {"path": "unused"},
         "policies": {"guesser": policy},
         "credit": {"group_size": 4},
-        "checkpoint": {"every": 0},
+        "checkpoint": {"every": 0, "versions": 0},
         "evaluation": {"tasks": 0},
         "max_in_flight": 64,
     }
@@ -88,7 +88,8 @@ class SmallRun:
     held_out: list[Task] = field(default_factory=list)
     during: Callable[[Orchestrator], None] | None = None
     past: Past = field(default_factory=Past)
-    resumed_from: PolicyVersion | None = None
+    resumed_at: dict[str, PolicyVersion] = field(default_factory=dict)
+    """The manifest's versions, where the run goes on from a checkpoint."""
     seen: Seen = field(default_factory=Seen)
     trainer: RecordingTrainer = field(init=False)
     orchestrator: Orchestrator = field(init=False)
@@ -100,15 +101,15 @@ class SmallRun:
             self.script, versions={name: PolicyVersion(name, 0, 0) for name in policies}, **self.engine_options
         )
         trainable = [name for name in policies if self.config.policies[name].trainable]
-        steps = {} if self.resumed_from is None else {self.resumed_from.policy: self.resumed_from.step}
+        steps = {name: version.step for name, version in self.resumed_at.items()}
         self.trainer = RecordingTrainer(trainable, clock=LoopClock(), steps=steps, **self.trainer_options)
-        versions = {name: PolicyVersion(name, 0, 0) for name in trainable}
-        if self.resumed_from is not None:
-            policy, lineage, step = self.resumed_from
-            versions[policy] = PolicyVersion(policy, lineage + 1, step)
+        versions = {
+            name: self.resumed_at[name]._replace(lineage=1) if name in self.resumed_at else PolicyVersion(name, 0, 0)
+            for name in trainable
+        }
         weights = {name: await self.trainer.publish(name, version) for name, version in versions.items()}
         for published in weights.values():
-            self.journal.record_version(published, self.resumed_from)
+            self.journal.record_version(published, self.resumed_at.get(published.version.policy))
             await engine.update(published)
         parts = Parts(
             engine=engine,

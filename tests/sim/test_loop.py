@@ -173,10 +173,14 @@ def test_a_full_disk_ends_the_run(simulated_loop: SimulatedLoop) -> None:
     simulated_loop.run(main)
 
 
-def test_a_nonfinite_step_is_skipped_and_its_units_are_dropped(simulated_loop: SimulatedLoop) -> None:
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_nonfinite_step_is_skipped_and_its_units_are_dropped(
+    simulated_loop: SimulatedLoop, max_staleness: int
+) -> None:
     async def main() -> None:
         failures: dict[tuple[str, int], AgentRLError] = {("guesser", 2): NonFiniteError("the loss is nan")}
-        run = SmallRun(trainer_options={"step_seconds": 0.5, "failures": failures})
+        config = config_for(max_staleness=max_staleness)
+        run = SmallRun(config=config, trainer_options={"step_seconds": 0.5, "failures": failures})
         await run.run()
         ledger = run.orchestrator.buffer.ledger
         assert [batch.step_id for batch in run.trainer.batches] == [1, 2, 3, 4]
@@ -190,7 +194,7 @@ def test_evaluation_is_pinned_and_does_not_hold_up_training(simulated_loop: Simu
         config = config_for(steps=4, evaluation={"tasks": 6, "every": 2})
         run = SmallRun(config=config, held_out=TASKS[:6])
         await run.run()
-        assert [step for step, _ in run.orchestrator.outcome.evaluations].count(0) == 1
+        assert [step for step, _ in run.orchestrator.evaluator.results].count(0) == 1
         assert len(run.seen.evaluations) == 3
         trained = {unit.episode_id for batch in run.trainer.batches for unit in batch.units}
         assert not [episode_id for episode_id in trained if episode_id.startswith("v")]
@@ -209,3 +213,14 @@ def test_no_ratio_of_step_to_group_deadlocks(
         assert len(run.trainer.batches) == 4
 
     simulated_loop.run(main)
+
+
+def test_stopping_does_not_wait_for_an_evaluation(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> float:
+        run = SmallRun(environment=Slow, config=config_for(evaluation={"tasks": 4}), held_out=TASKS[:4])
+        run.during = lambda orchestrator: asyncio.get_running_loop().call_later(1.0, orchestrator.stop)
+        outcome = await run.run()
+        assert outcome.interrupted
+        return asyncio.get_running_loop().time()
+
+    assert all(seconds < 10 for seconds in simulated_loop.run(main))

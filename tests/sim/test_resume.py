@@ -27,7 +27,7 @@ def second_life(first: SmallRun, journal: MemoryJournal, step: int) -> SmallRun:
     """The run as it is resumed from a checkpoint at `step`."""
     version = PolicyVersion("guesser", 0, step)
     past: Past = past_of(journal, {"guesser": version})
-    return SmallRun(config=first.config, journal=journal, past=past, resumed_from=version)
+    return SmallRun(config=first.config, journal=journal, past=past, resumed_at={"guesser": version})
 
 
 def test_a_stopped_run_trains_every_episode_once(simulated_loop: SimulatedLoop) -> None:

@@ -90,6 +90,7 @@ async def _play(environment: type[agentrl.Environment], replies: list[str], sett
         sampling=SamplingParams(max_tokens=512, stop_token_ids=(STOP_TOKEN,)),
         limits=Limits(max_turns=setting.max_turns, max_tokens=512, max_context=setting.max_context),
         tool_timeout_s=setting.tool_timeout_s,
+        episode_timeout_s=setting.episode_timeout_s,
     )
     runner = EpisodeRunner(
         engine=engine,
@@ -105,7 +106,6 @@ async def _play(environment: type[agentrl.Environment], replies: list[str], sett
         runner,
         environments={name_of(environment): environment},
         data_attempts=setting.attempts,
-        episode_timeout_s=setting.episode_timeout_s,
         on_failure=failures.append,
     )
     dispatcher.worker = worker

@@ -100,6 +100,26 @@ def test_missing_entries_are_found(tmp_path: Path) -> None:
         TurnReader(tmp_path).read_many([EntryKey("turns-w0.db", "e0", 0, 3)])
 
 
+def test_entries_that_are_whole_but_not_those_of_the_commit_are_found(tmp_path: Path) -> None:
+    asyncio.run(one_episode(tmp_path))
+    log = SqliteRunLog(tmp_path)
+    ((digest,),) = log.rows("SELECT digest FROM episodes")
+    log.close()
+    reader = TurnReader(tmp_path)
+    assert len(reader.read("turns-w0.db", "e0", 0, entries=3, digest=digest)) == 3
+    reader.close()
+    with sqlite3.connect(tmp_path / "turns-w0.db") as connection:  # one for another, each with its checksum
+        copied = "INSERT INTO entries SELECT 99, episode, attempt, call, asked, body, checksum FROM entries"
+        connection.execute(f"{copied} WHERE call = 'r#0'")
+        connection.execute("DELETE FROM entries WHERE call = 'r#1'")
+    connection.close()
+    reader = TurnReader(tmp_path)
+    assert len(reader.read("turns-w0.db", "e0", 0, entries=3)) == 3
+    with pytest.raises(JournalError, match=r"episode e0 attempt 0: 3 entries in turns-w0\.db, but not those"):
+        reader.read("turns-w0.db", "e0", 0, entries=3, digest=digest)
+    reader.close()
+
+
 def test_a_changed_control_row_is_found(tmp_path: Path) -> None:
     asyncio.run(one_episode(tmp_path))
     with sqlite3.connect(tmp_path / "control.db") as connection:

@@ -30,7 +30,7 @@ def test_is_a_journal_store_a_turn_log_and_a_run_log(tmp_path: Path) -> None:
         log: TurnLog = store.turn_log("w0")
         run: RunLog = journal
         assert log.name == "turns-w0.db"
-        assert run.admitted() == 0
+        assert run.next_number("e") == 0
         await store.close()
         await store.close()
 
@@ -54,7 +54,7 @@ def test_episodes_come_back_as_they_were_written(tmp_path: Path) -> None:
             expected = header(each, 3)
             assert its_header.trajectories == tuple(sorted(expected.trajectories, key=lambda unit: unit.seat))
             assert (its_header.location, its_header.seconds, its_header.reward) == (expected.location, 0.25, 1.0)
-        assert journal.admitted() == 70
+        assert journal.next_number("e") == 70
         assert journal.unfinished() == []
         await journal.close()
 
@@ -80,8 +80,8 @@ def test_unfinished_are_the_newest_attempts_without_an_end(tmp_path: Path) -> No
         journal.admit(spec(4, parent="e0"))
         journal.admit(spec(5))
         await journal.commit_episode(spec(5), header(spec(5), 0, dropped="env_error"), b"", {})
-        assert list(journal.unfinished()) == [spec(1), spec(2, attempt=1)]
-        assert journal.admitted() == 4
+        assert list(journal.unfinished()) == [spec(1), spec(2, attempt=1), spec(4, parent="e0")]
+        assert journal.next_number("e") == 6
         ready = journal.ready_units({"policy": PolicyVersion("policy", 0, 0)})
         assert [each.episode_id for each, _ in ready] == ["e0"]
         await journal.close()
@@ -139,7 +139,7 @@ def test_reopening_keeps_identity_and_appends(tmp_path: Path) -> None:
         second = SqliteJournal(tmp_path, info={"name": "b"})
         assert (second.info()["run"], second.info()["name"]) == (run, "a")
         await write(second, [spec(1)])
-        assert second.admitted() == 2
+        assert second.next_number("e") == 2
         await second.close()
 
     asyncio.run(main())
@@ -183,7 +183,7 @@ def test_waiting_after_close_is_an_error(tmp_path: Path) -> None:
             await journal.flush()
 
     asyncio.run(main())
-    assert SqliteRunLog(tmp_path).admitted() == 1
+    assert SqliteRunLog(tmp_path).next_number("e") == 1
 
 
 def test_many_commits_share_few_transactions(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
@@ -10,14 +11,19 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from agentrl.core.errors import StorageError
 from agentrl.core.records import PolicyVersion
 from agentrl.observe.metrics import METRICS, JsonlSink, Sink, describe
-from agentrl.observe.plot import curve
-from agentrl.observe.progress import Progress, figures
+from agentrl.observe.page import page
+from agentrl.observe.plot import curve, sparkline
+from agentrl.observe.progress import figures
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
+from agentrl.observe.run_state import RunPlan, RunState, plan_of, read_metrics
+from agentrl.observe.status import Status, read_status, with_engine_share, write_status
+from agentrl.observe.view import duration, plain, view
 
 STEP = {
     "reward/mean": 0.5,
@@ -58,10 +64,13 @@ def test_the_sink_writes_a_line_per_step_and_appends(tmp_path: Path) -> None:
         JsonlSink(tmp_path / "nowhere" / "metrics.jsonl")
 
 
+PLAN = RunPlan(name="demo", environment="guess", steps=40, max_staleness={"policy": 1})
+
+
 def test_a_pipe_gets_a_plain_line_per_step(tmp_path: Path) -> None:
     stream = io.StringIO()
     directory = RunDirectory.create(tmp_path / "run", "{}")
-    with RunObserver(directory, policies=["policy"], steps=40, stream=stream) as observer:
+    with RunObserver(directory, plan=PLAN, stream=stream) as observer:
         observer.phase("starting")
         observer.on_step("policy", 3, STEP)
         observer.on_evaluation(
@@ -74,19 +83,121 @@ def test_a_pipe_gets_a_plain_line_per_step(tmp_path: Path) -> None:
     )
     assert observer.steps == [{"step": 3.0, **STEP}]
     assert len(directory.metrics.read_text().splitlines()) == 2
+    status = read_status(directory.path)
+    assert status is not None
+    assert status.ended
 
 
-def test_a_terminal_gets_a_bar_for_each_policy() -> None:
+def test_a_terminal_gets_one_screen_that_says_who_waits_for_whom(tmp_path: Path) -> None:
     stream = Terminal()
-    progress = Progress(["proposer", "solver"], 40, stream=stream)
-    progress.on_step("solver", 3, STEP)
-    progress.on_evaluation({}, {})
-    progress.close()
-    progress.close()
+    directory = RunDirectory.create(tmp_path / "run", "{}")
+    status = Status(phase="training", waits=("trainer waits for episodes: 3 of 8 units are ready",), in_flight=5)
+
+    async def watched() -> None:
+        with RunObserver(directory, plan=PLAN, stream=stream) as observer:
+            observer.watch()
+            observer.phase("loading the engine")
+            for step in (1, 2, 3):
+                observer.on_step("policy", step, STEP)
+            observer.watch(lambda: status)
+
+    asyncio.run(watched())
     shown = stream.getvalue()
-    assert "proposer" in shown
-    assert "3/40" in shown
-    assert "reward 0.500" in shown
+    assert "loading the engine …" in shown
+    assert "step 3/40" in shown
+    assert "trainer waits for episodes: 3 of 8 units are ready" in shown
+    assert "5 in flight" in shown
+    written = read_status(directory.path)
+    assert written is not None
+    assert written.in_flight == 5
+
+
+def test_a_sink_that_fails_is_dropped_by_name_and_the_run_goes_on(tmp_path: Path) -> None:
+    class Failing:
+        calls = 0
+
+        def record(self, policy: str, step: int, values: object) -> None:
+            self.calls += 1
+            raise OSError("no network")
+
+        def close(self) -> None:
+            self.calls += 1
+
+    sink, stream = Failing(), io.StringIO()
+    with RunObserver(RunDirectory.create(tmp_path / "run", "{}"), plan=PLAN, sinks=[sink], stream=stream) as observer:
+        observer.on_step("policy", 1, STEP)
+        observer.on_step("policy", 2, STEP)
+    assert sink.calls == 1
+    assert "Failing failed and gets no more metrics: OSError: no network" in stream.getvalue()
+
+
+def test_a_resumed_run_shows_its_earlier_steps_and_repeats_replace_what_was_lost(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path / "run", "{}")
+    for steps, reward in (((1, 2, 3), 0.1), ((2,), 0.9)):
+        with RunObserver(directory, plan=PLAN, quiet=True) as observer:
+            for step in steps:
+                observer.on_step("policy", step, {"reward/mean": reward})
+    assert observer.state.policies["policy"].series("reward/mean") == ([1, 2], [0.1, 0.9])
+
+
+def test_damaged_metrics_status_and_configurations_are_read_as_far_as_they_go(tmp_path: Path) -> None:
+    lines = [
+        '{"policy": "p", "step": 1, "loss": 0.5, "x": null, "y": "no", "z": true}',
+        "[]",
+        "{",
+        "\x00",
+        '{"step": 1}',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"policy": "p", "step": 1e400, "loss": 1}']))
+    state = RunState(plan=plan_of({"policies": {"p": {"max_staleness": "many"}}, "steps": [], "model": None}))
+    read_metrics(tmp_path / "metrics.jsonl", state)
+    assert state.policies["p"].steps == {1: {"loss": 0.5}}
+    (tmp_path / "status.json").write_text("{")
+    assert read_status(tmp_path) is None
+    write_status(tmp_path, Status(phase="training", dropped={"x": 1}))
+    assert read_status(tmp_path) == Status(phase="training", dropped={"x": 1})
+
+
+def test_the_engine_is_named_where_it_is_the_bottleneck_and_where_it_starves() -> None:
+    status = Status(phase="training", in_flight=8)
+    assert "engine saturated" in with_engine_share(status, 0.97).waits[0]
+    assert "engine waits for tools" in with_engine_share(status, 0.2).waits[0]
+    assert with_engine_share(status, 0.7).waits == ()
+    assert with_engine_share(Status(phase="training"), 0.0).waits == ()
+
+
+def test_nothing_of_a_run_reaches_the_terminal_as_it_is() -> None:
+    hostile = "\x1b[31mred\u202e\n"
+    plan = RunPlan(name=hostile, environment=hostile, max_staleness={hostile: 1})
+    state = RunState(plan=plan, status=Status(phase=hostile, waits=(hostile,), dropped={hostile: 1}), problem=hostile)
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(view(state, age_s=99.0))
+    assert not {"\x1b", "\u202e"} & set(stream.getvalue())
+    assert plain(hostile) == "\\x1b[31mred\\u202e\\n"
+
+
+def test_the_view_of_several_policies_fits_the_width() -> None:
+    state = RunState(plan=RunPlan(steps=9, max_staleness={"proposer": 1, "solver": 2}))
+    for step in range(1, 6):
+        for policy in ("proposer", "solver"):
+            state.record(policy, step, {**STEP, "step/seconds": 2.0, "entropy": 0.5})
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(view(state, width=80))
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("step 5/9" in line and "about 0:08 left" in line for line in lines) == 2
+
+
+def test_sparklines_and_durations() -> None:
+    assert sparkline([1.0, 1.0, math.nan]) == "▄▄"
+    assert sparkline([]) == ""
+    assert len(sparkline(list(range(1000)), width=7)) == 7
+    assert [duration(seconds) for seconds in (0, 59.6, 3600)] == ["0:00", "1:00", "1:00:00"]
+
+
+def test_the_page_of_metrics_is_up_to_date() -> None:
+    written = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert written == page(), "run `make docs-config`"
 
 
 def test_what_was_not_measured_is_left_out() -> None:

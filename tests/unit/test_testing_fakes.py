@@ -63,7 +63,7 @@ def test_what_is_not_flushed_is_lost_in_a_crash() -> None:
 
         survivor = journal.after_crash()
         assert [found.call_id for found in survivor.turn_log("w0").read("e0", 0)] == ["r#0"]
-        assert survivor.admitted() == 1
+        assert survivor.next_number("e") == 1
         assert len(journal.records) == 2
 
     simulate(main, seed=0)

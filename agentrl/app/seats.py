@@ -1,0 +1,114 @@
+"""Who plays what: policies bound to the seats of an environment and of the child episodes it declares.
+
+An environment declares its children in `fan_out`, by class name: `{"Solve": 8}`. The class is looked up in the
+environment's own module. Their seats are bound as `Solve.solver`, else by the bare name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import ConfigError, EnvironmentDefinitionError
+from agentrl.core.ports import EngineCapabilities
+from agentrl.environment.base import Environment
+from agentrl.orchestrator.scheduler import Demand
+
+MAX_DEPTH = 3
+
+
+def policy_binding(config: RunConfig) -> Callable[[str], str]:
+    """Which policy holds a seat.
+
+    Raises (when called):
+        ConfigError: the seat is bound to nothing.
+    """
+
+    def policy_of(seat: str) -> str:
+        try:
+            return config.policy_of(seat)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    return policy_of
+
+
+def played(
+    environment: type[Environment], prefix: str = "", times: int = 1, depth: int = 0
+) -> Iterator[tuple[str, int]]:
+    """Every seat a root episode fills, children included, with how many episodes fill it."""
+    for seat in environment.seats:
+        yield f"{prefix}{seat}", times
+    for name, number in environment.fan_out.items():
+        child = getattr(sys.modules.get(environment.__module__), name, None)
+        if not (isinstance(child, type) and issubclass(child, Environment)):
+            raise EnvironmentDefinitionError(
+                f"{environment.__qualname__}.fan_out names {name!r}, no environment in {environment.__module__}"
+            )
+        if depth < MAX_DEPTH:
+            yield from played(child, f"{name}.", times * number, depth + 1)
+
+
+def demand_of(config: RunConfig, environment: type[Environment]) -> Demand:
+    """What a root group brings; refused where the bounds could never let one in, or a policy could never learn.
+
+    Raises:
+        ConfigError: what does not fit, and the mend.
+    """
+    seats = list(played(environment))
+    _check_names(config, environment, [seat for seat, _ in seats])
+    size, policy_of = config.credit.group_size, policy_binding(config)
+    units: Counter[str] = Counter()
+    for seat, times in seats:
+        name = policy_of(seat)
+        if config.policies[name].trainable:
+            units[name] = max(units[name], times * size)
+    for name, policy in config.policies.items():
+        if policy.trainable and name not in units:
+            raise ConfigError(
+                f"policies.{name} is trainable but holds no seat of {environment.__name__} "
+                f"({', '.join(seat for seat, _ in seats)}): bind it in [seats], declare the child that seats it in "
+                f"fan_out, or set policies.{name}.trainable = false"
+            )
+        bound = (1 + policy.max_staleness) * policy.step_size
+        if units[name] > bound:
+            raise ConfigError(
+                f"credit.group_size = {size}: a group brings {units[name]} units of {name}, more than may be in "
+                f"flight: (1 + max_staleness) × step_size = {bound}; raise policies.{name}.step_size or lower group_size"
+            )
+    if not units:
+        raise ConfigError(f"no seat of {environment.__name__} is held by a trainable policy: there is nothing to learn")
+    if size > config.max_in_flight:
+        raise ConfigError(f"credit.group_size = {size} is larger than max_in_flight = {config.max_in_flight}")
+    return Demand(episodes=size, units=dict(units))
+
+
+def check_capabilities(config: RunConfig, capabilities: EngineCapabilities) -> None:
+    """Refuse at start what the engine cannot give.
+
+    Raises:
+        ConfigError: the setting, what it needs, and the engine that lacks it.
+    """
+    needs = {
+        f"engine.refresh = {config.engine.refresh!r}": config.engine.refresh in capabilities.refresh,
+        "engine.capture_routing": capabilities.expert_routing or not config.engine.capture_routing,
+        "sampling.top_k, top_p or min_p (their kept sets)": capabilities.sampling_mask
+        or not config.sampling.is_filtered,
+        "policies.*.lora": capabilities.adapters > 0 or all(p.lora is None for p in config.policies.values()),
+    }
+    for what, given in needs.items():
+        if not given:
+            raise ConfigError(f"the engine {capabilities.name!r} cannot give what {what} needs")
+
+
+def _check_names(config: RunConfig, environment: type[Environment], known: list[str]) -> None:
+    """A misspelt seat in the configuration would silently be held by somebody else."""
+    names = {*known, *(seat.rsplit(".", 1)[-1] for seat in known)}
+    for seat in config.seats:
+        if seat not in names:
+            near = difflib.get_close_matches(seat, sorted(names), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"its seats: {', '.join(sorted(names))}"
+            raise ConfigError(f"seats.{seat}: {environment.__name__} has no such seat; {hint}")

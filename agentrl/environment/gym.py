@@ -1,0 +1,296 @@
+"""`gymnasium.Env` as an environment: a discrete or text action is a turn, the rendered observation its next message.
+
+Owns: `GymEnvironment`, what a user fills in (`make`, `render`, `parse`), and the game as a `replay` resource.
+Does not own: texts for known games (`gym_text.py`), the way back from a seat to `gymnasium.Env` (`gym_seat.py`).
+Invariants: the episode's start is a function of `task.data["seed"]` alone, so a group plays one start; every call on
+the game runs under a global random state of its own (`random` and `numpy.random`), swapped in and out; an episode that
+ends by an illegal action scores below every legal end, or the run stops by name.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
+from agentrl.core.ids import key64
+from agentrl.core.records import Task
+from agentrl.environment.base import (
+    Agent,
+    Environment,
+    EpisodeContext,
+    LimitReachedError,
+    Resource,
+    Split,
+    TaskSource,
+    system,
+    user,
+)
+
+if TYPE_CHECKING:
+    import gymnasium
+
+    Game = gymnasium.Env[Any, Any]
+    Make = Callable[[Task], Game]
+    Render = Callable[[Any, Mapping[str, Any], Game], str]
+    Parse = Callable[[str, Game], Any]
+
+HELD_OUT_SEEDS = 512
+SEEDS = 1 << 31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GymEpisode:
+    """A finished game, as `GymEnvironment.reward` sees it."""
+
+    rewards: tuple[float, ...]
+    """What the game gave, one number per legal action."""
+    terminated: bool
+    """The game came to its own end."""
+    illegal: bool
+    """It was ended by an illegal action. Neither this nor `terminated`: a limit ended it."""
+
+
+class GymEnvironment(Environment):
+    """One agent plays a `gymnasium.Env`.
+
+    Example:
+        class Lake(agentrl.GymEnvironment):
+            def make(self, task):
+                return gymnasium.make("FrozenLake-v1", is_slippery=False, render_mode="ansi")
+
+            def render(self, observation, info, env):
+                return env.render()
+
+            def parse(self, text, env):
+                return {"left": 0, "down": 1, "right": 2, "up": 3}.get(text.strip())
+    """
+
+    seats = ("player",)
+
+    # --- override these ---------------------------------------------------------------------------------------------
+
+    instructions: ClassVar[str] = ""
+    """The system message: the rules, and how to answer; none where empty."""
+    max_turns: ClassVar[int] = 64
+    """Turns after which the episode is truncated, besides the game's own time limit."""
+    illegal_actions: ClassVar[int] = 1
+    """The episode ends with this many illegal actions; before, `illegal_text` comes before the observation."""
+    illegal_text: ClassVar[str] = "That is not a legal action.\n"
+    illegal_reward: ClassVar[float] = -1.0
+    """Reward of an episode ended by illegal actions. Must be below that of every legal end: a policy that earns more
+    by breaking the format than by losing breaks it for ever."""
+
+    env: Game
+    """The game, from its reset on; `reward` may look at it."""
+
+    @abstractmethod
+    def make(self, task: Task) -> Game:
+        """A fresh game; it is reset with `task.data["seed"]` and closed at the end."""
+
+    @abstractmethod
+    def render(self, observation: Any, info: Mapping[str, Any], env: Game) -> str:
+        """What the agent reads: of the reset, and of every step that does not end the game."""
+
+    @abstractmethod
+    def parse(self, text: str, env: Game) -> Any:
+        """The action a turn's text stands for; None, or one outside `env.action_space`, is illegal."""
+
+    def reward(self, task: Task, episode: GymEpisode) -> float:
+        """A finite number for the whole episode; default: the sum of what the game gave."""
+        return self.illegal_reward if episode.illegal else sum(episode.rewards)
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+        """One task per seed of the game; no training seed is held out. Distinct seeds may still start alike."""
+        return SeedTasks(split, seed)
+
+    # --- machinery --------------------------------------------------------------------------------------------------
+
+    async def run(self, ctx: EpisodeContext) -> None:
+        """Play until the game ends, an action is illegal once too often, or a limit is reached."""
+        game = ctx.resource(lambda: SeededGame(self, ctx.task), level="replay")
+        agent = ctx.agent(self.seats[0])
+        try:
+            episode = await self._play(ctx, game, agent)
+            agent.reward(self._checked_reward(ctx.task, episode))
+        finally:
+            if hasattr(self, "env"):
+                self.env.close()
+
+    async def _play(self, ctx: EpisodeContext, game: Resource, agent: Agent) -> GymEpisode:
+        messages = [system(self.instructions)] if self.instructions else []
+        messages.append(user(await game.call("reset")))
+        rewards: list[float] = []
+        illegal, terminated = 0, False
+        limit: LimitReachedError | None = None
+        while limit is None and not terminated and illegal < self.illegal_actions:
+            try:
+                turn = await agent.act(*messages)
+            except LimitReachedError as error:
+                limit = error
+                continue
+            step = await game.call("step", turn.text)
+            messages = [user(step["observation"])]
+            if not step["legal"]:
+                illegal += 1
+                ctx.metric("turns/illegal", 1.0)
+                continue
+            rewards.append(step["reward"])
+            terminated = step["terminated"]
+            if not terminated and (step["truncated"] or len(agent.turns) >= self.max_turns):
+                limit = LimitReachedError(f"{type(self).__name__}: no time left", stop_reason="max_turns")
+        if limit is not None:
+            ctx.truncate(limit)
+        is_illegal = illegal >= self.illegal_actions
+        return GymEpisode(rewards=tuple(rewards), terminated=terminated, illegal=is_illegal)
+
+    def _checked_reward(self, task: Task, episode: GymEpisode) -> float:
+        value = self.reward(task, episode)
+        if not episode.illegal and value <= self.illegal_reward:
+            raise EnvironmentDefinitionError(
+                f"{type(self).__name__}, task {task.id!r}: a legal end scores {value:g}, no more than breaking the "
+                f"format ({self.illegal_reward:g}), which would then be learned; set "
+                f"{type(self).__name__}.illegal_reward below the lowest reward of a legal end"
+            )
+        return value
+
+
+class SeededGame:
+    """A game under a global random state of its own; what its calls return is JSON data."""
+
+    def __init__(self, environment: GymEnvironment, task: Task) -> None:
+        self._environment = environment
+        self._task = task
+        self._observation = ""
+        self._random = GlobalRandom(int(task.data["seed"]))
+
+    def reset(self) -> str:
+        """Make and reset the game; the first observation."""
+        environment, seed = self._environment, int(self._task.data["seed"])
+        with self._random.swapped_in():
+            environment.env = environment.make(self._task)
+            observation, info = environment.env.reset(seed=seed)
+            self._observation = self._rendered(observation, info)
+        return self._observation
+
+    def step(self, text: str) -> dict[str, Any]:
+        """Do what `text` says; an illegal action changes nothing."""
+        environment = self._environment
+        with self._random.swapped_in():
+            action = environment.parse(text, environment.env)
+            if action is None or not environment.env.action_space.contains(action):
+                shown = environment.illegal_text + self._observation
+                return {"legal": False, "observation": shown, "terminated": False, "truncated": False}
+            observation, reward, terminated, truncated, info = environment.env.step(action)
+            # The observation of an end is asked of nobody, and some games cannot show it.
+            self._observation = "" if terminated or truncated else self._rendered(observation, info)
+        return {
+            "legal": True,
+            "observation": self._observation,
+            "reward": float(reward),
+            "terminated": bool(terminated),
+            "truncated": bool(truncated),
+        }
+
+    def _rendered(self, observation: Any, info: Mapping[str, Any]) -> str:
+        shown = self._environment.render(observation, info, self._environment.env)
+        if not isinstance(shown, str):
+            raise EpisodeError(
+                f"{type(self._environment).__name__}.render returned {type(shown).__name__}; return a str "
+                "(env.render() gives one only with render_mode='ansi')",
+                reason="environment_error",
+            )
+        return shown
+
+
+class GlobalRandom:
+    """The state of `random` and `numpy.random` as one game sees it; everyone else's stays as it was."""
+
+    def __init__(self, seed: int) -> None:
+        import numpy as np
+
+        self._python = random.Random(seed).getstate()
+        self._numpy = np.random.MT19937(seed)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Within: the game's own state."""
+        import numpy as np
+
+        python, numpy, generator = random.getstate(), np.random.get_state(), np.random.get_bit_generator()
+        random.setstate(self._python)
+        np.random.set_bit_generator(self._numpy)  # a hundred times cheaper than copying states
+        try:
+            yield
+        finally:
+            self._python = random.getstate()
+            random.setstate(python)
+            np.random.set_bit_generator(generator)
+            if numpy[3]:  # the second half of a normal draw, which the swap forgot
+                np.random.set_state(numpy)
+
+
+class SeedTasks:
+    """Tasks that are seeds of a game: 512 held out, the same for every run, and practically endless others."""
+
+    def __init__(self, split: Split, seed: int) -> None:
+        self._split = split
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return HELD_OUT_SEEDS if self._split == "held_out" else SEEDS
+
+    def __getitem__(self, index: int, /) -> Task:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        if self._split == "held_out":
+            return Task(id=f"held_out-{index}", data={"seed": index})
+        drawn = HELD_OUT_SEEDS + key64("gym", self._seed, index) % (SEEDS - HELD_OUT_SEEDS)
+        return Task(id=f"train-{self._seed}-{index}", data={"seed": drawn})
+
+
+def gym_environment(
+    name: str,
+    make: Make,
+    *,
+    render: Render,
+    parse: Parse,
+    max_turns: int = 64,
+    instructions: str = "",
+    illegal_reward: float = -1.0,
+) -> type[GymEnvironment]:
+    """A `GymEnvironment` class from functions.
+
+    Args:
+        name: the variable it is assigned to, in the module that defines `make`; `module:name` then finds it.
+        make: from a task to a fresh game.
+        render: from (observation, info, env) to what the agent reads.
+        parse: from (text, env) to an action; None is illegal.
+        max_turns: turns after which the episode is truncated.
+        instructions: the system message.
+        illegal_reward: what an illegal action ends the episode with; below every legal end.
+
+    Example:
+        >>> import gymnasium
+        >>> from agentrl.environment.gym_text import BLACKJACK
+        >>> Blackjack = gym_environment(
+        ...     "Blackjack", lambda task: gymnasium.make("Blackjack-v1"), illegal_reward=-2.0, **BLACKJACK._asdict()
+        ... )
+    """
+    namespace: dict[str, Any] = {
+        "__module__": make.__module__,
+        "__qualname__": name,
+        "__doc__": f"{name}, one agent.",
+        "make": lambda self, task: make(task),
+        "render": lambda self, observation, info, env: render(observation, info, env),
+        "parse": lambda self, text, env: parse(text, env),
+        "max_turns": max_turns,
+        "instructions": instructions,
+        "illegal_reward": illegal_reward,
+    }
+    return type(name, (GymEnvironment,), namespace)

@@ -1,0 +1,204 @@
+"""An `EpisodeContext` without journal: an episode played once, in this process, by callables that answer for the seats.
+
+For an environment's way out of agentrl (`gym_seat.py`) and for trying one by hand. Nothing is recorded, so nothing can
+be resumed; child episodes need an orchestrator and are refused by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.core.records import Completion, Message, PolicyVersion, Task, ToolCall, ToolSpec, Turn, VersionSpan
+from agentrl.core.rng import stream, uuid4
+from agentrl.environment.base import (
+    Agent,
+    ChildEpisode,
+    Environment,
+    EpisodeContext,
+    Guarantee,
+    LimitReachedError,
+    Limits,
+    Resource,
+    ResourceLevel,
+    ToolCallError,
+)
+
+T = TypeVar("T")
+
+Speak = Callable[[Sequence[Message]], Awaitable[str]]
+"""Answers for a seat: from the new messages to what it says."""
+ParseText = Callable[[str], tuple[str, tuple[ToolCall, ...]]]
+"""From what a seat says to the content and the tool calls in it."""
+
+
+class PlainAgent(Agent):
+    """One conversation with whoever answers for the seat."""
+
+    def __init__(self, seat: str, index: int, speak: Speak, parse: ParseText, limits: Limits) -> None:
+        self.seat = seat
+        self.index = index
+        self.rewards: list[float] = []
+        self._speak = speak
+        self._parse = parse
+        self._limits = limits
+        self._turns: list[Turn] = []
+        self._messages: list[Message] = []
+        self._pending: tuple[Message, ...] = ()
+
+    async def act(self, *messages: Message, max_tokens: int | None = None) -> Turn:
+        """Ask whoever answers; a shorter turn cannot be asked of them."""
+        if len(self._turns) >= self._limits.max_turns:
+            raise LimitReachedError(f"agent {self.seat!r} has no turn left", stop_reason="max_turns")
+        new, self._pending = (*self._pending, *messages), ()
+        text = await self._speak(new)
+        content, calls = self._parse(text)
+        message = Message(role="assistant", content=content, tool_calls=calls)
+        self._messages += [*new, message]
+        turn = Turn(text=content, message=message, completion=_completion(self.seat, text))
+        self._turns.append(turn)
+        return turn
+
+    def restart(self, *messages: Message) -> None:
+        """Begin again from these messages."""
+        self._messages, self._pending = [], messages
+
+    def reward(self, value: float, turn: int | None = None) -> None:
+        """Add to the agent's rewards."""
+        self.rewards.append(float(value))
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """The agent's turns so far."""
+        return self._turns
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The conversation so far."""
+        return self._messages
+
+
+class PlainResource(Resource):
+    """A stateful object, called as it is."""
+
+    def __init__(self, instance: object) -> None:
+        self._object = instance
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method."""
+        value = getattr(self._object, method)(*arguments)
+        return await value if inspect.isawaitable(value) else value
+
+
+class PlainContext(EpisodeContext):
+    """What `run` is given where there is no journal.
+
+    Args:
+        task: what is played.
+        speakers: who answers, by seat.
+        limits: bounds of the episode.
+        seed: of `rng`.
+        parse: finds tool calls in what a seat says; default: there are none.
+    """
+
+    def __init__(
+        self, task: Task, speakers: Mapping[str, Speak], *, limits: Limits, seed: int, parse: ParseText | None = None
+    ) -> None:
+        self.task = task
+        self.limits = limits
+        self.agents: dict[tuple[str, int], PlainAgent] = {}
+        self.metrics: dict[str, float] = {}
+        self.truncated = False
+        self._speakers = speakers
+        self._parse: ParseText = parse if parse is not None else lambda text: (text, ())
+        self._rng = stream("plain", seed)
+        self._clock = SystemClock()
+
+    def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> PlainAgent:
+        """The agent of a seat; it is told nothing of the tools."""
+        if seat not in self._speakers:
+            raise EnvironmentDefinitionError(f"nobody answers for seat {seat!r}; give a callable for it")
+        made = PlainAgent(seat, index, self._speakers[seat], self._parse, self.limits)
+        return self.agents.setdefault((seat, index), made)
+
+    async def effect(
+        self, name: str, function: Callable[[], T | Awaitable[T]], *, guarantee: Guarantee = "idempotent"
+    ) -> T:
+        """Act on the outside world."""
+        value = function()
+        performed: T = await value if inspect.isawaitable(value) else value
+        return performed
+
+    def resource(self, factory: Callable[[], object], *, level: ResourceLevel = "pinned") -> PlainResource:
+        """A stateful object of this episode."""
+        return PlainResource(factory())
+
+    def spawn(
+        self, environment: type[Environment], task: Task | Mapping[str, Any], *, n: int = 1
+    ) -> tuple[ChildEpisode, ...]:
+        """Refused: child episodes need an orchestrator."""
+        raise EnvironmentDefinitionError(
+            f"{environment.__name__} cannot be spawned here: child episodes need a run of `agentrl.train`"
+        )
+
+    async def gather(self, *awaitables: Awaitable[Any]) -> list[Any]:
+        """Await several things at once."""
+        return list(await asyncio.gather(*awaitables))
+
+    async def call_tool(
+        self,
+        name: str,
+        arguments: Any,
+        call: Callable[[], str | Awaitable[str]],
+        *,
+        external: bool,
+        timeout_s: float | None,
+    ) -> str:
+        """Run a tool; what it raises is its observation."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                result = await asyncio.to_thread(call) if external else call()
+                return str(await result if inspect.isawaitable(result) else result)
+        except ToolCallError as error:
+            return f"error: {error}"
+        except Exception as error:  # noqa: BLE001 - a tool is foreign code, and its error is the policy's observation
+            return f"error: {type(error).__name__}: {error}"
+
+    def truncate(self, limit: LimitReachedError) -> None:
+        """A limit cut the episode short."""
+        self.truncated = True
+
+    @property
+    def rng(self) -> random.Random:
+        """One stream for the episode."""
+        return self._rng
+
+    def now(self) -> float:
+        """Wall-clock seconds since the epoch."""
+        return self._clock.wall()
+
+    def uuid(self) -> str:
+        """A random UUID."""
+        return uuid4(self._rng)
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait."""
+        await self._clock.sleep(seconds)
+
+    def metric(self, name: str, value: float) -> None:
+        """Add to a number of the episode."""
+        self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
+
+
+def _completion(seat: str, text: str) -> Completion:
+    """What was said, a token per byte, by a version of nobody's."""
+    import numpy as np
+
+    ids = np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int32)
+    spans = (VersionSpan(0, len(ids), PolicyVersion(seat, 0, 0)),) if len(ids) else ()
+    return Completion(token_ids=ids, logprobs=np.zeros(len(ids), np.float32), finish_reason="stop", spans=spans)

@@ -1,0 +1,51 @@
+"""`report.html` of a run directory: what `statistics` reads, written as `observe.report` draws it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from agentrl.core.errors import StorageError
+from agentrl.inspection.reader import RunReader
+from agentrl.inspection.statistics import run_state
+from agentrl.observe.alarms import read_alarms
+from agentrl.observe.report import page
+
+FILE = "report.html"
+
+
+def write_report(directory: str | Path) -> Path:
+    """Write the report of a run, whole or not at all; returns its path.
+
+    Raises:
+        InputError: there is no run.
+        StorageError: it cannot be read, or the report cannot be written.
+    """
+    reader = RunReader(directory)
+    try:
+        config = reader.info().get("config")
+        text = page(
+            run_state(reader),
+            config=config if isinstance(config, dict) else {},
+            raised=read_alarms(reader.path),
+            summary=_summary(reader.path),
+        )
+    finally:
+        reader.close()
+    target, partial = reader.path / FILE, reader.path / f".{FILE}"
+    try:
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+        os.replace(partial, target)
+    except OSError as error:
+        raise StorageError(f"{target}: the report cannot be written ({error.strerror}); free space") from error
+    return target
+
+
+def _summary(directory: Path) -> dict[str, Any]:
+    try:
+        value = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

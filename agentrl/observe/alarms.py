@@ -1,0 +1,267 @@
+"""Alarms: what goes wrong in a run without ending it, named with what to try. Pure functions of `RunState`.
+
+Each looks at a window of the newest steps, so that a single odd step raises none, and says nothing where what it needs
+was not measured. An alarm's name is stable; its text carries the figures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from agentrl.observe.metrics import BROKEN_FORMAT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from agentrl.observe.run_state import PolicyState, RunState, Values
+
+FILE = "alarms.jsonl"
+WINDOW = 5
+"""Steps an alarm looks at."""
+BROKEN_SHARE = 0.3
+"""Share of turns that break the format, from which on the policy counts as fallen into illegal output."""
+ZERO_SHARE = 0.9
+"""Share of units without advantage, from which on a step teaches nothing."""
+LOW_ENTROPY = 0.01
+"""Nats per token below which a policy hardly explores."""
+K3_BOUND = 0.05
+"""Nats per token: `k3` of a healthy run stays an order of magnitude below."""
+K3_BOUND_IN_STEP = 0.005
+"""The same where no token is stale: what is left is the difference between engine and trainer."""
+DROPPED_SHARE = 0.25
+"""Share of the ended episodes lost to one reason."""
+MIN_EPISODES = 16
+"""Episodes before a share of them means something."""
+LENGTH_RATIO = 0.2
+"""How far the length of trained episodes may be from that of all that ended."""
+LENGTH_STEPS = 20
+MEANINGS = {
+    "illegal_output": f"{BROKEN_SHARE:.0%} of the turns or more break the format in each of {WINDOW} steps, and no "
+    "fewer at their end",
+    "format_pays": f"over the whole run, episodes that break the format earn more on average than those that keep it "
+    f"(at least {MIN_EPISODES} of each)",
+    "collapse": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have no advantage, the reward is below its best, the "
+    f"entropy below {LOW_ENTROPY:g} nats",
+    "no_signal": "the same, and the reward has never differed",
+    "nothing_to_learn": "the same, at the best reward so far",
+    "staleness": f"the mean lag of {WINDOW} steps is above max_staleness by a quarter of it, at least by 0.25 steps",
+    "off_policy": f"k3 above {K3_BOUND:g} nats per token over {WINDOW} steps",
+    "engine_mismatch": f"k3 above {K3_BOUND_IN_STEP:g} nats per token though no token was stale",
+    "composition": f"over {LENGTH_STEPS} steps, trained units are {LENGTH_RATIO:.0%} shorter or longer than all that "
+    "ended",
+    "dropped": f"{DROPPED_SHARE:.0%} of the episodes that ended, at least {MIN_EPISODES}, were dropped for one reason",
+}
+"""When each alarm is raised."""
+EXPECTED_DROPS = {"run_ended", "frozen"}
+
+_ADVICE_ON_DROPS = {
+    "environment_error": "run `agentrl env check`; `agentrl episode show` of a dropped one gives the exception",
+    "episode_timeout": "raise episode_timeout_s, or lower sampling.max_turns and environment.tool_timeout_s",
+    "prompt_too_long": "raise engine.max_context or shorten the first prompt",
+    "no_reward": "give every agent a reward on every path through `run()`, or set `truncated_reward`",
+    "bad_reward": "return a finite number from `reward`",
+    "nondeterminism": "run `agentrl env check`: randomness, time or the outside world bypasses `ctx`",
+    "nonfinite_gradient": "lower the learning rate; look at k3 and grad_norm before the first of them",
+}
+
+
+class Alarm(NamedTuple):
+    """Something that goes wrong."""
+
+    name: str
+    policy: str
+    """Whom it concerns; empty for the run."""
+    text: str
+    """What was measured."""
+    advice: str
+    """What to try."""
+
+    @property
+    def line(self) -> str:
+        """The alarm on one line."""
+        whose = f"{self.policy}: " if self.policy else ""
+        return f"{self.name}: {whose}{self.text}. Try: {self.advice}."
+
+
+def alarms(state: RunState) -> list[Alarm]:
+    """The alarms of a run, the gravest first."""
+    found: list[Alarm] = []
+    for policy in state.policies.values():
+        window = [policy.steps[step] for step in sorted(policy.steps)[-WINDOW:]]
+        about_format = [*_format_pays(policy), *_illegal_output(policy, window)]
+        found += about_format
+        if len(window) == WINDOW:
+            if not about_format:
+                found += _nothing_taught(policy, window)
+            found += _staleness(policy, window)
+            found += _mismatch(policy, window)
+        found += _composition(policy)
+    if state.status is not None:
+        found += _dropped(state.status.dropped, state.status.trained + state.status.ready)
+    return found
+
+
+def write_alarm(directory: Path, alarm: Alarm, step: int) -> None:
+    """Append to `alarms.jsonl` that an alarm was raised for the first time, at a step; a full disk is ignored."""
+    try:
+        with (directory / FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **alarm._asdict()}) + "\n")
+    except OSError:
+        return
+
+
+def read_alarms(directory: Path) -> list[tuple[int, Alarm]]:
+    """(step, alarm) of what was raised in a run, in order; what cannot be read is left out."""
+    try:
+        lines = (directory / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    raised = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+            raised.append((int(row["step"]), Alarm(*(str(row[name]) for name in Alarm._fields))))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return raised
+
+
+def _format_pays(policy: PolicyState) -> Iterator[Alarm]:
+    broken, kept = [0.0, 0.0], [0.0, 0.0]
+    for values in policy.steps.values():
+        episodes, share = values.get("format/episodes", 0.0), values.get("format/broken_share", 0.0)
+        for total, count, name in (
+            (broken, episodes * share, "format/reward_broken"),
+            (kept, episodes * (1.0 - share), "format/reward_kept"),
+        ):
+            if name in values:
+                total[0] += count
+                total[1] += count * values[name]
+    if min(broken[0], kept[0]) < MIN_EPISODES:
+        return
+    mean_broken, mean_kept = broken[1] / broken[0], kept[1] / kept[0]
+    if mean_broken > mean_kept:
+        yield Alarm(
+            "format_pays",
+            policy.name,
+            f"episodes that break the format earn {mean_broken:.3f} on average, those that keep it {mean_kept:.3f}, "
+            f"over {broken[0] + kept[0]:.0f} episodes: breaking it is what will be learned",
+            "reward a broken format below every legal end (`illegal_reward`, a penalty in `reward`), then start anew",
+        )
+
+
+def _illegal_output(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
+    shares = _values(window, "format/broken_turns")
+    if len(shares) < WINDOW or min(shares) < BROKEN_SHARE or shares[-1] < 0.8 * shares[0]:
+        return
+    kinds = sorted(((_mean(_values(window, name)), name) for name in BROKEN_FORMAT), reverse=True)
+    per_episode = max(_mean(_values(window, "episodes/turns")), 1e-9)
+    what = ", ".join(f"{name} {mean / per_episode:.0%}" for mean, name in kinds if mean > 0)
+    yield Alarm(
+        "illegal_output",
+        policy.name,
+        f"{_mean(shares):.0%} of the turns of the last {len(window)} steps break the format"
+        + (f" (of all turns: {what})" if what else ""),
+        "see one with `agentrl episode show`; resume from an earlier checkpoint with a lower learning rate and "
+        "trainer.entropy_bonus = 0.02; where it was so from the start, a base model that knows the format, or "
+        "a larger sampling.max_tokens if turns end by length",
+    )
+
+
+def _nothing_taught(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
+    zero, rewards = _values(window, "advantage/zero_share"), _values(window, "reward/mean")
+    if len(zero) < len(window) or len(rewards) < len(window) or _mean(zero) < ZERO_SHARE:
+        return
+    _, history = policy.series("reward/mean")
+    best = max(_mean(history[at : at + WINDOW]) for at in range(len(history) - WINDOW + 1))
+    spread, now = max(history) - min(history), _mean(rewards)
+    entropy = _values(window, "entropy")
+    tail = f", entropy {_mean(entropy):.3f} nats per token" if entropy else ""
+    text = f"{_mean(zero):.0%} of the units of the last {len(window)} steps have no advantage: every group agrees"
+    if spread < 1e-9:
+        yield Alarm(
+            "no_signal",
+            policy.name,
+            f"{text} on reward {now:.3f}, as since the start{tail}",
+            "easier tasks, a larger credit.group_size, a higher sampling.temperature, or a reward for partial success",
+        )
+    elif now < best - 0.1 * spread and (not entropy or _mean(entropy) < LOW_ENTROPY):
+        yield Alarm(
+            "collapse",
+            policy.name,
+            f"{text}, and the reward fell from {best:.3f} to {now:.3f}{tail}",
+            "resume from a checkpoint before the fall with a lower learning rate and trainer.entropy_bonus = 0.02",
+        )
+    elif now >= best - 0.1 * spread:
+        yield Alarm(
+            "nothing_to_learn",
+            policy.name,
+            f"{text} at reward {now:.3f}, the best so far{tail}",
+            "stop here, or go on with harder tasks: these are solved as well as this reward can tell",
+        )
+
+
+def _staleness(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
+    lags, bound = _values(window, "staleness/mean"), policy.max_staleness
+    if lags and bound is not None and _mean(lags) > bound + max(0.25, 0.25 * bound):
+        yield Alarm(
+            "staleness",
+            policy.name,
+            f"the mean lag of the last {len(window)} steps is {_mean(lags):.2f} steps, the bound {bound}",
+            "episodes outlive several steps: lower max_in_flight or sampling.max_turns, raise step_size, or allow it "
+            "with a larger max_staleness",
+        )
+
+
+def _mismatch(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
+    k3, lags = _mean(_values(window, "k3")), _mean(_values(window, "staleness/max"))
+    if lags == 0.0 and k3 > K3_BOUND_IN_STEP:
+        yield Alarm(
+            "engine_mismatch",
+            policy.name,
+            f"engine and trainer disagree by k3 = {k3:.3f} nats per token though no token is stale",
+            "the same dtype, chat template, temperature and filters on both sides; `kept_mass` shows a lost filter",
+        )
+    elif k3 > K3_BOUND:
+        yield Alarm(
+            "off_policy",
+            policy.name,
+            f"k3 = {k3:.3f} nats per token between the sampling and the trained weights (healthy: below {K3_BOUND:g})",
+            "a lower learning rate, or a smaller max_staleness",
+        )
+
+
+def _composition(policy: PolicyState) -> Iterator[Alarm]:
+    ratios = _values([policy.steps[step] for step in sorted(policy.steps)[-LENGTH_STEPS:]], "composition/length_ratio")
+    if len(ratios) == LENGTH_STEPS and abs(_mean(ratios) - 1.0) > LENGTH_RATIO:
+        kind = "shorter" if _mean(ratios) < 1.0 else "longer"
+        yield Alarm(
+            "composition",
+            policy.name,
+            f"what was trained in the last {LENGTH_STEPS} steps is {abs(_mean(ratios) - 1.0):.0%} {kind} than what "
+            "ended: the steps see a biased part of the episodes",
+            "a larger max_staleness or step_size, so that slow episodes are in time; look at the dropped ones",
+        )
+
+
+def _dropped(reasons: Mapping[str, int], others: int) -> Iterator[Alarm]:
+    ended = sum(reasons.values()) + others
+    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
+        if reason in EXPECTED_DROPS or count < MIN_EPISODES or count < DROPPED_SHARE * ended:
+            continue
+        yield Alarm(
+            "dropped",
+            "",
+            f"{count:,} of {ended:,} episodes that ended were dropped because of {reason}",
+            _ADVICE_ON_DROPS.get(reason, f"`agentrl episode list RUN --where 'drop_reason = {reason}'` shows them"),
+        )
+
+
+def _values(window: Sequence[Values], name: str) -> list[float]:
+    return [values[name] for values in window if name in values]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,122 @@
+"""A watch on the event loop: what blocks it, and errors that nobody awaits, are named with file and line.
+
+Code that blocks the loop stops every episode at once. A thread looks at a mark the loop renews; where the mark is old,
+it reads the stack of the loop's thread. Owns that thread. Does not interrupt anything. A loop that waits for work is
+never reported, nor is a starved machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import linecache
+import sys
+import sysconfig
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import AgentRLError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+BLOCKED_S = 1.0
+_PACKAGE = __file__.rpartition("/observe/")[0]
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+@contextlib.contextmanager
+def watch_loop(tell: Callable[[str], None], *, longest_s: float = BLOCKED_S) -> Iterator[None]:
+    """Watch the running loop; `tell` is called once for each place: in the watching thread for one that blocks, in the
+    loop for an error of a task or callback that nobody awaits (also after the end of the watch).
+
+    Args:
+        tell: takes one line for people; must be safe to call from a thread.
+        longest_s: the loop is blocked when it does not come round for so long, in seconds.
+    """
+    watch = _Watch(asyncio.get_running_loop(), tell, longest_s)
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.stop()
+
+
+class _Watch:
+    def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[str], None], longest_s: float) -> None:
+        self._loop = loop
+        self._tell = tell
+        self._longest_s = longest_s
+        self._clock = SystemClock()
+        self._mark = self._clock.monotonic()
+        self._told: set[tuple[str, int]] = set()
+        self._stopped = threading.Event()
+        self._owner = threading.get_ident()
+        self._thread = threading.Thread(target=self._look, name="loop-watch", daemon=True)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._loop.set_exception_handler(self._on_lost_error)
+        self._renew()
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._thread.join()
+
+    def _renew(self) -> None:
+        self._mark = self._clock.monotonic()
+        self._timer = self._loop.call_later(self._longest_s / 4, self._renew)
+
+    def _on_lost_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if error is None:
+            loop.default_exception_handler(context)
+            return
+        trace = traceback.extract_tb(error.__traceback__)
+        place = next((f"{f.filename}:{f.lineno}: " for f in reversed(trace) if _is_users(f.filename)), "")
+        kind = "" if isinstance(error, AgentRLError) else f"{type(error).__name__}: "
+        if (place, 0) not in self._told:
+            self._told.add((place, 0))
+            self._tell(f"{place}{kind}{error}")
+
+    def _look(self) -> None:
+        while not self._stopped.wait(self._longest_s / 4):
+            seconds = self._clock.monotonic() - self._mark
+            frame = sys._current_frames().get(self._owner) if seconds > self._longest_s else None
+            if frame is None or frame.f_globals.get("__name__") in ("selectors", "asyncio.base_events"):
+                continue
+            found = _user_frame(frame)
+            place = (found.f_code.co_filename, found.f_lineno)
+            if place not in self._told:
+                self._told.add(place)
+                self._tell(self._described(found, seconds))
+
+    def _described(self, frame: FrameType, seconds: float) -> str:
+        file, number = frame.f_code.co_filename, frame.f_lineno
+        task = asyncio.current_task(self._loop)
+        name = "" if task is None or task.get_name().startswith("Task-") else f" in episode {task.get_name()}"
+        return (
+            f"the event loop has been blocked for {seconds:.1f} s{name} by {file}:{number} in {frame.f_code.co_name}: "
+            f"`{linecache.getline(file, number).strip()}`. No episode goes on meanwhile: await it (`ctx.sleep`, "
+            "`ctx.effect` with an async function), or mark the tool @tool(external=True), which runs it in a thread"
+        )
+
+
+def _user_frame(innermost: FrameType) -> FrameType:
+    """The innermost frame that is neither ours nor a library's; the innermost where all are."""
+    frame: FrameType | None = innermost
+    while frame is not None:
+        if _is_users(frame.f_code.co_filename):
+            return frame
+        frame = frame.f_back
+    return innermost
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((_PACKAGE, *_LIBRARIES, "<frozen"))

@@ -1,0 +1,62 @@
+"""docs/metrics.md, generated from the registry: `python -m agentrl.observe.page > docs/metrics.md`.
+
+Owns the layout of the page. Names, units and meanings are those of `metrics.py` and `alarms.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from agentrl.observe.alarms import MEANINGS
+from agentrl.observe.metrics import METRICS
+
+_PAGE = """# Metrics
+
+<!-- Written by `make docs-config` from agentrl/observe/metrics.py and alarms.py; changes belong there. -->
+
+Every optimizer step and every evaluation records numbers under the names below, which stay. `<…>` stands for any word.
+What could not be measured is left out.
+
+| where | what |
+|---|---|
+| `runs/NAME/metrics.jsonl` | a line per step and policy: `{{"policy": …, "step": …, name: value, …}}` |
+| `runs/NAME/journal/control.db` | table `metrics`: [journal format](journal_format.md) |
+| `agentrl run view NAME` | one screen, also while it trains; `q` leaves |
+| `agentrl run report NAME` | `runs/NAME/report.html`, written at the end of a run and again by this command |
+| `agentrl run curve NAME --metric k3` | one metric over the steps |
+| `agentrl run metrics NAME [--json]` | the newest value of each |
+| `agentrl run metrics NAME --prometheus` | the same in Prometheus' text format, for its textfile collector |
+| `sinks = ["tensorboard"]` | also to tensorboard, `trackio` or `wandb`; each is an extra of its name |
+
+`ctx.metric(name, value)` in an environment adds a name of its own: the sum within an episode, the mean over the
+episodes that were committed since the policy's last step. An environment that reads free text counts what it cannot
+read as `ctx.metric("turns/illegal", 1)`, so that the alarms know.
+
+## Names
+
+| name | unit | meaning |
+|---|---|---|
+{metrics}
+
+## Alarms
+
+Named on the screen, once as a line of the error stream, in `runs/NAME/alarms.jsonl` and in the report, each with what
+was measured and what to try. None ends a run.
+
+| alarm | raised when |
+|---|---|
+{alarms}
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    metrics = (
+        f"| `{metric.name}` | {metric.unit} | {metric.meaning.replace('|', chr(92) + '|')} |" for metric in METRICS
+    )
+    alarms = (f"| `{name}` | {meaning} |" for name, meaning in MEANINGS.items())
+    return _PAGE.format(metrics="\n".join(metrics), alarms="\n".join(alarms))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,137 @@
+"""All that is shown of a run, folded from its metrics: the same for the live view, another process and the report.
+
+Owns the fold of metric lines (a repeated step replaces the older one, as after a resume) and what the configuration
+says about bounds. Knows neither terminals nor HTML.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentrl.observe.status import Status
+
+Values = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What the configuration says that is needed to read the metrics."""
+
+    name: str = "run"
+    environment: str = ""
+    model: str = ""
+    steps: int = 0
+    max_staleness: Mapping[str, int] = field(default_factory=dict)
+    """Of each policy that steps; its keys are the trainable policies."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PolicyState:
+    """What is known of one policy."""
+
+    name: str
+    max_staleness: int | None = None
+    steps: dict[int, Values] = field(default_factory=dict)
+    """Metrics by optimizer step, in order."""
+    evaluations: dict[int, Values] = field(default_factory=dict)
+    """Held-out metrics by step, in order."""
+
+    @property
+    def step(self) -> int:
+        """The newest step; 0 before the first."""
+        return max(self.steps, default=0)
+
+    @property
+    def last(self) -> Values:
+        """Metrics of the newest step; empty before the first."""
+        return self.steps.get(self.step, {})
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values of a metric where it was measured; `evaluation/…` comes from the evaluations."""
+        source = self.evaluations if name.startswith("evaluation/") else self.steps
+        points = [(step, values[name]) for step, values in sorted(source.items()) if name in values]
+        return [step for step, _ in points], [value for _, value in points]
+
+    def seconds_left(self, steps: int) -> float | None:
+        """Wall seconds until step `steps` at the pace of the last ten steps; None before the first."""
+        paces = [values["step/seconds"] for _, values in sorted(self.steps.items())[-10:] if "step/seconds" in values]
+        return sum(paces) / len(paces) * max(steps - self.step, 0) if paces else None
+
+
+@dataclass(slots=True, kw_only=True)
+class RunState:
+    """A run as it is shown."""
+
+    plan: RunPlan
+    path: str = ""
+    policies: dict[str, PolicyState] = field(default_factory=dict)
+    status: Status | None = None
+    problem: str = ""
+    """What of the run could not be read, in words."""
+
+    def __post_init__(self) -> None:
+        for name, bound in self.plan.max_staleness.items():
+            self.policies.setdefault(name, PolicyState(name=name, max_staleness=bound))
+
+    def record(self, policy: str, step: int, values: Values) -> None:
+        """Take a line of metrics; those that are not finite are left out."""
+        known = {name: value for name, value in values.items() if math.isfinite(value)}
+        state = self.policies.setdefault(policy, PolicyState(name=policy))
+        if any(name.startswith("evaluation/") for name in known):
+            state.evaluations[step] = known
+        else:
+            for later in [other for other in state.steps if other >= step]:
+                del state.steps[later]
+            state.steps[step] = known
+
+
+def plan_of(config: Mapping[str, Any]) -> RunPlan:
+    """What the resolved configuration of a run says, of any version; what is missing is left at its default."""
+    policies = _mapping(config.get("policies"))
+    trainable = {name: _mapping(policy) for name, policy in policies.items()}
+    return RunPlan(
+        name=str(config.get("name", "run")),
+        environment=str(_mapping(config.get("environment")).get("id", "")),
+        model=str(_mapping(config.get("model")).get("path", "")),
+        steps=_whole(config.get("steps")) or 0,
+        max_staleness={
+            name: _whole(policy.get("max_staleness")) or 0
+            for name, policy in trainable.items()
+            if policy.get("trainable", True)
+        },
+    )
+
+
+def read_metrics(path: Path, state: RunState) -> None:
+    """Fold `metrics.jsonl` into a state; a line that is being written, or is damaged, is left out."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(row, dict):
+            continue
+        policy, step = row.pop("policy", None), _whole(row.pop("step", None))
+        if isinstance(policy, str) and step is not None:
+            state.record(policy, step, {name: value for name, value in row.items() if _is_number(value)})
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (_whole(value) is not None and abs(value) < 1 << 53)
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

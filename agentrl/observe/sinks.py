@@ -1,0 +1,158 @@
+"""Sinks that need a package of their own: trackio, wandb, tensorboard. Thin: names and values go through as they are.
+
+Imported where they are asked for, and only then. A metric of policy P is logged as it is where P is the only policy
+that steps, and as `P/name` where there are several: these tools know one series per name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from agentrl.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from agentrl.observe.metrics import Sink
+
+SinkName = Literal["trackio", "wandb", "tensorboard"]
+
+
+def open_sinks(names: Sequence[SinkName], directory: Path, config: Mapping[str, Any]) -> list[Sink]:
+    """The sinks a configuration asks for.
+
+    Args:
+        names: which.
+        directory: the run's; local files of a sink go there.
+        config: the resolved configuration, logged with the run.
+
+    Raises:
+        ConfigError: a sink's package is not installed; the message has the command that installs it.
+    """
+    return [_MAKERS[name](directory, config) for name in names]
+
+
+class _Named:
+    """Names for several policies."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        policies = config.get("policies", {})
+        self._several = sum(bool(policy.get("trainable", True)) for policy in policies.values()) > 1
+
+    def named(self, policy: str, values: Mapping[str, float]) -> dict[str, float]:
+        prefix = f"{policy}/" if self._several else ""
+        return {f"{prefix}{name}": value for name, value in values.items() if math.isfinite(value)}
+
+
+class TensorboardSink(_Named):
+    """Event files in `RUN/tensorboard`; look at them with `tensorboard --logdir runs`."""
+
+    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        writer = _import("tensorboard.summary.writer.event_file_writer", "tensorboard")
+        self._event = _import("tensorboard.compat.proto.event_pb2", "tensorboard").Event
+        self._summary = _import("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
+        self._writer = writer.EventFileWriter(str(directory / "tensorboard"))
+
+    def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
+        """One event with a scalar per name."""
+        scalars = [
+            self._summary.Value(tag=tag, simple_value=value) for tag, value in self.named(policy, values).items()
+        ]
+        event = self._event(step=step, summary=self._summary(value=scalars))
+        self._writer.add_event(event)
+
+    def close(self) -> None:
+        """Write what is buffered. Idempotent."""
+        self._writer.close()
+
+
+class _LoggingSink(_Named):
+    """wandb, and trackio, which has the same calls: `init`, `log`, `finish`."""
+
+    def __init__(self, module: Any, options: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        with contextlib.redirect_stdout(sys.stderr):  # the output stream is for our results
+            name = str(config.get("name", "run"))
+            self._run = module.init(project="agentrl", name=name, config=dict(config), **options)
+
+    def close(self) -> None:
+        """End the run there. Idempotent."""
+        if self._run is not None:
+            with contextlib.redirect_stdout(sys.stderr):
+                self._run.finish()
+            self._run = None
+
+
+class WandbSink(_LoggingSink):
+    """Weights & Biases; `WANDB_MODE=offline` keeps everything in `RUN/wandb`."""
+
+    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
+        super().__init__(_import("wandb", "wandb"), {"dir": str(directory)}, config)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
+        """A log call; the step is a metric of its own, since wandb drops steps that go back, as after a resume."""
+        self._run.log({"step": step, **self.named(policy, values)})
+
+
+class TrackioSink(_LoggingSink):
+    """trackio: a local database; look at it with `trackio show`."""
+
+    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
+        super().__init__(_import("trackio", "trackio"), {"resume": "allow"}, config)
+
+    def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
+        """A log call."""
+        self._run.log(self.named(policy, values), step=step)
+
+
+def prometheus(name: str, latest: Mapping[str, Mapping[str, float]], units: Callable[[str], tuple[str, str]]) -> str:
+    """The newest value of each metric in Prometheus' text exposition format, version 0.0.4.
+
+    Args:
+        name: the run's, which becomes the label `run`.
+        latest: values by policy and metric name.
+        units: unit and meaning of a metric name; empty where unknown.
+    """
+    metrics: dict[str, list[str]] = {}
+    described: dict[str, str] = {}
+    for policy, values in latest.items():
+        for metric, value in values.items():
+            key = "agentrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
+            unit, meaning = units(metric)
+            described.setdefault(key, f"{meaning} ({unit})" if meaning else metric)
+            metrics.setdefault(key, []).append(f'{key}{{run="{_label(name)}",policy="{_label(policy)}"}} {value!r}')
+    lines = []
+    for key, samples in sorted(metrics.items()):
+        help_text = described[key].replace("\\", "\\\\").replace("\n", "\\n")
+        lines += [f"# HELP {key} {help_text}", f"# TYPE {key} gauge", *samples]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _label(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+def _import(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"sinks: {package!r} needs a package that is not installed ({error}); install it with "
+            f"`python -m pip install 'agentrl[{package}]'`, or leave it out of `sinks`"
+        ) from error
+
+
+_MAKERS: dict[SinkName, Callable[[Path, Mapping[str, Any]], Sink]] = {
+    "trackio": TrackioSink,
+    "wandb": WandbSink,
+    "tensorboard": TensorboardSink,
+}

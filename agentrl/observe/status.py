@@ -1,0 +1,72 @@
+"""Where a run stands between steps: what the loop says of itself, and `status.json`, where others read it.
+
+Owns the record and its file. The file is a courtesy to `agentrl run view`: nothing of the run depends on it, and what
+cannot be read counts as absent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+FILE = "status.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """A moment of a run."""
+
+    phase: str
+    """What the run does now, in words."""
+    progress: tuple[int, int] | None = None
+    """Held-out episodes that have ended, and of how many, while an evaluation runs."""
+    waits: tuple[str, ...] = ()
+    """Who waits for whom, in words."""
+    in_flight: int = 0
+    ready: int = 0
+    trained: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Episodes by reason."""
+    engine_busy_s: float = 0.0
+    """Seconds the engine has spent in forward passes since it was started."""
+    engine_share: float | None = None
+    """Share of the last seconds the engine was busy; the observer fills it in."""
+    wall: float = 0.0
+    """When, in seconds since the epoch; the observer fills it in."""
+    seconds: float = 0.0
+    """Wall seconds since the run was started; the observer fills it in."""
+    ended: bool = False
+    """Whether the process has left the run."""
+
+
+def write_status(directory: Path, status: Status) -> None:
+    """Write `status.json`, whole or not at all; a full disk is left to those who cannot do without it."""
+    partial = directory / f".{FILE}"
+    try:
+        partial.write_bytes(msgspec.json.encode(status))
+        os.replace(partial, directory / FILE)
+    except OSError:
+        return
+
+
+def read_status(directory: Path) -> Status | None:
+    """The newest status of a run; None where there is none, or none this version reads."""
+    try:
+        return msgspec.json.decode((directory / FILE).read_bytes(), type=Status)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def with_engine_share(status: Status, share: float | None) -> Status:
+    """The status with what the engine did lately, also in words."""
+    waits = status.waits
+    if share is not None and status.in_flight:
+        if share >= 0.9:
+            waits = (*waits, f"engine saturated: busy {share:.0%} of the time with {status.in_flight} episodes")
+        elif share < 0.5:
+            waits = (*waits, f"engine waits for tools, environments or other processes: busy {share:.0%} of the time")
+    return replace(status, engine_share=share, waits=waits)

@@ -1,0 +1,188 @@
+"""One screen of a run, for the terminal: a `RunState` becomes a rich renderable. Draws; reads and decides nothing.
+
+Everything of a run passes `plain` before it is shown: names come from configurations and journals of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from agentrl.observe.alarms import Alarm, alarms
+from agentrl.observe.plot import curve, sparkline
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from agentrl.observe.run_state import PolicyState, RunState
+    from agentrl.observe.status import Status
+
+WIDTH = 100
+"""Characters the view uses at most; it shrinks to 60."""
+PLOT_HEIGHT = 5
+SILENT_S = 15.0
+"""A status older than this is said to be old."""
+
+
+def view(state: RunState, *, width: int = WIDTH, age_s: float | None = None) -> RenderableType:
+    """The screen of a run.
+
+    Args:
+        state: what is known of it.
+        width: characters to fill.
+        age_s: seconds since the status was written, by another process; None: it is of this moment.
+    """
+    width = max(60, min(width, WIDTH))
+    parts: list[RenderableType] = [_heading(state, width, age_s)]
+    several = len(state.policies) > 1
+    for policy in state.policies.values():
+        parts.append(_progress(state, policy, width, several=several))
+        if not several:
+            parts.append(_plot(policy, width))
+        parts.append(_figures(policy, width, several=several))
+    if state.status is not None:
+        parts.append(_status(state.status))
+    parts.append(_alarms(alarms(state)))
+    if state.problem:
+        parts.append(Text(plain(f"not readable: {state.problem}"), "bold red"))
+    return Group(*parts)
+
+
+def plain(text: str) -> str:
+    """`text` on one line, with everything that is not printable as an escape."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people read them.
+
+    Example:
+        >>> duration(3725)
+        '1:02:05'
+        >>> duration(65)
+        '1:05'
+    """
+    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _heading(state: RunState, width: int, age_s: float | None) -> Text:
+    plan, status = state.plan, state.status
+    text = Text(plain(plan.name), "bold")
+    if plan.environment:
+        text.append(plain(f"  {plan.environment.rsplit('/', 1)[-1]}"), "cyan")
+    if status is None:
+        return _cut(text.append("  no status yet", "dim"), width)
+    phase = "ended" if status.ended else status.phase
+    text.append(plain(f"  {phase}"), "green")
+    if status.progress is not None and not status.ended:
+        ended, of = status.progress
+        text.append(f"  {'beside it evaluating ' if phase == 'training' else ''}{ended}/{of} ", "green")
+        if of:
+            text.append_text(_bar(ended / of, 12))
+    if status.seconds:
+        text.append(f"  {duration(status.seconds)}", "dim")
+    if age_s is not None and age_s > SILENT_S and not status.ended:
+        text.append(f"  silent for {duration(age_s)}: is its process alive?", "bold yellow")
+    return _cut(text, width)
+
+
+def _cut(text: Text, width: int) -> Text:
+    text.truncate(width, overflow="ellipsis")
+    return text
+
+
+def _progress(state: RunState, policy: PolicyState, width: int, *, several: bool) -> Text:
+    steps = state.plan.steps
+    text = Text(f"{plain(policy.name)}  " if several else "", "bold")
+    text.append(f"step {policy.step}" + (f"/{steps}  " if steps else ""))
+    if steps:
+        text.append_text(_bar(min(policy.step / steps, 1.0), max(10, min(40, width - 50))))
+        left = policy.seconds_left(steps)
+        if left is not None and policy.step < steps:
+            text.append(f"  about {duration(left)} left", "dim")
+    return text
+
+
+def _plot(policy: PolicyState, width: int) -> RenderableType:
+    steps, rewards = policy.series("reward/mean")
+    if len(rewards) < 2:
+        return Text("reward: the curve begins with the second step", "dim")
+    return Text(
+        curve(rewards, steps=steps, title="reward of training by step", width=width - 10, height=PLOT_HEIGHT), "green"
+    )
+
+
+def _figures(policy: PolicyState, width: int, *, several: bool) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    for _ in range(2):
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(no_wrap=True)
+    spark = max(8, (width - 56) // 2)
+    cells: list[tuple[str, Text]] = []
+    rows = [("reward", "reward/mean", "{:.3f}"), ("staleness", "staleness/mean", "{:.1f}")]
+    rows += [("tokens/s", "tokens/sampled_per_s", "{:,.0f}"), ("entropy", "entropy", "{:.3f}")]
+    rows += [("turns", "episodes/turns", "{:.1f}"), ("k3 mismatch", "k3", "{:.4f}")]
+    for label, name, form in rows if several else rows[1:]:
+        _, values = policy.series(name)
+        if values:
+            cells.append((label, Text(f"{form.format(values[-1]):>8} ").append(sparkline(values, width=spark), "cyan")))
+    cells.insert(0, ("held-out", _held_out(policy)))
+    last = policy.last
+    for label, name in (("engine busy", "engine/busy_share"), ("trainer busy", "trainer/busy_share")):
+        if name in last:
+            cells.append((label, Text(f"{last[name]:>8.0%} ").append_text(_bar(min(last[name], 1.0), spark))))
+    half = (len(cells) + 1) // 2
+    for left, right in zip(cells[:half], [*cells[half:], ("", Text())][:half], strict=True):
+        table.add_row(*left, *right)
+    return table
+
+
+def _held_out(policy: PolicyState) -> Text:
+    steps, values = policy.series("evaluation/reward")
+    if not values:
+        return Text("not measured yet", "dim")
+    text = Text(f"{values[-1]:>8.3f} ", "bold")
+    if len(values) == 1:
+        return text.append(f"at step {steps[0]}", "dim")
+    return text.append(f"at step {steps[-1]}, {values[0]:.3f} at step {steps[0]}", "dim")
+
+
+def _status(status: Status) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    dropped = sum(status.dropped.values())
+    counts = (
+        f"{status.in_flight:,} in flight · {status.ready:,} ready · {status.trained:,} trained · {dropped:,} dropped"
+    )
+    if dropped:
+        most = sorted(status.dropped.items(), key=lambda item: -item[1])[:3]
+        counts += f" ({', '.join(f'{plain(reason)} {count:,}' for reason, count in most)})"
+    table.add_row("episodes", Text(counts))
+    if not status.ended:
+        for number, wait in enumerate(status.waits):
+            table.add_row("waits" if number == 0 else "", Text(plain(wait)))
+    return table
+
+
+def _alarms(found: Sequence[Alarm]) -> RenderableType:
+    if not found:
+        return Text("no alarms", "dim")
+    text = Text()
+    for alarm in found:
+        text.append(f"ALARM {plain(alarm.name)}  ", "bold red")
+        text.append(plain(f"{alarm.policy}: " if alarm.policy else "") + plain(alarm.text) + ". ")
+        text.append(f"Try: {plain(alarm.advice)}.\n", "yellow")
+    text.rstrip()
+    return text
+
+
+def _bar(share: float, width: int) -> Text:
+    filled = round(max(0.0, min(share, 1.0)) * width)
+    return Text("█" * filled, "green").append("░" * (width - filled), "dim")

@@ -1,0 +1,111 @@
+"""Whether an environment rewards breaking the format: garbage against well-formed chance, on the same tasks.
+
+A policy that earns more by writing what nobody can read than by playing badly learns to write nothing else, and then
+has no gradient left. Owns the two kinds of policy and the comparison; the checker plays the episodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from agentrl.core.clock import SystemClock
+from agentrl.core.ports import GenerateRequest
+from agentrl.core.records import PolicyVersion, Task
+from agentrl.core.rng import stream
+from agentrl.engines.scripted import Script
+from agentrl.rollout.plain_format import STOP_TOKEN
+
+GARBAGE = ("@@ %% zz !!", '<tool_call>{"name": ', "")
+"""What nobody can read: noise, a call that does not parse, nothing."""
+CANDIDATES = (
+    *("left", "right", "up", "down", "north", "south", "east", "west", "yes", "no", "stick", "hit", "pass"),
+    *(str(number) for number in range(10)),
+    *("[0]", "[4]", "a", "b", "c", "hello world"),
+)
+"""Short actions many games know; those an environment counts as illegal are not played."""
+TASKS = 16
+REPEATS = 4
+"""Well-formed episodes per task."""
+BUDGET_S = 15.0
+"""No episode is begun after so many seconds: an environment may be slow."""
+
+
+class Outcome(NamedTuple):
+    """An episode, as far as it matters here."""
+
+    reward: float
+    broken: bool
+    """Whether a turn broke the format, as the runner and the environment count."""
+
+
+Play = Callable[[Task, int, Script], Outcome | str]
+"""Plays a task with a seed and a policy; what went wrong, in words, where it failed."""
+
+
+def format_findings(play: Play, tasks: Sequence[Task], random_policy: Script, *, has_tools: bool) -> list[str]:
+    """What is wrong with how an environment rewards the format, in words.
+
+    Args:
+        play: plays one episode.
+        tasks: the tasks to play; the first 16 count.
+        random_policy: calls tools as they want to be called, or says something short.
+        has_tools: without tools, the texts the environment takes are found out first.
+    """
+    clock = SystemClock()
+    end = clock.monotonic() + BUDGET_S
+    tasks = tasks[:TASKS]
+    policy = random_policy
+    if not has_tools and tasks:
+        legal = [text for text in CANDIDATES if _is_legal(play(tasks[0], 0, _always(text)))]
+        policy = _one_of(legal) if legal else random_policy
+    garbage: dict[str, list[float]] = {text: [] for text in GARBAGE}
+    kept: list[float] = []
+    for number, task in enumerate(tasks):
+        for text, rewards in garbage.items():
+            outcome = play(task, number, _always(text))
+            if isinstance(outcome, str):
+                return [f"task {task.id!r}, when every turn says {text!r}: {outcome}"]
+            rewards.append(outcome.reward)
+        for repeat in range(REPEATS):
+            outcome = play(task, number * REPEATS + repeat, policy)
+            if not isinstance(outcome, str) and not outcome.broken:
+                kept.append(outcome.reward)
+        if clock.monotonic() > end:
+            break
+    text, rewards = max(garbage.items(), key=lambda item: _mean(item[1]))
+    if len(kept) < 4 or len(rewards) < 4:
+        return []
+    error = math.sqrt(_variance(kept) / len(kept) + _variance(rewards) / len(rewards))
+    if _mean(rewards) <= _mean(kept) + 2 * error + 1e-9:
+        return []
+    return [
+        f"breaking the format pays: a policy whose every turn says {text!r} earns {_mean(rewards):.3f} on average, "
+        f"well-formed chance {_mean(kept):.3f} ({len(rewards)} and {len(kept)} episodes), so breaking it is what would "
+        "be learned; reward a broken format below every legal end (mind `truncated_reward`, where it runs into a limit)"
+    ]
+
+
+def _is_legal(outcome: Outcome | str) -> bool:
+    return not isinstance(outcome, str) and not outcome.broken
+
+
+def _always(text: str) -> Script:
+    return _one_of([text])
+
+
+def _one_of(texts: Sequence[str]) -> Script:
+    def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        return [*stream("format", request.seed).choice(texts).encode(), STOP_TOKEN]
+
+    return script
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else -math.inf
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)

@@ -1,0 +1,81 @@
+"""The environment: a lake with holes, four moves, a map that is shown once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import agentrl
+from environments.frozen_lake.tasks import SIZE, HeldOutTasks, TrainingTasks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import gymnasium
+
+    from agentrl.core.records import Task
+    from agentrl.environment.base import Split, TaskSource
+    from agentrl.environment.gym import GymEpisode
+
+MOVES = "LDRU"
+"""The letter of each of the game's actions, 0 to 3."""
+STEPS = ((0, -1), (1, 0), (0, 1), (-1, 0))
+"""(rows, columns) each of them moves."""
+WALL = "#"
+
+
+class FrozenLake(agentrl.GymEnvironment):
+    """Reach the goal of a 4×4 lake without falling into a hole; nothing slips.
+
+    The first message is the map, row by row; every message says the row, the column, and what lies to the left, below,
+    to the right and above. The answer is one letter: L, D, R or U.
+    """
+
+    max_turns = 16
+    illegal_reward = -0.5
+
+    def make(self, task: Task) -> gymnasium.Env[Any, Any]:
+        """gymnasium's game on the task's map."""
+        import gymnasium
+
+        self._map: Sequence[str] = task.data["map"]
+        self._is_shown = False
+        return gymnasium.make("FrozenLake-v1", desc=list(self._map), is_slippery=False, disable_env_checker=True)
+
+    def render(self, observation: Any, info: Mapping[str, Any], env: gymnasium.Env[Any, Any]) -> str:
+        """The position and its four neighbours; at first, the map before them."""
+        row, column = divmod(int(observation), SIZE)
+        around = "".join(self._cell(row + down, column + right) for down, right in STEPS)
+        opening = "" if self._is_shown else "\n".join(self._map) + "\n"
+        self._is_shown = True
+        return f"{opening}{row}{column}{around}"
+
+    def parse(self, text: str, env: gymnasium.Env[Any, Any]) -> int | None:
+        """One letter, nothing else."""
+        return MOVES.index(text) if len(text) == 1 and text in MOVES else None
+
+    def reward(self, task: Task, episode: GymEpisode) -> float:
+        """1 at the goal. Elsewhere 0 on held-out maps; in training half the share of the way covered, and less for a
+        hole, and least for anything but a move."""
+        reached = sum(episode.rewards) > 0
+        if reached or not task.data["shaped"]:
+            return float(reached)
+        if episode.illegal:
+            return self.illegal_reward
+        if episode.terminated:
+            return -0.25
+        row, column = divmod(int(self.env.unwrapped.s), SIZE)  # type: ignore[attr-defined]
+        return 0.5 * (row + column) / (2 * (SIZE - 1))
+
+    def _cell(self, row: int, column: int) -> str:
+        return self._map[row][column] if 0 <= row < SIZE and 0 <= column < SIZE else WALL
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0, held_out: int = 512) -> TaskSource:
+        """Maps of gymnasium's `generate_random_map`.
+
+        Args:
+            split: training maps never contain a held-out one.
+            seed: of the training maps; the held-out ones are the same for all seeds.
+            held_out: how many seeds' maps are held out.
+        """
+        return HeldOutTasks(held_out) if split == "held_out" else TrainingTasks(seed, HeldOutTasks(held_out))

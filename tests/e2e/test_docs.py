@@ -1,0 +1,88 @@
+"""What the README and docs/ show is run: every Python block, and the commands of the first ten minutes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.markdown_pages import PAGES, ROOT, blocks, python_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+
+SMALL = "--steps=2 --evaluation.tasks=8 --trainer.kind=in_process"
+FILE_NAME = re.compile(r"# (\w+\.py)\n")
+SHORTENED = """
+def shortened(config):
+    return config.model_copy(
+        update={
+            "steps": 2,
+            "trainer": config.trainer.model_copy(update={"kind": "in_process"}),
+            "evaluation": config.evaluation.model_copy(update={"tasks": 8}),
+        }
+    )
+"""
+
+
+def run(directory: Path, *command: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a reader stands after `make demo`: examples/ at hand, and a run in runs/demo."""
+    directory = tmp_path_factory.mktemp("reader")
+    (directory / "examples").symlink_to(ROOT / "examples")
+    train = ["train", "examples/01_tool_use.toml", "--name=demo", *SMALL.split()]
+    run(directory, sys.executable, "-m", "agentrl.cli", *train)
+    return directory
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if python_of(page)], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_the_python_of_a_page_runs(page: Path, workplace: Path) -> None:
+    shown = python_of(page)
+    for text in shown:
+        if found := FILE_NAME.match(text):
+            (workplace / found[1]).write_text(text, encoding="utf-8")
+    script = "\n\n".join(text.replace("agentrl.train(config", "agentrl.train(shortened(config)") for text in shown)
+    path = workplace / f"{page.stem}_page.py"
+    path.write_text(SHORTENED + script, encoding="utf-8")
+    run(workplace, sys.executable, str(path))
+
+
+def test_the_two_agents_of_the_readme_are_sound(tmp_path: Path) -> None:
+    [block] = python_of(ROOT / "README.md")
+    (tmp_path / "my_env.py").write_text(block, encoding="utf-8")
+    assert len([line for line in block.splitlines() if line.strip()]) <= 26
+    said = run(tmp_path, sys.executable, "-m", "agentrl.cli", "env", "check", "my_env.py:ProposeAndSolve")
+    [resumptions] = re.findall(r"resumed (\d+) times", said)
+    assert "passed" in said
+    assert int(resumptions) > 10, "the proposal was refused: no child episode was started"
+
+
+def test_the_first_ten_minutes(workplace: Path) -> None:
+    listed = json.loads(run(workplace, sys.executable, "-m", "agentrl.cli", "episode", "list", "demo", "--json"))
+    trained = next(episode["episode"] for episode in listed if episode["purpose"] == "train")
+    lines = [
+        line.replace("e100", trained)
+        for block in blocks(ROOT / "docs" / "getting_started.md")
+        if block.language == "" and "/path/to/" not in block.text
+        for line in block.text.splitlines()
+        if line.startswith(("agentrl ", "cd "))
+    ]
+    assert len(lines) > 7
+    agentrl = f'agentrl() {{ "{sys.executable}" -m agentrl.cli "$@" $([ "$1" = train ] && echo "{SMALL}"); }}'
+    said = run(workplace, "bash", "-euc", "\n".join([agentrl, *lines]))
+    assert "passed" in said

@@ -1,0 +1,185 @@
+"""The mistakes everybody makes once: each is answered by one message that names the mend (printed; `pytest -s` shows it).
+
+Of the ten planted mistakes, "port in use" has no counterpart: nothing of agentrl listens on a port that is given to it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e]
+
+SMALL = ["--steps=1", "--policies.solver.step_size=8", "--evaluation.tasks=1", "--trainer.kind=in_process"]
+
+WRONG_SEAT = """
+import agentrl
+
+class WrongSeat(agentrl.Environment):
+    seats = ("solver",)
+
+    async def run(self, ctx):
+        await ctx.agent("slover").act(agentrl.user("hello"))
+
+    @classmethod
+    def tasks(cls, split, *, seed=0):
+        return [agentrl.Task(id="t")]
+"""
+NO_TYPES = """
+import agentrl
+
+class NoTypes(agentrl.ToolEnvironment):
+    @agentrl.tool
+    def add(self, a, b: int) -> int:
+        return a + b
+
+    def reward(self, task, episode):
+        return 1.0
+
+    @classmethod
+    def tasks(cls, split, *, seed=0):
+        return [agentrl.Task(id="t", data={"question": "1 + 2 ="})]
+"""
+RUN = """
+import asyncio
+import random
+import time
+
+import agentrl
+
+class Planted(agentrl.Environment):
+    async def run(self, ctx):
+        agent = ctx.agent("agent")
+        await agent.act(agentrl.user("hello"))
+        {line}
+
+    @classmethod
+    def tasks(cls, split, *, seed=0):
+        return [agentrl.Task(id="t")]
+
+    async def later(self, agent):
+        agent.reward(1.0)
+"""
+OUTSIDE = RUN.format(line="self.task = asyncio.create_task(self.later(agent))")
+BLOCKING = RUN.format(line="time.sleep(1.5); agent.reward(1.0)")
+UNSEEDED = RUN.format(line="agent.reward(random.random())")
+
+
+def say(directory: Path, *arguments: str, code: int, limit: int = 0) -> str:
+    """What a command that must fail says; printed, to be judged by reading."""
+
+    def limit_file_size() -> None:
+        if limit:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    command = [sys.executable, "-m", "agentrl.cli", *arguments]
+    done = subprocess.run(
+        command,
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=limit_file_size,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    said = done.stdout + done.stderr
+    print(f"\n$ agentrl {' '.join(arguments)}\n{said}")
+    assert done.returncode == code, said
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (WRONG_SEAT, ["has no seat 'slover'", "its seats: 'solver'"]),
+        (NO_TYPES, ["NoTypes.add", "parameter 'a' has no type", "`a: int`"]),
+        (OUTSIDE, ["env.py:18", "Planted.later, outside run()", "before run() returns", "ctx.gather"]),
+        (BLOCKING, ["blocked", "env.py:11 in run: `time.sleep(1.5)", "ctx.sleep", "external=True"]),
+        (UNSEEDED, ["run again", "ctx.rng", "line 11: `agent.reward(random.random())`"]),
+    ],
+    ids=["wrong seat", "tool without types", "reward outside the run", "blocking call", "unseeded random"],
+)
+def test_the_checker_names_a_mistake_in_an_environment(tmp_path: Path, source: str, words: list[str]) -> None:
+    (tmp_path / "env.py").write_text(source.lstrip("\n"))
+    said = say(tmp_path, "env", "check", "env.py", code=1)
+    for word in words:
+        assert word in said
+
+
+def test_a_blocked_loop_is_named_while_training(tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(BLOCKING.lstrip("\n"))
+    arguments = ["demo", "--environment.id=env.py:Planted", *SMALL]
+    said = say(tmp_path, *arguments, code=0)
+    assert "WARNING the event loop has been blocked" in said
+    assert said.count("has been blocked") == 1, "once for each place"
+    assert "env.py:11 in run" in said
+
+
+def test_a_model_without_a_chat_template(repository: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(repository / "environments/calculator/model", model)
+    (model / "chat_template.jinja").unlink()
+    said = say(tmp_path, "demo", "--model.path=model", *SMALL, code=2)
+    assert "model has no chat template" in said
+    assert "put the template its tokens were trained with into chat_template.jinja" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[enviroment]\nid = "calculator"\n', "unknown key enviroment; did you mean environment?"),
+        ("[policies.solver]\nstep_sise = 8\n", "did you mean policies.solver.step_size?"),
+        ("[sampling]\ngroup_size = 4\n", "unknown key sampling.group_size; did you mean credit.group_size?"),
+        ('[seats]\nslover = "policy"\n', "seats.slover: Calculator has no such seat; its seats: agent"),
+    ],
+    ids=["wrong section", "wrong key", "key of another section", "wrong seat"],
+)
+def test_a_mistake_in_the_toml_file(tmp_path: Path, text: str, words: str) -> None:
+    whole = text + '[model]\npath = "environments.calculator:model"\n'
+    if "calculator" not in text:
+        whole += '[environment]\nid = "calculator"\n'
+    (tmp_path / "run.toml").write_text(whole)
+    assert words in say(tmp_path, "train", "run.toml", code=2)
+
+
+def test_an_old_python_is_told_so(repository: Path, tmp_path: Path) -> None:
+    code = "import sys; sys.version_info = (3, 9, 2, 'final', 0); import agentrl"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=repository)
+    assert done.stderr.splitlines()[-1].startswith("ImportError: agentrl needs Python 3.11 or newer; this is ")
+    assert "python3.11 -m venv .venv" in done.stderr
+
+    old = tmp_path / "python3"  # answers as an old interpreter does: no to the question, its version on demand
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.9.2" && exit 0\nexit 1\n')
+    old.chmod(0o755)
+    for tool in ("sh", "make", "rm"):
+        (tmp_path / tool).symlink_to(shutil.which(tool) or tool)
+    shutil.copy(repository / "Makefile", tmp_path)
+    for needed in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / needed).touch()
+    made = subprocess.run(
+        ["make", "setup"], cwd=tmp_path, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    print(made.stderr)
+    assert made.returncode == 2
+    assert "Python 3.11 or newer is needed; found: Python 3.9.2" in made.stderr
+    assert "make setup PYTHON=/path/to/python3.11" in made.stderr
+
+
+def test_a_full_disk_is_told_with_what_to_do(tmp_path: Path) -> None:
+    said = say(tmp_path, "demo", *SMALL, code=74, limit=200_000)
+    assert "could not be written" in said
+    assert "free space or make it writable, then start the run again with --resume" in said
+
+
+def test_a_place_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    said = say(tmp_path, "demo", *SMALL, code=74)
+    assert "cannot make the run directory runs/demo" in said
+    assert "choose another place with --directory=DIR" in said

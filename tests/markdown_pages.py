@@ -1,0 +1,45 @@
+"""The fenced blocks of the README and of docs/, for the tests that check and run them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+NOT_EXECUTED = re.compile(r"<!-- not executed: \S.* -->")
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A fenced block."""
+
+    language: str
+    text: str
+    executed: bool
+    """It has no comment right before it that says why not."""
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(
+            language=match[1],
+            text=match[2],
+            executed=not NOT_EXECUTED.fullmatch(text[: match.start()].rstrip("\n").rpartition("\n")[2]),
+        )
+        for match in _FENCE.finditer(text)
+    ]
+
+
+def python_of(page: Path) -> list[str]:
+    """The Python a page shows and means to be run, in order."""
+    return [block.text for block in blocks(page) if block.language == "python" and block.executed]
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return _FENCE.sub("", page.read_text(encoding="utf-8"))

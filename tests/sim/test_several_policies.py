@@ -1,0 +1,159 @@
+"""Several trainable policies in one loop: own clocks, child episodes, no ratio that deadlocks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from typing import Any, ClassVar
+
+import pytest
+
+import agentrl
+from agentrl.app.assemble import past_of
+from agentrl.core.errors import CheckFailedError, ConfigError
+from agentrl.core.records import PolicyVersion
+from agentrl.testing.plugin import SimulatedLoop
+from tests.sim.small_run import SmallRun, config_for
+
+pytestmark = pytest.mark.sim
+
+
+class Duel(agentrl.Environment):
+    """Two seats, both rewarded."""
+
+    seats = ("asker", "guesser")
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        asker, guesser = ctx.agent("asker"), ctx.agent("guesser")
+        asked = await asker.act(agentrl.user("ask"))
+        await ctx.sleep(ctx.rng.random())
+        told = await guesser.act(agentrl.user(asked.text))
+        asker.reward(float(asked.text > told.text))
+        guesser.reward(float(asked.text <= told.text))
+
+
+class Muted(Duel):
+    """One seat is never rewarded."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("asker").act(agentrl.user("ask"))
+        await ctx.agent("guesser").act(agentrl.user("guess"))
+        ctx.agent("guesser").reward(ctx.rng.random())
+
+
+class Solve(agentrl.Environment):
+    seats = ("solver",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        turn = await ctx.agent("solver").act(agentrl.user("solve"))
+        await ctx.sleep(ctx.rng.random() * 3)
+        ctx.agent("solver").reward(float(turn.text.strip(".") < "5"))
+
+
+class Propose(agentrl.Environment):
+    seats = ("proposer",)
+    fan_out: ClassVar[dict[str, int]] = {"Solve": 4}
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("proposer").act(agentrl.user("propose"))
+        await ctx.sleep(ctx.rng.random())
+        solved = await ctx.gather(*ctx.spawn(Solve, {"problem": 1}, n=4))
+        rewards = [result.reward for result in solved if result.reward is not None]
+        ctx.agent("proposer").reward(sum(rewards) / len(rewards))
+
+
+def policies(**sizes: int) -> dict[str, Any]:
+    return {name: {"step_size": size, "max_staleness": 1} for name, size in sizes.items()}
+
+
+def steps_of(run: SmallRun) -> Counter[str]:
+    return Counter(batch.policy for batch in run.trainer.batches)
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 16), (16, 8), (4, 12)])
+def test_each_policy_steps_by_its_own_step_size(simulated_loop: SimulatedLoop, sizes: tuple[int, int]) -> None:
+    async def main() -> None:
+        config = config_for(policies=policies(asker=sizes[0], guesser=sizes[1]))
+        run = SmallRun(config=config, environment=Duel)
+        await run.run()
+        assert steps_of(run) == {"asker": 4, "guesser": 4}
+        full = [len(batch.units) == config.policies[batch.policy].step_size for batch in run.trainer.batches]
+        assert all(full), "a step was taken before it was full"
+        for policy in config.policies:
+            trained = [u.episode_id for b in run.trainer.batches if b.policy == policy for u in b.units]
+            assert len(trained) == len(set(trained))
+
+    simulated_loop.run(main)
+
+
+@pytest.mark.parametrize("sizes", [(4, 16), (8, 32), (4, 32), (8, 16)])
+def test_no_fan_out_deadlocks(simulated_loop: SimulatedLoop, sizes: tuple[int, int]) -> None:
+    async def main() -> None:
+        config = config_for(policies=policies(proposer=sizes[0], solver=sizes[1]), credit={"group_size": 2}, steps=3)
+        run = SmallRun(config=config, environment=Propose)
+        await run.run()
+        assert steps_of(run) == {"proposer": 3, "solver": 3}
+
+    simulated_loop.run(main)
+
+
+def test_a_frozen_proposer_with_a_learning_solver(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        bound = policies(proposer=4, solver=16)
+        bound["proposer"]["trainable"] = False
+        run = SmallRun(config=config_for(policies=bound, credit={"group_size": 2}), environment=Propose)
+        await run.run()
+        assert steps_of(run) == {"solver": 4}
+
+    simulated_loop.run(main)
+
+
+def test_a_policy_that_can_get_no_units_ends_the_run(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        run = SmallRun(config=config_for(policies=policies(asker=8, guesser=8)), environment=Muted)
+        with pytest.raises(CheckFailedError, match="asker"):
+            await run.run()
+
+    simulated_loop.run(main)
+
+
+def test_a_policy_nobody_holds_is_refused(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        config = config_for(policies=policies(asker=8, guesser=8, spare=8))
+        with pytest.raises(ConfigError, match=r"policies\.spare is trainable but holds no seat"):
+            await SmallRun(config=config, environment=Duel).run()
+
+    simulated_loop.run(main)
+
+
+def test_children_of_a_resumed_parent_are_not_run_twice(simulated_loop: SimulatedLoop) -> None:
+    moments = itertools.count(1.5, 0.35)
+
+    async def main() -> int:
+        from agentrl.orchestrator import loop
+
+        moment = next(moments)
+        config = config_for(policies=policies(proposer=4, solver=16), credit={"group_size": 2}, steps=4)
+        first = SmallRun(config=config, environment=Propose)
+        first.during = lambda orchestrator: asyncio.get_running_loop().call_later(moment, orchestrator.stop)
+        drain, loop.DRAIN_S = loop.DRAIN_S, 0.0
+        try:
+            await first.run()
+        finally:
+            loop.DRAIN_S = drain
+        await first.journal.turn_log("0").flush()
+        journal = first.journal.after_crash()
+        done = steps_of(first)
+        at = {name: PolicyVersion(name, 0, done[name]) for name in config.policies}
+        past = past_of(journal, at)
+        second = SmallRun(config=config, environment=Propose, journal=journal, past=past, resumed_at=at)
+        await second.run()
+        trained: Counter[tuple[str, str]] = Counter()
+        for batch in first.trainer.batches + second.trainer.batches:
+            trained.update((unit.policy, unit.episode_id) for unit in batch.units)
+        assert max(trained.values()) == 1
+        assert steps_of(first) + steps_of(second) == {"proposer": 4, "solver": 4}
+        return sum(spec.parent_id is None and bool(past.ended_children) for spec in past.unfinished)
+
+    assert sum(simulated_loop.run(main)) > 0, "no parent was stopped with children that had ended"

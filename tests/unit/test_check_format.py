@@ -1,0 +1,93 @@
+"""The checker names an environment that rewards breaking the format, and counts what breaks it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import agentrl
+from agentrl.environment.base import Split, TaskSource
+from agentrl.testing.check import check_environment
+
+TASKS = [agentrl.Task(id=f"t{n}", data={"question": f"{n}?"}) for n in range(8)]
+
+
+class Lake(agentrl.Environment):
+    """Three moves; most end in a hole. `broken` is what an illegal move gives."""
+
+    broken = -1.0
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("agent")
+        for _ in range(3):
+            turn = await agent.act(agentrl.user("left or right?"))
+            if turn.text not in ("left", "right"):
+                ctx.metric("turns/illegal", 1)
+                return agent.reward(self.broken)
+            if ctx.rng.random() < 0.5:
+                return agent.reward(-0.5)
+        return agent.reward(1.0)
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+        return TASKS
+
+
+class PayingLake(Lake):
+    """Falling into a hole is worse than saying nonsense: nobody will move."""
+
+    broken = 0.25
+
+
+class Shop(agentrl.ToolEnvironment):
+    """A wrong answer costs more than never answering."""
+
+    wrong = -1.0
+
+    @agentrl.tool
+    def price(self, item: Literal["apple", "pear"]) -> int:
+        """The price of an item."""
+        return len(item)
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return 0.0 if episode.truncated else 1.0 if episode.answer == "5" else self.wrong
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+        return TASKS
+
+
+class FairShop(Shop):
+    """Never answering costs as much as a wrong answer."""
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return float(episode.answer == "5")
+
+
+class Fragile(Lake):
+    """Fails on what it did not expect."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        turn = await ctx.agent("agent").act(agentrl.user("a number?"))
+        if turn.text.startswith("@"):
+            raise ValueError("cannot parse")
+        ctx.agent("agent").reward(1.0)
+
+
+def test_an_environment_that_pays_for_nonsense_is_named() -> None:
+    (finding,) = check_environment(PayingLake).findings
+    assert finding.startswith("breaking the format pays")
+    assert "earns 0.250 on average" in finding
+    assert check_environment(Lake).findings == []
+
+
+def test_running_into_a_limit_must_not_pay_either() -> None:
+    (finding,) = check_environment(Shop).findings
+    assert "<tool_call>" in finding
+    assert "truncated_reward" in finding
+    assert check_environment(FairShop).findings == []
+
+
+def test_an_environment_that_fails_on_nonsense_is_named() -> None:
+    (finding,) = check_environment(Fragile).findings
+    assert "when every turn says '@@ %% zz !!'" in finding
+    assert "ValueError: cannot parse" in finding

@@ -1,0 +1,118 @@
+"""The README and docs/: links lead somewhere, commands and settings exist, what is promised has its test."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli.main import _parser
+from agentrl.config.load import keys
+from agentrl.config.run import RunConfig
+from agentrl.observe.metrics import describe
+from tests.markdown_pages import PAGES, ROOT, blocks, prose, python_of
+
+LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.*)$", flags=re.MULTILINE)
+NEEDED = {"environment": {"id": "calculator"}, "model": {"path": "environments.calculator:model"}}
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    words = (re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in HEADING.findall(prose(page)))
+    return {re.sub(r"\s", "-", text) for text in words}
+
+
+def commands(page: Path) -> list[str]:
+    """Command lines of agentrl in blocks."""
+    lines = (line for block in blocks(page) if block.language in {"", "sh"} for line in block.text.splitlines())
+    shown = (line.removeprefix(".venv/bin/").split("  #")[0] for line in lines)
+    return [line for line in shown if line.startswith("agentrl ")]
+
+
+def mentions(page: Path) -> list[str]:
+    """Commands of agentrl between backticks in the text; their arguments may be left out."""
+    return re.findall(r"`(agentrl [^`…|]+)`", prose(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for text, target in LINK.findall(prose(page)):
+        path, _, anchor = target.partition("#")
+        assert "://" not in target or target.startswith("https://"), target
+        if "://" in target:
+            continue
+        found = page if not path else page.parent / path
+        assert found.exists(), f"[{text}]({target})"
+        assert not anchor or anchor in anchors(found), f"[{text}]({target})"
+
+
+def test_every_promise_of_the_readme_has_its_test() -> None:
+    proofs = [(text, path) for text, path in LINK.findall(prose(ROOT / "README.md")) if re.match("test_|Test", text)]
+    assert len(proofs) > 10
+    for test, path in proofs:
+        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assigned = {
+            target.id
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        assert test in functions | assigned, f"{path} has no {test}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name)
+def test_every_command_parses(page: Path) -> None:
+    known = [re.sub(r"<\w+>", r"[^.]+", re.escape(key).replace(r"\<", "<").replace(r"\>", ">")) for key in keys()]
+    for line in commands(page):
+        options, rest = _parser().parse_known_args(shlex.split(line)[1:])
+        assert not rest or options.takes_overrides, line
+        for override in rest:
+            key = override.removeprefix("--").partition("=")[0]
+            assert any(re.fullmatch(pattern, key) for pattern in known), f"{line}: no setting {key}"
+        metric = getattr(options, "metric", None)
+        assert metric in (None, "NAME") or describe(metric), f"{line}: no metric {metric}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_piece_of_toml_is_a_configuration(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "toml" and block.executed:
+            RunConfig.model_validate(NEEDED | tomllib.loads(block.text))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=name)
+def test_python_blocks_compile_together(page: Path) -> None:
+    compile("\n\n".join(python_of(page)), name(page), "exec")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if mentions(page)], ids=name)
+def test_every_command_in_the_text_exists(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for mention in mentions(page):
+        with pytest.raises(SystemExit) as ended:
+            _parser().parse_known_args([*shlex.split(mention)[1:], "--help"])
+        assert ended.value.code == 0, f"{mention}: {capsys.readouterr().err}"
+
+
+def test_files_named_in_the_text_exist() -> None:
+    pattern = re.compile(r"`((?:agentrl|benchmarks|docs|environments|examples|tests)/[\w./-]+\.\w+)`")
+    named = [(name(page), path) for page in PAGES for path in pattern.findall(prose(page))]
+    assert len(named) > 5
+    assert not [(page, path) for page, path in named if not (ROOT / path).exists()]
+
+
+def test_nothing_is_promised_for_later() -> None:
+    later = re.compile(
+        r"\b(coming soon|planned|roadmap|TODO|not yet implemented|in a future|upcoming)\b", re.IGNORECASE
+    )
+    assert not [(name(page), found[0]) for page in PAGES for found in later.finditer(page.read_text(encoding="utf-8"))]

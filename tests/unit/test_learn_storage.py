@@ -1,0 +1,98 @@
+"""A disk that refuses: the error says which path and what to do, and a step that was not taken can be taken later."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from agentrl.core.errors import StorageError
+from agentrl.core.records import PolicyVersion
+from agentrl.learn.trainer import PolicyTrainer
+from tests.learn_cases import Episodes, make_rows, run_config, write_model
+
+START = PolicyVersion("policy", 0, 0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def episodes() -> Episodes:
+    return Episodes(make_rows(0, 8))
+
+
+def started(model: Path, directory: Path, episodes: Episodes) -> PolicyTrainer:
+    directory.mkdir(exist_ok=True)
+    trainer = PolicyTrainer(run_config(model), directory, read=episodes.read)
+    trainer.start()
+    return trainer
+
+
+def weights(trainer: PolicyTrainer, version: PolicyVersion) -> dict[str, torch.Tensor]:
+    return load_file(Path(trainer.publish("policy", version).path) / "model.safetensors")
+
+
+@contextmanager
+def little_space(size: int = 4096) -> Iterator[None]:
+    """No file may grow beyond `size` bytes: writing fails half-way, as on a full disk. Python ignores the signal."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_columns_that_cannot_be_written_leave_the_step_untaken(model: Path, tmp_path: Path, episodes: Episodes) -> None:
+    undisturbed = started(model, tmp_path / "undisturbed", episodes)
+    trainer = started(model, tmp_path / "disturbed", episodes)
+    for each in (undisturbed, trainer):
+        before = weights(each, START)
+        each.forward_backward(episodes.batch())
+    with little_space(64), pytest.raises(StorageError, match=r"steps/policy/0\.1\.safetensors.*space"):
+        trainer.optim_step("policy", 1)
+    assert not list((tmp_path / "disturbed" / "steps").rglob("*.*"))
+    after = weights(trainer, PolicyVersion("policy", 1, 0))
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    trainer.publish("policy", START)
+    trainer.forward_backward(episodes.batch())
+    report, expected = trainer.optim_step("policy", 1), undisturbed.optim_step("policy", 1)
+    assert (report.grad_norm, report.input_digest) == (expected.grad_norm, expected.input_digest)
+    found, wanted = (weights(each, PolicyVersion("policy", 0, 1)) for each in (trainer, undisturbed))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_version_that_cannot_be_written_leaves_nothing_behind(
+    model: Path, tmp_path: Path, episodes: Episodes
+) -> None:
+    trainer = started(model, tmp_path, episodes)
+    with little_space(), pytest.raises(StorageError, match=r"versions/policy/0\.0: .*space") as caught:
+        trainer.publish("policy", START)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 74
+    assert not list((tmp_path / "versions" / "policy").iterdir())
+    assert trainer.publish("policy", START).version == START
+
+
+def test_a_version_directory_that_cannot_be_made_is_named(model: Path, tmp_path: Path, episodes: Episodes) -> None:
+    trainer = started(model, tmp_path, episodes)
+    (tmp_path / "versions").write_text("in the way")
+    with pytest.raises(StorageError, match=r"versions/policy/0\.0"):
+        trainer.publish("policy", START)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named(model: Path, tmp_path: Path, episodes: Episodes) -> None:
+    trainer = started(model, tmp_path, episodes)
+    with little_space(), pytest.raises(StorageError, match=r"checkpoint/policy: .*space"):
+        trainer.save(tmp_path / "checkpoint")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="file/policy"):
+        trainer.save(tmp_path / "file")

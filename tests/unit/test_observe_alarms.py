@@ -1,0 +1,126 @@
+"""Alarms: each is raised by what it names, by nothing less, and a run that goes well raises none."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from agentrl.observe.alarms import MEANINGS, alarms, read_alarms
+from agentrl.observe.run_directory import RunDirectory
+from agentrl.observe.run_observer import RunObserver
+from agentrl.observe.run_state import RunPlan, RunState
+from agentrl.observe.status import Status
+
+PLAN = RunPlan(steps=40, max_staleness={"solver": 1})
+HEALTHY = {
+    "advantage/zero_share": 0.5,
+    "staleness/mean": 1.0,
+    "staleness/max": 2.0,
+    "k3": 0.01,
+    "entropy": 0.05,
+    "episodes/turns": 3.0,
+    "composition/length_ratio": 0.98,
+    "format/episodes": 64.0,
+    "format/broken_turns": 0.05,
+    "format/broken_share": 0.1,
+    "format/reward_broken": 0.1,
+    "format/reward_kept": 0.7,
+    "tool/bad_arguments": 0.15,
+}
+
+
+def a_run(steps: int, *, status: Status | None = None, before: int = 0, **changed: object) -> RunState:
+    """`before` healthy steps, then some with changed metrics (`_` for `/`)."""
+    state = RunState(plan=PLAN, status=status)
+    changes = {name.replace("__", "/"): value for name, value in changed.items()}
+    for step in range(1, before + steps + 1):
+        values: Mapping[str, float] = {"reward/mean": 0.5 + 0.01 * step, **HEALTHY}
+        if step > before:
+            values = {name: value for name, value in {**values, **changes}.items() if value is not None}  # type: ignore[dict-item]
+        state.record("solver", step, values)
+    return state
+
+
+def names(state: RunState) -> list[str]:
+    return [alarm.name for alarm in alarms(state)]
+
+
+def test_a_run_that_goes_well_raises_none() -> None:
+    status = Status(phase="training", trained=500, dropped={"environment_error": 12, "run_ended": 900, "frozen": 99})
+    assert alarms(a_run(40, status=status)) == []
+    assert alarms(RunState(plan=PLAN)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("illegal_output", {"format__broken_turns": 0.9}),
+        ("format_pays", {"format__reward_broken": 0.75}),
+        ("collapse", {"advantage__zero_share": 1.0, "reward__mean": 0.0, "entropy": 0.001}),
+        ("nothing_to_learn", {"advantage__zero_share": 0.95, "reward__mean": 1.0}),
+        ("staleness", {"staleness__mean": 1.5}),
+        ("off_policy", {"k3": 0.2}),
+        ("engine_mismatch", {"k3": 0.02, "staleness__max": 0.0, "staleness__mean": 0.0}),
+    ],
+)
+def test_an_alarm_names_what_went_wrong_and_what_to_try(name: str, changes: dict[str, float]) -> None:
+    before = 0 if name == "format_pays" else 10
+    (alarm,) = alarms(a_run(5, before=before, **changes))
+    assert alarm.name == name
+    assert alarm.policy == "solver"
+    assert alarm.name in MEANINGS
+    assert alarm.line.startswith(f"{name}: solver: ")
+    assert "Try: " in alarm.line
+
+
+def test_one_odd_step_raises_nothing() -> None:
+    odd = {"format__broken_turns": 0.9, "advantage__zero_share": 1.0, "staleness__mean": 1.6, "k3": 0.1}
+    assert names(a_run(1, before=10, **odd)) == []
+
+
+def test_rewards_that_never_differ_are_no_signal() -> None:
+    assert names(a_run(5, advantage__zero_share=1.0, reward__mean=0.0)) == ["no_signal"]
+
+
+def test_illegal_output_that_is_being_unlearned_is_no_collapse() -> None:
+    state = RunState(plan=PLAN)
+    for step, share in enumerate((0.9, 0.8, 0.7, 0.5, 0.4), start=1):
+        state.record("solver", step, {**HEALTHY, "reward/mean": 0.1 * step, "format/broken_turns": share})
+    assert names(state) == []
+
+
+def test_steps_that_see_only_short_episodes_are_named_after_twenty() -> None:
+    assert names(a_run(19, composition__length_ratio=0.6)) == []
+    (alarm,) = alarms(a_run(20, composition__length_ratio=0.6))
+    assert alarm.name == "composition"
+    assert "40% shorter" in alarm.text
+
+
+@pytest.mark.parametrize("reason", ["environment_error", "episode_timeout", "something_new"])
+def test_a_reason_that_takes_everything_is_named(reason: str) -> None:
+    (alarm,) = alarms(RunState(plan=PLAN, status=Status(phase="training", trained=20, dropped={reason: 20})))
+    assert (alarm.name, alarm.policy) == ("dropped", "")
+    assert f"20 of 40 episodes that ended were dropped because of {reason}" in alarm.text
+
+
+def test_what_was_not_measured_raises_nothing() -> None:
+    state = RunState(plan=RunPlan())
+    for step in range(1, 30):
+        state.record("solver", step, {})
+    assert alarms(state) == []
+
+
+def test_an_alarm_is_told_once_and_kept_for_the_report(tmp_path: Path) -> None:
+    directory, stream = RunDirectory.create(tmp_path / "run", "{}"), io.StringIO()
+    with RunObserver(directory, plan=PLAN, stream=stream) as observer:
+        for step in range(1, 9):
+            observer.on_step("solver", step, {**HEALTHY, "reward/mean": 0.5, "k3": 1.0})
+    assert stream.getvalue().count("ALARM off_policy: solver: k3 = 1.000") == 1
+    ((step, alarm),) = read_alarms(directory.path)
+    assert (step, alarm.name) == (5, "off_policy")
+    with (directory.path / "alarms.jsonl").open("a") as file:
+        file.write('{"step": "x"}\n[]\n{\n')
+    assert len(read_alarms(directory.path)) == 1
