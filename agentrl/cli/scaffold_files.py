@@ -14,9 +14,9 @@ class CLASS(agentrl.ToolEnvironment):
 
     # What the policy may do. Every parameter needs a type; the first line of the docstring tells the policy what it is.
     @agentrl.tool
-    def calculate(self, a: int, op: Literal["+", "-"], b: int) -> int:
+    def calculate(self, a: int, op: Literal["+", "-", "*"], b: int) -> int:
         """One operation on two integers."""
-        return a + b if op == "+" else a - b
+        return {"+": a + b, "-": a - b, "*": a * b}[op]
 
     # What is good. `episode.answer` is the first turn that calls no tool; `episode.messages` is the whole conversation.
     def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:

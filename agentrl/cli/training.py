@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from agentrl.cli.output import INTERRUPTED, print_json
 from agentrl.config.load import dump_toml, load
 from agentrl.inspection.safe import safe_line
+from agentrl.observe.progress import waiting
 
 if TYPE_CHECKING:
     import argparse
@@ -57,7 +58,8 @@ def evaluate(options: argparse.Namespace) -> int:
     config = _config(options)
     from agentrl.app.evaluation import evaluate as run_evaluation
 
-    metrics = run_evaluation(config, options.policy, journal=options.journal)
+    with waiting(f"evaluating on {config.evaluation.tasks} tasks", sys.stderr):
+        metrics = run_evaluation(config, options.policy, journal=options.journal)
     if options.json:
         print_json(dict(metrics))
         return 0

@@ -54,8 +54,8 @@ class ModelConfig(Section):
     """The base model all policies start from."""
 
     path: str
-    """A local Hugging Face causal-LM directory with tokenizer and chat template: a path, in a TOML file relative to that
-    file, or `package:directory` for one inside an installed package, such as `environments.calculator:model`."""
+    """A local Hugging Face causal-LM directory with tokenizer and chat template: a path, in a TOML file relative to
+    that file, or `package:directory` for one inside an installed package, such as `environments.calculator:model`."""
     tool_call_format: Literal["auto", "hermes", "llama"] = "auto"
     """How the model writes tool calls; `auto` reads it off the chat template."""
 
@@ -200,7 +200,8 @@ class TrainerConfig(Section):
     """Data-parallel ranks; any number gives the same update."""
     loss: LossConfig = PolicyGradientLoss()
     entropy_bonus: Annotated[float, Unit("per nat")] = 0.0
-    """Weight of the mean entropy per trained token; above 0 it slows collapse onto one answer."""
+    """Weight of the entropy of each trained token, summed and divided by the same constant as the policy loss; above 0
+    it slows collapse onto one answer."""
     tokens_per_unit: Tokens = 64
     """The constant c of the normaliser step_size × c: a typical number of sampled tokens of a unit."""
     micro_batch_tokens: Tokens = 8192

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from agentrl.core.errors import EngineError, ModelError
 from agentrl.engines.attention import use_grouped_attention
@@ -39,6 +40,7 @@ def load_model(path: str, *, max_context: int, dtype: torch.dtype, device: str) 
         raise ModelError(
             f"{path}: no model here (config.json is missing). Give a local Hugging Face causal LM directory"
         )
+    transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         check_context(config, max_context, path)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
+from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.ids import key64
 from agentrl.core.records import Task
 from agentrl.environment.base import (
@@ -151,6 +151,8 @@ class GymEnvironment(Environment):
 
     def _checked_reward(self, task: Task, episode: GymEpisode) -> float:
         value = self.reward(task, episode)
+        if value is None:
+            raise RewardError(f"{type(self).__name__}.reward returned None; return a number")
         if not episode.illegal and value <= self.illegal_reward:
             raise EnvironmentDefinitionError(
                 f"{type(self).__name__}, task {task.id!r}: a legal end scores {value:g}, no more than breaking the "
@@ -220,19 +222,20 @@ class GlobalRandom:
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Within: the game's own state."""
-        import numpy as np
+        from numpy.random import get_state, set_state
+        from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-        python, numpy, generator = random.getstate(), np.random.get_state(), np.random.get_bit_generator()
+        python, numpy, generator = random.getstate(), get_state(legacy=False), get_bit_generator()
         random.setstate(self._python)
-        np.random.set_bit_generator(self._numpy)  # a hundred times cheaper than copying states
+        set_bit_generator(self._numpy)  # a hundred times cheaper than setting a state
         try:
             yield
         finally:
             self._python = random.getstate()
             random.setstate(python)
-            np.random.set_bit_generator(generator)
-            if numpy[3]:  # the second half of a normal draw, which the swap forgot
-                np.random.set_state(numpy)
+            set_bit_generator(generator)
+            if numpy["has_gauss"]:  # the second half of a normal draw, which the swap forgot
+                set_state(numpy)
 
 
 class SeedTasks:
@@ -279,7 +282,7 @@ def gym_environment(
         >>> import gymnasium
         >>> from agentrl.environment.gym_text import BLACKJACK
         >>> Blackjack = gym_environment(
-        ...     "Blackjack", lambda task: gymnasium.make("Blackjack-v1"), illegal_reward=-2.0, **BLACKJACK._asdict()
+        ...     "Blackjack", lambda task: gymnasium.make("Blackjack-v1"), **BLACKJACK._asdict()
         ... )
     """
     namespace: dict[str, Any] = {

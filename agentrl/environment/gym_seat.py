@@ -73,6 +73,7 @@ class SeatEnv(gymnasium.Env[str, str]):
         self._parse = parse
         self._limits = Limits(max_turns=max_turns, max_tokens=max_characters, max_context=1 << 30)
         self._characters = frozenset(characters)
+        self._max_characters = max_characters
         self.observation_space = spaces.Text(max_characters, min_length=0, charset=characters)
         self.action_space = spaces.Text(max_characters, min_length=0, charset=characters)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -136,7 +137,7 @@ class SeatEnv(gymnasium.Env[str, str]):
             return ""
         text = "\n".join(message.content for message in self._episode.asked[0])
         known = "".join(letter if letter in self._characters else "?" for letter in text)
-        return known[-self.observation_space.max_length :]
+        return known[-self._max_characters :]
 
     def _reward(self) -> float:
         assert self._episode is not None

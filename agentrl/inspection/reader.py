@@ -296,15 +296,15 @@ class RunReader:
         return lines
 
     def _entries(self, line: EpisodeLine) -> tuple[list[JournalEntry], list[str]]:
-        statement = "SELECT partition, entries FROM episodes WHERE episode = ? AND attempt = ?"
+        statement = "SELECT partition, entries, digest FROM episodes WHERE episode = ? AND attempt = ?"
         located = [row for row in self._log.rows(statement, line.episode, line.attempt) if row[0] is not None]
         if not located:
-            located = [(path.name, None) for path in sorted(self.journal.glob("turns-*.db"))]
+            located = [(path.name, None, b"") for path in sorted(self.journal.glob("turns-*.db"))]
         entries: list[JournalEntry] = []
         problems = []
-        for partition, count in located:
+        for partition, count, digest in located:
             try:
-                entries += self._turns.read(partition, line.episode, line.attempt, entries=count)
+                entries += self._turns.read(partition, line.episode, line.attempt, entries=count, digest=digest)
             except JournalError as error:
                 problems.append(str(error))
         return entries, problems

@@ -37,7 +37,10 @@ def view(state: RunState, *, width: int = WIDTH, age_s: float | None = None) -> 
         age_s: seconds since the status was written, by another process; None: it is of this moment.
     """
     width = max(60, min(width, WIDTH))
+    found = alarms(state)
     parts: list[RenderableType] = [_heading(state, width, age_s)]
+    if found:  # above the rest: a short terminal cuts the end
+        parts.append(_alarms(found))
     several = len(state.policies) > 1
     for policy in state.policies.values():
         parts.append(_progress(state, policy, width, several=several))
@@ -46,7 +49,8 @@ def view(state: RunState, *, width: int = WIDTH, age_s: float | None = None) -> 
         parts.append(_figures(policy, width, several=several))
     if state.status is not None:
         parts.append(_status(state.status))
-    parts.append(_alarms(alarms(state)))
+    if not found:
+        parts.append(Text("no alarms", "dim"))
     if state.problem:
         parts.append(Text(plain(f"not readable: {state.problem}"), "bold red"))
     return Group(*parts)
@@ -73,7 +77,7 @@ def duration(seconds: float) -> str:
 
 def _heading(state: RunState, width: int, age_s: float | None) -> Text:
     plan, status = state.plan, state.status
-    text = Text(plain(plan.name), "bold")
+    text = Text().append(plain(plan.name), "bold")
     if plan.environment:
         text.append(plain(f"  {plan.environment.rsplit('/', 1)[-1]}"), "cyan")
     if status is None:
@@ -88,7 +92,7 @@ def _heading(state: RunState, width: int, age_s: float | None) -> Text:
     if status.seconds:
         text.append(f"  {duration(status.seconds)}", "dim")
     if age_s is not None and age_s > SILENT_S and not status.ended:
-        text.append(f"  silent for {duration(age_s)}: is its process alive?", "bold yellow")
+        text.append(f"  silent for {duration(age_s)}: is it alive?", "bold yellow")
     return _cut(text, width)
 
 
@@ -99,7 +103,7 @@ def _cut(text: Text, width: int) -> Text:
 
 def _progress(state: RunState, policy: PolicyState, width: int, *, several: bool) -> Text:
     steps = state.plan.steps
-    text = Text(f"{plain(policy.name)}  " if several else "", "bold")
+    text = Text().append(f"{plain(policy.name)}  " if several else "", "bold")
     text.append(f"step {policy.step}" + (f"/{steps}  " if steps else ""))
     if steps:
         text.append_text(_bar(min(policy.step / steps, 1.0), max(10, min(40, width - 50))))
@@ -147,7 +151,7 @@ def _held_out(policy: PolicyState) -> Text:
     steps, values = policy.series("evaluation/reward")
     if not values:
         return Text("not measured yet", "dim")
-    text = Text(f"{values[-1]:>8.3f} ", "bold")
+    text = Text().append(f"{values[-1]:>8.3f} ", "bold")
     if len(values) == 1:
         return text.append(f"at step {steps[0]}", "dim")
     return text.append(f"at step {steps[-1]}, {values[0]:.3f} at step {steps[0]}", "dim")
@@ -172,8 +176,6 @@ def _status(status: Status) -> RenderableType:
 
 
 def _alarms(found: Sequence[Alarm]) -> RenderableType:
-    if not found:
-        return Text("no alarms", "dim")
     text = Text()
     for alarm in found:
         text.append(f"ALARM {plain(alarm.name)}  ", "bold red")

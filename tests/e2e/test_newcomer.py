@@ -1,4 +1,4 @@
-"""The mistakes everybody makes once: each is answered by one message that names the mend (printed; `pytest -s` shows it).
+"""The mistakes everybody makes once: each is answered by one message that names the mend; `pytest -s` shows them.
 
 Of the ten planted mistakes, "port in use" has no counterpart: nothing of agentrl listens on a port that is given to it.
 """
@@ -25,11 +25,11 @@ class WrongSeat(agentrl.Environment):
     seats = ("solver",)
 
     async def run(self, ctx):
-        await ctx.agent("slover").act(agentrl.user("hello"))
+        await ctx.agent("slover").act(agentrl.user("1 + 2 ="))
 
     @classmethod
     def tasks(cls, split, *, seed=0):
-        return [agentrl.Task(id="t")]
+        return [agentrl.Task(id="t", data={})]
 """
 NO_TYPES = """
 import agentrl
@@ -56,19 +56,19 @@ import agentrl
 class Planted(agentrl.Environment):
     async def run(self, ctx):
         agent = ctx.agent("agent")
-        await agent.act(agentrl.user("hello"))
+        await agent.act(agentrl.user("1 + 2 ="))
         {line}
 
     @classmethod
     def tasks(cls, split, *, seed=0):
-        return [agentrl.Task(id="t")]
+        return [agentrl.Task(id="t", data={})]
 
     async def later(self, agent):
         agent.reward(1.0)
 """
-OUTSIDE = RUN.format(line="self.task = asyncio.create_task(self.later(agent))")
-BLOCKING = RUN.format(line="time.sleep(1.5); agent.reward(1.0)")
-UNSEEDED = RUN.format(line="agent.reward(random.random())")
+OUTSIDE = RUN.replace("{line}", "self.task = asyncio.create_task(self.later(agent))")
+BLOCKING = RUN.replace("{line}", "time.sleep(1.5); agent.reward(1.0)")
+UNSEEDED = RUN.replace("{line}", "agent.reward(random.random())")
 
 
 def say(directory: Path, *arguments: str, code: int, limit: int = 0) -> str:
@@ -89,7 +89,7 @@ def say(directory: Path, *arguments: str, code: int, limit: int = 0) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     said = done.stdout + done.stderr
-    print(f"\n$ agentrl {' '.join(arguments)}\n{said}")
+    sys.stdout.write(f"\n$ agentrl {' '.join(arguments)}\n{said}\n")
     assert done.returncode == code, said
     assert "Traceback" not in said
     return said
@@ -166,7 +166,7 @@ def test_an_old_python_is_told_so(repository: Path, tmp_path: Path) -> None:
     made = subprocess.run(
         ["make", "setup"], cwd=tmp_path, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
     )
-    print(made.stderr)
+    sys.stdout.write(made.stderr)
     assert made.returncode == 2
     assert "Python 3.11 or newer is needed; found: Python 3.9.2" in made.stderr
     assert "make setup PYTHON=/path/to/python3.11" in made.stderr

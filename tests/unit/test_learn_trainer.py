@@ -292,6 +292,18 @@ def test_the_step_after_a_resume_is_bit_identical(
     assert same(weights(trainer, tmp_path, step=3), weights(resumed, tmp_path / "second", step=3))
 
 
+def test_the_learning_rate_rises_then_falls_to_its_share(model: Path, tmp_path: Path, episodes: Episodes) -> None:
+    policies = {"policy": PolicyConfig(learning_rate=1e-3)}
+    optimizer = OptimizerConfig(warmup_steps=2, final_learning_rate_share=0.2)
+    config = run_config(model, policies=policies, optimizer=optimizer).model_copy(update={"steps": 6})
+    trainer = started(config, tmp_path, episodes)
+    rates = []
+    for step in range(1, 8):
+        trainer.forward_backward(episodes.batch(step))
+        rates.append(trainer.optim_step("policy", step).metrics["learning_rate"])
+    assert rates == pytest.approx([0.5e-3, 1e-3, 0.8e-3, 0.6e-3, 0.4e-3, 0.2e-3, 0.2e-3])
+
+
 def test_a_checkpoint_of_other_weights_is_refused(model: Path, tmp_path: Path, episodes: Episodes) -> None:
     started(run_config(model), tmp_path, episodes).save(tmp_path / "checkpoint")
     config = run_config(model, policies={"policy": PolicyConfig(lora=LORA)})

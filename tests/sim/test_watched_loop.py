@@ -1,0 +1,97 @@
+"""What the loop tells whoever watches: registered metrics, format counts, waits, and a collapse by its name."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import agentrl
+from agentrl.core.ports import GenerateRequest
+from agentrl.core.records import PolicyVersion
+from agentrl.observe.alarms import alarms
+from agentrl.observe.metrics import describe
+from agentrl.observe.run_state import RunPlan, RunState
+from agentrl.observe.status import Status
+from agentrl.orchestrator.loop import Orchestrator
+from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.testing.plugin import SimulatedLoop
+from tests.sim.small_run import TASKS, SmallRun, config_for
+
+pytestmark = pytest.mark.sim
+
+
+class Shop(agentrl.ToolEnvironment):
+    """Ask for a price; a call that fits no tool is worth more than a wrong answer."""
+
+    seats = ("guesser",)
+
+    @agentrl.tool
+    def price(self, item: int) -> int:
+        """The price of an item."""
+        return item
+
+    def prompt(self, task: agentrl.Task) -> str:
+        return "What is the price?"
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        broken = any(message.content.startswith("error") for message in episode.messages if message.role == "tool")
+        return 0.5 if broken else -1.0
+
+
+def falling(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+    """Mostly well-formed at first, broken from step 4 on."""
+    arguments = "{}" if version.step >= 4 or request.seed % 4 == 0 else '{"item": 1}'
+    call = f'<tool_call>{{"name": "price", "arguments": {arguments}}}</tool_call>'
+    return [*(call if request.seed % 3 else "answer").encode(), STOP_TOKEN]
+
+
+def test_a_policy_that_falls_into_illegal_output_is_named(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        run = SmallRun(
+            config=config_for(steps=14, step_size=16, sampling={"max_tokens": 128}), environment=Shop, script=falling
+        )
+        await run.run()
+        state = RunState(plan=RunPlan(max_staleness={"guesser": 1}))
+        for policy, step, metrics in run.seen.steps:
+            state.record(policy, step, metrics)
+        names = {alarm.name for alarm in alarms(state)}
+        assert {"format_pays", "illegal_output"} <= names
+        first, last = run.seen.steps[0][2], run.seen.steps[-1][2]
+        assert first["format/broken_turns"] < 0.3 < last["format/broken_turns"] <= 1.0
+        assert last["tool/bad_arguments"] > 0
+        assert "tool/ok" in first
+        assert last["format/reward_broken"] == 0.5
+        unknown = {name for _, _, metrics in run.seen.steps for name in metrics if describe(name) is None}
+        assert not unknown, "every name has its unit and meaning"
+
+    simulated_loop.run(main)
+
+
+def test_the_loop_says_between_steps_who_waits_for_whom(simulated_loop: SimulatedLoop) -> None:
+    seen: list[Status] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+
+        def during(orchestrator: Orchestrator) -> None:
+            def look() -> None:
+                status = orchestrator.status()
+                ledger = orchestrator.buffer.ledger
+                assert (status.in_flight, status.trained) == (ledger.in_flight, ledger.trained)
+                seen.append(status)
+                loop.call_later(0.25, look)
+
+            look()
+
+        run = SmallRun(config=config_for(steps=3), held_out=list(TASKS), during=during)
+        await run.run()
+
+    simulated_loop.run(main)
+    waits = {wait for status in seen for wait in status.waits}
+    assert "trainer works on step 1" in waits
+    assert any(wait.startswith("trainer waits for episodes: ") for wait in waits)
+    assert any(wait.startswith("admission waits for max_staleness of guesser") for wait in waits)
+    phases = list(dict.fromkeys(status.phase for status in seen))
+    assert phases[:3] == ["starting", "evaluating before training", "training"]
+    assert any(status.progress == (0, 10) for status in seen)

@@ -1,0 +1,70 @@
+"""`agentrl doctor`: every probe answers for itself, and what is missing comes with the command that brings it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from agentrl.cli import doctor, probes
+from agentrl.cli.main import main
+from agentrl.cli.probes import Check
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def test_this_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ready"]
+    found = {check["name"]: check for checks in report["sections"].values() for check in checks}
+    assert {"Python", "cores", "memory", "GPU", "disk for runs", "torch", "ray", "engine", "trainer"} <= set(found)
+    assert found["torch works"]["level"] == "ok"
+    assert found["engine"]["found"].startswith("embedded, in this process, 1 thread")
+    assert "Ray session" in found["trainer"]["found"]
+
+
+def failing() -> list[Check]:
+    raise PermissionError("/proc/meminfo is hidden")
+
+
+def missing() -> list[Check]:
+    return [Check(name="torch", found="not installed", level="missing", fix="pip install 'agentrl[train]'")]
+
+
+def test_a_probe_that_fails_hides_no_other_and_what_is_missing_is_exit_code_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "SECTIONS", {"here": (failing, missing, probes.python)})
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "failing" in said
+    assert "cannot be told (PermissionError: /proc/meminfo is hidden)" in said
+    assert "→ pip install 'agentrl[train]'" in said
+    assert "Python" in said
+    assert "not ready: 1 thing(s)" in said
+
+
+def test_a_package_that_is_absent_or_old_is_told_with_its_command() -> None:
+    absent = probes.package("no-such-package-here", {}, extra="train", needed=True)
+    assert (absent.level, absent.found) == ("missing", "not installed")
+    assert absent.fix.endswith("-m pip install 'agentrl[train]'")
+    optional = probes.package("no-such-package-here", {}, extra="ray", needed=False)
+    assert (optional.level, optional.found) == ("note", "not installed; without it set --trainer.kind=in_process")
+    old = probes.package("numpy", {"numpy": "99.1"}, extra="train", needed=True)
+    assert old.level == "missing"
+    assert "older than 99.1" in old.found
+    assert old.fix.endswith("--upgrade")
+    assert probes.package("numpy", {"numpy": "2.1"}, extra="train", needed=True).level == "ok"
+
+
+def test_a_missing_library_is_one_line_with_the_extra_that_brings_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def demo(options: object) -> int:
+        raise ModuleNotFoundError("No module named 'ray'", name="ray")
+
+    monkeypatch.setattr("agentrl.cli.training.demo", demo)
+    assert main(["demo"]) == 2
+    expected = "agentrl: ray is not installed: pip install 'agentrl[ray]', or set --trainer.kind=in_process\n"
+    assert capsys.readouterr().err == expected

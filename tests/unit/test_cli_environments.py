@@ -1,0 +1,114 @@
+"""`agentrl env`: a new environment passes as it is; names that would harm are refused; one bad entry hides no other."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import agentrl
+from agentrl.cli.main import main
+from agentrl.cli.scaffold import write_environment
+from agentrl.config.load import load
+from agentrl.core.errors import CheckFailedError, InputError
+from agentrl.testing import play
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    return write_environment("word_sums", tmp_path)
+
+
+def test_a_new_environment_passes_its_tests_as_it_is(written: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=written, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "4 passed" in done.stdout
+
+
+def test_a_new_environment_passes_the_checker_and_can_be_trained_as_it_is(
+    written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(written.parent)
+    assert main(["env", "check", "word_sums/env.py"]) == 0
+    assert "passed" in capsys.readouterr().out
+    config = load(written / "train.toml")
+    assert config.environment.id == f"{written / 'env.py'}:WordSums"
+    assert (Path(config.model.path) / "model.safetensors").is_file()
+
+
+def test_the_variant_in_comments_works_when_it_is_uncommented(written: Path) -> None:
+    text = (written / "env.py").read_text()
+    at = text.index("# class WordSumsInTurns")
+    variant = re.sub(r"^# ?", "", text[at:], flags=re.MULTILINE)
+    (written / "both.py").write_text(text[:at] + variant)
+    name = f"{written / 'both.py'}:WordSumsInTurns"
+    report = agentrl.check_environment(name)
+    assert report.passed, report.text
+    task = agentrl.Task(id="t", data={"question": "1 + 2 =", "answer": "3"})
+    played = play(name, task, ["4", "3"])
+    assert (played.reward, played.told) == (1.0, ("1 + 2 =", "That is wrong. Try again."))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Word", "lower-case letters"),
+        ("../word", "lower-case letters"),
+        ("word-game", "lower-case letters"),
+        ("", "lower-case letters"),
+        ("class", "a word of Python"),
+        ("match", "a word of Python"),
+        ("random", "'random' is a Python module already; choose another name, such as my_random"),
+        ("numpy", "a Python module already"),
+        ("calculator", "an environment already"),
+    ],
+)
+def test_unsafe_names_are_refused(tmp_path: Path, name: str, words: str) -> None:
+    with pytest.raises(InputError, match=re.escape(words)):
+        write_environment(name, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_exists_is_not_touched(written: Path) -> None:
+    before = {file.name: file.read_text() for file in written.iterdir()}
+    with pytest.raises(InputError, match="exists; choose another name"):
+        write_environment("word_sums", written.parent)
+    assert {file.name: file.read_text() for file in written.iterdir()} == before
+
+
+def test_the_list_says_what_each_environment_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "list", "--json"]) == 0
+    found = {line["id"]: line for line in json.loads(capsys.readouterr().out)}
+    assert found["calculator"]["seats"] == ["agent"]
+    assert found["calculator"]["entry_point"] == "environments.calculator:Calculator"
+    assert found["calculator"]["description"].startswith("Sums and differences")
+    assert not found["calculator"]["error"]
+    assert main(["env", "list"]) == 0
+    assert "from environments.calculator:Calculator; seats: agent" in capsys.readouterr().out
+
+
+def test_an_environment_that_cannot_be_imported_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    information = tmp_path / "broken_environment-1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-environment\nVersion: 1\n")
+    (information / "entry_points.txt").write_text("[agentrl.environments]\nbroken = broken_environment:Broken\n")
+    (tmp_path / "broken_environment.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["env", "list"]) == 0
+    said = capsys.readouterr().out
+    assert "cannot be used: environment 'broken': cannot import broken_environment: ZeroDivisionError" in said
+    assert "Sums and differences" in said
+
+
+def test_a_play_that_needs_more_replies_says_so(written: Path) -> None:
+    task = agentrl.Task(id="t", data={"question": "1 + 2 =", "answer": "3"})
+    call = {"name": "calculate", "arguments": {"a": 1, "op": "+", "b": 2}}
+    with pytest.raises(CheckFailedError, match="asked for reply 2, but only 1"):
+        play(f"{written / 'env.py'}:WordSums", task, [call])

@@ -1,0 +1,83 @@
+"""The configuration page is that of the models, and the three ways to write a configuration mean the same."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import agentrl
+from agentrl.config.load import dump_toml, load
+from agentrl.config.locate import shipped_example
+from agentrl.config.page import fields, page
+from agentrl.core.errors import ConfigError, InputError
+
+
+def test_the_page_is_up_to_date(repository: Path) -> None:
+    assert (repository / "docs/configuration.md").read_text(encoding="utf-8") == page(), "run `make docs-config`"
+
+
+def test_every_field_has_its_row_with_a_reason() -> None:
+    rows = [line for line in page().splitlines() if line.startswith("| `")]
+    assert len(rows) == len(list(fields())) <= 80
+    assert not [row for row in rows if len(row.split(" | ")) != 5 or not row.split(" | ")[-1].strip(" |")]
+
+
+def test_every_number_of_seconds_has_its_unit() -> None:
+    timed = [line for line in page().splitlines() if line.startswith("| `") and "_s` |" in line]
+    assert timed
+    assert all(row.split(" | ")[3] == "s" for row in timed)
+
+
+def test_file_python_and_command_line_mean_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[environment]\nid = "calculator"\n[model]\npath = "environments.calculator:model"\n'
+        "[policies.solver]\nlearning_rate = 1e-4\n[policies.solver.lora]\nrank = 4\n"
+        '[trainer.loss]\nkind = "ppo"\n[seats]\nagent = "solver"\n'
+    )
+    from_file = load(path)
+    python = agentrl.RunConfig(
+        environment={"id": "calculator"},
+        model={"path": "environments.calculator:model"},
+        policies={"solver": {"learning_rate": 1e-4, "lora": {"rank": 4}}},
+        trainer={"loss": {"kind": "ppo"}},
+        seats={"agent": "solver"},
+    )
+    (tmp_path / "empty.toml").touch()
+    overrides = [
+        "--environment.id=calculator",
+        "--model.path=environments.calculator:model",
+        "--policies.solver.learning_rate=1e-4",
+        "--policies.solver.lora.rank=4",
+        "--trainer.loss.kind=ppo",
+        "--seats.agent=solver",
+    ]
+    assert from_file == python == load(tmp_path / "empty.toml", overrides)
+    (tmp_path / "dumped.toml").write_text(dump_toml(python))
+    assert load(tmp_path / "dumped.toml") == python
+
+
+def test_a_model_inside_a_package_is_found_and_what_is_not_there_is_named(repository: Path) -> None:
+    model = repository / "environments" / "calculator" / "model"
+    assert load(shipped_example("01_tool_use")).model.path == str(model)
+    for path, words in (
+        ("environments.calculater:model", "there is no package 'environments.calculater'; install it"),
+        ("environments.calculator:modle", "the package 'environments.calculator' has no directory 'modle'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load(shipped_example("01_tool_use"), [f"model.path={path}"])
+
+
+def test_an_environment_file_is_looked_for_beside_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[environment]\nid = "env.py:Mine"\n[model]\npath = "tiny"\n')
+    assert load(tmp_path / "run.toml").environment.id == "env.py:Mine", "nothing lies there"
+    (tmp_path / "env.py").touch()
+    assert load(tmp_path / "run.toml").environment.id == f"{tmp_path / 'env.py'}:Mine"
+
+
+def test_examples_are_found_by_name(repository: Path) -> None:
+    assert tomllib.loads(shipped_example("01_tool_use").read_text())["environment"]["id"] == "calculator"
+    with pytest.raises(InputError, match="there are: 01_tool_use"):
+        shipped_example("tool_use")

@@ -1,0 +1,60 @@
+"""The watch on the event loop names what blocks it and what nobody awaits, once each, and keeps still otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable, Coroutine
+
+from agentrl.observe.blocked import watch_loop
+
+
+def told_during(act: Callable[[threading.Event], Coroutine[object, object, None]]) -> list[str]:
+    """What the watch tells while `act` runs; the event is set when it has told something."""
+    said: list[str] = []
+    heard = threading.Event()
+
+    def tell(text: str) -> None:
+        said.append(text)
+        heard.set()
+
+    async def main() -> None:
+        with watch_loop(tell, longest_s=0.05):
+            await act(heard)
+
+    asyncio.run(main())
+    gc.collect()
+    return said
+
+
+def test_code_that_blocks_the_loop_is_named_once_with_its_line() -> None:
+    async def block(heard: threading.Event) -> None:
+        for _ in range(2):
+            heard.wait()  # blocks the loop until the watch has told of it
+            await asyncio.sleep(0)
+
+    [said] = told_during(block)
+    assert "the event loop has been blocked for" in said
+    assert "test_loop_watch.py" in said
+    assert "in block: `heard.wait()" in said
+
+
+def test_an_error_nobody_awaits_is_named_with_its_line() -> None:
+    async def lose(heard: threading.Event) -> None:
+        async def fail() -> None:
+            raise ValueError("lost")
+
+        task = asyncio.get_running_loop().create_task(fail())
+        await asyncio.wait([task])
+
+    [said] = told_during(lose)
+    assert said.endswith("ValueError: lost")
+    assert "test_loop_watch.py:" in said
+
+
+def test_a_loop_that_waits_is_left_alone() -> None:
+    async def wait(heard: threading.Event) -> None:
+        await asyncio.to_thread(heard.wait, 0.3)  # six times as long as blocking would be borne
+
+    assert told_during(wait) == []
