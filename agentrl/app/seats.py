@@ -77,7 +77,7 @@ def demand_of(config: RunConfig, environment: type[Environment]) -> Demand:
         if units[name] > bound:
             raise ConfigError(
                 f"credit.group_size = {size}: a group brings {units[name]} units of {name}, more than may be in "
-                f"flight: (1 + max_staleness) × step_size = {bound}; raise policies.{name}.step_size or lower group_size"
+                f"flight: (1 + max_staleness) × step_size = {bound}; raise policies.{name}.step_size or lower it"
             )
     if not units:
         raise ConfigError(f"no seat of {environment.__name__} is held by a trainable policy: there is nothing to learn")

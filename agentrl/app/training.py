@@ -17,7 +17,7 @@ from agentrl.app.parts import load_config, make_engine, make_trainer, task_sourc
 from agentrl.app.seats import demand_of
 from agentrl.config.run import RunConfig, check_unchanged
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import RunDirectoryError
+from agentrl.core.errors import RunDirectoryError, StorageError
 from agentrl.core.ports import Observer, Trainer
 from agentrl.core.records import PolicyVersion, Task, WeightsRef
 from agentrl.environment.base import Environment, TaskSource
@@ -103,8 +103,16 @@ async def _train(
     directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
     if resume:
         check_unchanged(directory.read_config(), config)
-    manifest = newest(directory.checkpoints) if resume else None
+    manifest, rejected = newest(directory.checkpoints) if resume else (None, [])
+    if rejected and manifest is None:
+        raise StorageError(
+            "no checkpoint of this run can be used: "
+            + "; ".join(rejected)
+            + ". Remove them to start again from the base model"
+        )
     async with _opened(config, directory, observers, quiet=quiet, resume=resume) as (store, observer, trainer, stack):
+        for reason in rejected:
+            observer.phase(f"left out: {reason}")
         observer.phase("starting the trainer")
         await trainer.start(None if manifest is None else str(manifest.directory))
         observer.phase("loading the engine")
@@ -213,12 +221,12 @@ def _interruptible(orchestrator: Orchestrator, observer: RunObserver) -> Iterato
         observer.phase("stopping: finishing the step and writing a checkpoint (Ctrl-C again leaves at once)")
         orchestrator.stop()
 
-    for number in (signals.SIGINT, signals.SIGTERM):
+    for number in (signals.SIGINT, signals.SIGTERM, signals.SIGHUP):
         loop.add_signal_handler(number, on_signal)
     try:
         yield
     finally:
-        for number in (signals.SIGINT, signals.SIGTERM):
+        for number in (signals.SIGINT, signals.SIGTERM, signals.SIGHUP):
             loop.remove_signal_handler(number)
 
 

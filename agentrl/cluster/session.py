@@ -49,6 +49,14 @@ def kept_signal_handlers() -> Iterator[None]:
                 signal.siginterrupt(number, False)  # as asyncio sets it
 
 
+def forget_the_dead(parent: Path) -> None:
+    """Remove the directories, tokens included, of sessions whose process was killed before it could."""
+    for directory in parent.glob("agentrl-*-*"):
+        owner = directory.name.split("-")[1]
+        if owner.isdecimal() and not Path("/proc", owner).exists() and directory.stat().st_uid == os.getuid():
+            shutil.rmtree(directory, ignore_errors=True)
+
+
 class RaySession:
     """One process's connection to Ray."""
 
@@ -108,7 +116,8 @@ class RaySession:
         parent = tempfile.gettempdir()
         if len(parent) > _LONGEST_TEMPORARY:
             parent = "/tmp"
-        self._directory = Path(tempfile.mkdtemp(prefix="agentrl-", dir=parent))
+        forget_the_dead(Path(parent))
+        self._directory = Path(tempfile.mkdtemp(prefix=f"agentrl-{os.getpid()}-", dir=parent))
         atexit.register(self.stop)
         for name, value in _LOCAL_ENVIRONMENT.items():
             os.environ.setdefault(name, value)

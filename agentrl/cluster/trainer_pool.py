@@ -109,7 +109,7 @@ class RayTrainerPool:
         self._session.start()
         import ray
 
-        self._private = Path(tempfile.mkdtemp(prefix="agentrl-ranks-"))
+        self._private = Path(tempfile.mkdtemp(prefix=f"agentrl-{os.getpid()}-ranks-"))
         settings = self._config.model_dump(mode="json")
         size = self._config.trainer.workers
         resources: Mapping[str, float] = ray.cluster_resources()

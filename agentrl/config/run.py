@@ -200,8 +200,7 @@ class TrainerConfig(Section):
     """Data-parallel ranks; any number gives the same update."""
     loss: LossConfig = PolicyGradientLoss()
     entropy_bonus: Annotated[float, Unit("per nat")] = 0.0
-    """Weight of the entropy of each trained token, summed and divided by the same constant as the policy loss; above 0
-    it slows collapse onto one answer."""
+    """Weight of the trained tokens' entropy, divided by the same constant as the loss; above 0 it slows collapse."""
     tokens_per_unit: Tokens = 64
     """The constant c of the normaliser step_size × c: a typical number of sampled tokens of a unit."""
     micro_batch_tokens: Tokens = 8192

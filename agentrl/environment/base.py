@@ -271,3 +271,8 @@ def described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
+
+
+def valid_unicode(text: str) -> str:
+    """Text without lone surrogates, which file names and models can bring and no database can hold."""
+    return text.encode("utf-8", "replace").decode()

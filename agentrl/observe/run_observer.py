@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.observe.alarms import alarms, write_alarm
+from agentrl.observe.enduring import EnduringStream
 from agentrl.observe.metrics import JsonlSink, Sink
 from agentrl.observe.plot import curve
 from agentrl.observe.progress import Display, display
@@ -59,7 +60,7 @@ class RunObserver:
         self.state = RunState(plan=plan, path=str(directory.path), status=Status(phase="starting"))
         read_metrics(directory.metrics, self.state)
         self._directory = directory
-        self._stream = stream or sys.stderr
+        self._stream: TextIO = EnduringStream(stream or sys.stderr)  # type: ignore[assignment]
         self._quiet = quiet
         self._others = tuple(others)
         self._clock = clock or SystemClock()

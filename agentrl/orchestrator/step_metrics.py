@@ -57,10 +57,7 @@ class StepMetrics:
         self._idle_since[policy] = now
         wall = max(now - since, 1e-9)
         trajectories = [trajectory for ready in taken for trajectory in ready.trajectories]
-        lags = [
-            float(self._board.staleness(PolicyVersion(policy, t.lineage, t.oldest_step), dead=self._board.step(policy)))
-            for t in trajectories
-        ]
+        lags = [float(self._board.staleness(PolicyVersion(policy, t.lineage, t.oldest_step))) for t in trajectories]
         rewards = [sum(t.reward or 0.0 for t in ready.trajectories) for ready in taken]
         ended = self._since_last_step(policy)
         ledger = self._buffer.ledger

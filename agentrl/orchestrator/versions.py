@@ -60,6 +60,15 @@ class PolicyBoard:
             lineage, step = parent.lineage, parent.step
         return lineage == version.lineage and version.step <= step
 
-    def staleness(self, version: PolicyVersion, *, dead: int) -> int:
-        """Steps between `version` and the current one; `dead` for a version that did not survive a rollback."""
-        return self.step(version.policy) - version.step if self.survives(version) else dead
+    def staleness(self, version: PolicyVersion) -> int:
+        """Steps between `version` and the current one; counted from the fork where it did not survive a rollback."""
+        current = self._current[version.policy]
+        if self.survives(version):
+            return current.step - version.step
+        fork, lineage = version.step, current.lineage
+        while lineage > version.lineage:
+            parent = self._parents.get((version.policy, lineage))
+            if parent is None:
+                break
+            fork, lineage = min(fork, parent.step), parent.lineage
+        return max(current.step - fork, version.step - fork)

@@ -28,6 +28,7 @@ from agentrl.environment.base import (
     Resource,
     ResourceLevel,
     ToolCallError,
+    valid_unicode,
 )
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import (
@@ -308,7 +309,7 @@ async def _observe(call: Callable[[], str | Awaitable[str]], timeout_s: float, *
         if inspect.isawaitable(result):
             async with asyncio.timeout(timeout_s):
                 result = await result
-        return str(result), "ok"
+        return valid_unicode(str(result)), "ok"
     except TimeoutError:
         return f"error: timed out after {timeout_s:g} s", "timeout"
     except ToolCallError as error:
@@ -316,11 +317,17 @@ async def _observe(call: Callable[[], str | Awaitable[str]], timeout_s: float, *
     except EpisodeError:
         raise
     except Exception as error:  # noqa: BLE001 - a tool is foreign code, and its error is the policy's observation
-        return f"error: {type(error).__name__}: {error}"[:2000], "error"
+        return valid_unicode(f"error: {type(error).__name__}: {error}"[:2000]), "error"
 
 
 def _plain(arguments: Any) -> Any:
-    return dict(arguments) if isinstance(arguments, Mapping) else arguments
+    """Arguments as the journal can hold them: what it cannot (an integer of 80 bits, say) becomes text."""
+    plain = dict(arguments) if isinstance(arguments, Mapping) else arguments
+    try:
+        _encode(plain)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return valid_unicode(str(plain)[:2000])
+    return plain
 
 
 def _encode_arguments(arguments: Any) -> bytes:

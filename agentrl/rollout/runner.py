@@ -18,7 +18,7 @@ import math
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -41,7 +41,7 @@ from agentrl.core.records import (
     VersionSpan,
     dropped_header,
 )
-from agentrl.environment.base import Agent, Environment, LimitReachedError, Limits
+from agentrl.environment.base import Agent, Environment, LimitReachedError, Limits, valid_unicode
 from agentrl.journal.entries import Begin, JournalEntry, RewardEntry, Span, TurnEntry, asked_hash
 from agentrl.journal.port import JournalStore, TurnLog
 from agentrl.rollout.calls import BEGIN, Call, CallJournal, enter_branch
@@ -50,6 +50,9 @@ from agentrl.rollout.conversation import Conversation
 
 if TYPE_CHECKING:
     from agentrl.core.records import FinishReason
+
+CHARACTERS_PER_TOKEN = 64
+"""Longer messages are not even tokenised: no tokenizer packs more text than this into a token."""
 
 PRIORITY = {"train": 0, "fork": 1, "replay": 1, "evaluate": 2}
 """Engine priority by purpose; lower is served first, so that evaluation never holds up training."""
@@ -117,18 +120,12 @@ class LiveAgent(Agent):
                 f"agent {self.seat!r} has used its {limits.max_turns} turns", stop_reason="max_turns"
             )
         messages, self._pending = (*self._pending, *messages), ()
+        if sum(len(message.content) for message in messages) > CHARACTERS_PER_TOKEN * limits.max_context:
+            self._full(sum(len(message.content) for message in messages) // CHARACTERS_PER_TOKEN)
         before = len(self._conversation)
         context_ids = np.array(self._conversation.ask(messages), dtype=np.int32)
         if len(self._conversation) >= limits.max_context:
-            if not self._turns:
-                raise EpisodeError(
-                    f"the first prompt of {self.seat!r} has {len(self._conversation)} tokens, "
-                    f"the context {limits.max_context}; raise engine.max_context",
-                    reason="prompt_too_long",
-                )
-            raise LimitReachedError(
-                f"agent {self.seat!r} has used its context of {limits.max_context} tokens", stop_reason="context_length"
-            )
+            self._full(len(self._conversation))
         sampling = runner.sampling_for(max_tokens)
         context_bytes = context_ids.tobytes()
         call = self._context.journal.open(asked_hash(context_bytes, sampling.max_tokens.to_bytes(4, "little")))
@@ -180,6 +177,19 @@ class LiveAgent(Agent):
             tokens=sum(len(turn.completion.token_ids) for turn in self._turns),
             oldest_step=oldest.step if oldest else 0,
             lineage=oldest.lineage if oldest else 0,
+        )
+
+    def _full(self, tokens: int) -> NoReturn:
+        """The conversation does not fit; a first prompt that does not is told apart from a long episode."""
+        limit = self._context.limits.max_context
+        if not self._turns:
+            raise EpisodeError(
+                f"the first prompt of {self.seat!r} has at least {tokens} tokens, the context {limit}; "
+                "raise engine.max_context",
+                reason="prompt_too_long",
+            )
+        raise LimitReachedError(
+            f"agent {self.seat!r} has used its context of {limit} tokens", stop_reason="context_length"
         )
 
     async def _generate(self, call: Call, sampling: SamplingParams) -> Completion:
@@ -333,7 +343,7 @@ class EpisodeRunner:
     async def drop(self, spec: EpisodeSpec, reason: str, detail: str, seconds: float) -> EpisodeHeader:
         """Record that an episode ends without being trained, with its reason."""
         header = dropped_header(spec, reason, seconds=seconds)
-        await _whatever_happens(self._store.commit_episode(spec, header, b"", {}, detail))
+        await _whatever_happens(self._store.commit_episode(spec, header, b"", {}, valid_unicode(detail)))
         return header
 
     async def _play(self, environment: type[Environment], context: LiveContext) -> None:

@@ -184,3 +184,48 @@ def test_numbers_are_rewards(value: float) -> None:
             return value
 
     assert play(Judge, ["42"]).header.reward == float(value)
+
+
+class Hostile(Desk):
+    @agentrl.tool
+    def fail(self) -> str:
+        """Raises what a file name can bring."""
+        raise ValueError("bad file \udc80")
+
+    @agentrl.tool
+    def huge(self) -> str:
+        """Says more than any context holds."""
+        return "x" * 3_000_000
+
+    @agentrl.tool
+    def surrogate(self) -> str:
+        """Returns half a character."""
+        return "\ud800abc"
+
+
+@pytest.mark.parametrize("name", ["fail", "surrogate"])
+def test_half_characters_are_observations(name: str) -> None:
+    [(_, observation)] = observed(play(Hostile, [call(name), "42"]))
+    assert "?" in observation
+
+
+def test_an_observation_longer_than_any_context_ends_the_episode_as_truncated() -> None:
+    played = play(Hostile, [call("huge")])
+    assert played.header.stop_reason == "context_length"
+
+
+def test_a_number_no_journal_can_hold_does_not_void_the_episode() -> None:
+    played = play(
+        Desk, ['<tool_call>{"name": "calculate", "arguments": {"a": 1' + "0" * 30 + ', "op": "+"}}</tool_call>', "42"]
+    )
+    assert played.header.committed
+    assert played.header.reward == 1.0
+
+
+class Surrogate(agentrl.Environment):
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        raise OSError("bad file \udc80")
+
+
+def test_half_a_character_in_an_error_drops_one_episode() -> None:
+    assert play(Surrogate, []).header.drop_reason == "environment_error"
