@@ -190,6 +190,13 @@ def wall_to(trace: Trace, goal: float) -> float | None:
     return None if step is None else trace.wall[step - 1]
 
 
+def demo_steps() -> int:
+    """The steps of `make demo`."""
+    from agentrl.config.load import load
+
+    return load(EXAMPLE, []).steps
+
+
 def learning(report: Report, steps: int, seeds: Sequence[int]) -> None:
     """Held-out reward before and after."""
     runs = [contestant("ours", seed=s, steps=steps, staleness=1, slow=False, held_out=512) for s in seeds]
@@ -256,7 +263,7 @@ def main() -> None:
     )
     report.figures.update(dict.fromkeys(NAMES))
     if options.part in (None, "learning") and not options.quick:
-        learning(report, 40, (0, 1, 2))
+        learning(report, demo_steps(), (0, 1, 2))
     if options.part in (None, "asynchrony") and not options.quick:
         asynchrony(report, 40, 5)
     if options.part in (None, "naive"):

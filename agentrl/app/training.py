@@ -19,7 +19,7 @@ from agentrl.config.run import RunConfig, check_unchanged
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import RunDirectoryError, StorageError
 from agentrl.core.ports import Observer, Trainer
-from agentrl.core.records import PolicyVersion, Task, WeightsRef
+from agentrl.core.records import PolicyVersion, Task
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import resolve
 from agentrl.inspection.report import write_report
@@ -103,13 +103,7 @@ async def _train(
     directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
     if resume:
         check_unchanged(directory.read_config(), config)
-    manifest, rejected = newest(directory.checkpoints) if resume else (None, [])
-    if rejected and manifest is None:
-        raise StorageError(
-            "no checkpoint of this run can be used: "
-            + "; ".join(rejected)
-            + ". Remove them to start again from the base model"
-        )
+    manifest, rejected = _checkpoint(directory) if resume else (None, [])
     async with _opened(config, directory, observers, quiet=quiet, resume=resume) as (store, observer, trainer, stack):
         for reason in rejected:
             observer.phase(f"left out: {reason}")
@@ -119,12 +113,12 @@ async def _train(
         versions = _starting_versions(config, manifest, lineage=store.highest_lineage() + 1)
         engine = await asyncio.to_thread(make_engine, config, versions)
         stack.push_async_callback(engine.close)
-        weights: dict[str, WeightsRef] = {}
-        for name, policy in config.policies.items():
-            if policy.trainable:
-                weights[name] = await trainer.publish(name, versions[name])
-                store.record_version(weights[name], None if manifest is None else manifest.versions[name])
-                await engine.update(weights[name])
+        weights = {
+            name: await trainer.publish(name, versions[name]) for name in versions if config.policies[name].trainable
+        }
+        for name, published in weights.items():
+            store.record_version(published, None if manifest is None else manifest.versions[name])
+            await engine.update(published)
         await store.flush()
         parts = Parts(
             engine=engine,
@@ -188,6 +182,20 @@ async def _opened(
         trainer = make_trainer(config, directory.path)
         stack.push_async_callback(trainer.close)
         yield store, observer, trainer, stack
+
+
+def _checkpoint(directory: RunDirectory) -> tuple[Manifest | None, list[str]]:
+    """The newest checkpoint that can be used, and why newer ones cannot.
+
+    Raises:
+        StorageError: there are checkpoints, and none can be used.
+    """
+    manifest, rejected = newest(directory.checkpoints)
+    if rejected and manifest is None:
+        raise StorageError(
+            f"no checkpoint can be used: {'; '.join(rejected)}. Remove them to start again from the base model"
+        )
+    return manifest, rejected
 
 
 def _starting_versions(config: RunConfig, manifest: Manifest | None, *, lineage: int) -> dict[str, PolicyVersion]:

@@ -7,6 +7,7 @@ heavy: each command imports what it needs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from agentrl.cli.output import INTERNAL, INTERRUPTED
-from agentrl.core.errors import AgentRLError, InputError
+from agentrl.core.errors import AgentRLError, InputError, StorageError
 from agentrl.inspection.safe import safe, safe_line
 
 Command = Callable[[argparse.Namespace], int]
@@ -31,9 +32,8 @@ EXTRAS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (that of the process where None) and return its exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that knows no Unicode gets escapes, not an error
-            stream.reconfigure(errors="backslashreplace")
+    _prepare_streams()
+    options = argparse.Namespace(reads=True)
     try:
         options, rest = _parser().parse_known_args(arguments)
         options.overrides = _overrides(rest, wanted=options.takes_overrides)
@@ -42,28 +42,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except AgentRLError as error:
-        sys.stderr.write(f"agentrl: {safe(str(error))}\n")
+        _say(f"agentrl: {safe(str(error))}\n")
         return error.exit_code
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             return _report_bug(error)
         instead = ", or set --trainer.kind=in_process" if extra == "ray" else ""
-        sys.stderr.write(f"agentrl: {error.name} is not installed: pip install 'agentrl[{extra}]'{instead}\n")
+        _say(f"agentrl: {error.name} is not installed: pip install 'agentrl[{extra}]'{instead}\n")
         return InputError.exit_code
     except KeyboardInterrupt:
-        sys.stderr.write("agentrl: interrupted\n")
+        _say("agentrl: interrupted\n")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        if options.reads:  # the reader of our output has seen enough
+            return 0
+        _say("agentrl: the output was closed before the command had ended, and the command with it\n")
+        return StorageError.exit_code
     except Exception as error:  # noqa: BLE001 - the last resort: a bug of ours, told in one line
         return _report_bug(error)
 
 
+def _prepare_streams() -> None:
+    """A stream the caller closed swallows what is written; one that knows no Unicode gets escapes, not an error."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the process lives
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # whoever read the errors may have gone too
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
 def _report_bug(error: Exception) -> int:
-    sys.stderr.write(f"agentrl: internal error: {safe_line(f'{type(error).__name__}: {error}')[:500]}\n")
-    sys.stderr.write(f"This is a bug of agentrl. The traceback is in {_write_traceback()}\n")
+    _say(f"agentrl: internal error: {safe_line(f'{type(error).__name__}: {error}')[:500]}\n")
+    _say(f"This is a bug of agentrl. The traceback is in {_write_traceback()}\n")
     return INTERNAL
 
 
@@ -86,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="agentrl", description="RL of language-model agents whose unit is the episode.", allow_abbrev=False
     )
-    parser.set_defaults(command=lambda _: _help(parser), takes_overrides=False)
+    parser.set_defaults(command=lambda _: _help(parser), takes_overrides=False, reads=True)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_train(commands)
     _add_evaluate(commands)
@@ -112,7 +132,7 @@ def _add(
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(command=command)
+    parser.set_defaults(command=command, reads=command in READING)
     return parser
 
 
@@ -273,6 +293,14 @@ def _env_new(options: argparse.Namespace) -> int:
     from agentrl.cli import scaffold
 
     return scaffold.env_new(options)
+
+
+READING: tuple[Command, ...] = (
+    *(_run_list, _run_curve, _run_view, _run_metrics),
+    *(_episode_list, _episode_show),
+    _env_list,
+)
+"""Commands that only print: they have succeeded when whoever reads them has seen enough."""
 
 
 if __name__ == "__main__":

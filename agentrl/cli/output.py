@@ -27,7 +27,11 @@ def print_text(renderable: RenderableType) -> None:
     """A renderable, as wide as the terminal; at least 120 characters where there is none."""
     from rich.console import Console
 
-    console = Console(soft_wrap=True) if sys.stdout.isatty() else Console(width=160, soft_wrap=True)
+    class OpenConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would leave with 1; `main` knows what it means for the command
+
+    console = OpenConsole(soft_wrap=True) if sys.stdout.isatty() else OpenConsole(width=160, soft_wrap=True)
     console.print(renderable, highlight=False)
 
 

@@ -7,10 +7,12 @@ Does not decide which version serves; never executes code from a directory, neve
 from __future__ import annotations
 
 import hashlib
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,7 +22,7 @@ from agentrl.core.errors import EngineError, ModelError
 from agentrl.engines.attention import use_grouped_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
@@ -28,6 +30,20 @@ if TYPE_CHECKING:
     from agentrl.core.records import WeightsRef
 
 _WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    ImportError,
+    RuntimeError,  # and RecursionError
+    MemoryError,
+    SafetensorError,
+    StrictDataclassError,
+)
+"""What transformers raises on a directory that is damaged, or whose configuration makes no sense."""
 
 
 def load_model(path: str, *, max_context: int, dtype: torch.dtype, device: str) -> PreTrainedModel:
@@ -36,23 +52,74 @@ def load_model(path: str, *, max_context: int, dtype: torch.dtype, device: str) 
     Raises:
         ModelError: the directory holds no such model, or one that cannot serve contexts of `max_context`.
     """
+    return ready_to_sample(read_model(path, dtype=dtype, max_context=max_context), device)
+
+
+def read_model(path: str | Path, *, dtype: torch.dtype, max_context: int | None = None) -> PreTrainedModel:
+    """Read a local Hugging Face causal LM directory, every weight of it from its safetensors files.
+
+    Nothing that the directory says reaches a stream as it is: transformers is silenced, names are told as literals.
+
+    Raises:
+        ModelError: the directory holds no such model, its weights are damaged or not those of its configuration, or
+            it cannot serve contexts of `max_context`.
+    """
     if not (Path(path) / "config.json").is_file():
         raise ModelError(
             f"{path}: no model here (config.json is missing). Give a local Hugging Face causal LM directory"
         )
+    if (Path(path) / "adapter_config.json").exists():  # transformers would load it too, unpickling adapter_model.bin
+        raise ModelError(f"{path}: holds an adapter (adapter_config.json). Merge it into the model, or move it away")
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    load: Any = AutoModelForCausalLM.from_pretrained
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        check_context(config, max_context, path)
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        if max_context is not None:
+            check_context(config, max_context, str(path))
+        model, report = load(
+            path,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # so that they are in the report
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except _LOAD_ERRORS as error:
+        reason = f"{type(error).__name__}: {error}"
         raise ModelError(
-            f"{path}: cannot be loaded as a causal LM ({error}). It needs config.json of a known architecture and "
+            f"{path}: cannot be loaded as a causal LM ({reason}). It needs config.json of a known architecture and "
             "safetensors weights; save it with model.save_pretrained(directory)"
         ) from error
-    return ready_to_sample(model, device)
+    _check_report(path, report)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _check_report(path: str | Path, report: Mapping[str, Any]) -> None:
+    """Refuse a model with weights that did not come from its files; tell of tensors that it does not use."""
+    wrong = {
+        "are missing": report["missing_keys"],
+        "have a wrong shape": [key for key, *_ in report["mismatched_keys"]],
+    }
+    for what, names in wrong.items():
+        if names:
+            raise ModelError(
+                f"{path}: {len(names)} weights {what} ({_first(names)}), so the files are not those of config.json. "
+                "Copy the directory again, or save it with model.save_pretrained(directory)"
+            )
+    if unused := report["unexpected_keys"]:
+        warnings.warn(
+            f"{path}: {len(unused)} tensors are not the model's and are ignored: {_first(unused)}", stacklevel=3
+        )
+
+
+def _first(names: Iterable[str]) -> str:
+    """The first few names as literals without control characters, shortened."""
+    ordered = sorted(names)
+    return ", ".join(ascii(name[:100]) for name in ordered[:4]) + (", …" if len(ordered) > 4 else "")
 
 
 def ready_to_sample(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:

@@ -21,6 +21,8 @@ from agentrl.environment.base import Environment
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.environment.trl import adapt_trl, is_trl_class
 
+_FILE_MODULE = "agentrl_environment_"
+"""What the modules of environments loaded from a file are called; `name_of` gives the file instead."""
 _HERE = Path(__file__).parent
 ENTRY_POINT_GROUP = "agentrl.environments"
 
@@ -109,7 +111,12 @@ def name_of(environment: type[Environment]) -> str:
     for name, known in _registered.items():
         if known is environment:
             return name
-    return _installed.get(environment, f"{environment.__module__}:{environment.__qualname__}")
+    if environment in _installed:
+        return _installed[environment]
+    module = sys.modules.get(environment.__module__)
+    if module is not None and environment.__module__.startswith(_FILE_MODULE):
+        return f"{module.__file__}:{environment.__qualname__}"
+    return f"{environment.__module__}:{environment.__qualname__}"
 
 
 def make(id: str) -> Environment:
@@ -175,7 +182,7 @@ def _load_file(path: Path) -> Any:
     if not path.is_file():
         raise EnvironmentDefinitionError(f"environment file {path} does not exist")
     digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
-    name = f"agentrl_environment_{path.stem}_{digest}"
+    name = f"{_FILE_MODULE}{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     module_spec = importlib.util.spec_from_file_location(name, path)

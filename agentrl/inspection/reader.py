@@ -13,6 +13,7 @@ import msgspec
 
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
+from agentrl.inspection.showable import check_showable
 from agentrl.inspection.where import Column, parse
 from agentrl.journal.entries import EntryBody, JournalEntry
 from agentrl.journal.reader import TurnReader
@@ -200,7 +201,9 @@ class RunReader:
         bodies: list[tuple[str, EntryBody]] = []
         for entry in entries:
             try:
-                bodies.append((entry.call_id, decode_entries([entry])[0]))
+                body = decode_entries([entry])[0]
+                check_showable(body, f"episode {entry.episode_id}, call {entry.call_id}")
+                bodies.append((entry.call_id, body))
             except JournalError as error:
                 problems.append(str(error))
         rows = self._log.rows(
@@ -215,7 +218,7 @@ class RunReader:
         return EpisodeView(
             summary=line,
             agents=[_convert(AgentLine, row) for row in rows],
-            metrics=_json(metrics[0][0]) if metrics else {},
+            metrics=_numbers(metrics[0][0], problems) if metrics else {},
             detail=str(metrics[0][1]) if metrics else "",
             entries=bodies,
             problems=problems,
@@ -276,7 +279,7 @@ class RunReader:
         points = self.curve()
         last = [point.reward for point in points if point.reward is not None][-5:]
         return RunLine(
-            name=str(self.info().get("name", self.path.name)),
+            name=name if isinstance(name := self.info().get("name"), str) else self.path.name,
             path=str(self.path),
             episodes=self._log.rows(committed)[0][0],
             in_flight=self._log.rows(in_flight)[0][0],
@@ -321,15 +324,15 @@ def runs(directory: str | Path) -> list[RunLine]:
         raise InputError(f"{root}: there is no such directory; runs are made by `agentrl train`")
     lines = []
     for path in sorted(root.iterdir()):
-        if not (path / "journal" / CONTROL_FILE).is_file():
-            continue
         try:
+            if not (path / "journal" / CONTROL_FILE).is_file():
+                continue
             reader = RunReader(path)
             try:
                 lines.append(reader.line())
             finally:
                 reader.close()
-        except JournalError as error:
+        except (JournalError, OSError) as error:
             problem = str(error)
             lines.append(RunLine(path.name, str(path), 0, 0, {}, None, problem=problem))
     return lines
@@ -342,6 +345,17 @@ def _convert(kind: type[Any], row: Any) -> Any:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise JournalError(f"a row of the control log is damaged: {error}") from error
+
+
+def _numbers(text: Any, problems: list[str]) -> dict[str, float | None]:
+    """An episode's metrics; one that is no number is told in `problems`."""
+    numbers: dict[str, float | None] = {}
+    for name, value in _json(text).items():
+        try:
+            numbers[name] = msgspec.convert(value, float | None)
+        except (msgspec.ValidationError, OverflowError):
+            problems.append(f"metric {name[:100]!r} is no number; its row of the control log is damaged")
+    return numbers
 
 
 def _json(text: Any) -> dict[str, Any]:

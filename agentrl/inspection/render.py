@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from agentrl.inspection.reader import CurvePoint, EpisodeLine, EpisodeView, RunLine
 
+MAX_CELL = 500
+"""Characters of content in a cell of a table."""
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
@@ -186,7 +188,7 @@ def _table(*columns: str) -> Table:
 
 
 def _cell(text: str) -> Text:
-    return Text(safe_line(text))
+    return Text(safe_line(text if len(text) <= MAX_CELL else f"{text[:MAX_CELL]}…"))
 
 
 def _number(value: float | None) -> str:

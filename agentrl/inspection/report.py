@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.core.errors import StorageError
+from agentrl.core.files import open_regular
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
 from agentrl.observe.alarms import read_alarms
 from agentrl.observe.report import page
 
 FILE = "report.html"
+MAX_SUMMARY_BYTES = 64 << 20
 
 
 def write_report(directory: str | Path) -> Path:
@@ -45,7 +47,8 @@ def write_report(directory: str | Path) -> Path:
 
 def _summary(directory: Path) -> dict[str, Any]:
     try:
-        value = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+        with open_regular(directory / "summary.json") as file:
+            value = json.loads(file.read(MAX_SUMMARY_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

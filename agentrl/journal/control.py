@@ -215,7 +215,7 @@ def read_spec(row: Sequence[Any]) -> EpisodeSpec:
     _verify("admissions", row)
     try:
         return _SPEC.decode(row[7])
-    except (msgspec.MsgspecError, TypeError) as error:
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise JournalError(
             f"episode {row[0]}: its admission record cannot be read ({error}); the journal is damaged"
         ) from error

@@ -84,7 +84,7 @@ class TurnReader:
             raise database_error(path, error) from error
 
     def _open(self, partition: str) -> tuple[Path, sqlite3.Connection]:
-        if not is_safe_name(partition):
+        if not isinstance(partition, str) or not is_safe_name(partition):  # a row may hold any type
             raise JournalError(
                 f"{partition!r} is not the name of a turn partition; the record that names it is damaged"
             )

@@ -33,7 +33,7 @@ def decode_entries(entries: Iterable[JournalEntry]) -> list[EntryBody]:
     for entry in entries:
         try:
             bodies.append(entry.decode())
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             raise JournalError(
                 f"episode {entry.episode_id}, call {entry.call_id}: not an entry of this journal format ({error})"
             ) from error

@@ -176,6 +176,7 @@ class SqliteRunLog:
         """
         line: list[tuple[int, int, int]] = []
         lineage, last = version.lineage, version.step
+        self._check_numbers(version.policy, lineage, last)
         while True:
             statement = (
                 "SELECT step, parent_lineage, parent_step FROM versions"
@@ -189,6 +190,7 @@ class SqliteRunLog:
                     f"{self.path}: version {version.policy}@{lineage}.{last} was never published in this run"
                 )
             first, parent_lineage, parent_step = found[0]
+            self._check_numbers(version.policy, first, *([] if parent_lineage is None else found[0][1:]))
             if parent_lineage is None or (parent_lineage == lineage == 0 and parent_step < first):
                 # lineage 0 begins with the base model, recorded or not
                 line.append((lineage, -1, last))
@@ -207,17 +209,29 @@ class SqliteRunLog:
             "SELECT policy, lineage, parent_lineage, parent_step FROM versions"
             " WHERE parent_lineage IS NOT NULL AND parent_lineage < lineage"
         )
-        return {
-            (policy, lineage): PolicyVersion(policy, parent_lineage, parent_step)
-            for policy, lineage, parent_lineage, parent_step in self.rows(statement)
-        }
+        found: dict[tuple[str, int], PolicyVersion] = {}
+        for policy, lineage, parent_lineage, parent_step in self.rows(statement):
+            self._check_numbers(policy, lineage, parent_lineage, parent_step)
+            found[policy, lineage] = PolicyVersion(policy, parent_lineage, parent_step)
+        return found
+
+    def _check_numbers(self, policy: str, *numbers: Any) -> None:
+        """SQLite keeps any type in any column, and the table of versions has no checksums."""
+        odd = [number for number in numbers if not isinstance(number, int)]
+        if odd:
+            raise JournalError(
+                f"{self.path}: a version of {policy} has {str(odd[0])[:40]!r} where a number belongs; "
+                "the versions table was altered or is damaged"
+            )
 
     def _has_steps(self, policy: str, lineage: int) -> bool:
         return bool(self.rows("SELECT 1 FROM step_units WHERE policy = ? AND lineage = ? LIMIT 1", policy, lineage))
 
     def highest_lineage(self) -> int:
         """The largest lineage any published version carries; -1 before the first."""
-        return int(self.rows("SELECT coalesce(max(lineage), -1) FROM versions")[0][0])
+        ((highest,),) = self.rows("SELECT coalesce(max(lineage), -1) FROM versions")
+        self._check_numbers("some policy", highest)
+        return int(highest)
 
     def info(self) -> Mapping[str, Any]:
         """`format`, `run` (an id), and what the journal was made with: the run's name and resolved configuration."""
@@ -225,5 +239,5 @@ class SqliteRunLog:
             values = meta(self.connection)
             info = json.loads(values.get("info", "{}"))
             return {**info, "format": int(values["format"]), "run": values["run"]}
-        except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
+        except (sqlite3.Error, ValueError, TypeError, KeyError, RecursionError) as error:
             raise JournalError(f"{self.path}: the run's identity cannot be read ({error}); it is damaged") from error

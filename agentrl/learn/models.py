@@ -11,19 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import peft
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import logging as transformers_logging
 
 from agentrl.config.run import LoraConfig, RunConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.ids import key64
+from agentrl.engines.weight_files import read_model
 from agentrl.learn.forward import probe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class PolicyModel:
@@ -120,20 +122,11 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
 
 
 def _load(path: Path, device: torch.device) -> PreTrainedModel:
-    if not (path / "config.json").is_file():
-        raise ModelError(f"model.path: {path} is not a Hugging Face model directory (no config.json)")
-    transformers_logging.disable_progress_bar()
-    try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model.path: {path} cannot be loaded as a causal language model: {error}") from error
+    model = read_model(path, dtype=torch.float32)
+    module: nn.Module = model
     # No dropout: the ratio to the recorded log-probabilities must not be noise.
-    model.train(False)
-    model.to(device)
-    if not isinstance(model, PreTrainedModel):
-        raise ModelError(f"model.path: {path} is a {type(model).__name__}, not a causal language model")
+    module.train(False)
+    module.to(device)
     return model
 
 

@@ -13,9 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentrl.core.files import open_regular, size_of
 from agentrl.observe.status import Status
 
 Values = Mapping[str, float]
+
+MAX_METRICS_BYTES = 256 << 20
+"""Of a longer `metrics.jsonl` the newest so many bytes are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +99,9 @@ def plan_of(config: Mapping[str, Any]) -> RunPlan:
     policies = _mapping(config.get("policies"))
     trainable = {name: _mapping(policy) for name, policy in policies.items()}
     return RunPlan(
-        name=str(config.get("name", "run")),
-        environment=str(_mapping(config.get("environment")).get("id", "")),
-        model=str(_mapping(config.get("model")).get("path", "")),
+        name=_text(config.get("name"), "run"),
+        environment=_text(_mapping(config.get("environment")).get("id")),
+        model=_text(_mapping(config.get("model")).get("path")),
         steps=_whole(config.get("steps")) or 0,
         max_staleness={
             name: _whole(policy.get("max_staleness")) or 0
@@ -108,9 +112,14 @@ def plan_of(config: Mapping[str, Any]) -> RunPlan:
 
 
 def read_metrics(path: Path, state: RunState) -> None:
-    """Fold `metrics.jsonl` into a state; a line that is being written, or is damaged, is left out."""
+    """Fold `metrics.jsonl` into a state; a line that is being written, or is damaged, is left out.
+
+    What is not a regular file counts as absent.
+    """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with open_regular(path) as file:
+            file.seek(max(size_of(file) - MAX_METRICS_BYTES, 0))
+            text = file.read(MAX_METRICS_BYTES).decode("utf-8", errors="replace")
     except OSError:
         return
     for line in text.splitlines():
@@ -129,9 +138,14 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _text(value: Any, default: str = "") -> str:
+    return value if isinstance(value, str) else default
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or (_whole(value) is not None and abs(value) < 1 << 53)
+    return isinstance(value, float) or _whole(value) is not None
 
 
 def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    """The value where it is an integer that a float can hold."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53 else None

@@ -17,16 +17,20 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from agentrl.core.errors import StorageError
+from agentrl.core.files import open_regular, size_of
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion
 from agentrl.orchestrator.ledger import Ledger
 
 FORMAT = 0
+MAX_MANIFEST_BYTES = 64 << 20
 _NAME = re.compile(r"step_(\d{6,})-(\d+)")
 
 
@@ -73,21 +77,36 @@ class CheckpointWriter:
             raise StorageError(
                 f"checkpoint {target}: {error.strerror or error}; free space and resume the run"
             ) from error
-        self._prune()
+        self._prune(target)
         return target
 
-    def _prune(self) -> None:
-        for stale in _candidates(self._directory)[self._keep :]:
-            shutil.rmtree(stale, ignore_errors=True)
+    def _prune(self, written: Path) -> None:
+        """Remove what is older than the newest `keep` that can be resumed from; a damaged one takes nobody's place."""
+        whole = 0
+        for candidate in _candidates(self._directory):
+            if whole >= self._keep and candidate != written:
+                shutil.rmtree(candidate, ignore_errors=True)
+            else:
+                whole += _is_whole(candidate)
 
 
-def newest(directory: Path) -> Manifest | None:
-    """The newest checkpoint whose manifest parses and whose files have their sizes; None if there is none."""
+def newest(directory: Path) -> tuple[Manifest | None, list[str]]:
+    """The newest checkpoint whose files are those of its manifest, and why each newer one was passed over.
+
+    Args:
+        directory: a run's checkpoint directory.
+
+    Returns:
+        The checkpoint, None if there is none that can be resumed from; and a sentence for each that was rejected,
+        newest first.
+    """
+    rejected: list[str] = []
     for candidate in _candidates(directory):
-        manifest = _read(candidate)
-        if manifest is not None:
-            return manifest
-    return None
+        try:
+            return _verified(candidate), rejected
+        except StorageError as error:
+            rejected.append(str(error))
+    return None, rejected
 
 
 def _candidates(directory: Path) -> list[Path]:
@@ -120,21 +139,78 @@ def _seal(staging: Path, versions: Mapping[str, PolicyVersion], ledger: Ledger) 
     _sync_directory(staging)
 
 
-def _read(directory: Path) -> Manifest | None:
+def _verified(directory: Path) -> Manifest:
+    """The manifest of a checkpoint every file of which has its digest; StorageError says what is wrong."""
+    manifest, files = _read(directory)
+    for name, (_, digest) in files.items():
+        try:
+            with open_regular(directory / name) as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise StorageError(f"checkpoint {directory}: {name!r} cannot be read ({error.strerror})") from error
+        if found != digest:
+            raise StorageError(
+                f"checkpoint {directory}: {name!r} is not the file that was saved: its digest is another"
+            )
+    return manifest
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether a checkpoint has its manifest and files of the right sizes; their bytes are not read."""
     try:
-        content = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+        _read(directory)
+    except StorageError:
+        return False
+    return True
+
+
+def _read(directory: Path) -> tuple[Manifest, Mapping[str, tuple[int, str]]]:
+    """A manifest, and size and digest of each of its files, all of which are there in their sizes.
+
+    Raises:
+        StorageError: it cannot be read, or a file is missing, of another size, or not inside the checkpoint.
+    """
+    try:
+        content = _load(directory / "manifest.json")
         if content["format"] != FORMAT:
-            return None
-        for name, (size, digest) in content["files"].items():
-            data = (directory / name).read_bytes()
-            if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
-                return None
+            raise ValueError(f"its format is {content['format']!r}, and this version reads {FORMAT}")
+        files = {name: (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
+        for name, (size, _) in files.items():
+            _check_file(directory, name, size)
         versions = {
-            policy: PolicyVersion(policy, lineage, step) for policy, (lineage, step) in content["versions"].items()
+            policy: PolicyVersion(policy, int(lineage), int(step))
+            for policy, (lineage, step) in content["versions"].items()
         }
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return Manifest(directory=directory, versions=versions)
+    except OSError as error:
+        name = Path(str(error.filename or "manifest.json")).name
+        raise StorageError(f"checkpoint {directory}: {name!r} cannot be read ({error.strerror})") from error
+    except KeyError as error:
+        raise StorageError(f"checkpoint {directory}: its manifest has no {error}") from error
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise StorageError(f"checkpoint {directory}: its manifest does not hold ({error})") from error
+    return Manifest(directory=directory, versions=versions), files
+
+
+def _load(path: Path) -> Any:
+    with open_regular(path) as file:
+        if size_of(file) > MAX_MANIFEST_BYTES:
+            raise ValueError(f"{size_of(file)} bytes; at most {MAX_MANIFEST_BYTES}")
+        return json.loads(file.read())
+
+
+def _check_file(directory: Path, name: str, size: int) -> None:
+    """Refuse a name that leads out of the checkpoint, through a link too, and a file of another size."""
+    relative = PurePosixPath(name)
+    path = directory / relative
+    if relative.is_absolute() or ".." in relative.parts or "\0" in name:
+        raise ValueError(f"{name!r} is not the name of a file inside the checkpoint")
+    if path.resolve() != directory.resolve() / relative:
+        raise ValueError(f"{name!r} is reached through a symbolic link")
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{name!r} is not a regular file")
+    if found.st_size != size:
+        raise ValueError(f"{name!r} has {found.st_size} bytes, and {size} were saved")
 
 
 def _sync_directory(directory: Path) -> None:

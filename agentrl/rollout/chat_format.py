@@ -42,6 +42,8 @@ _THINK_END = "</think>"
 _ANCHOR = "\ue002"
 _FRAMES = 64
 """Openings kept for reuse; further ones are rendered each time."""
+_MAX_PROBE_CHARACTERS = 200_000
+"""Text a template may put around a few words; the longest in use put some thousands."""
 
 _TRANSFORMS: tuple[Callable[[str], str], ...] = (
     lambda content: content,
@@ -205,7 +207,7 @@ class TemplateFormat:
             if with_call or not messages or messages[0].role != "tool":
                 raise
             return self._reply_pieces(messages, with_call=True)
-        pieces = self._control.split(rendered[rendered.rindex(PROBE) + len(PROBE) :])
+        pieces = self._control.split(self._with_probe(rendered).rpartition(PROBE)[2])
         if self._closing not in pieces:
             raise ModelError(
                 f"{self._directory}: the chat template does not close an assistant turn before new messages"
@@ -279,7 +281,19 @@ class TemplateFormat:
             )
 
     def _render_text(self, turns: Sequence[tuple[Role, str]], *, prompt: bool = True) -> str:
-        return self._template.render([_value(role, content) for role, content in turns], [], prompt=prompt)
+        rendered = self._template.render([_value(role, content) for role, content in turns], [], prompt=prompt)
+        if len(rendered) > _MAX_PROBE_CHARACTERS:
+            raise ModelError(
+                f"{self._directory}: the chat template makes {len(rendered)} characters of a few words; at most "
+                f"{_MAX_PROBE_CHARACTERS} are taken"
+            )
+        return rendered
+
+    def _with_probe(self, rendered: str) -> str:
+        """`rendered`, in which the template must not have left out the stand-in."""
+        if PROBE not in rendered:
+            raise ModelError(f"{self._directory}: the chat template leaves out what an assistant said")
+        return rendered
 
     def _find_closing(self) -> int:
         """The control token behind an assistant's content."""
@@ -303,7 +317,7 @@ class TemplateFormat:
         for number, turns in enumerate((first[:1], first)):
             prompt = self._render_text(turns)
             grown = self._render_text([*longer[: 1 + 2 * number], ("assistant", PROBE), ("user", "five")])
-            place = grown[: grown.index(PROBE)]
+            place = self._with_probe(grown).partition(PROBE)[0]
             if _bare(place) != _bare(prompt):
                 raise ModelError(
                     f"{self._directory}: the chat template rewrites former turns (the prompt {prompt[-80:]!r} became "

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from jinja2 import TemplateError
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
+from jinja2.nodes import CallBlock, Filter, For, Node, Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from agentrl.core.errors import ModelError
@@ -36,6 +37,23 @@ TEMPLATE_DATE = datetime(2026, 1, 1, tzinfo=UTC)
 _ESCAPE, _END = "\ue000", "\ue001"
 PROBE = f"{_ESCAPE}p{_END}"
 """Stands for a message's content in a rendered frame; escaped content cannot contain it."""
+
+
+MAX_STEPS = 100_000
+"""Loop rounds and calls of one rendering; a template that takes more is refused."""
+_MAX_OPERAND = 1_000_000
+"""Items of a repeated sequence, bits of a product."""
+_MAX_TOKEN_ID = 2**31 - 1
+_RENDER_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RuntimeError,  # and RecursionError
+    MemoryError,
+)
 
 
 class AddedToken(NamedTuple):
@@ -73,6 +91,56 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """jinja2's sandbox, in which a rendering takes a bounded number of steps and numbers and sequences stay small."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
+        self.steps = 0
+        self.filters["agentrl_counted"] = self._counted
+
+    def count_step(self) -> None:
+        self.steps += 1
+        if self.steps > MAX_STEPS:
+            raise SecurityError(f"it takes more than {MAX_STEPS} loop rounds and calls")
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> Template:
+        template = super()._parse(source, name, filename)
+        for loop in template.find_all(For):
+            loop.iter = Filter(loop.iter, "agentrl_counted", [], [], None, None, lineno=loop.lineno)
+        return template
+
+    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self.count_step()
+            yield item
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.count_step()
+        return super().call(context, function, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            size = _bits(left) * right if isinstance(right, int) else 0
+        elif isinstance(left, int) and isinstance(right, int):
+            size = _bits(left) + _bits(right)
+        else:
+            size = max(_repeated(left, right), _repeated(right, left))
+        if size > _MAX_OPERAND:
+            raise SecurityError(f"the result of {operator} is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+def _bits(value: Any) -> int:
+    return value.bit_length() if isinstance(value, int) else 0
+
+
+def _repeated(sequence: Any, times: Any) -> int:
+    return len(sequence) * times if isinstance(sequence, Sequence) and isinstance(times, int) else 0
+
+
 class ChatTemplate:
     """Renders conversations with the chat template in `directory`.
 
@@ -88,15 +156,13 @@ class ChatTemplate:
         self._tokens = {
             key: text for key, value in named.items() if key.endswith("_token") and (text := _literal(value))
         }
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
-        )
+        environment = self._environment = _Sandbox()
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
         try:
             self._template = environment.from_string(self.source)
-        except TemplateError as error:
+        except (TemplateError, SyntaxError, ValueError, RuntimeError, MemoryError) as error:
             raise ModelError(f"{directory}: the chat template does not compile: {error}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
@@ -105,15 +171,18 @@ class ChatTemplate:
         Raises:
             ModelError: the template refuses the conversation.
         """
+        self._environment.steps = 0
         try:
-            return self._template.render(
+            rendered = self._template.render(
                 messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt, **self._tokens
             )
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        except _RENDER_ERRORS as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ModelError(
-                f"{self._directory}: the chat template cannot render a conversation ({roles}): {error}"
+                f"{self._directory}: the chat template cannot render a conversation ({roles}): "
+                f"{error or type(error).__name__}"
             ) from error
+        return valid_unicode(rendered)
 
 
 def _pattern(token: AddedToken) -> str:
@@ -221,7 +290,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise ModelError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds no JSON object")
@@ -229,21 +298,33 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def stop_token_ids(directory: Path) -> list[int]:
-    """`eos_token_id` of `generation_config.json`, else of `config.json`."""
+    """`eos_token_id` of `generation_config.json`, else of `config.json`.
+
+    Raises:
+        ModelError: it is neither a token id nor a list of them.
+    """
     for name in ("generation_config.json", "config.json"):
         value = read_json(directory / name).get("eos_token_id")
         if value is not None:
-            return [int(item) for item in (value if isinstance(value, list) else [value])]
+            ids = value if isinstance(value, list) else [value]
+            if not all(type(item) is int and 0 <= item <= _MAX_TOKEN_ID for item in ids):
+                raise ModelError(
+                    f"{directory / name}: eos_token_id is {ascii(value)[:80]}, not a token id or a list of ids"
+                )
+            return ids
     return []
 
 
 def _template_source(directory: Path, config: Mapping[str, Any]) -> str:
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path} is not readable UTF-8 text: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("tool_use", named.get("default"))
     if not isinstance(template, str):
         raise ModelError(

@@ -18,13 +18,13 @@ import math
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from agentrl.core import ids
 from agentrl.core.clock import Clock
-from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError, RewardError
+from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.ports import ChatFormat, Engine, EngineSession, EpisodeHost, GenerateRequest, SamplingParams
 from agentrl.core.records import (
     Completion,
@@ -33,12 +33,10 @@ from agentrl.core.records import (
     EpisodeSpec,
     Message,
     PolicyVersion,
-    SamplingMask,
     StopReason,
     ToolSpec,
     TrajectoryHeader,
     Turn,
-    VersionSpan,
     dropped_header,
 )
 from agentrl.environment.base import Agent, Environment, LimitReachedError, Limits, valid_unicode
@@ -47,9 +45,7 @@ from agentrl.journal.port import JournalStore, TurnLog
 from agentrl.rollout.calls import BEGIN, Call, CallJournal, enter_branch
 from agentrl.rollout.context import LiveContext
 from agentrl.rollout.conversation import Conversation
-
-if TYPE_CHECKING:
-    from agentrl.core.records import FinishReason
+from agentrl.rollout.turn_entries import completion_of, message_data
 
 CHARACTERS_PER_TOKEN = 64
 """Longer messages are not even tokenised: no tokenizer packs more text than this into a token."""
@@ -131,7 +127,7 @@ class LiveAgent(Agent):
         call = self._context.journal.open(asked_hash(context_bytes, sampling.max_tokens.to_bytes(4, "little")))
         recorded = self._context.journal.expect(call, TurnEntry)
         if recorded is not None:
-            completion = _completion_of(recorded)
+            completion = completion_of(recorded)
         else:
             started = runner.clock.monotonic()
             completion = await self._generate(call, sampling)
@@ -412,43 +408,5 @@ def finite_reward(value: object, where: str) -> float:
     return number
 
 
-def message_data(message: Message) -> dict[str, Any]:
-    """A message as JSON-serialisable data, empty fields left out."""
-    data: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        data["tool_calls"] = [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in message.tool_calls]
-    if message.tool_call_id is not None:
-        data["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        data["name"] = message.name
-    return data
-
-
 def _age(version: PolicyVersion) -> tuple[int, int]:
     return version.lineage, version.step
-
-
-def _completion_of(entry: TurnEntry) -> Completion:
-    finish_reason: FinishReason
-    match entry.finish_reason:
-        case "stop" | "length" | "abort" as finish_reason:
-            pass
-        case other:
-            raise EngineError(f"the journal holds an unknown finish_reason {other!r}")
-    mask = None
-    if entry.mask_counts is not None:
-        counts = np.frombuffer(entry.mask_counts, dtype="<i4")
-        mask = SamplingMask(counts=counts, token_ids=np.frombuffer(entry.mask_ids or b"", dtype="<i4"))
-    routing = None
-    if entry.expert_routing is not None:
-        routing = np.frombuffer(entry.expert_routing, dtype=np.uint8).reshape(entry.routing_shape)
-    return Completion(
-        token_ids=np.frombuffer(entry.token_ids, dtype="<i4"),
-        logprobs=np.frombuffer(entry.logprobs, dtype="<f4"),
-        finish_reason=finish_reason,
-        spans=tuple(VersionSpan(s.start, s.stop, PolicyVersion(entry.policy, s.lineage, s.step)) for s in entry.spans),
-        expert_routing=routing,
-        routing_start=entry.routing_start,
-        sampling_mask=mask,
-        cached_tokens=entry.cached_tokens,
-    )

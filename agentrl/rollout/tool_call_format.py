@@ -30,6 +30,9 @@ MAX_CALLS = 64
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 
+MAX_CALL_DEPTH = 64
+"""A call with values nested deeper is malformed."""
+
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,128})"')
 
 
@@ -44,11 +47,29 @@ def _finite(text: str) -> float:
     return value
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+def _int64(text: str) -> int:
+    value = int(text)
+    if not -(2**63) <= value < 2**63:  # the journal's encoding, as most tools, has no larger ones
+        raise ValueError(f"{text} is out of range")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite, parse_int=_int64)
+
+
+def _is_deep(value: Any, levels: int = MAX_CALL_DEPTH) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    return levels == 0 or any(
+        _is_deep(item, levels - 1) for item in (value.values() if isinstance(value, dict) else value)
+    )
 
 
 def _load(text: str) -> Any:
-    """The JSON value `text` holds, or None where it holds none (NaN, too long, too deep, lone surrogates)."""
+    """The JSON value `text` holds, or None where it holds none that can be kept.
+
+    Refused are NaN, numbers beyond float64 and int64, lone surrogates, and what is too long or too deep.
+    """
     if len(text) > MAX_CALL_CHARACTERS:
         return None
     try:
@@ -57,7 +78,7 @@ def _load(text: str) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
-    return value
+    return None if _is_deep(value) else value
 
 
 def _call(number: int, raw: str, value: Any, argument_keys: tuple[str, ...]) -> ToolCall:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -148,3 +149,26 @@ def test_reading_imports_nothing_heavy(directory: Path, arguments: list[str]) ->
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def in_a_shell(command: str) -> subprocess.CompletedProcess[str]:
+    line = command.replace("agentrl", f"'{sys.executable}' -m agentrl.cli")
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_closed_streams_are_no_bug(directory: Path) -> None:
+    for command in ("agentrl run list >&-", "agentrl episode show demo >&-", "agentrl run list 2>&-"):
+        done = in_a_shell(command)
+        assert (done.returncode, done.stderr) == (0, ""), command
+    assert in_a_shell("agentrl run list nowhere 2>&-").returncode == 2
+
+
+def test_a_reader_that_leaves_ends_a_listing_well_and_a_change_badly(directory: Path) -> None:
+    os.mkfifo("gone")  # the first program of the pipe waits until the second has closed it
+    for command, code in (("agentrl run list", 0), ("agentrl --help", 0), ("agentrl run report demo", 74)):
+        done = in_a_shell(f"{{ read -r _ < gone; {command}; echo $? >&2; }} | {{ exec <&-; echo > gone; }}")
+        if code == 0:
+            assert done.stderr == "0\n", command
+        else:
+            assert done.stderr.endswith(f"{code}\n"), command
+            assert "the output was closed" in done.stderr

@@ -53,6 +53,7 @@ def test_a_module_and_a_file_are_found(tmp_path: Path) -> None:
     echo = resolve(str(file))
     assert resolve(f"{file}:Echo") is echo
     assert resolve(name_of(echo)) is echo
+    assert name_of(echo) == f"{file}:Echo"
     assert play(echo, ["a"]).header.reward == 1.0
 
 

@@ -7,14 +7,17 @@ import io
 import sqlite3
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from agentrl.core.errors import InputError, JournalError
 from agentrl.inspection.reader import RunReader, runs
-from agentrl.inspection.render import curves, episode_table, episode_view, run_table
+from agentrl.inspection.render import MAX_CELL, curves, episode_table, episode_view, run_table
 from agentrl.inspection.safe import safe
-from tests.journal_cases import HOSTILE, write_run
+from agentrl.journal.checksums import entry_checksum
+from agentrl.journal.entries import encode_body
+from tests.journal_cases import HOSTILE, entries_with, write_run
 
 
 @pytest.fixture
@@ -175,3 +178,88 @@ def test_every_page_of_a_database_flipped_or_cut_gives_an_answer_or_a_named_erro
             finally:
                 reader.close()
     assert answers > 0
+
+
+def change_control(run: Path, statement: str, *parameters: object) -> None:
+    with sqlite3.connect(run / "journal" / "control.db") as connection:
+        connection.execute(statement, parameters)
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        f"UPDATE meta SET value = '{'[' * 100_000}' WHERE key = 'info'",
+        "UPDATE versions SET parent_lineage = 'x' WHERE step = 0",
+        "UPDATE versions SET parent_lineage = 0, parent_step = x'00' WHERE step = 0",
+        "UPDATE steps SET lineage = 'x'",
+    ],
+)
+def test_one_hostile_run_hides_no_other(tmp_path: Path, change: str) -> None:
+    for name in ("good", "hostile"):
+        asyncio.run(write_run(tmp_path / name))
+    change_control(tmp_path / "hostile", change)
+    good, hostile = runs(tmp_path)
+    assert (good.episodes, good.problem) == (5, None)
+    assert hostile.problem is not None
+    assert "damaged" in hostile.problem
+
+
+def with_arguments(arguments: bytes) -> bytes:
+    """A tool entry whose arguments are this msgpack."""
+    whole = encode_body(entries_with(0, "plain")[2])
+    plain = msgspec.msgpack.encode({"plain": "plain"})
+    assert plain in whole
+    return whole.replace(plain, arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (b"\x81\x91\x01\x01", "a key of type tuple"),
+        (b"\x91\x81\xc4\x01a\x01", "a key of type bytes"),
+        (b"\xd4\x05\x00", "a value of type Ext"),
+        (b"\x91" * 100_000 + b"\x01", "not an entry of this journal format"),
+        (b"\x91" * 200 + b"\x01", "nested deeper than 100"),
+        (b"\xa1\xff", "not an entry of this journal format"),
+    ],
+)
+def test_content_that_cannot_be_shown_is_named_and_the_rest_is_shown(run: Path, arguments: bytes, problem: str) -> None:
+    body = with_arguments(arguments)
+    with sqlite3.connect(run / "journal" / "turns-w0.db") as connection:
+        checksum = entry_checksum("e1", 0, "r#2", b"", body)
+        connection.execute(
+            "UPDATE entries SET body = ?, checksum = ? WHERE episode = 'e1' AND call = 'r#2'", (body, checksum)
+        )
+    connection.close()
+    change_control(run, "UPDATE episodes SET digest = x''")
+    reader = RunReader(run)
+    view = reader.episode("e1")
+    reader.close()
+    assert [call for call, _ in view.entries] == ["r#0", "r#1", "r#3"]
+    (told,) = view.problems
+    assert problem in told
+    assert "episode e1, call r#2" in told
+    assert "not readable" in shown(episode_view(view))
+
+
+def test_rows_of_other_types_are_problems_of_the_episode(run: Path) -> None:
+    change_control(run, """UPDATE episodes SET metrics = '{"x": "much", "y": 2, "z": null}' WHERE episode = 'e1'""")
+    change_control(run, "UPDATE episodes SET partition = x'00' WHERE episode = 'e2'")
+    reader = RunReader(run)
+    first, second = reader.episode("e1"), reader.episode("e2")
+    reader.close()
+    assert (first.metrics, len(first.entries)) == ({"y": 2.0, "z": None}, 4)
+    assert first.problems == ["metric 'x' is no number; its row of the control log is damaged"]
+    assert "is not the name of a turn partition" in second.problems[0]
+    shown(episode_view(first))
+
+
+def test_a_cell_has_an_end(run: Path) -> None:
+    change_control(run, "UPDATE admissions SET task = ? WHERE episode = 'e1'", "t" * 1_000_000)
+    reader = RunReader(run)
+    page = shown(episode_table(reader.episodes(), reader.count()))
+    reader.close()
+    assert page.count("t" * 20) > 0
+    assert page.count("…") == 1
+    assert len(page) < 100 * MAX_CELL

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -230,3 +231,20 @@ def test_any_values_fit_the_frame(values: list[float], width: int, height: int) 
         assert all(len(line) <= margin + 1 + max(width, 10) for line in lines[1:-2])
     else:
         assert lines == ["nothing to plot yet"]
+
+
+def test_only_a_regular_file_of_metrics_is_read_and_of_a_long_one_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "device").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "directory").mkdir()
+    state = RunState(plan=PLAN)
+    for name in ("device", "fifo", "directory", "missing"):
+        read_metrics(tmp_path / name, state)
+    assert not any(policy.steps for policy in state.policies.values())
+    lines = [f'{{"policy": "policy", "step": {step}, "loss": 0.5}}' for step in range(1, 10)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr("agentrl.observe.run_state.MAX_METRICS_BYTES", 100)
+    read_metrics(tmp_path / "metrics.jsonl", state)
+    assert list(state.policies["policy"].steps) == [8, 9]

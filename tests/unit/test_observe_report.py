@@ -179,3 +179,9 @@ def test_tensorboard_reads_back_what_was_recorded(tmp_path: Path) -> None:
     events.Reload()
     assert events.Tags()["scalars"] == ["p/reward/mean"]
     assert [(event.step, event.value) for event in events.Scalars("p/reward/mean")] == [(1, 0.5), (2, 1.0)]
+
+
+def test_a_summary_that_is_a_device_is_left_out_of_the_report(tmp_path: Path) -> None:
+    asyncio.run(write_run(tmp_path / "demo"))
+    (tmp_path / "demo" / "summary.json").symlink_to("/dev/zero")
+    assert "<html" in write_report(tmp_path / "demo").read_text()

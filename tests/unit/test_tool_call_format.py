@@ -34,6 +34,10 @@ def test_a_call_without_its_end_still_counts_if_it_parses() -> None:
         '{"name":7,"arguments":{}}',
         "[" * 50_000,
         '{"name":"add","arguments":{"a":' + "9" * 5000 + "}}",
+        '{"name":"add","arguments":{"a":100000000000000000000000}}',
+        f'{{"name":"add","arguments":{{"a":{2**63}}}}}',
+        f'{{"name":"add","arguments":{{"a":{-(2**63) - 1}}}}}',
+        '{"name":"add","arguments":{"a":' + "[" * 500 + "]" * 500 + "}}",
         '{"name":"add","arguments":{"a":"' + "x" * MAX_CALL_CHARACTERS + '"}}',
     ],
 )
@@ -44,10 +48,8 @@ def test_a_malformed_call_keeps_its_raw_text(raw: str) -> None:
 
 
 def test_the_last_of_duplicate_keys_counts_and_large_integers_stay_exact() -> None:
-    arguments = '{"a":1,"a":' + "9" * 30 + "}"
-    assert parse_hermes(f'<tool_call>{{"name":"add","arguments":{arguments}}}</tool_call>')[1][0].arguments == {
-        "a": 10**30 - 1
-    }
+    raw = f'{{"name":"add","arguments":{{"a":1,"a":{2**63 - 1},"b":{-(2**63)}}}}}'
+    assert parse_hermes(f"<tool_call>{raw}</tool_call>")[1][0].arguments == {"a": 2**63 - 1, "b": -(2**63)}
 
 
 def test_a_call_without_arguments_has_none() -> None:

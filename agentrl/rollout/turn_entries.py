@@ -1,0 +1,57 @@
+"""Between turns and their journal entries."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from agentrl.core.errors import EngineError
+from agentrl.core.records import Completion, Message, PolicyVersion, SamplingMask, VersionSpan
+from agentrl.journal.entries import TurnEntry
+
+if TYPE_CHECKING:
+    from agentrl.core.records import FinishReason
+
+
+def message_data(message: Message) -> dict[str, Any]:
+    """A message as JSON-serialisable data, empty fields left out."""
+    data: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        data["tool_calls"] = [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in message.tool_calls]
+    if message.tool_call_id is not None:
+        data["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        data["name"] = message.name
+    return data
+
+
+def completion_of(entry: TurnEntry) -> Completion:
+    """The completion an entry recorded.
+
+    Raises:
+        EngineError: its finish reason is none we know.
+    """
+    finish_reason: FinishReason
+    match entry.finish_reason:
+        case "stop" | "length" | "abort" as finish_reason:
+            pass
+        case other:
+            raise EngineError(f"the journal holds an unknown finish_reason {other!r}")
+    mask = None
+    if entry.mask_counts is not None:
+        counts = np.frombuffer(entry.mask_counts, dtype="<i4")
+        mask = SamplingMask(counts=counts, token_ids=np.frombuffer(entry.mask_ids or b"", dtype="<i4"))
+    routing = None
+    if entry.expert_routing is not None:
+        routing = np.frombuffer(entry.expert_routing, dtype=np.uint8).reshape(entry.routing_shape)
+    return Completion(
+        token_ids=np.frombuffer(entry.token_ids, dtype="<i4"),
+        logprobs=np.frombuffer(entry.logprobs, dtype="<f4"),
+        finish_reason=finish_reason,
+        spans=tuple(VersionSpan(s.start, s.stop, PolicyVersion(entry.policy, s.lineage, s.step)) for s in entry.spans),
+        expert_routing=routing,
+        routing_start=entry.routing_start,
+        sampling_mask=mask,
+        cached_tokens=entry.cached_tokens,
+    )

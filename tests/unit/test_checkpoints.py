@@ -1,0 +1,126 @@
+"""Checkpoints as they are found again: whole, damaged, hostile."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.core.records import PolicyVersion
+from agentrl.orchestrator.ledger import Ledger
+from agentrl.orchestrator.manifest import CheckpointWriter, newest
+from agentrl.testing.recording_trainer import RecordingTrainer
+
+
+def write(directory: Path, step: int, *, keep: int = 10) -> Path:
+    versions = {"policy": PolicyVersion("policy", 0, step)}
+    return asyncio.run(CheckpointWriter(directory, keep=keep).write(RecordingTrainer(["policy"]), versions, Ledger()))
+
+
+def change_manifest(checkpoint: Path, **changes: Any) -> None:
+    path = checkpoint / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def entry_of(path: Path) -> list[object]:
+    return [path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()]
+
+
+def test_the_newest_whole_checkpoint_is_found_and_each_newer_one_is_told(tmp_path: Path) -> None:
+    assert newest(tmp_path) == (None, [])
+    first, second, third = (write(tmp_path, step) for step in (1, 2, 3))
+    manifest, rejected = newest(tmp_path)
+    assert manifest is not None
+    assert (manifest.directory, manifest.versions, rejected) == (third, {"policy": PolicyVersion("policy", 0, 3)}, [])
+    (third / "manifest.json").unlink()
+    state = second / "recording_trainer.json"
+    whole = state.read_bytes()
+    state.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    manifest, rejected = newest(tmp_path)
+    assert manifest is not None
+    assert manifest.directory == first
+    assert rejected == [
+        f"checkpoint {third}: 'manifest.json' cannot be read (No such file or directory)",
+        f"checkpoint {second}: 'recording_trainer.json' is not the file that was saved: its digest is another",
+    ]
+    (first / "recording_trainer.json").unlink()
+    manifest, rejected = newest(tmp_path)
+    assert (manifest, len(rejected)) == (None, 3)
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"/dev/zero": [0, ""]}, "not the name of a file inside"),
+        ({"../../fifo": [0, ""]}, "not the name of a file inside"),
+        ({"a\0b": [0, ""]}, "not the name of a file inside"),
+        ({"fifo": [0, ""]}, "not a regular file"),
+        ({"": [0, ""]}, "not a regular file"),
+        ({"device": [0, ""]}, "symbolic link"),
+        ({"away/secret": [6, ""]}, "symbolic link"),
+        ({"recording_trainer.json": [1, ""]}, "bytes, and 1 were saved"),
+        ({"missing": [1, ""]}, "'missing' cannot be read"),
+        ({"recording_trainer.json": ["many", ""]}, "does not hold"),
+        ({"recording_trainer.json": [1e400, ""]}, "does not hold"),
+        ({"recording_trainer.json": 1}, "does not hold"),
+        ([1], "does not hold"),
+        (None, "does not hold"),
+    ],
+)
+def test_a_hostile_list_of_files_is_refused_and_nothing_is_opened(tmp_path: Path, files: object, reason: str) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret").write_text("secret")
+    os.mkfifo(tmp_path / "fifo")
+    checkpoint = write(tmp_path / "checkpoints", 1)
+    os.mkfifo(checkpoint / "fifo")
+    (checkpoint / "device").symlink_to("/dev/zero")
+    (checkpoint / "away").symlink_to(tmp_path / "outside")
+    change_manifest(checkpoint, files=files)
+    manifest, rejected = newest(tmp_path / "checkpoints")
+    assert manifest is None
+    assert reason in rejected[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 100_000, "does not hold"),
+        ("[]", "does not hold"),
+        ("{}", "has no 'format'"),
+        ('{"format": 7}', "format is 7"),
+        ('{"format": 0, "files": {}, "versions": {"p": [0, "x"]}}', "does not hold"),
+        ('{"format": 0, "files": {}, "versions": 3}', "does not hold"),
+    ],
+)
+def test_a_hostile_manifest_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    (write(tmp_path, 1) / "manifest.json").write_text(text)
+    manifest, rejected = newest(tmp_path)
+    assert manifest is None
+    assert reason in rejected[0]
+
+
+def test_a_manifest_that_is_a_pipe_or_a_link_is_refused(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (write(tmp_path, step) / "manifest.json").unlink()
+    os.mkfifo(tmp_path / "step_000001-0" / "manifest.json")
+    (tmp_path / "step_000002-0" / "manifest.json").symlink_to("/dev/zero")
+    manifest, rejected = newest(tmp_path)
+    assert (manifest, len(rejected)) == (None, 2)
+
+
+def test_damaged_checkpoints_take_no_place_of_those_kept(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write(tmp_path, step)
+    for step in (3, 4):
+        (write(tmp_path, step) / "manifest.json").write_text("{")
+    (tmp_path / "step_000009-9").mkdir()
+    write(tmp_path, 5, keep=2)
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == ["step_000002-0", "step_000003-0", "step_000004-0", "step_000005-0", "step_000009-9"]
+    write(tmp_path, 6, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000005-0", "step_000006-0", "step_000009-9"]
