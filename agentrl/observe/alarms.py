@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from agentrl.core.files import open_regular
 from agentrl.observe.metrics import BROKEN_FORMAT
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from agentrl.observe.run_state import PolicyState, RunState, Values
 
+MAX_BYTES = 1 << 20
+"""Of a file that anyone may have put there."""
 FILE = "alarms.jsonl"
 WINDOW = 5
 """Steps an alarm looks at."""
@@ -115,7 +118,8 @@ def write_alarm(directory: Path, alarm: Alarm, step: int) -> None:
 def read_alarms(directory: Path) -> list[tuple[int, Alarm]]:
     """(step, alarm) of what was raised in a run, in order; what cannot be read is left out."""
     try:
-        lines = (directory / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+        with open_regular(directory / FILE) as file:
+            lines = file.read(MAX_BYTES).decode("utf-8", "replace").splitlines()
     except OSError:
         return []
     raised = []

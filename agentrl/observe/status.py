@@ -13,6 +13,10 @@ from pathlib import Path
 
 import msgspec
 
+from agentrl.core.files import open_regular
+
+MAX_BYTES = 1 << 20
+"""Of a file that anyone may have put there."""
 FILE = "status.json"
 
 
@@ -56,8 +60,9 @@ def write_status(directory: Path, status: Status) -> None:
 def read_status(directory: Path) -> Status | None:
     """The newest status of a run; None where there is none, or none this version reads."""
     try:
-        return msgspec.json.decode((directory / FILE).read_bytes(), type=Status)
-    except (OSError, msgspec.MsgspecError):
+        with open_regular(directory / FILE) as file:
+            return msgspec.json.decode(file.read(MAX_BYTES), type=Status)
+    except (OSError, ValueError, RecursionError):
         return None
 
 
