@@ -35,7 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _prepare_streams()
     options = argparse.Namespace(reads=True)
     try:
-        options, rest = _parser().parse_known_args(arguments)
+        try:
+            options, rest = _parser().parse_known_args(arguments)
+        except SystemExit:  # help was printed; what it could not write is told here, not at the interpreter's end
+            sys.stdout.flush()
+            raise
         options.overrides = _overrides(rest, wanted=options.takes_overrides)
         command: Command = options.command
         code = command(options)

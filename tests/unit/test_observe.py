@@ -89,7 +89,10 @@ def test_a_pipe_gets_a_plain_line_per_step(tmp_path: Path) -> None:
     assert status.ended
 
 
-def test_a_terminal_gets_one_screen_that_says_who_waits_for_whom(tmp_path: Path) -> None:
+def test_a_terminal_gets_one_screen_that_says_who_waits_for_whom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
     directory = RunDirectory.create(tmp_path / "run", "{}")
     status = Status(phase="training", waits=("trainer waits for episodes: 3 of 8 units are ready",), in_flight=5)
