@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import tempfile
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from agentrl.app.parts import held_out, load_config, make_engine
 from agentrl.config.run import LoraConfig, RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, InputError, RunDirectoryError
+from agentrl.core.files import sha256_of
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.environment.base import Environment
@@ -74,7 +74,7 @@ async def _evaluate(
     name = next(iter(config.policies))
     if policy is not None and (Path(policy) / "adapter_config.json").exists():
         file = Path(policy) / "adapter_model.safetensors"
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest = sha256_of(file)
         adapter = WeightsRef(version=PolicyVersion(name, 0, 1), path=str(policy), kind="adapter", sha256=digest)
         rank = int(json.loads((Path(policy) / "adapter_config.json").read_text(encoding="utf-8"))["r"])
         adapted = config.policies[name].model_copy(update={"lora": LoraConfig(rank=rank)})

@@ -16,8 +16,7 @@ from agentrl.core.errors import ConfigError, EnvironmentDefinitionError
 from agentrl.core.ports import EngineCapabilities
 from agentrl.environment.base import Environment
 from agentrl.orchestrator.scheduler import Demand
-
-MAX_DEPTH = 3
+from agentrl.rollout.context import MAX_CHILD_DEPTH
 
 
 def policy_binding(config: RunConfig) -> Callable[[str], str]:
@@ -48,7 +47,7 @@ def played(
             raise EnvironmentDefinitionError(
                 f"{environment.__qualname__}.fan_out names {name!r}, no environment in {environment.__module__}"
             )
-        if depth < MAX_DEPTH:
+        if depth < MAX_CHILD_DEPTH:
             yield from played(child, f"{name}.", times * number, depth + 1)
 
 

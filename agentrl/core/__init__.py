@@ -1,1 +1,1 @@
-"""Pure vocabulary: records, ids, ports, clock, randomness and errors. Nothing here does I/O."""
+"""Vocabulary: records, ids, ports, clock, randomness, errors; and `files`, the only one that does I/O."""

@@ -1,10 +1,11 @@
-"""Opening files that others may have put there: a run directory may come from anyone.
+"""The few things several parts do with files: open what others may have put there, digest it, make it durable.
 
-Owns nothing. A file opened here is a regular one: no device, pipe or link that never ends or leads elsewhere.
+Owns nothing. What `open_regular` opens is a regular file: no device, pipe or link that never ends or leads elsewhere.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from io import BufferedReader
@@ -30,3 +31,18 @@ def open_regular(path: Path) -> BufferedReader:
 def size_of(file: BufferedReader) -> int:
     """Bytes of an open file."""
     return os.fstat(file.fileno()).st_size
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's content, read piece by piece."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_directory(directory: Path) -> None:
+    """Make a directory's entries durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

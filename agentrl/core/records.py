@@ -11,7 +11,7 @@ Token columns are numpy arrays (`int32` ids, `float32` logprobs); numpy is impor
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -400,8 +400,3 @@ class StepReport:
     """blake2b over the step's rows, masks, behavior logprobs and advantages, in order."""
     columns: str | None = None
     """File with the step's trainer logprobs, relative to the run directory."""
-
-
-def sampled_tokens(rows: Sequence[Row]) -> int:
-    """How many tokens of `rows` a policy sampled."""
-    return int(sum(int(row.loss_mask.sum()) for row in rows))

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from agentrl.core.errors import TrainerError
+from agentrl.core.files import sync_directory
 from agentrl.core.records import PolicyVersion, StepReport
 from agentrl.learn.writing import writing
 
@@ -105,12 +106,3 @@ def _moments(parameters: Parameters, optimizer: torch.optim.Optimizer | None) ->
         if parameter in optimizer.state
         for moment in _MOMENTS
     }
-
-
-def sync_directory(directory: Path) -> None:
-    """Make a directory's entries durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,6 @@ Owns: the layout and the digest. Does not own: version ids (the orchestrator's) 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 from safetensors.torch import save_file
 
 from agentrl.core.errors import TrainerError
+from agentrl.core.files import sha256_of
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.learn.models import PolicyModel
 from agentrl.learn.writing import writing
@@ -61,7 +61,7 @@ class Publisher:
                 except OSError as error:
                     if not directory.is_dir():
                         raise
-                    if _digest(directory / name) != sha256:
+                    if sha256_of(directory / name) != sha256:
                         raise TrainerError(
                             f"version {version} exists in {directory} with other weights; ids are never reused"
                         ) from error
@@ -107,9 +107,4 @@ class Publisher:
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write a safetensors file; returns its sha256."""
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    return _digest(path)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256_of(path)

@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from agentrl.core.errors import StorageError
-from agentrl.core.files import open_regular, size_of
+from agentrl.core.files import open_regular, sha256_of, size_of, sync_directory
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion
 from agentrl.orchestrator.ledger import Ledger
@@ -71,7 +71,7 @@ class CheckpointWriter:
             await trainer.save(str(staging))
             await asyncio.to_thread(_seal, staging, versions, ledger)
             staging.rename(target)
-            _sync_directory(self._directory)
+            sync_directory(self._directory)
         except OSError as error:
             shutil.rmtree(staging, ignore_errors=True)
             raise StorageError(
@@ -121,7 +121,7 @@ def _candidates(directory: Path) -> list[Path]:
 
 def _seal(staging: Path, versions: Mapping[str, PolicyVersion], ledger: Ledger) -> None:
     files = {
-        str(path.relative_to(staging)): [path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()]
+        str(path.relative_to(staging)): [path.stat().st_size, sha256_of(path)]
         for path in sorted(staging.rglob("*"))
         if path.is_file()
     }
@@ -136,7 +136,7 @@ def _seal(staging: Path, versions: Mapping[str, PolicyVersion], ledger: Ledger) 
         json.dump(content, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync_directory(staging)
+    sync_directory(staging)
 
 
 def _verified(directory: Path) -> Manifest:
@@ -211,11 +211,3 @@ def _check_file(directory: Path, name: str, size: int) -> None:
         raise ValueError(f"{name!r} is not a regular file")
     if found.st_size != size:
         raise ValueError(f"{name!r} has {found.st_size} bytes, and {size} were saved")
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
