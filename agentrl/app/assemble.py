@@ -25,7 +25,8 @@ from agentrl.orchestrator.scheduler import Scheduler
 from agentrl.orchestrator.signal import Signal
 from agentrl.orchestrator.staleness import BoundedStaleness
 from agentrl.orchestrator.versions import PolicyBoard
-from agentrl.rollout.runner import EpisodeRunner, RolloutSettings
+from agentrl.rollout.episode import RolloutSettings
+from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
 
 

@@ -1,7 +1,8 @@
 """The context of a running episode: tools, effects, resources, child episodes, branches, all through the journal.
 
 What happens on re-execution differs by kind: plain code and tools run again and their observations are compared;
-effects and external tools are memoised; a resource declares how it comes back. Sampling is in `runner.LiveAgent`.
+effects and external tools are memoised; a resource declares how it comes back. Sampling is in `agent.py`, resources in
+`resources.py`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
-
 from agentrl.core import ids
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, ReplayMismatchError
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, StopReason, Task, ToolSpec
+from agentrl.core.records import EpisodeHeader, StopReason, Task, ToolSpec
 from agentrl.core.rng import uuid4
 from agentrl.environment.base import (
     ChildEpisode,
@@ -35,23 +34,24 @@ from agentrl.journal.entries import (
     EffectEntry,
     GatherEntry,
     OrderEntry,
-    ResourceEntry,
     SpawnEntry,
     ToolEntry,
     ValueEntry,
     asked_hash,
 )
+from agentrl.rollout.agent import LiveAgent
 from agentrl.rollout.calls import CallJournal, current_branch, enter_branch
+from agentrl.rollout.journaled_data import checked, encode_arguments, plain
+from agentrl.rollout.resources import LiveResource
 from agentrl.rollout.threads import in_thread
 
 if TYPE_CHECKING:
     import random
 
-    from agentrl.rollout.runner import EpisodeRunner, LiveAgent
+    from agentrl.rollout.episode import LiveEpisode
 
 T = TypeVar("T")
 
-_encode = msgspec.msgpack.Encoder().encode
 MAX_CHILD_DEPTH = 3
 """Child episodes of child episodes, at most: ids grow with depth and headers stay small."""
 
@@ -59,16 +59,16 @@ MAX_CHILD_DEPTH = 3
 class LiveContext(EpisodeContext):
     """What `run` is given."""
 
-    __slots__ = ("_resources", "agents", "journal", "limits", "metrics", "runner", "spec", "stop_reason", "task")
+    __slots__ = ("_journal", "_resources", "_services", "_spec", "agents", "episode", "limits", "stop_reason", "task")
 
-    def __init__(self, runner: EpisodeRunner, spec: EpisodeSpec, journal: CallJournal) -> None:
-        self.runner = runner
-        self.spec = spec
-        self.journal = journal
-        self.task = spec.task
-        self.limits = runner.settings.limits
+    def __init__(self, episode: LiveEpisode) -> None:
+        self.episode = episode
+        self.task = episode.spec.task
+        self.limits = episode.services.settings.limits
         self.agents: dict[tuple[str, int], LiveAgent] = {}
-        self.metrics: dict[str, float] = {}
+        self._spec = episode.spec
+        self._journal = episode.journal
+        self._services = episode.services
         self.stop_reason: StopReason | None = None
         self._resources = 0
 
@@ -76,10 +76,10 @@ class LiveContext(EpisodeContext):
         """The handle of a seat's conversation."""
         found = self.agents.get((seat, index))
         if found is None:
-            if seat not in self.spec.seats:
-                known = ", ".join(repr(name) for name in self.spec.seats)
-                raise EnvironmentDefinitionError(f"{self.spec.environment} has no seat {seat!r}; its seats: {known}")
-            found = self.agents[seat, index] = self.runner.agent(self, seat, index, tools)
+            if seat not in self._spec.seats:
+                known = ", ".join(repr(name) for name in self._spec.seats)
+                raise EnvironmentDefinitionError(f"{self._spec.environment} has no seat {seat!r}; its seats: {known}")
+            found = self.agents[seat, index] = LiveAgent(self.episode, seat, index, tools)
         return found
 
     async def call_tool(
@@ -92,63 +92,63 @@ class LiveContext(EpisodeContext):
         timeout_s: float | None,
     ) -> str:
         """Run a tool; its failures are observations, its outcome is journaled."""
-        asked = asked_hash(name.encode("utf-8", "replace"), _encode_arguments(arguments))
-        opened = self.journal.open(asked)
-        recorded = self.journal.expect(opened, ToolEntry)
+        asked = asked_hash(name.encode("utf-8", "replace"), encode_arguments(arguments))
+        opened = self._journal.open(asked)
+        recorded = self._journal.expect(opened, ToolEntry)
         if recorded is not None and (external or recorded.outcome == "timeout"):
             self.metric(f"tool/{recorded.outcome}", 1.0)
             return recorded.observation
-        started = self.runner.clock.monotonic()
-        limit = self.runner.settings.tool_timeout_s if timeout_s is None else timeout_s
+        started = self._services.clock.monotonic()
+        limit = self._services.settings.tool_timeout_s if timeout_s is None else timeout_s
         observation, outcome = await _observe(call, limit, external=external)
         self.metric(f"tool/{outcome}", 1.0)
         if recorded is not None:
             if recorded.observation != observation:
                 raise ReplayMismatchError(
-                    f"episode {self.spec.episode_id}, call {opened.call_id}: tool {name!r} returned "
+                    f"episode {self._spec.episode_id}, call {opened.call_id}: tool {name!r} returned "
                     f"{observation[:200]!r}, the journal holds {recorded.observation[:200]!r}. "
                     "A tool that reaches outside self must be @tool(external=True)"
                 )
             return observation
-        seconds = self.runner.clock.monotonic() - started
-        self.journal.write(opened, ToolEntry(name, _plain(arguments), observation, outcome, external, seconds))
+        seconds = self._services.clock.monotonic() - started
+        self._journal.write(opened, ToolEntry(name, plain(arguments), observation, outcome, external, seconds))
         return observation
 
     async def effect(
         self, name: str, function: Callable[[], T | Awaitable[T]], *, guarantee: Guarantee = "idempotent"
     ) -> T:
         """Perform once, remember for ever."""
-        opened = self.journal.open(asked_hash(name.encode()))
-        recorded = self.journal.expect(opened, EffectEntry)
+        opened = self._journal.open(asked_hash(name.encode()))
+        recorded = self._journal.expect(opened, EffectEntry)
         if recorded is not None:
             if recorded.error is not None:
                 raise EpisodeError(f"effect {name!r} failed: {recorded.error}", reason="environment_error")
             value: T = recorded.value
             return value
-        started = self.runner.clock.monotonic()
+        started = self._services.clock.monotonic()
         result = function()
         performed: T = await result if inspect.isawaitable(result) else result
-        seconds = self.runner.clock.monotonic() - started
-        self.journal.write(opened, EffectEntry(name, guarantee, _checked(performed, f"effect {name!r}"), None, seconds))
+        seconds = self._services.clock.monotonic() - started
+        self._journal.write(opened, EffectEntry(name, guarantee, checked(performed, f"effect {name!r}"), None, seconds))
         return performed
 
     def resource(self, factory: Callable[[], object], *, level: ResourceLevel = "pinned") -> Resource:
         """Make a stateful object of this episode."""
         self._resources += 1
-        return LiveResource(self, factory(), f"resource-{self._resources}", level)
+        return LiveResource(self.episode, factory(), f"resource-{self._resources}", level)
 
     def spawn(
         self, environment: type[Environment], task: Task | Mapping[str, Any], *, n: int = 1
     ) -> tuple[ChildEpisode, ...]:
         """Start a group of child episodes."""
-        if self.spec.episode_id.count("~") >= MAX_CHILD_DEPTH:
+        if self._spec.episode_id.count("~") >= MAX_CHILD_DEPTH:
             raise EpisodeError(f"child episodes nest deeper than {MAX_CHILD_DEPTH}", reason="environment_error")
-        opened = self.journal.open()
+        opened = self._journal.open()
         if not isinstance(task, Task):
             task = Task(id=f"{self.task.id}~{opened.call_id}", data=dict(task))
-        children = tuple(LiveChild(self) for _ in range(n))
-        group = self.runner.host.spawn(
-            self.spec,
+        children = tuple(LiveChild(self._journal) for _ in range(n))
+        group = self._services.host.spawn(
+            self._spec,
             name_of(environment),
             [task] * n,
             opened.call_id,
@@ -156,14 +156,14 @@ class LiveContext(EpisodeContext):
         )
         for child, episode_id in zip(children, group.episode_ids, strict=True):
             child.episode_id = episode_id
-        if self.journal.expect(opened, SpawnEntry) is None:
-            self.journal.write(opened, SpawnEntry(name_of(environment), group.group_id, group.episode_ids))
+        if self._journal.expect(opened, SpawnEntry) is None:
+            self._journal.write(opened, SpawnEntry(name_of(environment), group.group_id, group.episode_ids))
         return children
 
     async def gather(self, *awaitables: Awaitable[Any]) -> list[Any]:
         """Await on branches; the order in which they finished is journaled."""
         branch = current_branch()
-        opened = self.journal.open()
+        opened = self._journal.open()
         number = branch.calls - 1
         finished: list[int] = []
 
@@ -185,8 +185,8 @@ class LiveContext(EpisodeContext):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
-        if self.journal.expect(opened, OrderEntry) is None:
-            self.journal.write(opened, OrderEntry(tuple(finished)))
+        if self._journal.expect(opened, OrderEntry) is None:
+            self._journal.write(opened, OrderEntry(tuple(finished)))
         return list(results)
 
     def truncate(self, limit: LimitReachedError) -> None:
@@ -196,16 +196,16 @@ class LiveContext(EpisodeContext):
     @property
     def rng(self) -> random.Random:
         """The calling branch's random stream."""
-        return current_branch().rng(self.spec.seed, self.spec.attempt)
+        return current_branch().rng(self._spec.seed, self._spec.attempt)
 
     def now(self) -> float:
         """The journaled wall clock."""
-        opened = self.journal.open()
-        recorded = self.journal.expect(opened, ValueEntry)
+        opened = self._journal.open()
+        recorded = self._journal.expect(opened, ValueEntry)
         if recorded is not None:
             return float(recorded.value)
-        value = self.runner.clock.wall()
-        self.journal.write(opened, ValueEntry("now", value))
+        value = self._services.clock.wall()
+        self._journal.write(opened, ValueEntry("now", value))
         return value
 
     def uuid(self) -> str:
@@ -214,18 +214,18 @@ class LiveContext(EpisodeContext):
 
     async def sleep(self, seconds: float) -> None:
         """Wait; a wait that was over before is not repeated."""
-        opened = self.journal.open()
-        if self.journal.expect(opened, ValueEntry) is None:
-            await self.runner.clock.sleep(seconds)
-            self.journal.write(opened, ValueEntry("sleep", seconds))
+        opened = self._journal.open()
+        if self._journal.expect(opened, ValueEntry) is None:
+            await self._services.clock.sleep(seconds)
+            self._journal.write(opened, ValueEntry("sleep", seconds))
 
     def metric(self, name: str, value: float) -> None:
         """Add to a number of the episode."""
-        self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
+        self.episode.metric(name, value)
 
     def close(self) -> None:
         """Give the engine back what the agents hold; nothing more can be done in the episode."""
-        self.journal.end()
+        self._journal.end()
         for agent in self.agents.values():
             agent.close()
 
@@ -233,10 +233,10 @@ class LiveContext(EpisodeContext):
 class LiveChild(ChildEpisode):
     """A child episode in flight."""
 
-    __slots__ = ("_context", "_result", "episode_id")
+    __slots__ = ("_journal", "_result", "episode_id")
 
-    def __init__(self, context: LiveContext) -> None:
-        self._context = context
+    def __init__(self, journal: CallJournal) -> None:
+        self._journal = journal
         self._result: asyncio.Future[ChildResult] = asyncio.get_running_loop().create_future()
         self.episode_id = ""
 
@@ -255,7 +255,7 @@ class LiveChild(ChildEpisode):
         return self._wait().__await__()
 
     async def _wait(self) -> ChildResult:
-        journal = self._context.journal
+        journal = self._journal
         opened = journal.open(asked_hash(self.episode_id.encode()))
         recorded = journal.expect(opened, GatherEntry)
         if recorded is not None:
@@ -263,39 +263,6 @@ class LiveChild(ChildEpisode):
         result = await asyncio.shield(self._result)
         journal.write(opened, GatherEntry(result.episode_id, result.drop_reason, dict(result.rewards)))
         return result
-
-
-class LiveResource(Resource):
-    """A stateful object called through the journal; its declared level is recorded with each call."""
-
-    __slots__ = ("_context", "_level", "_name", "_object")
-
-    def __init__(self, context: LiveContext, instance: object, name: str, level: ResourceLevel) -> None:
-        self._context = context
-        self._object = instance
-        self._name = name
-        self._level = level
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method; on re-execution a `replay` resource is called again and compared."""
-        journal = self._context.journal
-        opened = journal.open(asked_hash(self._name.encode(), method.encode(), _encode_arguments(arguments)))
-        recorded = journal.expect(opened, ResourceEntry)
-        started = self._context.runner.clock.monotonic()
-        value = getattr(self._object, method)(*arguments)
-        if inspect.isawaitable(value):
-            value = await value
-        plain = _checked(value, f"{self._name}.{method}")
-        if recorded is None:
-            seconds = self._context.runner.clock.monotonic() - started
-            journal.write(opened, ResourceEntry(self._name, self._level, method, plain, seconds))
-        elif recorded.value != msgspec.msgpack.decode(_encode(plain)):
-            raise ReplayMismatchError(
-                f"episode {self._context.spec.episode_id}, call {opened.call_id}: {self._name}.{method} returned "
-                f"{str(plain)[:200]!r}, the journal holds {str(recorded.value)[:200]!r}; "
-                "declare the resource `snapshot` or `pinned`"
-            )
-        return value
 
 
 async def _observe(call: Callable[[], str | Awaitable[str]], timeout_s: float, *, external: bool) -> tuple[str, str]:
@@ -318,28 +285,3 @@ async def _observe(call: Callable[[], str | Awaitable[str]], timeout_s: float, *
         raise
     except Exception as error:  # noqa: BLE001 - a tool is foreign code, and its error is the policy's observation
         return valid_unicode(f"error: {type(error).__name__}: {error}"[:2000]), "error"
-
-
-def _plain(arguments: Any) -> Any:
-    """Arguments as the journal can hold them: what it cannot (an integer of 80 bits, say) becomes text."""
-    plain = dict(arguments) if isinstance(arguments, Mapping) else arguments
-    try:
-        _encode(plain)
-    except (TypeError, ValueError, OverflowError, RecursionError):
-        return valid_unicode(str(plain)[:2000])
-    return plain
-
-
-def _encode_arguments(arguments: Any) -> bytes:
-    return _encode(_plain(arguments))
-
-
-def _checked(value: Any, where: str) -> Any:
-    try:
-        _encode(value)
-    except (TypeError, OverflowError, RecursionError) as error:
-        raise EpisodeError(
-            f"{where} returned {type(value).__name__}, which cannot be journaled ({error}); return JSON data",
-            reason="environment_error",
-        ) from error
-    return value

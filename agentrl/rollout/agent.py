@@ -1,0 +1,244 @@
+"""One agent of a running episode: every turn is an engine call, or the journal's memory of one.
+
+Owns: the conversation's tokens, the engine session, what a turn's entry holds.
+Invariant: a turn is in the journal before the environment sees it, with the tokens exactly as they were sampled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
+
+from agentrl.core.errors import EpisodeError, RewardError
+from agentrl.core.ports import EngineSession, GenerateRequest, SamplingParams
+from agentrl.core.records import Completion, Message, PolicyVersion, ToolSpec, TrajectoryHeader, Turn
+from agentrl.environment.base import Agent, LimitReachedError
+from agentrl.journal.entries import RewardEntry, Span, TurnEntry, asked_hash
+from agentrl.rollout.conversation import Conversation
+from agentrl.rollout.turn_entries import completion_of, message_data
+
+if TYPE_CHECKING:
+    from agentrl.rollout.calls import Call
+    from agentrl.rollout.episode import LiveEpisode
+
+CHARACTERS_PER_TOKEN = 64
+"""Longer messages are not even tokenised: no tokenizer packs more text than this into a token."""
+
+PRIORITY = {"train": 0, "fork": 1, "replay": 1, "evaluate": 2}
+"""Engine priority by purpose; lower is served first, so that evaluation never holds up training."""
+
+
+class LiveAgent(Agent):
+    """One conversation, played against an engine and written to the journal."""
+
+    __slots__ = (
+        "_binding",
+        "_conversation",
+        "_episode",
+        "_messages",
+        "_pending",
+        "_session",
+        "_turns",
+        "index",
+        "rewards",
+        "seat",
+    )
+
+    def __init__(self, episode: LiveEpisode, seat: str, index: int, tools: Sequence[ToolSpec]) -> None:
+        self.seat = seat
+        self.index = index
+        self.rewards: list[float] = []
+        self._episode = episode
+        self._binding = episode.spec.seats[seat]
+        self._conversation = Conversation(episode.services.chat_format, tools)
+        self._session: EngineSession | None = None
+        self._turns: list[Turn] = []
+        self._messages: list[Message] = []
+        self._pending: tuple[Message, ...] = ()
+
+    @property
+    def policy(self) -> str:
+        """Who holds the seat."""
+        return self._binding.policy
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """The agent's turns so far."""
+        return self._turns
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The conversation so far."""
+        return self._messages
+
+    async def act(self, *messages: Message, max_tokens: int | None = None) -> Turn:
+        """Ask the policy; from the journal where it was asked before."""
+        services = self._episode.services
+        limits = self._episode.services.settings.limits
+        if len(self._turns) >= limits.max_turns:
+            raise LimitReachedError(
+                f"agent {self.seat!r} has used its {limits.max_turns} turns", stop_reason="max_turns"
+            )
+        messages, self._pending = (*self._pending, *messages), ()
+        if sum(len(message.content) for message in messages) > CHARACTERS_PER_TOKEN * limits.max_context:
+            self._full(sum(len(message.content) for message in messages) // CHARACTERS_PER_TOKEN)
+        before = len(self._conversation)
+        context_ids = np.array(self._conversation.ask(messages), dtype=np.int32)
+        if len(self._conversation) >= limits.max_context:
+            self._full(len(self._conversation))
+        sampling = self._sampling(max_tokens)
+        context_bytes = context_ids.tobytes()
+        call = self._episode.journal.open(asked_hash(context_bytes, sampling.max_tokens.to_bytes(4, "little")))
+        recorded = self._episode.journal.expect(call, TurnEntry)
+        if recorded is not None:
+            completion = completion_of(recorded)
+        else:
+            started = services.clock.monotonic()
+            completion = await self._generate(call, sampling)
+            self._write(call, messages, context_bytes, before, completion, services.clock.monotonic() - started)
+        if completion.finish_reason == "length":
+            self._episode.metric("turns/length", 1.0)
+        self._conversation.answer(completion)
+        self._messages.extend(messages)
+        message = services.chat_format.parse(completion.token_ids.tolist())
+        self._messages.append(message)
+        turn = Turn(text=message.content, message=message, completion=completion)
+        self._turns.append(turn)
+        return turn
+
+    def restart(self, *messages: Message) -> None:
+        """Begin a new row; the messages are sent with the next `act`."""
+        self._conversation.restart()
+        self._messages = []
+        self._pending = messages
+
+    def reward(self, value: float, turn: int | None = None) -> None:
+        """Journal a reward."""
+        number = finite_reward(value, f"episode {self._episode.spec.episode_id}, seat {self.seat!r}")
+        call = self._episode.journal.open()
+        if self._episode.journal.expect(call, RewardEntry) is None:
+            self._episode.journal.write(call, RewardEntry(self.seat, self.index, number, turn))
+        self.rewards.append(number)
+
+    def close(self) -> None:
+        """Give the engine's KV and slot back."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def header(self) -> TrajectoryHeader:
+        """What the control path needs to know."""
+        oldest = min((span.version for turn in self._turns for span in turn.completion.spans), key=_age, default=None)
+        return TrajectoryHeader(
+            seat=self.seat,
+            index=self.index,
+            policy=self.policy,
+            reward=math.fsum(self.rewards) if self.rewards else None,
+            tokens=sum(len(turn.completion.token_ids) for turn in self._turns),
+            oldest_step=oldest.step if oldest else 0,
+            lineage=oldest.lineage if oldest else 0,
+        )
+
+    def _full(self, tokens: int) -> NoReturn:
+        """The conversation does not fit; a first prompt that does not is told apart from a long episode."""
+        limit = self._episode.services.settings.limits.max_context
+        if not self._turns:
+            raise EpisodeError(
+                f"the first prompt of {self.seat!r} has at least {tokens} tokens, the context {limit}; "
+                "raise engine.max_context",
+                reason="prompt_too_long",
+            )
+        raise LimitReachedError(
+            f"agent {self.seat!r} has used its context of {limit} tokens", stop_reason="context_length"
+        )
+
+    def _sampling(self, max_tokens: int | None) -> SamplingParams:
+        """The run's sampling parameters, with a shorter turn where one is asked for."""
+        sampling = self._episode.services.settings.sampling
+        if max_tokens is None or max_tokens >= sampling.max_tokens:
+            return sampling
+        return dataclasses.replace(sampling, max_tokens=max_tokens)
+
+    async def _generate(self, call: Call, sampling: SamplingParams) -> Completion:
+        spec = self._episode.spec
+        if self._session is None:
+            name = f"{self._episode.name}:{self.seat}.{self.index}"
+            engine = self._episode.services.engine
+            self._session = engine.open(name, self.policy, pin=self._binding.pin, priority=PRIORITY[spec.purpose])
+        request = GenerateRequest(
+            request_id=f"{self._episode.name}.{call.call_id}",
+            token_ids=self._conversation.context(),
+            sampling=sampling,
+            seed=self._episode.sampling_seed(call.call_id),
+        )
+        completion = await self._session.generate(request)
+        if not np.isfinite(completion.logprobs).all():
+            raise EpisodeError(
+                f"the engine returned a non-finite logprob for {request.request_id}", reason="nonfinite_logprob"
+            )
+        return completion
+
+    def _write(
+        self,
+        call: Call,
+        messages: Sequence[Message],
+        context: bytes,
+        before: int,
+        completion: Completion,
+        seconds: float,
+    ) -> None:
+        services = self._episode.services
+        sampled = completion.token_ids.tolist()
+        drift = services.chat_format.drift(sampled)
+        if drift is not None:
+            self._episode.metric(f"drift/{drift}", 1.0)
+        routing, mask = completion.expert_routing, completion.sampling_mask
+        entry = TurnEntry(
+            seat=self.seat,
+            index=self.index,
+            policy=self.policy,
+            row=self._conversation.row,
+            turn=len(self._turns),
+            context_ids=context,
+            token_ids=completion.token_ids.tobytes(),
+            logprobs=completion.logprobs.tobytes(),
+            finish_reason=completion.finish_reason,
+            spans=tuple(Span(s.start, s.stop, s.version.lineage, s.version.step) for s in completion.spans),
+            text=services.chat_format.decode(sampled),
+            messages=tuple(message_data(message) for message in messages),
+            temperature=services.settings.sampling.temperature,
+            seconds=seconds,
+            started=services.clock.wall() - seconds,
+            expert_routing=None if routing is None else routing.tobytes(),
+            routing_shape=() if routing is None else routing.shape,
+            routing_start=completion.routing_start,
+            mask_counts=None if mask is None else mask.counts.tobytes(),
+            mask_ids=None if mask is None else mask.token_ids.tobytes(),
+            drift=drift,
+            cached_tokens=completion.cached_tokens,
+            parent_context=before,
+        )
+        self._episode.journal.write(call, entry)
+
+
+def finite_reward(value: object, where: str) -> float:
+    """A reward as a float.
+
+    Raises:
+        RewardError: None, a string, NaN, infinite, or anything else that is not a finite real number.
+    """
+    if isinstance(value, str) or not isinstance(value, Real | np.generic):
+        raise RewardError(f"{where}: the reward is {value!r} ({type(value).__name__}); it must be a finite number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise RewardError(f"{where}: the reward is {number}; it must be finite")
+    return number
+
+
+def _age(version: PolicyVersion) -> tuple[int, int]:
+    return version.lineage, version.step
