@@ -9,10 +9,8 @@ ends by an illegal action scores below every legal end, or the run stops by name
 
 from __future__ import annotations
 
-import random
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,6 +28,7 @@ from agentrl.environment.base import (
     system,
     user,
 )
+from agentrl.environment.global_random import GlobalRandom
 
 if TYPE_CHECKING:
     import gymnasium
@@ -208,34 +207,6 @@ class SeededGame:
                 reason="environment_error",
             )
         return shown
-
-
-class GlobalRandom:
-    """The state of `random` and `numpy.random` as one game sees it; everyone else's stays as it was."""
-
-    def __init__(self, seed: int) -> None:
-        import numpy as np
-
-        self._python = random.Random(seed).getstate()
-        self._numpy = np.random.MT19937(seed)
-
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """Within: the game's own state."""
-        from numpy.random import get_state, set_state
-        from numpy.random.mtrand import get_bit_generator, set_bit_generator
-
-        python, numpy, generator = random.getstate(), get_state(legacy=False), get_bit_generator()
-        random.setstate(self._python)
-        set_bit_generator(self._numpy)  # a hundred times cheaper than setting a state
-        try:
-            yield
-        finally:
-            self._python = random.getstate()
-            random.setstate(python)
-            set_bit_generator(generator)
-            if numpy["has_gauss"]:  # the second half of a normal draw, which the swap forgot
-                set_state(numpy)
 
 
 class SeedTasks:

@@ -1,7 +1,7 @@
 """One attempt of one episode: make the environment, run its program over the journal, commit what happened.
 
-`EpisodeRunner.run` owns an attempt from the first entry to the committed header; `agent.py` beside it is the engine call
-every turn goes through. Neither knows who scheduled the episode or who will train on it.
+`EpisodeRunner.run` owns an attempt from the first entry to the committed header; `agent.py` beside it is the engine
+call every turn goes through. Neither knows who scheduled the episode or who will train on it.
 
 Invariants:
 1. Each act passes through `CallJournal`: recorded acts are compared, new ones performed and appended.

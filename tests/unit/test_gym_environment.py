@@ -15,7 +15,8 @@ import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.records import Task
 from agentrl.environment import gym_text
-from agentrl.environment.gym import GlobalRandom, SeededGame
+from agentrl.environment.global_random import GlobalRandom
+from agentrl.environment.gym import SeededGame
 from agentrl.environment.gym_seat import SeatEnv
 from agentrl.environment.gym_text import TextGame
 from agentrl.testing.format_check import GARBAGE
