@@ -116,7 +116,8 @@ class Engine(Protocol):
         ...
 
     async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
-        """Serve a new version between two forward passes; with `keep` it stays available to pins until `release`.
+        """Serve a new version between two forward passes; with `keep` it stays available to pins until `release`,
+        once for each time it was kept.
 
         Raises:
             EngineError: the files do not match their digest or the model; the old version keeps serving.
@@ -124,7 +125,7 @@ class Engine(Protocol):
         ...
 
     def release(self, version: PolicyVersion) -> None:
-        """Forget a kept version once no session pins it."""
+        """Take one `keep` back; a version that is kept no more is forgotten once no session pins it."""
         ...
 
     async def pause(self) -> None:

@@ -8,6 +8,7 @@ prefill per step is bounded, so that no long context holds up the others; no cal
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,9 @@ class Batcher:
         prefill_tokens: int,
         tap: RoutingTap | None,
         kept: KeptSets | None,
+        fixed_shapes: bool = False,
     ) -> None:
+        self._fixed_shapes = fixed_shapes
         self._cache = cache
         self._columns = columns
         self._table = table
@@ -184,6 +187,8 @@ class Batcher:
 
     def plan(self) -> list[Pass]:
         """The passes of the next step: bounded prefill, then one decode pass per model."""
+        if self._fixed_shapes:
+            return self._fixed_plan()
         self._share_prefixes()
         if self._layout is None:
             self._layout = self._lay_out()
@@ -206,7 +211,26 @@ class Batcher:
 
     def repeats(self, plan: list[Pass]) -> bool:
         """Whether the same plan would be made again, as long as no call comes or ends."""
-        return sum(len(one.slots) for one in plan if one.counts.max() == 1) == len(self.running)
+        return self._fixed_shapes or sum(len(one.slots) for one in plan if one.counts.max() == 1) == len(self.running)
+
+    def _fixed_plan(self) -> list[Pass]:
+        """One token of every running call, contexts too, in a pass over all slots for each version.
+
+        A position's keys and values then depend on the tokens before it and the weights alone: not on how much of the
+        context was computed at once, nor on who else is there. A resumed conversation goes on bit for bit.
+        """
+        slots = np.arange(self._cache.slots)
+        groups: dict[tuple[int, int], tuple[Serving, NDArray[np.int64]]] = {}
+        for slot in self.running:
+            serving = self._serving(slot)
+            _, counts = groups.setdefault((id(serving.served), serving.adapter), (serving, np.zeros_like(slots)))
+            counts[slot] = 1
+        passes = []
+        for serving, counts in groups.values():
+            adapters = np.full_like(slots, serving.adapter)
+            one = _pass(serving.served, slots, counts, adapters)
+            passes.append(dataclasses.replace(one, fixed=True))
+        return passes
 
     def _defers(self, waiting: int, decoding: int) -> bool:
         """Whether a few short contexts wait for company: a pass costs about as much as twenty rows of one."""

@@ -27,7 +27,7 @@ from agentrl.engines.batcher import Batcher
 from agentrl.engines.calls import Call, EmbeddedSession, empty_completion
 from agentrl.engines.capture import KeptSets, RoutingTap
 from agentrl.engines.passes import Pass, PassRunner
-from agentrl.engines.self_check import check_slots
+from agentrl.engines.self_check import check_rows, check_slots
 from agentrl.engines.serving import ServedModel, VersionTable
 from agentrl.engines.slot_cache import SlotCache
 from agentrl.engines.slot_columns import SlotColumns
@@ -59,6 +59,7 @@ class EmbeddedSettings:
     max_rank: int
     max_staleness: int
     prefill_tokens: int
+    fixed_shapes: bool
 
 
 class EmbeddedEngine:
@@ -77,6 +78,8 @@ class EmbeddedEngine:
         max_rank: the largest rank of an adapter.
         max_staleness: refresh `lazy`: how many steps a session may stay behind.
         prefill_tokens: padded context tokens computed per step.
+        fixed_shapes: compute every token alone, in passes of one shape, so that it is the same bit for bit whoever else
+            is there and however often the conversation was interrupted; several times slower.
         threads: torch threads of this process.
         device: where the model lies; None: the first GPU if there is one, which has not been tried yet, else the CPU.
         dtype: `float32` or `bfloat16`.
@@ -107,6 +110,7 @@ class EmbeddedEngine:
             prefill_tokens=settings.prefill_tokens,
             tap=self._tap,
             kept=self._kept,
+            fixed_shapes=settings.fixed_shapes,
         )
         self._runner = PassRunner(
             cache=cache,
@@ -158,6 +162,7 @@ class EmbeddedEngine:
         max_rank: int = 64,
         max_staleness: int = 1,
         prefill_tokens: int = 2048,
+        fixed_shapes: bool = False,
         threads: int = 1,
         device: str | None = None,
         dtype: str = "float32",
@@ -177,6 +182,8 @@ class EmbeddedEngine:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         model = load_model(model_path, max_context=max_context, dtype=getattr(torch, dtype), device=device)
         check_slots(model, model_path)
+        if fixed_shapes:
+            check_rows(model, model_path, slots=slots)
         capabilities = EngineCapabilities(
             name="embedded",
             refresh=frozenset({"token", "turn", "episode", "lazy"} if adapter_slots else {"token", "turn"}),
@@ -192,6 +199,7 @@ class EmbeddedEngine:
             max_rank=max_rank,
             max_staleness=max_staleness,
             prefill_tokens=prefill_tokens,
+            fixed_shapes=fixed_shapes,
         )
         return cls(model, versions=versions, capabilities=capabilities, settings=settings, clock=clock or SystemClock())
 
@@ -362,7 +370,7 @@ class EmbeddedEngine:
     def release(self, version: PolicyVersion) -> None:
         """See `agentrl.core.ports.Engine.release`."""
         serving = self._versions.of_version(version)
-        serving.kept = False
+        serving.kept -= serving.kept > 0
         self._updates.settle(serving)
 
     async def pause(self) -> None:

@@ -39,8 +39,10 @@ class Pass:
     model: PreTrainedModel
     bank: AdapterBank | None
     slots: Slots  # [B], ascending
-    counts: NDArray[np.int64]  # [B]
+    counts: NDArray[np.int64]  # [B]; 0 only where `fixed`: the row keeps its place and computes nothing
     adapters: NDArray[np.int64]  # [B], place in the bank, -1: base weights
+    fixed: bool = False
+    """One token per row over the whole capacity, whatever the rows hold: the same shapes in every pass."""
 
 
 @dataclass(slots=True)
@@ -110,9 +112,13 @@ class PassRunner:
         consecutive = int(slots[-1]) - first + 1 == rows
         begin = columns.computed[slots]
         width = int(counts.max())
-        length = int((begin + counts).max())
+        length = self._cache.capacity if one.fixed else int((begin + counts).max())
         write: Tensor | int
-        if width == 1:
+        if one.fixed:
+            ids = columns.tokens[slots, begin][:, None]
+            positions = self._to_device(begin[:, None])
+            write = self._to_device(np.where(counts > 0, begin, self._cache.capacity)[:, None])
+        elif width == 1:
             ids = columns.tokens[slots, begin][:, None]
             positions = self._to_device(begin[:, None])
             write = int(begin[0]) if length - 1 == begin[0] and bool((begin == begin[0]).all()) else positions
@@ -147,7 +153,7 @@ class PassRunner:
 
     def _sample(self, one: Pass, logits: Tensor) -> list[int]:
         columns, slots = self._columns, one.slots
-        ready = columns.computed[slots] == columns.length[slots]
+        ready = (columns.computed[slots] == columns.length[slots]) & (one.counts > 0)
         if not ready.all():
             slots = slots[ready]
             if not len(slots):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -104,7 +105,7 @@ class ScriptedEngine:
         )
         self._script: Script = script if callable(script) else _replies(script)
         self._current = dict(versions)
-        self._kept: set[PolicyVersion] = set()
+        self._kept: Counter[PolicyVersion] = Counter()
         self._per_call = seconds_per_call
         self._per_token = seconds_per_token
         self._holding = hold
@@ -128,7 +129,7 @@ class ScriptedEngine:
         """See `agentrl.core.ports.Engine.open`."""
         if policy not in self._current:
             raise EngineError(f"no policy {policy!r} in this engine; it serves: {', '.join(sorted(self._current))}")
-        if pin is not None and pin not in self._kept and pin != self._current[pin.policy]:
+        if pin is not None and not self._kept[pin] and pin != self._current[pin.policy]:
             raise EngineError(f"version {pin} is not served here; give it by update with keep=True")
         return ScriptedSession(self, policy, pin)
 
@@ -262,7 +263,7 @@ class ScriptedEngine:
             served = ", ".join(sorted(self._current))
             raise EngineError(f"weights {version} refused: no policy {version.policy!r} here; it serves: {served}")
         if keep:
-            self._kept.add(version)
+            self._kept[version] += 1
         self._current[version.policy] = version
         for call in self._calls.values():
             if call.follows and call.version.policy == version.policy:
@@ -275,7 +276,7 @@ class ScriptedEngine:
 
     def release(self, version: PolicyVersion) -> None:
         """See `agentrl.core.ports.Engine.release`."""
-        self._kept.discard(version)
+        self._kept[version] -= self._kept[version] > 0
 
     async def pause(self) -> None:
         """See `agentrl.core.ports.Engine.pause`."""

@@ -12,18 +12,20 @@ import numpy as np
 import torch
 
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import ModelError
+from agentrl.core.errors import EngineCapabilityError, ModelError
 from agentrl.engines.passes import Pass, PassRunner
 from agentrl.engines.slot_cache import SlotCache
 from agentrl.engines.slot_columns import SlotColumns
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
     from transformers import PreTrainedModel
 
 _CONTEXTS = ((0, 5, 1, 3, 2, 4), (0, 2, 0, 1))
 _PIECES = ((4, 2), (1, 1), (1, 1))
 """Tokens of each context computed by each pass."""
+_ROW_TOKENS = 9
 
 
 def check_slots(model: PreTrainedModel, path: str) -> None:
@@ -71,4 +73,41 @@ def _plain_logits(model: PreTrainedModel, context: tuple[int, ...]) -> Tensor:
     with torch.inference_mode():
         ids = torch.tensor([context], device=model.device)
         logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, -1]
+    return logits
+
+
+def check_rows(model: PreTrainedModel, path: str, *, slots: int) -> None:
+    """Refuse fixed shapes where a row's logits depend on its place in the pass or on the other rows.
+
+    Raises:
+        EngineCapabilityError: they do, on this machine, with this many slots.
+    """
+    rng = np.random.default_rng(0)
+    context = rng.integers(0, int(model.config.vocab_size), _ROW_TOKENS)
+    reference = _fixed_logits(model, np.tile(context, (slots, 1)))
+    company = rng.integers(0, int(model.config.vocab_size), (slots, _ROW_TOKENS))
+    company[slots // 2] = context
+    alone = _fixed_logits(model, company)[slots // 2]
+    if not (bool((reference == reference[0]).all()) and bool((alone == reference[0]).all())):
+        raise EngineCapabilityError(
+            f"{path}: on this machine a row's logits depend on its place among the {slots} slots, so that a run cannot "
+            "be repeated bit for bit; try another engine.slots (a multiple of 16), or set deterministic = false"
+        )
+
+
+def _fixed_logits(model: PreTrainedModel, contexts: NDArray[np.int64]) -> Tensor:
+    """Logits after the last token of each context, one token at a time; `[slots, V]`."""
+    slots, length = contexts.shape
+    cache = SlotCache(slots=slots, capacity=length, layers=model.config.num_hidden_layers)
+    columns = SlotColumns(slots=slots, capacity=length)
+    columns.tokens[:, :length] = contexts
+    columns.length[:] = length
+    runner = PassRunner(
+        cache=cache, columns=columns, device=model.device, dtype=model.dtype, tap=None, kept=None, clock=SystemClock()
+    )
+    everyone, ones, base = np.arange(slots), np.ones(slots, np.int64), np.full(slots, -1, np.int64)
+    one = Pass(model=model, bank=None, slots=everyone, counts=ones, adapters=base, fixed=True)
+    with torch.inference_mode():
+        for _ in range(length):
+            logits = runner.logits(one)
     return logits

@@ -60,7 +60,8 @@ class Serving:
     served: ServedModel
     adapter: int = BASE
     digest: str = ""
-    kept: bool = False
+    kept: int = 0
+    """How often it was kept and not released."""
     pins: int = 0
     """Sessions opened on it."""
     leases: int = 0
@@ -71,7 +72,7 @@ class Serving:
     @property
     def held(self) -> bool:
         """Whether something besides calls in flight needs it to stay as it is."""
-        return self.kept or self.pins > 0 or self.leases > 0
+        return self.kept > 0 or self.pins > 0 or self.leases > 0
 
 
 @dataclass(slots=True)
@@ -151,11 +152,11 @@ class VersionTable:
 
     def serve_full(self, version: PolicyVersion, served: ServedModel, *, digest: str, keep: bool) -> Serving:
         """Make `version` current; its weights are in `served` already."""
-        return self._promote(Serving(version, served, digest=digest, kept=keep))
+        return self._promote(Serving(version, served, digest=digest, kept=int(keep)))
 
     def serve_adapter(self, version: PolicyVersion, place: int, *, digest: str, keep: bool) -> Serving:
         """Make `version` current; its adapter is in `place` of the bank already."""
-        return self._promote(Serving(version, self.base, adapter=place, digest=digest, kept=keep))
+        return self._promote(Serving(version, self.base, adapter=place, digest=digest, kept=int(keep)))
 
     def _promote(self, new: Serving) -> Serving:
         old = self.current.get(new.version.policy)

@@ -109,7 +109,7 @@ class WeightUpdates:
             if known is not None and known.digest:
                 if known.digest != weights.sha256:
                     raise refusal(weights, "this version is served with other weights; version ids are never reused")
-                known.kept = known.kept or keep
+                known.kept += keep
                 return
             self._versions.of_policy(weights.version.policy)
             if weights.kind == "full":

@@ -1,0 +1,116 @@
+"""Fixed shapes: a token is the same bit for bit whoever else is there, and however its conversation came about."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from agentrl.core.errors import EngineCapabilityError
+from agentrl.engines.embedded import EmbeddedEngine
+from agentrl.engines.self_check import check_rows
+from tests.contract.engine_kinds import START, ModelZoo, prompt, request, version, write_adapter
+
+if TYPE_CHECKING:
+    from agentrl.core.records import Completion
+
+TURN = 40
+
+
+def load(zoo: ModelZoo, **options: Any) -> EmbeddedEngine:
+    settings = {"versions": START, "slots": 8, "max_context": 128, "fixed_shapes": True, **options}
+    return EmbeddedEngine.load(str(zoo.directory("qwen3")), **settings)
+
+
+async def in_company(engine: EmbeddedEngine, others: int) -> Completion:
+    """The turn asked about, begun among other conversations of many lengths."""
+    company = [
+        asyncio.ensure_future(
+            engine.open(f"o{n}", "proposer").generate(request(f"o{n}", prompt(3 + n, n), seed=n, max_tokens=5 * n + 1))
+        )
+        for n in range(others)
+    ]
+    while engine.stats.passes < 3 and company:
+        await asyncio.sleep(0)
+    completion = await engine.open("s", "solver").generate(request("r", prompt(20), seed=4, max_tokens=TURN))
+    await asyncio.gather(*company)
+    return completion
+
+
+async def cut_and_continued(engine: EmbeddedEngine, after: int) -> Completion:
+    """The same turn in two calls of two sessions: what the second is sent, it has to compute again."""
+    first = await engine.open("a", "solver").generate(request("a", prompt(20), seed=4, max_tokens=after))
+    context = np.concatenate([prompt(20), first.token_ids])
+    second = await engine.open("b", "solver").generate(
+        request("b", context, seed=4, max_tokens=TURN - after, sampled_before=after)
+    )
+    tokens = np.concatenate([first.token_ids, second.token_ids])
+    logprobs = np.concatenate([first.logprobs, second.logprobs])
+    return type(first)(token_ids=tokens, logprobs=logprobs, finish_reason="length", spans=_one_span(first, len(tokens)))
+
+
+def _one_span(first: Completion, count: int) -> Any:
+    return (first.spans[0]._replace(stop=count),)
+
+
+def test_a_turn_is_bit_equal_alone_in_company_and_continued(zoo: ModelZoo) -> None:
+    async def outcome(kind: str) -> tuple[list[int], bytes]:
+        engine = load(zoo)
+        found = await (cut_and_continued(engine, 13) if kind == "cut" else in_company(engine, int(kind)))
+        await engine.close()
+        return found.token_ids.tolist(), found.logprobs.tobytes()
+
+    alone = asyncio.run(outcome("0"))
+    assert len(alone[0]) == TURN
+    for kind in ("5", "12", "cut"):
+        assert asyncio.run(outcome(kind)) == alone, kind
+
+
+def test_the_place_of_an_adapter_changes_no_bit(zoo: ModelZoo, tmp_path: Path) -> None:
+    async def outcome(published_before: int) -> tuple[list[int], bytes]:
+        engine = load(zoo, versions={"solver": version(0)}, adapter_slots=4, refresh="episode")
+        for step in range(1, published_before + 1):
+            other = write_adapter(tmp_path / f"{published_before}-{step}", version(step), zoo.load(), seed=step, rank=4)
+            await engine.update(other, keep=True)
+        target = version(published_before + 1)
+        mine = write_adapter(tmp_path / f"{published_before}-mine", target, zoo.load(), seed=99, rank=4)
+        await engine.update(mine)
+        completion = await engine.open("s", "solver", pin=target).generate(request("r", prompt(20), max_tokens=TURN))
+        await engine.close()
+        return completion.token_ids.tolist(), completion.logprobs.tobytes()
+
+    assert asyncio.run(outcome(0)) == asyncio.run(outcome(3))
+
+
+def test_a_version_kept_twice_is_released_twice(zoo: ModelZoo, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = load(zoo, versions={"solver": version(0)}, adapter_slots=3, refresh="episode")
+        first = write_adapter(tmp_path / "first", version(1), zoo.load(), seed=1, rank=4)
+        await engine.update(first, keep=True)
+        await engine.update(first, keep=True)
+        await engine.update(write_adapter(tmp_path / "second", version(2), zoo.load(), seed=2, rank=4))
+        engine.release(version(1))
+        engine.open("s", "solver", pin=version(1)).close()
+        engine.release(version(1))
+        with pytest.raises(Exception, match="not served here"):
+            engine.open("t", "solver", pin=version(1))
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_model_whose_rows_see_one_another_is_refused(zoo: ModelZoo) -> None:
+    model = zoo.load()
+    forward = model.forward
+
+    def leaking(*arguments: Any, **named: Any) -> Any:
+        out = forward(*arguments, **named)
+        out.logits = out.logits + out.logits.mean() * 1e-6
+        return out
+
+    model.forward = leaking
+    with pytest.raises(EngineCapabilityError, match="depend on its place"):
+        check_rows(model, "a model", slots=4)
