@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from agentrl.app.seats import check_capabilities, demand_of, policy_binding
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock
+from agentrl.core.errors import StorageError
 from agentrl.core.ports import ChatFormat, Engine, Observer, SamplingParams, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
@@ -21,10 +22,11 @@ from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.loop import Orchestrator, Plan
 from agentrl.orchestrator.manifest import CheckpointWriter
 from agentrl.orchestrator.retention import VersionRetention
-from agentrl.orchestrator.scheduler import Scheduler
+from agentrl.orchestrator.scheduler import Demand, Scheduler
 from agentrl.orchestrator.signal import Signal
 from agentrl.orchestrator.staleness import BoundedStaleness
 from agentrl.orchestrator.versions import PolicyBoard
+from agentrl.orchestrator.waves import WaveScheduler
 from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
@@ -42,6 +44,9 @@ class Past:
     ended_children: Mapping[str, EpisodeHeader] = field(default_factory=dict)
     """Of unfinished parents."""
     next_number: int = 0
+    """Of root training episodes: a multiple of the group size."""
+    lost: Sequence[int] = ()
+    """Numbers before that of roots whose admission never reached the disk."""
     next_evaluation: int = 0
 
 
@@ -67,13 +72,15 @@ class Parts:
     past: Past = Past()
 
 
-def past_of(log: RunLog, consumed_through: Mapping[str, PolicyVersion]) -> Past:
+def past_of(log: RunLog, consumed_through: Mapping[str, PolicyVersion], *, group_size: int) -> Past:
     """What a resumed run takes over.
 
     Args:
         log: the run's control log.
         consumed_through: the manifest's version of each trainable policy; empty where there is no manifest.
+        group_size: of root groups, `credit.group_size`.
     """
+    next_number = -(-log.next_number("e") // group_size) * group_size
     unfinished = log.unfinished()
     open_groups = {spec.group_id for spec, _ in log.ready_units(consumed_through)}
     open_groups |= {spec.group_id for spec in unfinished}
@@ -83,7 +90,8 @@ def past_of(log: RunLog, consumed_through: Mapping[str, PolicyVersion]) -> Past:
         resolved={(policy, episode_id): reason for (episode_id, _, policy), reason in resolved.items()},
         unfinished=unfinished,
         ended_children=log.ended_children({spec.episode_id for spec in unfinished}),
-        next_number=log.next_number("e"),
+        next_number=next_number,
+        lost=log.lost_numbers("e", next_number),
         next_evaluation=log.next_number("v"),
     )
 
@@ -101,10 +109,6 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
     board = PolicyBoard(versions, trainable, parts.parents)
     dispatcher = make_dispatcher(config, environment, buffer, parts.store, signal, past=parts.past)
-    bounds = {
-        name: BoundedStaleness(max_staleness=policy.max_staleness, step_size=policy.step_size)
-        for name, policy in trainable.items()
-    }
     plan = Plan(
         steps=config.steps,
         step_size={name: policy.step_size for name, policy in trainable.items()},
@@ -115,13 +119,14 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
         evaluate_every=config.evaluation.every,
         checkpoint_every=config.checkpoint.every,
     )
+    curriculum = Curriculum(parts.tasks, seed=config.seed)
+    scheduler = _scheduler(config, plan.demand, dispatcher, buffer, board)
+    dispatcher.pins_of, dispatcher.resumable = scheduler.pins, scheduler.resumable
     orchestrator = Orchestrator(
         plan=plan,
-        curriculum=Curriculum(parts.tasks, seed=config.seed),
+        curriculum=curriculum,
         dispatcher=dispatcher,
-        scheduler=Scheduler(
-            buffer=buffer, board=board, staleness=bounds, steps=config.steps, max_in_flight=config.max_in_flight
-        ),
+        scheduler=scheduler,
         buffer=buffer,
         board=board,
         trainer=parts.trainer,
@@ -139,14 +144,82 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
             observer=parts.observer,
             signal=signal,
         ),
-        retention=VersionRetention(keep=config.checkpoint.versions),
+        retention=VersionRetention(keep=_kept_versions(config)),
         weights=dict(parts.weights),
     )
     attach_worker(
         config, environment, dispatcher, parts.engine, parts.chat_format, parts.store, parts.clock, orchestrator.fail
     )
-    dispatcher.restore(parts.past.ended, parts.past.unfinished)
+    size = config.credit.group_size
+    lost = [(number, curriculum.task(number // size)) for number in parts.past.lost]
+    dispatcher.restore(parts.past.ended, parts.past.unfinished, lost)
     return orchestrator
+
+
+def _kept_versions(config: RunConfig) -> int:
+    """Published versions that stay on disk; a deterministic run plays old ones again after a rollback."""
+    keep = config.checkpoint.versions
+    if not (config.deterministic and keep):
+        return keep
+    return max(keep, config.checkpoint.every + 2 + max(policy.max_staleness for policy in config.policies.values()))
+
+
+def _scheduler(
+    config: RunConfig, demand: Demand, dispatcher: Dispatcher, buffer: EpisodeBuffer, board: PolicyBoard
+) -> Scheduler:
+    bounds = {
+        name: BoundedStaleness(max_staleness=policy.max_staleness, step_size=policy.step_size)
+        for name, policy in config.policies.items()
+        if policy.trainable
+    }
+    if not config.deterministic:
+        return Scheduler(
+            buffer=buffer, board=board, staleness=bounds, steps=config.steps, max_in_flight=config.max_in_flight
+        )
+    return WaveScheduler(
+        demand=demand,
+        pinned=pinned_policies(config),
+        dispatcher=dispatcher,
+        board=board,
+        staleness=bounds,
+        steps=config.steps,
+        max_in_flight=config.max_in_flight,
+    )
+
+
+async def serve_pinned(config: RunConfig, engine: Engine, log: RunLog, versions: Mapping[str, PolicyVersion]) -> None:
+    """Give a deterministic run that is resumed the versions its first waves play with.
+
+    Args:
+        config: the run's configuration.
+        engine: which serves them from now on.
+        log: the run's control log.
+        versions: the manifest's, none where there is none; those wanted are of the steps before.
+
+    Raises:
+        StorageError: one of them was never published here.
+        EngineError: its files are gone, or not what was published.
+    """
+    board = PolicyBoard(versions, (), log.parents())
+    for policy in versions.keys() & pinned_policies(config):
+        now = versions[policy].step
+        for step in range(max(now - config.policies[policy].max_staleness, 0), now):
+            version = board.at(policy, step)
+            weights = log.published(version)
+            if weights is None:
+                raise StorageError(
+                    f"version {version}, which episodes to go on with are pinned to, was never published"
+                )
+            await engine.update(weights, keep=True)
+
+
+def pinned_policies(config: RunConfig) -> list[str]:
+    """The policies whose episodes are pinned to versions: adapters of a deterministic run, which live side by side."""
+    return [
+        name
+        for name, policy in config.policies.items()
+        if config.deterministic and policy.trainable and policy.lora is not None
+    ]
 
 
 def make_dispatcher(

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.app.assemble import Parts, Past, assemble, past_of
+from agentrl.app.assemble import Parts, Past, assemble, past_of, pinned_policies, serve_pinned
 from agentrl.app.parts import held_out as held_out_source
 from agentrl.app.parts import load_config, make_engine, make_trainer, task_source
 from agentrl.app.seats import demand_of
 from agentrl.config.run import RunConfig, check_unchanged
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import RunDirectoryError, StorageError
-from agentrl.core.ports import Observer, Trainer
-from agentrl.core.records import PolicyVersion, Task
+from agentrl.core.ports import Engine, Observer, Trainer
+from agentrl.core.records import PolicyVersion, Task, WeightsRef
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import resolve
 from agentrl.inspection.report import write_report
@@ -116,10 +116,7 @@ async def _train(
         weights = {
             name: await trainer.publish(name, versions[name]) for name in versions if config.policies[name].trainable
         }
-        for name, published in weights.items():
-            store.record_version(published, None if manifest is None else manifest.versions[name])
-            await engine.update(published)
-        await store.flush()
+        await _serve(config, engine, store, weights, manifest)
         parts = Parts(
             engine=engine,
             trainer=trainer,
@@ -133,7 +130,9 @@ async def _train(
             versions=versions,
             weights=weights,
             parents=store.parents(),
-            past=past_of(store, {} if manifest is None else manifest.versions) if resume else Past(),
+            past=past_of(store, {} if manifest is None else manifest.versions, group_size=config.credit.group_size)
+            if resume
+            else Past(),
         )
         orchestrator = assemble(config, environment, parts)
         observer.watch(orchestrator.status)
@@ -141,6 +140,21 @@ async def _train(
             outcome = await orchestrator.run()
         summary = _summary(config, observer.steps, orchestrator.evaluator.results, outcome, clock.monotonic() - started)
         return _concluded(directory, observer, orchestrator, summary)
+
+
+async def _serve(
+    config: RunConfig,
+    engine: Engine,
+    store: SqliteJournal,
+    weights: Mapping[str, WeightsRef],
+    manifest: Manifest | None,
+) -> None:
+    """Record the versions this life begins with and give them to the engine."""
+    await serve_pinned(config, engine, store, {} if manifest is None else manifest.versions)
+    for name, published in weights.items():
+        store.record_version(published, None if manifest is None else manifest.versions[name])
+        await engine.update(published, keep=name in pinned_policies(config))
+    await store.flush()
 
 
 def _concluded(

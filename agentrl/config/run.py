@@ -247,6 +247,10 @@ class RunConfig(Section):
     """An episode longer than this is dropped (`episode_timeout`), so that a stuck one holds nothing for ever."""
     data_attempts: Annotated[Positive, Unit("attempts")] = 2
     """How often an episode whose environment raises is tried before it is dropped."""
+    deterministic: bool = False
+    """The weights after any number of kills are those of the undisturbed run, bit for bit: episodes in waves, each
+    played with the weights of one step, computed in fixed shapes. Several times slower: to find a fault, and to test.
+    """
     sinks: tuple[Literal["trackio", "wandb", "tensorboard"], ...] = ()
     """Where metrics go besides `metrics.jsonl` and the journal; each is an extra of its name."""
     environment: EnvironmentConfig
@@ -281,6 +285,12 @@ class RunConfig(Section):
                 raise ValueError(
                     f"engine.refresh = {self.engine.refresh!r} needs adapters: an engine has one version of full "
                     f"weights. Set policies.{name}.lora, or refresh = 'token' or 'turn'"
+                )
+            has_full_weights = policy_config.trainable and policy_config.lora is None
+            if self.deterministic and has_full_weights and policy_config.max_staleness:
+                raise ValueError(
+                    f"deterministic = true with full weights needs policies.{name}.max_staleness = 0: an engine has "
+                    f"one version of them, and each wave is sampled by one. Set it, or policies.{name}.lora"
                 )
         return self
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 
+_NUMBER = re.compile(r"\d+")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 ROOT_BRANCH = "r"
@@ -33,6 +34,26 @@ def call_id(branch: str, number: int) -> str:
 def child_branch(branch: str, number: int, index: int) -> str:
     """The branch of the `index`-th coroutine started by call `number` of `branch`."""
     return f"{branch}/{number}.{index}"
+
+
+def root_number(episode_id: str) -> int:
+    """The number of an episode's root.
+
+    Example:
+        >>> root_number("e12~0.r#3.1")
+        12
+    """
+    return int(episode_id.partition("~")[0][1:])
+
+
+def order_key(episode_id: str) -> tuple[int, ...]:
+    """Sorts episodes by (root, attempt, call id, index), numbers by their value.
+
+    Example:
+        >>> sorted(["e10", "e9~0.r#2.0", "e9"], key=order_key)
+        ['e9', 'e9~0.r#2.0', 'e10']
+    """
+    return tuple(map(int, _NUMBER.findall(episode_id)))
 
 
 def key64(*parts: object) -> int:

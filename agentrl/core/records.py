@@ -10,6 +10,7 @@ Token columns are numpy arrays (`int32` ids, `float32` logprobs); numpy is impor
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -223,6 +224,13 @@ class EpisodeSpec:
     attempt: int = 0
     purpose: Purpose = "train"
     parent_id: str | None = None
+    pins: Mapping[str, PolicyVersion] = field(default_factory=dict)
+    """Policies that play at a fixed version, in the episode's children too."""
+
+    def pinned(self, pins: Mapping[str, PolicyVersion]) -> EpisodeSpec:
+        """The same episode with policies at other versions."""
+        seats = {seat: SeatBinding(held.policy, pins.get(held.policy)) for seat, held in self.seats.items()}
+        return dataclasses.replace(self, seats=seats, pins=dict(pins))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

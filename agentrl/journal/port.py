@@ -102,6 +102,14 @@ class RunLog(Protocol):
         """One more than the largest number any root episode `<prefix><number>` has in admissions or turn logs."""
         ...
 
+    def lost_numbers(self, prefix: str, stop: int) -> Sequence[int]:
+        """Numbers below `stop` of root episodes `<prefix><number>` that were never admitted on disk."""
+        ...
+
+    def published(self, version: PolicyVersion) -> WeightsRef | None:
+        """Where the weights of a version were published; None if it never was."""
+        ...
+
     def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
         """Committed training episodes with a unit neither consumed along the surviving lineage nor dropped."""
         ...

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import JournalError
-from agentrl.core.records import PolicyVersion
+from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.journal.control import (
     ADMISSION_COLUMNS,
     EPISODE_COLUMNS,
@@ -78,6 +78,22 @@ class SqliteRunLog:
                 connection.close()
         numbers = (name.removeprefix(prefix) for name in known)
         return max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
+
+    def lost_numbers(self, prefix: str, stop: int) -> list[int]:
+        """Numbers below `stop` of root episodes `<prefix><number>` that were never admitted on disk."""
+        rows = self.rows("SELECT DISTINCT episode FROM admissions WHERE episode GLOB ?", f"{prefix}[0-9]*")
+        numbers = (row[0].removeprefix(prefix) for row in rows)
+        admitted = {int(number) for number in numbers if number.isdecimal()}
+        return [number for number in range(stop) if number not in admitted]
+
+    def published(self, version: PolicyVersion) -> WeightsRef | None:
+        """Where the weights of a version were published; None if it never was."""
+        statement = "SELECT path, kind, sha256 FROM versions WHERE policy = ? AND lineage = ? AND step = ?"
+        for path, kind, sha256 in self.rows(statement, *version):
+            if kind not in ("full", "adapter") or not isinstance(path, str) or not isinstance(sha256, str):
+                raise JournalError(f"{self.path}: the record of {version} was altered or is damaged")
+            return WeightsRef(version=version, path=path, kind=kind, sha256=sha256)
+        return None
 
     def unfinished(self) -> Sequence[EpisodeSpec]:
         """Training episodes, children included, whose newest attempt has not ended, in order of admission."""

@@ -194,6 +194,14 @@ class SqliteJournal:
         """See `SqliteRunLog.next_number`."""
         return self._log.next_number(prefix)
 
+    def lost_numbers(self, prefix: str, stop: int) -> list[int]:
+        """See `SqliteRunLog.lost_numbers`."""
+        return self._log.lost_numbers(prefix, stop)
+
+    def published(self, version: PolicyVersion) -> WeightsRef | None:
+        """See `SqliteRunLog.published`."""
+        return self._log.published(version)
+
     def ended_children(self, parents: Collection[str]) -> dict[str, EpisodeHeader]:
         """See `SqliteRunLog.ended_children`."""
         return self._log.ended_children(parents)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from agentrl.core import ids
 from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, TrajectoryCredit, TrajectoryHeader, Unit
 from agentrl.credit.advantages import Advantage
 from agentrl.orchestrator.ledger import Ledger
@@ -125,7 +126,7 @@ class EpisodeBuffer:
         """Compare the members of a complete group, seat by seat, and make their units ready in the order they ended."""
         credits: dict[tuple[str, str, int], TrajectoryCredit] = {}
         compared: dict[str, list[tuple[str, TrajectoryHeader, float]]] = {}
-        for header in headers:
+        for header in sorted(headers, key=lambda header: ids.order_key(header.episode_id)):  # sums depend on the order
             for trajectory in header.trajectories:
                 if trajectory.policy in self._trainable and trajectory.reward is not None:
                     compared.setdefault(trajectory.seat, []).append((header.episode_id, trajectory, trajectory.reward))
@@ -164,6 +165,17 @@ class EpisodeBuffer:
         """Up to `count` ready units, oldest release first; each must be resolved by `consume` or `drop`."""
         queue = self._ready[policy]
         return [queue.popleft() for _ in range(min(count, len(queue)))]
+
+    def waiting(self, policy: str) -> Iterable[ReadyUnit]:
+        """The ready units, oldest release first."""
+        return iter(self._ready[policy])
+
+    def take_where(self, policy: str, wanted: Callable[[ReadyUnit], bool]) -> list[ReadyUnit]:
+        """The ready units that are `wanted`, oldest release first; each must be resolved by `consume` or `drop`."""
+        queue = self._ready[policy]
+        taken = [ready for ready in queue if wanted(ready)]
+        self._ready[policy] = deque(ready for ready in queue if not wanted(ready))
+        return taken
 
     def consume(self, units: Iterable[ReadyUnit]) -> None:
         """Taken units were trained. Advantage 0 counts as consumed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -47,12 +47,20 @@ class Dispatcher:
     """Of evaluation episodes."""
     ended_children: Mapping[str, EpisodeHeader] = field(default_factory=dict)
     """Children, ended in an earlier life of the run, of parents that go on in this one."""
+    pins_of: Callable[[int], Mapping[str, PolicyVersion]] = field(default=lambda number: {})
+    """Versions a root episode plays with, by its number; see `Scheduler.pins`."""
+    resumable: Callable[[EpisodeSpec], EpisodeSpec | None] = field(default=lambda spec: spec)
+    """See `Scheduler.resumable`."""
     worker: Worker = field(init=False)
     """Set once by the composition root: the worker's runner needs this host first."""
     on_collapse: Callable[[CheckFailedError], None] = field(init=False)
     """Called when too many training episodes in a row were dropped."""
     _bindings: dict[str, SeatBinding] = field(init=False)
     _running: dict[str, EpisodeSpec] = field(default_factory=dict)
+    _resumed: set[str] = field(default_factory=set)
+    """Episodes of an earlier life that go on in this one: the journal may know children they are yet to ask for."""
+    _held: list[EpisodeSpec] = field(default_factory=list)
+    """Those of them that cannot go on yet."""
     _parents: dict[str, Callable[[EpisodeHeader], None]] = field(default_factory=dict)
     """Who waits for a child that was resumed before its parent asked for it."""
     _useless_in_a_row: Counter[str] = field(default_factory=Counter)
@@ -69,19 +77,35 @@ class Dispatcher:
         """Number of the next root group."""
         return self.next_number // self.group_size
 
+    def running(self) -> Iterable[str]:
+        """Ids of the training episodes in flight, children included."""
+        return self._running.keys()
+
     def admit_group(self, task: Task) -> None:
         """Start a root group: `group_size` episodes of one task."""
-        group = f"g{self.next_number}"
         for _ in range(self.group_size):
-            spec = self._root_spec(task, "train", self.next_number, group, self.group_size, self._bindings)
+            spec = self._training_spec(task, self.next_number)
             self.next_number += 1
             self._start(spec, None)
 
-    def restore(self, ended: Sequence[tuple[EpisodeSpec, EpisodeHeader]], unfinished: Sequence[EpisodeSpec]) -> None:
-        """Take over what an earlier life of the run left: committed members of open groups, and episodes to go on with.
+    def restore(
+        self,
+        ended: Sequence[tuple[EpisodeSpec, EpisodeHeader]],
+        unfinished: Sequence[EpisodeSpec],
+        lost: Sequence[tuple[int, Task]] = (),
+    ) -> None:
+        """Take over what an earlier life of the run left.
 
-        A group is complete when what is left of it has ended: members that were dropped do not come back.
+        Args:
+            ended: committed members of open groups. A group is complete when what is left of it has ended: members
+                that were dropped do not come back.
+            unfinished: episodes to go on with.
+            lost: numbers and tasks of roots whose admission never reached the disk; entries of theirs may have.
         """
+        specs = [self._training_spec(task, number) for number, task in lost]
+        for spec in specs:
+            self.store.admit(spec)
+        unfinished = [*unfinished, *specs]
         members = Counter(spec.group_id for spec in (*(spec for spec, _ in ended), *unfinished))
         for group_id, size in members.items():
             self.buffer.expect(group_id, size)
@@ -91,8 +115,20 @@ class Dispatcher:
             self._admit(spec)
         for spec, header in ended:
             self._record(self.buffer.end(spec, header))
-        for spec in unfinished:
-            self.worker.submit(spec, partial(self._end, spec, None), resume=True)
+        self._resumed = {spec.episode_id for spec in unfinished}
+        self._held = unfinished
+        self.resume_held()
+
+    def resume_held(self) -> None:
+        """Go on with the episodes of an earlier life that can; asked again after every step."""
+        held, self._held = self._held, []
+        for spec in held:
+            resumable = self.resumable(spec)
+            if resumable is None:
+                self._held.append(spec)
+            else:
+                self._running[spec.episode_id] = resumable
+                self.worker.submit(resumable, partial(self._end, resumable, None), resume=True)
 
     def spawn(
         self,
@@ -104,11 +140,7 @@ class Dispatcher:
     ) -> SpawnedGroup:
         """Start child episodes of a running one; children of an admitted parent are always admitted."""
         name = resolve(environment).__name__
-        pins = {binding.policy: binding.pin for binding in parent.seats.values()}
-        seats: dict[str, SeatBinding] = {}
-        for seat in resolve(environment).seats:
-            policy = self.policy_of(f"{name}.{seat}")
-            seats[seat] = SeatBinding(policy, pins.get(policy))
+        seats = {seat: SeatBinding(self.policy_of(f"{name}.{seat}")) for seat in resolve(environment).seats}
         group_id = f"{parent.episode_id}~{parent.attempt}.{spawn_call}"
         episode_ids = []
         for index, task in enumerate(tasks):
@@ -126,8 +158,8 @@ class Dispatcher:
                 group_size=len(tasks),
                 purpose=parent.purpose,
                 parent_id=parent.episode_id,
-            )
-            self._start(spec, partial(on_end, index))
+            ).pinned(parent.pins)
+            self._start(spec, partial(on_end, index), resume=parent.episode_id in self._resumed)
         return SpawnedGroup(group_id=group_id, episode_ids=tuple(episode_ids))
 
     def _rejoin(self, episode_id: str, on_end: Callable[[EpisodeHeader], None]) -> bool:
@@ -149,15 +181,12 @@ class Dispatcher:
 
     async def evaluate(self, tasks: Sequence[Task], pins: Mapping[str, PolicyVersion]) -> list[EpisodeHeader]:
         """Run each task once, outside buffer and ledger; `pins` fixes policies at versions."""
-        seats = {
-            seat: SeatBinding(binding.policy, pins.get(binding.policy)) for seat, binding in self._bindings.items()
-        }
         loop = asyncio.get_running_loop()
         ends: list[asyncio.Future[EpisodeHeader]] = []
         for task in tasks:
             number = self.next_evaluation
             self.next_evaluation += 1
-            spec = self._root_spec(task, "evaluate", number, f"v{number}", 1, seats)
+            spec = self._root_spec(task, "evaluate", number, f"v{number}", 1, pins)
             future: asyncio.Future[EpisodeHeader] = loop.create_future()
             ends.append(future)
             self._start(spec, partial(_settle, future))
@@ -195,7 +224,7 @@ class Dispatcher:
             self.sums[f"reward of {kind}"] += header.reward
 
     def _root_spec(
-        self, task: Task, purpose: Purpose, number: int, group: str, size: int, seats: Mapping[str, SeatBinding]
+        self, task: Task, purpose: Purpose, number: int, group: str, size: int, pins: Mapping[str, PolicyVersion]
     ) -> EpisodeSpec:
         episode_id = ids.episode_id(PREFIX[purpose], number)
         return EpisodeSpec(
@@ -203,17 +232,24 @@ class Dispatcher:
             environment=self.environment,
             task=task,
             seed=ids.key64(self.run_seed, episode_id),
-            seats=seats,
+            seats=self._bindings,
             group_id=group,
             group_size=size,
             purpose=purpose,
-        )
+        ).pinned(pins)
 
-    def _start(self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None] | None) -> None:
+    def _training_spec(self, task: Task, number: int) -> EpisodeSpec:
+        group = f"g{number - number % self.group_size}"
+        return self._root_spec(task, "train", number, group, self.group_size, self.pins_of(number))
+
+    def _start(
+        self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None] | None, *, resume: bool = False
+    ) -> None:
+        """Admit and run; with `resume`, the journal may hold entries of it although its admission was lost."""
         self.store.admit(spec)
         if spec.purpose == "train":
             self._admit(spec)
-        self.worker.submit(spec, partial(self._end, spec, on_end))
+        self.worker.submit(spec, partial(self._end, spec, on_end), resume=resume)
 
     def _end(self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None] | None, header: EpisodeHeader) -> None:
         if spec.purpose == "train":

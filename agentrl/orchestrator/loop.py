@@ -224,7 +224,7 @@ class Orchestrator:
 
     async def _step(self, policy: str) -> bool:
         """Take one optimizer step and serve its version; False where it was skipped."""
-        taken = self.buffer.take(policy, self.plan.step_size[policy])
+        taken = self.scheduler.take(policy)
         self.scheduler.stepping.add(policy)
         try:
             async with self._trainer_free:
@@ -257,9 +257,12 @@ class Orchestrator:
         self.store.record_version(weights, self.board.current(policy))
         self.store.record_step(StepRow(report=report, version=version, batch=batch))
         self.weights[policy] = weights
-        await self.engine.update(weights)
+        await self.engine.update(weights, keep=self.scheduler.keeps(policy))
         metrics = self._metrics.of_step(report, taken, waited)
         self.board.advance(version)
+        if (outdated := self.scheduler.outdated(policy)) is not None:
+            self.engine.release(outdated)
+        self.dispatcher.resume_held()
         self.store.record_metrics(policy, version.step, metrics)
         self.observer.on_step(policy, version.step, metrics)
         await self.retention.published(weights)

@@ -6,10 +6,11 @@ It never looks at content. `why_not` says what holds admission back, in words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agentrl.orchestrator.buffer import EpisodeBuffer
+from agentrl.core.records import EpisodeSpec, PolicyVersion
+from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.staleness import BoundedStaleness
 from agentrl.orchestrator.versions import PolicyBoard
 
@@ -71,6 +72,26 @@ class Scheduler:
     def _has_enough(self, policy: str) -> bool:
         needed = (self._steps - self._first_step[policy]) * self._bounds[policy].step_size
         return self._board.step(policy) >= self._steps or self._buffer.expected(policy) >= needed
+
+    def take(self, policy: str) -> Sequence[ReadyUnit]:
+        """The units of the policy's next step."""
+        return self._buffer.take(policy, self._bounds[policy].step_size)
+
+    def pins(self, root_number: int) -> Mapping[str, PolicyVersion]:
+        """Versions that a root episode plays with, whatever becomes current: none."""
+        return {}
+
+    def keeps(self, policy: str) -> bool:
+        """Whether the engine must keep the policy's versions until they are `outdated`."""
+        return False
+
+    def outdated(self, policy: str) -> PolicyVersion | None:
+        """The version that the engine need not keep any more, after a step of the policy."""
+        return None
+
+    def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:
+        """An episode of an earlier life as it can go on now; None: not yet."""
+        return spec
 
     def may_step(self, policy: str, demand: Demand) -> bool:
         """Whether a policy has its step: enough units are ready, or all that can come have come.

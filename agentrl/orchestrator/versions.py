@@ -49,6 +49,13 @@ class PolicyBoard:
             raise ValueError(f"{version} does not follow {self._current[version.policy]}")
         self._current[version.policy] = version
 
+    def at(self, policy: str, step: int) -> PolicyVersion:
+        """The version of a step on the line that led to the current one."""
+        lineage = self._current[policy].lineage
+        while (parent := self._parents.get((policy, lineage))) is not None and step < parent.step:
+            lineage = parent.lineage
+        return PolicyVersion(policy, lineage, step)
+
     def survives(self, version: PolicyVersion) -> bool:
         """Whether the weights of `version` are among the ancestors of the current ones."""
         current = self._current[version.policy]

@@ -234,6 +234,16 @@ class MemoryJournal:
         numbers = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
         return max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
 
+    def lost_numbers(self, prefix: str, stop: int) -> list[int]:
+        """Numbers below `stop` of root episodes with this prefix that were never admitted on disk."""
+        admitted = {r.spec.episode_id for r in self.on_disk() if isinstance(r, Admission)}
+        return [number for number in range(stop) if f"{prefix}{number}" not in admitted]
+
+    def published(self, version: PolicyVersion) -> WeightsRef | None:
+        """Where the weights of a version were published."""
+        found = (r.weights for r in self.on_disk() if isinstance(r, Publication) and r.weights.version == version)
+        return next(found, None)
+
     def ended_children(self, parents: Collection[str]) -> dict[str, EpisodeHeader]:
         """How the children of some episodes ended, by id."""
         ends = (r.header for r in self.on_disk() if isinstance(r, EpisodeEnd))

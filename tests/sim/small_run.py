@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import agentrl
-from agentrl.app.assemble import Parts, Past, assemble
+from agentrl.app.assemble import Parts, Past, assemble, pinned_policies, serve_pinned
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
 from agentrl.core.ports import GenerateRequest
@@ -90,6 +90,8 @@ class SmallRun:
     past: Past = field(default_factory=Past)
     resumed_at: dict[str, PolicyVersion] = field(default_factory=dict)
     """The manifest's versions, where the run goes on from a checkpoint."""
+    lineage: int = 1
+    """Of a run that goes on."""
     seen: Seen = field(default_factory=Seen)
     trainer: RecordingTrainer = field(init=False)
     orchestrator: Orchestrator = field(init=False)
@@ -104,13 +106,17 @@ class SmallRun:
         steps = {name: version.step for name, version in self.resumed_at.items()}
         self.trainer = RecordingTrainer(trainable, clock=LoopClock(), steps=steps, **self.trainer_options)
         versions = {
-            name: self.resumed_at[name]._replace(lineage=1) if name in self.resumed_at else PolicyVersion(name, 0, 0)
+            name: self.resumed_at[name]._replace(lineage=self.lineage)
+            if name in self.resumed_at
+            else PolicyVersion(name, 0, 0)
             for name in trainable
         }
         weights = {name: await self.trainer.publish(name, version) for name, version in versions.items()}
-        for published in weights.values():
-            self.journal.record_version(published, self.resumed_at.get(published.version.policy))
-            await engine.update(published)
+        await serve_pinned(self.config, engine, self.journal, self.resumed_at)
+        for name, published in weights.items():
+            self.journal.record_version(published, self.resumed_at.get(name))
+            await engine.update(published, keep=name in pinned_policies(self.config))
+        await self.journal.flush()
         parts = Parts(
             engine=engine,
             trainer=self.trainer,

@@ -26,7 +26,7 @@ def trained_in(run: SmallRun) -> Counter[str]:
 def second_life(first: SmallRun, journal: MemoryJournal, step: int) -> SmallRun:
     """The run as it is resumed from a checkpoint at `step`."""
     version = PolicyVersion("guesser", 0, step)
-    past: Past = past_of(journal, {"guesser": version})
+    past: Past = past_of(journal, {"guesser": version}, group_size=first.config.credit.group_size)
     return SmallRun(config=first.config, journal=journal, past=past, resumed_at={"guesser": version})
 
 

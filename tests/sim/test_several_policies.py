@@ -146,7 +146,7 @@ def test_children_of_a_resumed_parent_are_not_run_twice(simulated_loop: Simulate
         journal = first.journal.after_crash()
         done = steps_of(first)
         at = {name: PolicyVersion(name, 0, done[name]) for name in config.policies}
-        past = past_of(journal, at)
+        past = past_of(journal, at, group_size=config.credit.group_size)
         second = SmallRun(config=config, environment=Propose, journal=journal, past=past, resumed_at=at)
         await second.run()
         trained: Counter[tuple[str, str]] = Counter()

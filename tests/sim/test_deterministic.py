@@ -1,0 +1,111 @@
+"""Deterministic runs: what every step trains on is the same after kills at any moment, down to the order."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+
+from agentrl.app.assemble import past_of
+from agentrl.core.ports import GenerateRequest
+from agentrl.core.records import PolicyVersion
+from agentrl.core.rng import stream
+from agentrl.journal.port import StepRow
+from agentrl.orchestrator import loop
+from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.sim import simulate
+from tests.sim.small_run import SmallRun, config_for
+from tests.sim.test_several_policies import Propose
+
+pytestmark = pytest.mark.sim
+STEPS = 7
+
+Trained = dict[tuple[str, int], list[tuple[str, float, float]]]
+"""By policy and step: units in order, with their rewards and advantages."""
+
+
+def guess(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+    """What is said depends on the step of the weights that say it."""
+    draw = stream(request.seed, version.step)
+    return [*b"......"[: draw.randrange(6)], ord(str(draw.randrange(10))), STOP_TOKEN]
+
+
+def trained_by(run: SmallRun) -> Trained:
+    found: Trained = {}
+    for batch in run.trainer.batches:
+        units = found.setdefault((batch.policy, batch.step_id), [])
+        for unit in batch.units:
+            units += [(unit.episode_id, credit.reward, credit.advantage) for credit in unit.credits]
+    return found
+
+
+def config(max_staleness: int) -> Any:
+    policy = {"step_size": 8, "max_staleness": max_staleness, "lora": {"rank": 2}}
+    return config_for(steps=STEPS, deterministic=True, policies={"guesser": policy})
+
+
+async def cut(run: SmallRun, moment: float) -> None:
+    """Run until `moment`, then die: nothing drains, nothing is flushed."""
+    run.during = lambda orchestrator: asyncio.get_running_loop().call_later(moment, orchestrator.stop)
+    drain, loop.DRAIN_S = loop.DRAIN_S, 0.0
+    try:
+        await run.run()
+    finally:
+        loop.DRAIN_S = drain
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_kills_change_nothing_that_is_trained(simulated_loop: SimulatedLoop, max_staleness: int) -> None:
+    async def undisturbed() -> Trained:
+        run = SmallRun(config=config(max_staleness), script=guess)
+        await run.run()
+        return trained_by(run)
+
+    expected = simulate(undisturbed, seed=0)
+    assert len(expected) == STEPS
+    moments = itertools.count(1.1, 0.37)
+
+    async def killed() -> int:
+        run = SmallRun(config=config(max_staleness), script=guess)
+        seen: Trained = {}
+        lives = 0
+        moment = next(moments)
+        while True:
+            lives += 1
+            await cut(run, moment if lives < 4 else 1e6)
+            seen.update(trained_by(run))
+            if not run.orchestrator.outcome.interrupted:
+                break
+            journal = run.journal.after_crash()
+            board = run.orchestrator.board
+            lineage = board.current("guesser").lineage
+            on_disk = [row.version for row in journal.on_disk() if isinstance(row, StepRow)]
+            newest = max((version.step for version in on_disk if board.survives(version)), default=0)
+            at = {"guesser": board.at("guesser", max(0, newest - lives % 3))}  # the manifest is some steps old
+            past = past_of(journal, at, group_size=run.config.credit.group_size)
+            run = SmallRun(
+                config=run.config, script=guess, journal=journal, past=past, resumed_at=at, lineage=lineage + 1
+            )
+        assert seen == expected
+        return lives
+
+    assert max(simulated_loop.run(killed)) > 1
+
+
+def test_two_policies_and_child_episodes_repeat_under_any_schedule(simulated_loop: SimulatedLoop) -> None:
+    sizes = {"proposer": 2, "solver": 16}
+    policies = {name: {"step_size": size, "lora": {"rank": 2}} for name, size in sizes.items()}
+
+    async def main() -> Trained:
+        run = SmallRun(
+            config=config_for(steps=4, deterministic=True, policies=policies), environment=Propose, script=guess
+        )
+        await run.run()
+        return trained_by(run)
+
+    outcomes = simulated_loop.run(main)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    assert {policy for policy, _ in outcomes[0]} == set(sizes)
