@@ -179,6 +179,7 @@ def _add_run(commands: Subparsers[argparse.ArgumentParser]) -> None:
         ("view", "show one screen of a run, also while it trains; q leaves", _run_view),
         ("report", "write report.html into the run directory", _run_report),
         ("metrics", "print the newest value of each metric", _run_metrics),
+        ("ledger", "count every episode and unit; exit code 1 if one is lost or was trained twice", _run_ledger),
     ):
         parser = _add(verbs, verb, text, command)
         parser.add_argument("run", nargs="?", help="directory or name of a run; default: the newest in runs/")
@@ -267,6 +268,12 @@ def _run_metrics(options: argparse.Namespace) -> int:
     from agentrl.cli import view
 
     return view.run_metrics(options)
+
+
+def _run_ledger(options: argparse.Namespace) -> int:
+    from agentrl.cli import reading
+
+    return reading.run_ledger(options)
 
 
 def _episode_list(options: argparse.Namespace) -> int:

@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from agentrl.cli.output import print_json, print_text
-from agentrl.core.errors import InputError
+from agentrl.core.errors import CheckFailedError, InputError
 from agentrl.inspection.reader import RunReader, runs
 
 if TYPE_CHECKING:
@@ -65,6 +67,19 @@ def run_curve(options: argparse.Namespace) -> int:
             title = safe_line(f"{options.metric} of {policy}" if len(values) > 1 else options.metric)
             print_text(Text(curve([value for _, value in known], steps=[step for step, _ in known], title=title)))
         return 0
+
+
+def run_ledger(options: argparse.Namespace) -> int:
+    """`agentrl run ledger [RUN]`; 1 if an equation does not hold."""
+    with open_run(options.run) as reader:
+        ledger = reader.ledger()
+        if options.json:
+            print_json({"holds": ledger.holds, **msgspec.to_builtins(ledger)})
+        else:
+            from agentrl.inspection.render import ledger_view
+
+            print_text(ledger_view(ledger))
+        return 0 if ledger.holds else CheckFailedError.exit_code
 
 
 def episode_list(options: argparse.Namespace) -> int:

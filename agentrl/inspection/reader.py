@@ -13,6 +13,7 @@ import msgspec
 
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
+from agentrl.inspection.ledger import RunLedger, run_ledger
 from agentrl.inspection.showable import check_showable
 from agentrl.inspection.where import Column, parse
 from agentrl.journal.entries import EntryBody, JournalEntry
@@ -271,6 +272,10 @@ class RunReader:
             f" AND {_STATUS} = 'dropped' GROUP BY reason ORDER BY many DESC, reason"
         )
         return {str(reason): int(count) for reason, count in self._log.rows(statement)}
+
+    def ledger(self) -> RunLedger:
+        """Every episode and every unit accounted for; raises as `run_ledger`."""
+        return run_ledger(self._log)
 
     def line(self) -> RunLine:
         """The run as a line of a list."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from agentrl.inspection.ledger import RunLedger
     from agentrl.inspection.reader import CurvePoint, EpisodeLine, EpisodeView, RunLine
 
 MAX_CELL = 500
@@ -46,6 +48,27 @@ def run_table(lines: Sequence[RunLine]) -> RenderableType:
         cells = [line.name, str(line.episodes), str(line.in_flight), steps, _number(line.reward), line.problem or ""]
         table.add_row(*map(_cell, cells))
     return table
+
+
+def ledger_view(ledger: RunLedger) -> RenderableType:
+    """Both equations, a line each, and the verdict."""
+    episodes = _table("environment", "admitted>", "=", "in flight>", "+ ready>", "+ trained>", "+ dropped>", "")
+    for name, counts in ledger.episodes.items():
+        numbers = [counts.admitted, "", counts.in_flight, counts.ready, counts.trained, sum(counts.dropped.values())]
+        episodes.add_row(*map(_cell, [name, *map(str, numbers), _reasons(counts.dropped)]))
+    units = _table("policy", "committed>", "=", "ready>", "+ consumed>", "+ dropped>", "")
+    for name, unit in ledger.units.items():
+        through = f"through {ledger.through[name]}" + (f"; {_reasons(unit.dropped)}" if unit.dropped else "")
+        cells = [name, unit.committed, "", unit.ready, unit.consumed, sum(unit.dropped.values()), through]
+        units.add_row(*map(_cell, map(str, cells)))
+    verdict = Text("the ledger holds: nothing is lost, nothing was trained twice", style="green")
+    if not ledger.holds:
+        verdict = Text(safe("\n".join(["the ledger does NOT hold", *ledger.problems])), style="red")
+    return Group(Text("episodes, children counted"), episodes, Text("units"), units, verdict)
+
+
+def _reasons(dropped: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in sorted(dropped.items()))
 
 
 def episode_table(lines: Sequence[EpisodeLine], total: int) -> RenderableType:

@@ -1,0 +1,205 @@
+"""The ledger of a run, counted from its control log: is every episode and every unit accounted for, exactly once?
+
+    episodes, children counted:  admitted  = in flight + ready + trained + dropped
+    units of each policy:        committed = ready + consumed + dropped
+
+The two sides are counted from different tables, and every row that fits no side is named: an ended episode nobody
+admitted, a unit trained twice, trained and dropped, or trained without having been committed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from agentrl.core.records import PolicyVersion
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from agentrl.journal.run_log import SqliteRunLog
+
+MAX_PROBLEMS = 20
+"""Named one by one; more are counted."""
+
+Key = tuple[str, int]
+"""Episode id and attempt."""
+
+
+class EpisodeCounts(msgspec.Struct):
+    """Training episodes of one environment, children included."""
+
+    admitted: int = 0
+    in_flight: int = 0
+    ready: int = 0
+    trained: int = 0
+    dropped: dict[str, int] = msgspec.field(default_factory=dict)
+    """By reason; `frozen` where nothing of an episode was trainable."""
+
+    @property
+    def balances(self) -> bool:
+        """Whether the equation holds."""
+        return self.admitted == self.in_flight + self.ready + self.trained + sum(self.dropped.values())
+
+
+class UnitCounts(msgspec.Struct):
+    """Units of one policy."""
+
+    committed: int = 0
+    ready: int = 0
+    consumed: int = 0
+    dropped: dict[str, int] = msgspec.field(default_factory=dict)
+
+    @property
+    def balances(self) -> bool:
+        """Whether the equation holds."""
+        return self.committed == self.ready + self.consumed + sum(self.dropped.values())
+
+
+class RunLedger(msgspec.Struct):
+    """Both equations, and what contradicts them."""
+
+    episodes: dict[str, EpisodeCounts]
+    """By environment."""
+    units: dict[str, UnitCounts]
+    """By policy."""
+    through: dict[str, str]
+    """The newest version of each policy: units of steps that do not lead to it are ready again."""
+    problems: list[str]
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing is lost and nothing was trained twice."""
+        balances = [count.balances for count in self.episodes.values()]
+        balances += [count.balances for count in self.units.values()]
+        return not self.problems and all(balances)
+
+
+def run_ledger(log: SqliteRunLog) -> RunLedger:
+    """Count a run's episodes and units. Policies that were never published are frozen and have no units.
+
+    Raises:
+        JournalError: the control log is damaged.
+    """
+    return _Counting(log).ledger()
+
+
+class _Counting:
+    """The tables of one run, read once."""
+
+    def __init__(self, log: SqliteRunLog) -> None:
+        self._problems: list[str] = []
+        self._more = 0
+        self._through = _newest_versions(log)
+        self._admitted: dict[Key, str] = {
+            (episode, attempt): environment
+            for episode, attempt, environment in log.rows(
+                "SELECT episode, attempt, environment FROM admissions WHERE purpose = 'train'"
+            )
+        }
+        self._ended: dict[Key, tuple[str, str | None]] = {
+            (episode, attempt): (environment, reason)
+            for episode, attempt, environment, reason in log.rows(
+                "SELECT episode, attempt, environment, drop_reason FROM episodes WHERE purpose = 'train'"
+            )
+        }
+        self._committed: dict[Key, set[str]] = {}
+        for episode, attempt, policy in log.rows("SELECT DISTINCT episode, attempt, policy FROM trajectories"):
+            if self._ended.get((episode, attempt), ("", "never ended"))[1] is None:
+                self._committed.setdefault((episode, attempt), set()).add(policy)
+        self._dropped: dict[tuple[Key, str], str] = {
+            ((episode, attempt), policy): reason
+            for episode, attempt, policy, reason in log.rows("SELECT episode, attempt, policy, reason FROM unit_drops")
+        }
+        self._consumed = self._surviving(log)
+
+    def _surviving(self, log: SqliteRunLog) -> Counter[tuple[Key, str]]:
+        """How often each unit was trained along the line that led to the newest versions."""
+        consumed: Counter[tuple[Key, str]] = Counter()
+        for policy, version in self._through.items():
+            for lineage, first, last in log.surviving(version):
+                rows = log.rows(
+                    "SELECT DISTINCT episode, attempt, step FROM step_units"
+                    " WHERE policy = ? AND lineage = ? AND step > ? AND step <= ?",
+                    *(policy, lineage, first, last),
+                )
+                consumed.update(((episode, attempt), policy) for episode, attempt, _ in rows)
+        return consumed
+
+    def ledger(self) -> RunLedger:
+        """Both equations."""
+        newest: dict[str, int] = {}
+        for episode, attempt in self._admitted:
+            newest[episode] = max(attempt, newest.get(episode, 0))
+        for episode, attempt in self._ended.keys() - self._admitted.keys():
+            self._problem(f"episode {episode} attempt {attempt} ended and was never admitted")
+        units = {policy: UnitCounts() for policy in sorted(self._through)}
+        states = {key: self._count_units(key, policies, units) for key, policies in self._committed.items()}
+        for key, policy in self._consumed.keys() - {(k, p) for k, held in self._committed.items() for p in held}:
+            self._problem(f"episode {key[0]} attempt {key[1]}: trained as a unit of {policy} and never committed")
+        episodes: dict[str, EpisodeCounts] = {}
+        for episode, attempt in sorted(newest.items()):
+            key = (episode, attempt)
+            counts = episodes.setdefault(self._admitted[key], EpisodeCounts())
+            counts.admitted += 1
+            self._count_episode(key, counts, states)
+        if self._more:
+            self._problems.append(f"… and {self._more} more")
+        through = {policy: str(version) for policy, version in self._through.items()}
+        return RunLedger(episodes=episodes, units=units, through=through, problems=self._problems)
+
+    def _count_episode(self, key: Key, counts: EpisodeCounts, states: Mapping[Key, set[str]]) -> None:
+        """An episode is in flight, dropped, or whatever its units are: ready as long as one is."""
+        if key not in self._ended:
+            counts.in_flight += 1
+            return
+        reason = self._ended[key][1]
+        found = states.get(key, set())
+        if reason is not None:
+            counts.dropped[reason] = counts.dropped.get(reason, 0) + 1
+        elif "ready" in found:
+            counts.ready += 1
+        elif "consumed" in found:
+            counts.trained += 1
+        else:
+            why = min(found, default="frozen")
+            counts.dropped[why] = counts.dropped.get(why, 0) + 1
+
+    def _count_units(self, key: Key, policies: set[str], units: Mapping[str, UnitCounts]) -> set[str]:
+        """What became of a committed episode's units: `ready`, `consumed`, or drop reasons."""
+        found = set()
+        for policy in policies & units.keys():
+            counts = units[policy]
+            counts.committed += 1
+            times, reason = self._consumed[key, policy], self._dropped.get((key, policy))
+            if times > 1:
+                self._problem(f"episode {key[0]} attempt {key[1]}: the unit of {policy} was trained {times} times")
+            if times and reason is not None:
+                self._problem(f"episode {key[0]} attempt {key[1]}: the unit of {policy} was trained and dropped")
+            if times:
+                counts.consumed += 1
+                found.add("consumed")
+            elif reason is not None:
+                counts.dropped[reason] = counts.dropped.get(reason, 0) + 1
+                found.add(reason)
+            else:
+                counts.ready += 1
+                found.add("ready")
+        return found
+
+    def _problem(self, text: str) -> None:
+        if len(self._problems) < MAX_PROBLEMS:
+            self._problems.append(text)
+        else:
+            self._more += 1
+
+
+def _newest_versions(log: SqliteRunLog) -> dict[str, PolicyVersion]:
+    """The last version of the last lineage of each policy."""
+    rows: list[Any] = log.rows("SELECT policy, lineage, max(step) FROM versions GROUP BY policy, lineage")
+    newest: dict[str, PolicyVersion] = {}
+    for policy, lineage, step in sorted(rows, key=lambda row: (str(row[0]), row[1])):
+        newest[policy] = PolicyVersion(policy, lineage, step)
+    return newest

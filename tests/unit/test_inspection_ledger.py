@@ -1,0 +1,78 @@
+"""The ledger counted from a control log: holds on a sound one, and names what a spoilt one lost or trained twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli.main import main
+from agentrl.inspection.ledger import RunLedger
+from agentrl.inspection.reader import RunReader
+from tests.journal_cases import write_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    asyncio.run(write_run(tmp_path / "demo"))
+    return tmp_path / "demo"
+
+
+def ledger(run: Path) -> RunLedger:
+    reader = RunReader(run)
+    try:
+        return reader.ledger()
+    finally:
+        reader.close()
+
+
+def spoil(run: Path, statement: str) -> None:
+    with sqlite3.connect(run / "journal" / "control.db") as connection:
+        assert connection.execute(statement).rowcount > 0
+    connection.close()
+
+
+def test_a_sound_run_is_accounted_for(run: Path) -> None:
+    found = ledger(run)
+    assert found.holds, found.problems
+    episodes, units = found.episodes["plain"], found.units["policy"]
+    assert (episodes.admitted, episodes.in_flight, episodes.ready, episodes.trained) == (6, 0, 1, 4)
+    assert episodes.dropped == {"plain": 1}
+    assert (units.committed, units.ready, units.consumed, units.dropped) == (5, 1, 4, {})
+    assert found.through == {"policy": "policy@0.2"}
+
+
+@pytest.mark.parametrize(
+    ("statement", "problem"),
+    [
+        ("DELETE FROM admissions WHERE episode = 'e1'", "episode e1 attempt 0 ended and was never admitted"),
+        ("UPDATE step_units SET episode = 'e0' WHERE episode = 'e2'", "e0 attempt 0: the unit of policy was trained 2"),
+        ("UPDATE step_units SET episode = 'e77' WHERE episode = 'e2'", "e77 attempt 0: trained as a unit of policy"),
+        ("INSERT INTO unit_drops VALUES ('e0', 0, 'policy', 'no_reward', 0)", "the unit of policy was trained and dro"),
+    ],
+)
+def test_what_is_lost_or_trained_twice_is_named(
+    run: Path, statement: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(run, statement)
+    found = ledger(run)
+    assert not found.holds
+    assert any(problem in line for line in found.problems), found.problems
+    assert main(["run", "ledger", str(run)]) == 1
+    assert "does NOT hold" in capsys.readouterr().out
+
+
+def test_units_of_a_rolled_back_step_are_ready_again(run: Path) -> None:
+    spoil(run, "INSERT INTO versions VALUES ('policy', 1, 1, 0, 1, 'p', 'full', 'x', 0)")
+    units = ledger(run).units["policy"]
+    assert (units.ready, units.consumed) == (3, 2)
+
+
+def test_the_command_prints_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "ledger", str(run), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["holds"] is True
+    assert printed["units"]["policy"]["consumed"] == 4
