@@ -80,6 +80,7 @@ def past_of(log: RunLog, consumed_through: Mapping[str, PolicyVersion], *, group
         consumed_through: the manifest's version of each trainable policy; empty where there is no manifest.
         group_size: of root groups, `credit.group_size`.
     """
+    log.verify()
     next_number = -(-log.next_number("e") // group_size) * group_size
     unfinished = log.unfinished()
     open_groups = {spec.group_id for spec, _ in log.ready_units(consumed_through)}

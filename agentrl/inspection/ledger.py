@@ -83,6 +83,7 @@ def run_ledger(log: SqliteRunLog) -> RunLedger:
     Raises:
         JournalError: the control log is damaged.
     """
+    log.verify()
     return _Counting(log).ledger()
 
 

@@ -62,11 +62,14 @@ class ControlTables:
         self.admissions = ControlTable(database, "admissions", ADMISSION_COLUMNS, checksum=True, once=True)
         self.episodes = ControlTable(database, "episodes", EPISODE_COLUMNS, checksum=True, once=True)
         self.trajectories = ControlTable(database, "trajectories", TRAJECTORY_COLUMNS, checksum=True, once=True)
-        self.unit_drops = ControlTable(database, "unit_drops", "episode attempt policy reason dropped_at", once=True)
+        self.unit_drops = ControlTable(
+            database, "unit_drops", "episode attempt policy reason dropped_at", checksum=True, once=True
+        )
         self.versions = ControlTable(
             database,
             "versions",
             "policy lineage step parent_lineage parent_step path kind sha256 published_at",
+            checksum=True,
             once=True,
         )
         self.steps = ControlTable(
@@ -74,12 +77,14 @@ class ControlTables:
             "steps",
             "policy lineage step started_lineage started_step loss grad_norm samples tokens seconds normaliser"
             " input_digest columns_file metrics stepped_at",
+            checksum=True,
             once=True,
         )
         self.step_units = ControlTable(
             database,
             "step_units",
             "policy lineage step position episode attempt seat agent reward advantage baseline",
+            checksum=True,
             once=True,
         )
         self.metrics = ControlTable(database, "metrics", "policy step name value recorded_at")
@@ -248,10 +253,31 @@ def read_header(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]) -> Ep
     )
 
 
+CHECKED = ("admissions", "episodes", "trajectories", "unit_drops", "versions", "steps", "step_units")
+"""Tables whose rows end with a checksum over all their other columns."""
+
+
+def verify_tables(connection: sqlite3.Connection, path: Path) -> None:
+    """Every row of every checked table against its checksum, and the structure of the file.
+
+    Raises:
+        JournalError: a row or the file is damaged.
+    """
+    found = all_rows(connection, path, "PRAGMA quick_check(1)")
+    if found != [("ok",)]:
+        raise JournalError(f"{path}: {str(found[0][0])[:200]}; the file is damaged, restore it from a copy")
+    for table in CHECKED:
+        try:
+            for row in connection.execute(f"SELECT * FROM {table}"):
+                _verify(table, row)
+        except sqlite3.Error as error:
+            raise database_error(path, error) from error
+
+
 def _verify(table: str, row: Sequence[Any]) -> None:
     if row_checksum(table, row[:-1]) != row[-1]:
         raise JournalError(
-            f"episode {row[0]!r}: its record in `{table}` does not match its checksum; "
+            f"{str(row[0])[:100]!r}: a record in `{table}` does not match its checksum; "
             "it was altered or the disk damaged it"
         )
 

@@ -98,6 +98,14 @@ class JournalStore(Protocol):
 class RunLog(Protocol):
     """Reading a run's control log back, for resume: a pure fold of what was written."""
 
+    def verify(self) -> None:
+        """Check all of the log before a run goes on from it.
+
+        Raises:
+            JournalError: something is damaged.
+        """
+        ...
+
     def next_number(self, prefix: str) -> int:
         """One more than the largest number any root episode `<prefix><number>` has in admissions or turn logs."""
         ...

@@ -20,6 +20,7 @@ from agentrl.journal.control import (
     all_rows,
     read_header,
     read_spec,
+    verify_tables,
 )
 from agentrl.journal.schema import CONTROL_FILE, meta, open_to_read
 
@@ -61,6 +62,14 @@ class SqliteRunLog:
             JournalError: the database is damaged.
         """
         return all_rows(self.connection, self.path, statement, *parameters)
+
+    def verify(self) -> None:
+        """Check every row against its checksum, before a run goes on from them.
+
+        Raises:
+            JournalError: a row, or the structure of the file, is damaged.
+        """
+        verify_tables(self.connection, self.path)
 
     def next_number(self, prefix: str) -> int:
         """One more than the largest number any root episode `<prefix><number>` has in admissions or turn logs.

@@ -47,18 +47,20 @@ _CONTROL = (
     " agent INTEGER NOT NULL, policy TEXT NOT NULL, reward REAL, tokens INTEGER NOT NULL, oldest_step INTEGER NOT NULL,"
     " lineage INTEGER NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt, seat, agent)) WITHOUT ROWID",
     "CREATE TABLE unit_drops (episode TEXT NOT NULL, attempt INTEGER NOT NULL, policy TEXT NOT NULL,"
-    " reason TEXT NOT NULL, dropped_at REAL NOT NULL, PRIMARY KEY (episode, attempt, policy)) WITHOUT ROWID",
+    " reason TEXT NOT NULL, dropped_at REAL NOT NULL, checksum INTEGER NOT NULL,"
+    " PRIMARY KEY (episode, attempt, policy)) WITHOUT ROWID",
     "CREATE TABLE versions (policy TEXT NOT NULL, lineage INTEGER NOT NULL, step INTEGER NOT NULL,"
     " parent_lineage INTEGER, parent_step INTEGER, path TEXT NOT NULL, kind TEXT NOT NULL, sha256 TEXT NOT NULL,"
-    " published_at REAL NOT NULL, PRIMARY KEY (policy, lineage, step)) WITHOUT ROWID",
+    " published_at REAL NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (policy, lineage, step)) WITHOUT ROWID",
     "CREATE TABLE steps (policy TEXT NOT NULL, lineage INTEGER NOT NULL, step INTEGER NOT NULL,"
     " started_lineage INTEGER NOT NULL, started_step INTEGER NOT NULL, loss REAL, grad_norm REAL,"
     " samples INTEGER NOT NULL, tokens INTEGER NOT NULL, seconds REAL NOT NULL, normaliser REAL NOT NULL,"
     " input_digest TEXT NOT NULL, columns_file TEXT, metrics TEXT NOT NULL, stepped_at REAL NOT NULL,"
+    " checksum INTEGER NOT NULL,"
     " PRIMARY KEY (policy, lineage, step)) WITHOUT ROWID",
     "CREATE TABLE step_units (policy TEXT NOT NULL, lineage INTEGER NOT NULL, step INTEGER NOT NULL,"
     " position INTEGER NOT NULL, episode TEXT NOT NULL, attempt INTEGER NOT NULL, seat TEXT NOT NULL,"
-    " agent INTEGER NOT NULL, reward REAL, advantage REAL, baseline REAL,"
+    " agent INTEGER NOT NULL, reward REAL, advantage REAL, baseline REAL, checksum INTEGER NOT NULL,"
     " PRIMARY KEY (policy, lineage, step, position)) WITHOUT ROWID",
     "CREATE INDEX step_units_by_episode ON step_units (episode)",
     "CREATE TABLE metrics (id INTEGER PRIMARY KEY, policy TEXT NOT NULL, step INTEGER NOT NULL, name TEXT NOT NULL,"

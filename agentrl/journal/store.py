@@ -190,6 +190,10 @@ class SqliteJournal:
 
     # --- reading back for resume --------------------------------------------------------------------------------------
 
+    def verify(self) -> None:
+        """See `SqliteRunLog.verify`."""
+        self._log.verify()
+
     def next_number(self, prefix: str) -> int:
         """See `SqliteRunLog.next_number`."""
         return self._log.next_number(prefix)

@@ -227,6 +227,9 @@ class MemoryJournal:
 
     # --- RunLog -------------------------------------------------------------------------------------------------------
 
+    def verify(self) -> None:
+        """Memory does not rot."""
+
     def next_number(self, prefix: str) -> int:
         """One more than the largest number of a root episode with this prefix."""
         known = {r.spec.episode_id for r in self.on_disk() if isinstance(r, Admission)}

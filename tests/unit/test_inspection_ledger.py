@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli.main import main
+from agentrl.core.errors import JournalError
 from agentrl.inspection.ledger import RunLedger
 from agentrl.inspection.reader import RunReader
+from agentrl.journal.checksums import row_checksum
+from agentrl.journal.control import CHECKED
 from tests.journal_cases import write_run
 
 
@@ -30,8 +33,13 @@ def ledger(run: Path) -> RunLedger:
 
 
 def spoil(run: Path, statement: str) -> None:
+    """Alter the log as a bug of ours would: with checksums that fit."""
     with sqlite3.connect(run / "journal" / "control.db") as connection:
+        connection.create_function("checked", -1, lambda table, *values: row_checksum(table, values))
         assert connection.execute(statement).rowcount > 0
+        for table in CHECKED:
+            names = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")][:-1]
+            connection.execute(f"UPDATE {table} SET checksum = checked('{table}', {', '.join(names)})")
     connection.close()
 
 
@@ -51,7 +59,10 @@ def test_a_sound_run_is_accounted_for(run: Path) -> None:
         ("DELETE FROM admissions WHERE episode = 'e1'", "episode e1 attempt 0 ended and was never admitted"),
         ("UPDATE step_units SET episode = 'e0' WHERE episode = 'e2'", "e0 attempt 0: the unit of policy was trained 2"),
         ("UPDATE step_units SET episode = 'e77' WHERE episode = 'e2'", "e77 attempt 0: trained as a unit of policy"),
-        ("INSERT INTO unit_drops VALUES ('e0', 0, 'policy', 'no_reward', 0)", "the unit of policy was trained and dro"),
+        (
+            "INSERT INTO unit_drops VALUES ('e0', 0, 'policy', 'no_reward', 0.0, 0)",
+            "the unit of policy was trained and dro",
+        ),
     ],
 )
 def test_what_is_lost_or_trained_twice_is_named(
@@ -66,9 +77,17 @@ def test_what_is_lost_or_trained_twice_is_named(
 
 
 def test_units_of_a_rolled_back_step_are_ready_again(run: Path) -> None:
-    spoil(run, "INSERT INTO versions VALUES ('policy', 1, 1, 0, 1, 'p', 'full', 'x', 0)")
+    spoil(run, "INSERT INTO versions VALUES ('policy', 1, 1, 0, 1, 'p', 'full', 'x', 0.0, 0)")
     units = ledger(run).units["policy"]
     assert (units.ready, units.consumed) == (3, 2)
+
+
+def test_a_row_whose_checksum_does_not_fit_is_an_error_by_name(run: Path) -> None:
+    with sqlite3.connect(run / "journal" / "control.db") as connection:
+        connection.execute("UPDATE step_units SET policy = 'policz' WHERE episode = 'e2'")
+    connection.close()
+    with pytest.raises(JournalError, match="a record in `step_units` does not match its checksum"):
+        ledger(run)
 
 
 def test_the_command_prints_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

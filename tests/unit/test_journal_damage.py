@@ -126,6 +126,6 @@ def test_a_changed_control_row_is_found(tmp_path: Path) -> None:
         connection.execute("UPDATE trajectories SET reward = 2.0 WHERE seat = 'solver'")
     connection.close()
     log = SqliteRunLog(tmp_path)
-    with pytest.raises(JournalError, match="'e0': its record in `trajectories`"):
+    with pytest.raises(JournalError, match="'e0': a record in `trajectories`"):
         list(log.ready_units({"policy": PolicyVersion("policy", 0, 0)}))
     log.close()
