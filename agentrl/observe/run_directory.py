@@ -31,6 +31,7 @@ class RunDirectory:
         self.path = path
         self.journal = path / "journal"
         self.checkpoints = path / "checkpoints"
+        self.versions = path / "versions"
         self.metrics = path / "metrics.jsonl"
 
     @classmethod
