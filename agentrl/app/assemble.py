@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from agentrl.app.seats import check_capabilities, demand_of, policy_binding
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock
+from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, SamplingParams, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
@@ -65,6 +66,8 @@ class Parts:
     parents: Mapping[tuple[str, int], PolicyVersion] = field(default_factory=dict)
     """What each (policy, lineage) but the first started from."""
     past: Past = Past()
+    disk: Disk = LOCAL
+    """Where published versions lie."""
 
 
 def past_of(log: RunLog, consumed_through: Mapping[str, PolicyVersion]) -> Past:
@@ -139,7 +142,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
             observer=parts.observer,
             signal=signal,
         ),
-        retention=VersionRetention(keep=config.checkpoint.versions),
+        retention=VersionRetention(keep=config.checkpoint.versions, disk=parts.disk),
         weights=dict(parts.weights),
     )
     attach_worker(
