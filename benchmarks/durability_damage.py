@@ -161,6 +161,7 @@ class Run:
                     Unit(episode_id=spec.episode_id, attempt=0, policy="solver", location=location, credits=(credit,))
                 )
         for step in range(1, 5):
+            fed = tuple(units[40 * (step - 1) : 40 * step])
             batch = TrainBatch(step_id=step, policy="solver", units=fed, normaliser=1.0)
             journal.record_step(StepRow(report=_report(step), version=PolicyVersion("solver", 0, step), batch=batch))
         journal.record_drop("e0", 1, "solver", "no_reward")

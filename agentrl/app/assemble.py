@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from agentrl.app.seats import check_capabilities, demand_of, policy_binding
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock
-from agentrl.core.errors import StorageError
+from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, SamplingParams, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
@@ -70,6 +70,8 @@ class Parts:
     parents: Mapping[tuple[str, int], PolicyVersion] = field(default_factory=dict)
     """What each (policy, lineage) but the first started from."""
     past: Past = Past()
+    disk: Disk = LOCAL
+    """Where published versions lie."""
 
 
 def past_of(log: RunLog, consumed_through: Mapping[str, PolicyVersion], *, group_size: int) -> Past:
@@ -145,7 +147,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
             observer=parts.observer,
             signal=signal,
         ),
-        retention=VersionRetention(keep=_kept_versions(config)),
+        retention=VersionRetention(keep=_kept_versions(config), disk=parts.disk),
         weights=dict(parts.weights),
     )
     attach_worker(
@@ -186,32 +188,6 @@ def _scheduler(
         steps=config.steps,
         max_in_flight=config.max_in_flight,
     )
-
-
-async def serve_pinned(config: RunConfig, engine: Engine, log: RunLog, versions: Mapping[str, PolicyVersion]) -> None:
-    """Give a deterministic run that is resumed the versions its first waves play with.
-
-    Args:
-        config: the run's configuration.
-        engine: which serves them from now on.
-        log: the run's control log.
-        versions: the manifest's, none where there is none; those wanted are of the steps before.
-
-    Raises:
-        StorageError: one of them was never published here.
-        EngineError: its files are gone, or not what was published.
-    """
-    board = PolicyBoard(versions, (), log.parents())
-    for policy in versions.keys() & pinned_policies(config):
-        now = versions[policy].step
-        for step in range(max(now - config.policies[policy].max_staleness, 0), now):
-            version = board.at(policy, step)
-            weights = log.published(version)
-            if weights is None:
-                raise StorageError(
-                    f"version {version}, which episodes to go on with are pinned to, was never published"
-                )
-            await engine.update(weights, keep=True)
 
 
 def pinned_policies(config: RunConfig) -> list[str]:

@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.app.assemble import Parts, Past, assemble, past_of, pinned_policies, serve_pinned
+from agentrl.app.assemble import Parts, assemble
 from agentrl.app.parts import held_out as held_out_source
 from agentrl.app.parts import load_config, make_engine, make_trainer, task_source
+from agentrl.app.recovery import Recovery, clear_leftovers
 from agentrl.app.seats import demand_of
 from agentrl.config.run import RunConfig, check_unchanged
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import RunDirectoryError, StorageError
-from agentrl.core.ports import Engine, Observer, Trainer
-from agentrl.core.records import PolicyVersion, Task, WeightsRef
+from agentrl.core.ports import Observer, Trainer
+from agentrl.core.records import Task
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import resolve
 from agentrl.inspection.report import write_report
 from agentrl.observe.blocked import watch_loop
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.orchestrator.loop import Orchestrator, Outcome
-from agentrl.orchestrator.manifest import CheckpointWriter, Manifest, newest
+from agentrl.orchestrator.manifest import CheckpointWriter
 
 if TYPE_CHECKING:
     from agentrl.journal.store import SqliteJournal
@@ -103,20 +103,19 @@ async def _train(
     directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
     if resume:
         check_unchanged(directory.read_config(), config)
-    manifest, rejected = _checkpoint(directory) if resume else (None, [])
+    recovery = Recovery.find(directory.checkpoints)
     async with _opened(config, directory, observers, quiet=quiet, resume=resume) as (store, observer, trainer, stack):
-        for reason in rejected:
+        clear_leftovers(directory.checkpoints, directory.versions)
+        for reason in recovery.rejected:
             observer.phase(f"left out: {reason}")
         observer.phase("starting the trainer")
-        await trainer.start(None if manifest is None else str(manifest.directory))
+        await trainer.start(recovery.start_from)
         observer.phase("loading the engine")
-        versions = _starting_versions(config, manifest, lineage=store.highest_lineage() + 1)
+        versions = recovery.first_versions(config, store, directory.versions)
         engine = await asyncio.to_thread(make_engine, config, versions)
         stack.push_async_callback(engine.close)
-        weights = {
-            name: await trainer.publish(name, versions[name]) for name in versions if config.policies[name].trainable
-        }
-        await _serve(config, engine, store, weights, manifest)
+        trainable = {name: version for name, version in versions.items() if config.policies[name].trainable}
+        weights = await recovery.serve(config, trainable, trainer, engine, store)
         parts = Parts(
             engine=engine,
             trainer=trainer,
@@ -130,9 +129,7 @@ async def _train(
             versions=versions,
             weights=weights,
             parents=store.parents(),
-            past=past_of(store, {} if manifest is None else manifest.versions, group_size=config.credit.group_size)
-            if resume
-            else Past(),
+            past=recovery.past(config, store),
         )
         orchestrator = assemble(config, environment, parts)
         observer.watch(orchestrator.status)
@@ -140,21 +137,6 @@ async def _train(
             outcome = await orchestrator.run()
         summary = _summary(config, observer.steps, orchestrator.evaluator.results, outcome, clock.monotonic() - started)
         return _concluded(directory, observer, orchestrator, summary)
-
-
-async def _serve(
-    config: RunConfig,
-    engine: Engine,
-    store: SqliteJournal,
-    weights: Mapping[str, WeightsRef],
-    manifest: Manifest | None,
-) -> None:
-    """Record the versions this life begins with and give them to the engine."""
-    await serve_pinned(config, engine, store, {} if manifest is None else manifest.versions)
-    for name, published in weights.items():
-        store.record_version(published, None if manifest is None else manifest.versions[name])
-        await engine.update(published, keep=name in pinned_policies(config))
-    await store.flush()
 
 
 def _concluded(
@@ -196,35 +178,6 @@ async def _opened(
         trainer = make_trainer(config, directory.path)
         stack.push_async_callback(trainer.close)
         yield store, observer, trainer, stack
-
-
-def _checkpoint(directory: RunDirectory) -> tuple[Manifest | None, list[str]]:
-    """The newest checkpoint that can be used, and why newer ones cannot.
-
-    Raises:
-        StorageError: there are checkpoints, and none can be used.
-    """
-    manifest, rejected = newest(directory.checkpoints)
-    if rejected and manifest is None:
-        raise StorageError(
-            f"no checkpoint can be used: {'; '.join(rejected)}. Remove them to start again from the base model"
-        )
-    return manifest, rejected
-
-
-def _starting_versions(config: RunConfig, manifest: Manifest | None, *, lineage: int) -> dict[str, PolicyVersion]:
-    """Where every policy stands: a resumed run begins a lineage of its own, at the manifest's steps."""
-    versions = {}
-    for name, policy in config.policies.items():
-        step = 0
-        if manifest is not None and policy.trainable:
-            if name not in manifest.versions:
-                raise RunDirectoryError(
-                    f"checkpoint {manifest.directory} has no policy {name!r}; resume with its configuration"
-                )
-            step = manifest.versions[name].step
-        versions[name] = PolicyVersion(name, lineage if policy.trainable else 0, step)
-    return versions
 
 
 @contextlib.contextmanager

@@ -1,15 +1,30 @@
-"""The few things several parts do with files: open what others may have put there, digest it, make it durable.
+"""What several parts do with files: open what others may have put there, and put a directory in place or not at all.
+
+`Disk` is the port of every file that must survive a crash: checkpoints and published versions. `LOCAL` is the real one,
+`agentrl.testing.SimDisk` one that crashes. The protocol is here and nowhere else: build in a `staged` directory, then
+`place` it: sync every file, sync the directories, rename, sync the parent. So a name that exists is whole, even after a
+power cut, and what a dead process left half built is under a staging name, which `remove_leftovers` clears.
 
 Owns nothing. What `open_regular` opens is a regular file: no device, pipe or link that never ends or leads elsewhere.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import os
+import shutil
 import stat
+from collections.abc import Callable, Iterator
 from io import BufferedReader
 from pathlib import Path
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+STAGING = ".tmp-"
+"""What the names of half-built directories begin with."""
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -34,15 +49,180 @@ def size_of(file: BufferedReader) -> int:
 
 
 def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's content, read piece by piece."""
+    """Hexadecimal SHA-256 of a file's content, read piece by piece; links are followed."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync_directory(directory: Path) -> None:
-    """Make a directory's entries durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+class Disk(Protocol):
+    """The operations on files that must survive a crash. All may raise `OSError`; links are never followed."""
+
+    def make_directory(self, path: Path) -> None:
+        """Make one directory, whose parent exists; `FileExistsError` where its name is taken."""
+        ...
+
+    def write(self, path: Path, content: bytes) -> None:
+        """Write a new file; durable once it and its directory are synced."""
+        ...
+
+    def sync(self, path: Path) -> None:
+        """Make a file's content, or a directory's entries, durable."""
+        ...
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a directory another name, at once; refused where another directory with files has it."""
+        ...
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a directory and all in it, as far as that is possible."""
+        ...
+
+    def names(self, directory: Path) -> list[str]:
+        """What a directory holds, sorted; nothing where there is none."""
+        ...
+
+    def files(self, directory: Path) -> dict[str, int]:
+        """Sizes in bytes of the regular files under a directory, by relative name, sorted."""
+        ...
+
+    def read(self, path: Path, *, limit: int) -> bytes:
+        """A regular file of at most `limit` bytes; `ValueError` for a larger one."""
+        ...
+
+    def digest(self, path: Path) -> str:
+        """Hexadecimal SHA-256 of a regular file's content."""
+        ...
+
+    async def apart(self, work: Callable[[], T]) -> T:
+        """Do work of many operations where it does not hold up the event loop."""
+        ...
+
+
+class LocalDisk:
+    """The machine's own; see `Disk`."""
+
+    def make_directory(self, path: Path) -> None:
+        """See `Disk.make_directory`."""
+        path.mkdir()
+
+    def write(self, path: Path, content: bytes) -> None:
+        """See `Disk.write`."""
+        with path.open("xb") as file:
+            file.write(content)
+
+    def sync(self, path: Path) -> None:
+        """See `Disk.sync`."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """See `Disk.rename`."""
+        source.rename(target)
+
+    def remove_tree(self, path: Path) -> None:
+        """See `Disk.remove_tree`."""
+        shutil.rmtree(path, ignore_errors=True)
+
+    def names(self, directory: Path) -> list[str]:
+        """See `Disk.names`."""
+        try:
+            return sorted(os.listdir(directory))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def files(self, directory: Path) -> dict[str, int]:
+        """See `Disk.files`."""
+        sizes = {}
+        for folder, _, names in os.walk(directory):
+            for name in names:
+                path = Path(folder, name)
+                found = path.lstat()
+                if stat.S_ISREG(found.st_mode):
+                    sizes[str(path.relative_to(directory))] = found.st_size
+        return dict(sorted(sizes.items()))
+
+    def read(self, path: Path, *, limit: int) -> bytes:
+        """See `Disk.read`."""
+        with open_regular(path) as file:
+            if size_of(file) > limit:
+                raise ValueError(f"{size_of(file)} bytes; at most {limit}")
+            return file.read()
+
+    def digest(self, path: Path) -> str:
+        """See `Disk.digest`."""
+        with open_regular(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    async def apart(self, work: Callable[[], T]) -> T:
+        """See `Disk.apart`: in a thread."""
+        return await asyncio.to_thread(work)
+
+
+LOCAL: Disk = LocalDisk()
+
+
+@contextlib.contextmanager
+def staged(target: Path, *, disk: Disk = LOCAL) -> Iterator[Path]:
+    """An empty directory beside `target` to build it in; gone at the end, unless `place` has renamed it."""
+    staging = target.with_name(STAGING + target.name)
+    _make_durable(target.parent, disk)
+    disk.remove_tree(staging)
+    disk.make_directory(staging)
     try:
-        os.fsync(descriptor)
+        yield staging
     finally:
-        os.close(descriptor)
+        disk.remove_tree(staging)
+
+
+def place(staging: Path, target: Path, *, disk: Disk = LOCAL, unless_same: str | None = None) -> None:
+    """Make a built directory durable, then give it its name.
+
+    Args:
+        staging: from `staged`.
+        target: its name from now on.
+        disk: where it lies.
+        unless_same: a file that tells contents apart: a target that is there with the same one stays, and all is well.
+
+    Raises:
+        FileExistsError: the target is there, with another such file or without being asked about.
+        OSError: the disk refused; the target is not there.
+    """
+    names = disk.files(staging)
+    for name in names:
+        disk.sync(staging / name)
+    folders = {folder for name in names for folder in Path(name).parents}
+    for folder in sorted(folders, key=lambda folder: len(folder.parts), reverse=True):
+        disk.sync(staging / folder)
+    try:
+        disk.rename(staging, target)
+    except OSError as error:
+        there = disk.files(target)
+        if not there:
+            raise
+        if unless_same not in there or disk.digest(target / unless_same) != disk.digest(staging / unless_same):
+            raise FileExistsError(error.errno, "exists with other content", str(target)) from error
+        return
+    disk.sync(target.parent)
+
+
+def remove_leftovers(directory: Path, *, disk: Disk = LOCAL) -> None:
+    """Remove what dead processes left half built in a directory; nobody may be building there."""
+    for name in disk.names(directory):
+        if name.startswith(STAGING):
+            disk.remove_tree(directory / name)
+
+
+def _make_durable(directory: Path, disk: Disk) -> None:
+    """Make a directory with its parents, each durable in the one above; so even where it is there, for it may have been
+    made by a process that was killed before it could sync."""
+    try:
+        disk.make_directory(directory)
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        _make_durable(directory.parent, disk)
+        disk.make_directory(directory)
+    disk.sync(directory.parent)

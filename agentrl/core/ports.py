@@ -217,7 +217,7 @@ class Trainer(Protocol):
         ...
 
     async def save(self, directory: str) -> None:
-        """Write every policy's weights, optimizer and random state into an empty directory, synced to disk."""
+        """Write every policy's weights, optimizer and random state into an empty directory; the caller syncs it."""
         ...
 
     async def close(self) -> None:

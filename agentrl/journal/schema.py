@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote
 
 from agentrl.core.errors import JournalError, StorageError
+from agentrl.core.files import LOCAL
 from agentrl.journal.entries import FORMAT
 
 if TYPE_CHECKING:
@@ -76,13 +77,14 @@ _STATEMENTS: dict[Kind, tuple[str, ...]] = {"control": _CONTROL, "turns": _TURNS
 
 
 def private_directory(directory: Path) -> None:
-    """Make `directory` for its owner alone (0700), if it is missing.
+    """Make `directory` for its owner alone (0700), if it is missing; durable in its parent on return.
 
     Raises:
         StorageError: it cannot be made.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        LOCAL.sync(directory.parent)
     except OSError as error:
         raise StorageError(f"{directory}: cannot be made ({error.strerror}); choose another run directory") from error
 

@@ -1,14 +1,13 @@
 """A learner's state on disk: safetensors and JSON, never pickle.
 
 `<directory>/<policy>/`: `weights.safetensors` (what the optimizer changes, float32), `optimizer.safetensors` (AdamW's
-moments), `rng.json` (torch's random state), `state.json` (step, version, last report). Files and directories are synced
-before `save` returns. Owns: this layout. Does not own: the manifest that makes a checkpoint count (the orchestrator's).
+moments), `rng.json` (torch's random state), `state.json` (step, version, last report). Owns: this layout. Does not own:
+syncing, and the manifest that makes a checkpoint count (both the orchestrator's).
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from agentrl.core.errors import TrainerError
-from agentrl.core.files import sync_directory
 from agentrl.core.records import PolicyVersion, StepReport
 from agentrl.learn.writing import writing
 
@@ -42,7 +40,7 @@ Parameters = Mapping[str, nn.Parameter]
 
 
 def save(directory: Path, parameters: Parameters, optimizer: torch.optim.Optimizer | None, state: LearnerState) -> None:
-    """Write a learner's state into `directory`, which must not exist; synced on return.
+    """Write a learner's state into `directory`, which must not exist.
 
     Raises:
         StorageError: the disk refused, or the directory exists.
@@ -55,14 +53,6 @@ def save(directory: Path, parameters: Parameters, optimizer: torch.optim.Optimiz
         save_file(_moments(parameters, optimizer), directory / "optimizer.safetensors")
         (directory / "rng.json").write_text(json.dumps(rng))
         (directory / "state.json").write_bytes(msgspec.json.encode(state))
-        for file in sorted(directory.iterdir()):
-            descriptor = os.open(file, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        sync_directory(directory)
-        sync_directory(directory.parent)
 
 
 def load(directory: Path, parameters: Parameters, optimizer: torch.optim.Optimizer | None) -> LearnerState:

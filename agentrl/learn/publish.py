@@ -1,8 +1,7 @@
 """Published versions: immutable directories an engine, or `from_pretrained`, loads.
 
 `versions/<policy>/<lineage>.<step>/` holds full weights with configuration and tokenizer, or a PEFT adapter. A version
-is written beside its place and renamed, so a directory that exists is whole. It is not synced: after a power cut a
-version is made again from the checkpoint.
+is put in place by `core.files.place`, so a directory that exists is whole, even after a power cut.
 
 Owns: the layout and the digest. Does not own: version ids (the orchestrator's) and when old versions are deleted.
 """
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 from safetensors.torch import save_file
 
 from agentrl.core.errors import TrainerError
-from agentrl.core.files import sha256_of
+from agentrl.core.files import place, sha256_of, staged
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.learn.models import PolicyModel
 from agentrl.learn.writing import writing
@@ -50,28 +49,19 @@ class Publisher:
             StorageError: the disk refused; nothing of the version is left.
         """
         directory = self._root / version.policy / f"{version.lineage}.{version.step}"
-        partial = directory.with_name(f".{directory.name}.{os.getpid()}")
-        shutil.rmtree(partial, ignore_errors=True)
         name = FULL_FILE if model.adapter_config() is None else ADAPTER_FILE
-        with writing(directory):
+        with writing(directory), staged(directory) as staging:
+            sha256 = self._write(staging, name, model)
             try:
-                sha256 = self._write(partial, name, model)
-                try:
-                    partial.rename(directory)
-                except OSError as error:
-                    if not directory.is_dir():
-                        raise
-                    if sha256_of(directory / name) != sha256:
-                        raise TrainerError(
-                            f"version {version} exists in {directory} with other weights; ids are never reused"
-                        ) from error
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+                place(staging, directory, unless_same=name)
+            except FileExistsError as error:
+                raise TrainerError(
+                    f"version {version} exists in {directory} with other weights; ids are never reused"
+                ) from error
         return WeightsRef(version=version, path=str(directory), kind=model.kind, sha256=sha256)
 
     def _write(self, directory: Path, name: str, model: PolicyModel) -> str:
         """Write all files of a version; returns the sha256 of its weights."""
-        directory.mkdir(parents=True)
         sha256 = _write_tensors(directory / name, model.published())
         adapter_config = model.adapter_config()
         if adapter_config is None:
@@ -85,16 +75,14 @@ class Publisher:
         """Link the run's own copy of configuration and tokenizer, made once, into a version."""
         source = self._root / ".companions"
         if not source.is_dir():
-            copy = source.with_name(f".companions.{os.getpid()}")
-            shutil.rmtree(copy, ignore_errors=True)
-            copy.mkdir()
-            for pattern in _COMPANIONS:
-                for file in sorted(self._model_path.glob(pattern)):
-                    if file.is_file() and not file.name.endswith(".index.json"):
-                        target = copy / file.relative_to(self._model_path)
-                        target.parent.mkdir(parents=True, exist_ok=True)
-                        shutil.copyfile(file, target)
-            copy.rename(source)
+            with staged(source) as copy:
+                for pattern in _COMPANIONS:
+                    for file in sorted(self._model_path.glob(pattern)):
+                        if file.is_file() and not file.name.endswith(".index.json"):
+                            target = copy / file.relative_to(self._model_path)
+                            target.parent.mkdir(parents=True, exist_ok=True)
+                            shutil.copyfile(file, target)
+                place(copy, source)
         for file in sorted(path for path in source.rglob("*") if path.is_file()):
             target = directory / file.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)

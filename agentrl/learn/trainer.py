@@ -309,7 +309,7 @@ class PolicyTrainer:
         self._learner(policy).discard()
 
     def save(self, directory: Path) -> None:
-        """Write every policy's state into an empty directory, one folder each, synced to disk; rank 0's task.
+        """Write every policy's state into an empty directory, one folder each; rank 0's task.
 
         Raises:
             TrainerError: a step is in progress: its gradient is not part of a checkpoint.

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import InputError, RunDirectoryError, StorageError
+from agentrl.core.files import LOCAL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,6 +31,7 @@ class RunDirectory:
         self.path = path
         self.journal = path / "journal"
         self.checkpoints = path / "checkpoints"
+        self.versions = path / "versions"
         self.metrics = path / "metrics.jsonl"
 
     @classmethod
@@ -45,6 +47,8 @@ class RunDirectory:
                 raise RunDirectoryError(f"{path} exists; resume it with --resume, choose another --name, or remove it")
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             (path / "config.json").write_text(config_json, encoding="utf-8")
+            for made in (path / "config.json", path, path.parent):
+                LOCAL.sync(made)
         except OSError as error:
             raise StorageError(
                 f"cannot make the run directory {path}: {error.strerror or error}; make room or permission there, or "

@@ -255,13 +255,14 @@ class MemoryJournal:
     def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
         """Committed training episodes with a unit neither consumed along the surviving lineage nor dropped.
 
-        Units of policies that `consumed_through` does not name are frozen and never ready.
+        Units of policies that `consumed_through` does not name are frozen and never ready; without any, all may be.
         """
         resolved = self.resolved_units(consumed_through)
         for record in self.on_disk():
             if isinstance(record, EpisodeEnd) and record.spec.purpose == "train" and record.header.committed:
                 header = record.header
-                policies = {t.policy for t in header.trajectories if t.policy in consumed_through}
+                trained = {t.policy for t in header.trajectories}
+                policies = trained & consumed_through.keys() if consumed_through else trained
                 units = {(header.episode_id, header.attempt, policy) for policy in policies}
                 if units - resolved.keys():
                     yield record.spec, header

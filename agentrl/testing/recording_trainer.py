@@ -1,6 +1,7 @@
 """A `Trainer` that learns nothing and remembers everything: what it was given, in which order, and what it gave.
 
-Owns: step counters, the batches of each step, injected failures and durations. Its weights are paths without files.
+Owns: step counters, the batches of each step, injected failures and durations. Its weights say what they were trained
+on: the units of all steps behind them, in order, in `trained.json`; so a checkpoint can be asked what it learned.
 
 1. Idempotent by step id, as the port asks: a step that was applied is applied once, and repeats return its report.
 2. A failed step leaves the counters as they were; each injected failure happens once.
@@ -8,12 +9,14 @@ Owns: step counters, the batches of each step, injected failures and durations. 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from agentrl.core.errors import RunDirectoryError, TrainerError
+from agentrl.core.errors import RunDirectoryError, StorageError, TrainerError
+from agentrl.core.files import LOCAL, Disk, place, staged
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
 
 if TYPE_CHECKING:
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from agentrl.core.errors import AgentRLError
 
 STATE_FILE = "recording_trainer.json"
+TRAINED_FILE = "trained.json"
+_LIMIT = 64 << 20
 
 
 class RecordingTrainer:
@@ -35,6 +40,8 @@ class RecordingTrainer:
         publish_seconds: how long `publish` takes on that clock.
         failures: what `optim_step` raises, once, at a (policy, step id).
         steps: steps each policy has taken before; 0 where absent.
+        versions: where published versions are written; without it they exist in name only.
+        disk: where they, and what is saved, lie.
 
     Example:
         >>> trainer = RecordingTrainer(["solver"])
@@ -51,6 +58,8 @@ class RecordingTrainer:
         publish_seconds: float = 0.0,
         failures: Mapping[tuple[str, int], AgentRLError] | None = None,
         steps: Mapping[str, int] | None = None,
+        versions: Path | None = None,
+        disk: Disk = LOCAL,
     ) -> None:
         if clock is None and (step_seconds or publish_seconds):
             raise ValueError("a duration needs a clock: RecordingTrainer(..., clock=LoopClock())")
@@ -62,8 +71,11 @@ class RecordingTrainer:
         self._step_seconds = step_seconds
         self._publish_seconds = publish_seconds
         self._failures = dict(failures or {})
+        self._root = versions
+        self._disk = disk
         self._steps = {policy: (steps or {}).get(policy, 0) for policy in policies}
         self._versions = {policy: PolicyVersion(policy, 0, step) for policy, step in self._steps.items()}
+        self._trained: dict[str, list[tuple[str, int]]] = {policy: [] for policy in policies}
         self._accumulated: dict[str, list[TrainBatch]] = {policy: [] for policy in policies}
         self._reports: dict[str, StepReport] = {}
 
@@ -73,13 +85,16 @@ class RecordingTrainer:
         Raises:
             TrainerError: the directory holds other policies.
         """
-        if resume_from is not None:
-            saved = json.loads((Path(resume_from) / STATE_FILE).read_text())
-            if set(saved) != set(self._steps):
-                raise TrainerError(f"{resume_from} holds policies {sorted(saved)}, not {sorted(self._steps)}")
-            for policy, (lineage, step) in saved.items():
-                self._steps[policy] = step
-                self._versions[policy] = PolicyVersion(policy, lineage, step)
+        if resume_from is None:
+            return
+        directory = Path(resume_from)
+        saved = self._read(directory / STATE_FILE)
+        if set(saved) != set(self._steps):
+            raise TrainerError(f"{resume_from} holds policies {sorted(saved)}, not {sorted(self._steps)}")
+        for policy, (lineage, step) in saved.items():
+            self._steps[policy] = step
+            self._versions[policy] = PolicyVersion(policy, lineage, step)
+            self._trained[policy] = [tuple(unit) for unit in self._read(directory / policy / TRAINED_FILE)]
 
     async def forward_backward(self, batch: TrainBatch) -> None:
         """Remember a batch for the step it names; ignored where that step was applied already.
@@ -116,35 +131,43 @@ class RecordingTrainer:
             raise failure
         self._steps[policy] = step_id
         self.batches.extend(batches)
+        self._trained[policy] += [(unit.episode_id, unit.attempt) for batch in batches for unit in batch.units]
         self._reports[policy] = self._report(policy, step_id, batches)
         return self._reports[policy]
 
     async def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
-        """A reference to weights that exist in name only.
+        """A reference to weights, written where the trainer was told where to.
 
         Raises:
             TrainerError: the version is of another policy, not of the current step, or was published before.
+            StorageError: the disk refused.
         """
         if version.policy != policy or version.step != self._steps_of(policy):
             raise TrainerError(f"cannot publish {version} of policy {policy} at step {self._steps_of(policy)}")
-        weights = _weights(version)
-        if weights in self.published:
+        if any(published.version == version for published in self.published):
             raise TrainerError(f"{version} was published before: versions are never reused")
         await self._pass(self._publish_seconds)
+        weights = self._weights(version)
         self._versions[policy] = version
         self.published.append(weights)
         return weights
 
     async def save(self, directory: str) -> None:
-        """Write the step counters into an empty directory.
+        """Write the step counters, and what every policy was trained on, into an empty directory.
 
         Raises:
             RunDirectoryError: the directory is not empty.
         """
-        _write_state(
-            Path(directory),
-            {policy: (self._versions[policy].lineage, step) for policy, step in self._steps.items()},
-        )
+        target, disk = Path(directory), self._disk
+        if disk.names(target):
+            raise RunDirectoryError(f"{target} is not empty: a checkpoint never overwrites another")
+        with contextlib.suppress(FileExistsError):
+            disk.make_directory(target)
+        counters = {policy: (self._versions[policy].lineage, step) for policy, step in self._steps.items()}
+        disk.write(target / STATE_FILE, json.dumps(counters).encode())
+        for policy in self._steps:
+            disk.make_directory(target / policy)
+            disk.write(target / policy / TRAINED_FILE, self._weights_of(policy))
 
     async def close(self) -> None:
         """Nothing to release. Idempotent."""
@@ -177,18 +200,26 @@ class RecordingTrainer:
             input_digest=digest.hexdigest(),
         )
 
+    def _weights(self, version: PolicyVersion) -> WeightsRef:
+        """The version's reference; its file is written as a trainer writes a version."""
+        sha256 = hashlib.sha256(str(version).encode()).hexdigest()
+        name = f"{version.lineage}.{version.step}"
+        if self._root is None:
+            return WeightsRef(version=version, path=f"weights/{version.policy}/{name}", kind="full", sha256=sha256)
+        target = self._root / version.policy / name
+        try:
+            with staged(target, disk=self._disk) as staging:
+                self._disk.write(staging / TRAINED_FILE, self._weights_of(version.policy))
+                place(staging, target, disk=self._disk, unless_same=TRAINED_FILE)
+        except FileExistsError as error:
+            raise TrainerError(f"{version} exists in {target} with other weights; ids are never reused") from error
+        except OSError as error:
+            raise StorageError(f"{target}: could not be written ({error.strerror}); free space, then resume") from error
+        sha256 = self._disk.digest(target / TRAINED_FILE)
+        return WeightsRef(version=version, path=str(target), kind="full", sha256=sha256)
 
-def _weights(version: PolicyVersion) -> WeightsRef:
-    return WeightsRef(
-        version=version,
-        path=f"weights/{version.policy}/{version.lineage}.{version.step}",
-        kind="full",
-        sha256=hashlib.sha256(str(version).encode()).hexdigest(),
-    )
+    def _weights_of(self, policy: str) -> bytes:
+        return json.dumps(self._trained[policy]).encode()
 
-
-def _write_state(directory: Path, counters: Mapping[str, tuple[int, int]]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    if any(directory.iterdir()):
-        raise RunDirectoryError(f"{directory} is not empty: a checkpoint never overwrites another")
-    (directory / STATE_FILE).write_text(json.dumps(counters))
+    def _read(self, path: Path) -> Any:
+        return json.loads(self._disk.read(path, limit=_LIMIT))

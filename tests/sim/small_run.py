@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import agentrl
-from agentrl.app.assemble import Parts, Past, assemble, pinned_policies, serve_pinned
+from agentrl.app.assemble import Parts, Past, assemble, pinned_policies
+from agentrl.app.recovery import serve_older
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
 from agentrl.core.ports import GenerateRequest
@@ -112,7 +113,7 @@ class SmallRun:
             for name in trainable
         }
         weights = {name: await self.trainer.publish(name, version) for name, version in versions.items()}
-        await serve_pinned(self.config, engine, self.journal, self.resumed_at)
+        await serve_older(self.config, engine, self.journal, self.resumed_at)
         for name, published in weights.items():
             self.journal.record_version(published, self.resumed_at.get(name))
             await engine.update(published, keep=name in pinned_policies(self.config))

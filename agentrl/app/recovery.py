@@ -1,0 +1,146 @@
+"""Where a life of a run begins: at the newest checkpoint, in a lineage of its own, with what the journal says is left.
+
+`agentrl.app.training` begins every life of a run here, and so does `agentrl.testing.crash_test`. In order:
+`Recovery.find` chooses the checkpoint; the trainer starts from it; `first_versions` names the weights of this life;
+`serve` publishes them, gives them to the engine and records them. Only then is an episode run.
+
+Invariant: a version id is never used for other weights, since a lineage is larger than any in the journal or on disk,
+where a life that died before it could record its own may have left files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from agentrl.app.assemble import Past, past_of, pinned_policies
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import RunDirectoryError, StorageError
+from agentrl.core.files import LOCAL, Disk, remove_leftovers
+from agentrl.core.ports import Engine, Trainer
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.journal.port import JournalStore, RunLog
+from agentrl.orchestrator.manifest import Manifest, newest
+from agentrl.orchestrator.retention import versions_in
+from agentrl.orchestrator.versions import PolicyBoard
+
+
+class RunJournal(JournalStore, RunLog, Protocol):
+    """A journal that is written and read back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """What a life of a run takes over from those before it; nothing, if it is the first."""
+
+    manifest: Manifest | None
+    """The checkpoint it goes on from; None: it begins with the weights it was given."""
+    rejected: Sequence[str]
+    """Why each newer checkpoint was passed over, for people."""
+
+    @staticmethod
+    def find(checkpoints: Path, *, disk: Disk = LOCAL) -> Recovery:
+        """Choose the checkpoint.
+
+        Raises:
+            StorageError: there are checkpoints, and none can be used.
+        """
+        manifest, rejected = newest(checkpoints, disk=disk)
+        if rejected and manifest is None:
+            raise StorageError(
+                f"no checkpoint can be used: {'; '.join(rejected)}. Remove them to start again from the base model"
+            )
+        return Recovery(manifest=manifest, rejected=rejected)
+
+    @property
+    def start_from(self) -> str | None:
+        """What the trainer starts from."""
+        return None if self.manifest is None else str(self.manifest.directory)
+
+    def first_versions(
+        self, config: RunConfig, journal: RunLog, versions: Path, *, disk: Disk = LOCAL
+    ) -> dict[str, PolicyVersion]:
+        """Where every policy stands: at the checkpoint's steps, in a lineage nothing ever belonged to.
+
+        Args:
+            config: of the run.
+            journal: of the run.
+            versions: the directory of published versions.
+            disk: where it lies.
+
+        Raises:
+            RunDirectoryError: the checkpoint lacks a policy.
+        """
+        lineage = 1 + max(journal.highest_lineage(), _highest_on_disk(versions, disk))
+        first = {}
+        for name, policy in config.policies.items():
+            step = 0
+            if self.manifest is not None and policy.trainable:
+                if name not in self.manifest.versions:
+                    raise RunDirectoryError(
+                        f"checkpoint {self.manifest.directory} has no policy {name!r}; resume with its configuration"
+                    )
+                step = self.manifest.versions[name].step
+            first[name] = PolicyVersion(name, lineage if policy.trainable else 0, step)
+        return first
+
+    async def serve(
+        self,
+        config: RunConfig,
+        trainable: Mapping[str, PolicyVersion],
+        trainer: Trainer,
+        engine: Engine,
+        journal: RunJournal,
+    ) -> dict[str, WeightsRef]:
+        """Publish the first versions of the trainable policies, serve and record them; returns once that is on disk."""
+        pinned = pinned_policies(config)
+        if self.manifest is not None:
+            await serve_older(config, engine, journal, self.manifest.versions)
+        weights = {}
+        for name, version in trainable.items():
+            weights[name] = await trainer.publish(name, version)
+            journal.record_version(weights[name], None if self.manifest is None else self.manifest.versions[name])
+            await engine.update(weights[name], keep=name in pinned)
+        await journal.flush()
+        return weights
+
+    def past(self, config: RunConfig, journal: RunLog) -> Past:
+        """What the journal says is left of the lives before."""
+        versions = {} if self.manifest is None else self.manifest.versions
+        return past_of(journal, versions, group_size=config.credit.group_size)
+
+
+async def serve_older(
+    config: RunConfig, engine: Engine, journal: RunLog, versions: Mapping[str, PolicyVersion]
+) -> None:
+    """Give a deterministic run the versions its first waves play with: those of the steps before the manifest's.
+
+    Raises:
+        StorageError: one of them was never published here.
+        EngineError: its files are gone, or not what was published.
+    """
+    board = PolicyBoard(versions, (), journal.parents())
+    for policy in versions.keys() & pinned_policies(config):
+        now = versions[policy].step
+        for step in range(max(now - config.policies[policy].max_staleness, 0), now):
+            version = board.at(policy, step)
+            weights = journal.published(version)
+            if weights is None:
+                raise StorageError(
+                    f"version {version}, which episodes to go on with are pinned to, was never published"
+                )
+            await engine.update(weights, keep=True)
+
+
+def clear_leftovers(checkpoints: Path, versions: Path, *, disk: Disk = LOCAL) -> None:
+    """Remove what dead lives left half built; nobody else may be writing this run."""
+    for directory in (checkpoints, versions, *(versions / name for name in disk.names(versions))):
+        remove_leftovers(directory, disk=disk)
+
+
+def _highest_on_disk(versions: Path, disk: Disk) -> int:
+    """The largest lineage that has files; -1 where there are none."""
+    found = [lineage for policy in disk.names(versions) for lineage, _ in versions_in(versions / policy, disk=disk)]
+    return max(found, default=-1)

@@ -1,0 +1,167 @@
+"""A journal in memory that commits as the real one does, on a disk that crashes.
+
+Owns: the rounds of group commit. A round takes all that is queued and commits every turn partition, then the control
+log: one transaction each, one operation of the disk each. A queued row waits at most `flush_seconds` for a round, a
+waiter `LINGER_SECONDS`. After a refused transaction nothing more is written, and every wait raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from agentrl.core.errors import JournalError, StorageError
+from agentrl.journal.writer import FLUSH_SECONDS, LINGER_SECONDS
+from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal, MemoryTurnLog
+from agentrl.testing.sim_disk import SimDisk
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec
+    from agentrl.journal.entries import JournalEntry
+    from agentrl.testing.memory_journal import ControlRecord
+    from agentrl.testing.sim_disk import Fate
+
+_CONTROL = "control.db"
+
+
+class SimTurnLog(MemoryTurnLog):
+    """One worker's partition of a `SimJournal`."""
+
+    journal: SimJournal
+
+    def append(self, entry: JournalEntry) -> None:
+        """Queue an entry."""
+        super().append(entry)
+        self.journal.round_within(self.journal.flush_seconds)
+
+    async def flush(self) -> None:
+        """Wait until everything appended before the call is on disk."""
+        await self.journal.flush()
+
+
+class SimJournal(MemoryJournal):
+    """See `MemoryJournal`, and the module.
+
+    Args:
+        disk: counts the transactions, and crashes.
+        flush_seconds: how long a queued row waits for a round where nobody waits for it.
+
+    Example:
+        >>> journal = SimJournal(SimDisk())
+        >>> journal.after_crash("lost", SimDisk()).highest_lineage()
+        -1
+    """
+
+    turn_log_type: type[SimTurnLog] = SimTurnLog
+
+    def __init__(self, disk: SimDisk, *, flush_seconds: float = FLUSH_SECONDS) -> None:
+        super().__init__()
+        self.flush_seconds = flush_seconds
+        self.acknowledged: list[tuple[str, int]] = []
+        """Episode and attempt of every commit that was reported as being on disk, in order."""
+        self._disk = disk
+        self._waiters: list[asyncio.Future[None]] = []
+        self._round: asyncio.TimerHandle | None = None
+        self._landing: str | None = None
+        self._failure: str | None = None
+
+    def turn_log(self, worker: str) -> SimTurnLog:
+        """The partition of a worker; created if missing."""
+        log = self.turn_logs.get(worker)
+        if log is None:
+            log = self.turn_logs[worker] = self._turn_log(f"turns-{worker}.db")
+        assert isinstance(log, SimTurnLog)
+        return log
+
+    async def commit_episode(
+        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
+    ) -> None:
+        """See `JournalStore.commit_episode`."""
+        key = (spec.episode_id, spec.attempt)
+        if key in self._ended:
+            raise JournalError(f"episode {spec.episode_id} attempt {spec.attempt} ended twice")
+        self._ended.add(key)
+        self._record(EpisodeEnd(spec=spec, header=header, digest=digest, metrics=dict(metrics), detail=detail))
+        await self.flush()
+        self.acknowledged.append(key)
+
+    async def flush(self) -> None:
+        """Wait until everything recorded before the call is on disk.
+
+        Raises:
+            StorageError: the disk refused, now or before.
+        """
+        if self._failure is not None:
+            raise StorageError(self._failure)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(future)
+        self.round_within(LINGER_SECONDS)
+        await future
+
+    async def close(self) -> None:
+        """Flush; later records are refused. Idempotent."""
+        await self.flush()
+        self.closed = True
+
+    def round_within(self, seconds: float) -> None:
+        """Something is queued: commit it within `seconds`."""
+        loop = asyncio.get_running_loop()
+        if self._round is not None:
+            if self._round.when() <= loop.time() + seconds:
+                return
+            self._round.cancel()
+        self._round = loop.call_later(seconds, self._commit_all)
+
+    def after_crash(self, fate: Fate = "kill", disk: SimDisk | None = None) -> SimJournal:
+        """The journal another process opens, on the disk it finds."""
+        survivor = type(self)(disk or SimDisk(), flush_seconds=self.flush_seconds)
+        lands = self._landing if fate in ("kept", "mixed") else None
+        survivor.records = self.records[: None if lands == _CONTROL else self._on_disk]
+        survivor._on_disk = len(survivor.records)
+        ends = (record for record in survivor.records if isinstance(record, EpisodeEnd))
+        survivor._ended = {(end.spec.episode_id, end.spec.attempt) for end in ends}
+        for worker, log in self.turn_logs.items():
+            kept = log.entries[: None if lands == log.name else log.on_disk]
+            survivor.turn_logs[worker] = survivor._turn_log(log.name, kept)
+        return survivor
+
+    def _turn_log(self, name: str, entries: list[JournalEntry] | None = None) -> SimTurnLog:
+        log = self.turn_log_type(name, entries=entries or [], on_disk=len(entries or []))
+        log.journal = self
+        return log
+
+    def _record(self, record: ControlRecord) -> None:
+        super()._record(record)
+        self.round_within(self.flush_seconds)
+
+    def _commit_all(self) -> None:
+        self._round = None
+        waiters, self._waiters = self._waiters, []
+        try:
+            if self._failure is None:
+                for log in self.turn_logs.values():
+                    if log.on_disk < len(log.entries):
+                        self._commit(log.name)
+                        log.on_disk = len(log.entries)
+                if self._on_disk < len(self.records):
+                    self._commit(_CONTROL)
+                    self._on_disk = len(self.records)
+                self._landing = None
+        except OSError as error:
+            self._failure = f"{self._landing}: could not be written ({error.strerror}); free space, then resume"
+        for waiter in waiters:
+            if not waiter.done():
+                _settle(waiter, self._failure)
+
+    def _commit(self, name: str) -> None:
+        self._landing = name
+        self._disk.operate(f"commit {name}")
+
+
+def _settle(waiter: asyncio.Future[Any], failure: str | None) -> None:
+    if failure is None:
+        waiter.set_result(None)
+    else:
+        waiter.set_exception(StorageError(failure))

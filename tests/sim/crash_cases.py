@@ -1,0 +1,205 @@
+"""The run whose every operation is a crash point: 12 episodes, 3 turns, 2 seats, two policies; and mutants of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import agentrl
+from agentrl.app.assemble import Past, past_of
+from agentrl.app.recovery import Recovery
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import EngineError
+from agentrl.core.files import LOCAL, Disk
+from agentrl.core.ports import GenerateRequest, Trainer
+from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion
+from agentrl.journal.entries import JournalEntry
+from agentrl.journal.port import RunLog
+from agentrl.orchestrator.ledger import Ledger
+from agentrl.orchestrator.loop import Orchestrator
+from agentrl.orchestrator.manifest import CheckpointWriter
+from agentrl.rollout.runner import EpisodeRunner
+from agentrl.rollout.worker import AsyncioWorker
+from agentrl.testing import make_episode_header
+from agentrl.testing.crash_scenario import CHECKPOINTS, RUN, CrashScenario, Machine
+from agentrl.testing.sim_disk import SimDisk
+from agentrl.testing.sim_journal import SimJournal, SimTurnLog
+
+
+class Talk(agentrl.Environment):
+    """Two seats that act side by side, three turns each; what they earn depends on what they said."""
+
+    seats = ("left", "right")
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.gather(self.speak(ctx, "left"), self.speak(ctx, "right"))
+
+    async def speak(self, ctx: agentrl.EpisodeContext, seat: str) -> None:
+        agent, said = ctx.agent(seat), ""
+        for _ in range(3):
+            said += (await agent.act(agentrl.user(f"go on after {said!r}"))).text
+            await ctx.sleep(ctx.rng.random())
+        agent.reward(len(said) / 21)
+
+
+class EarlyJournal(SimJournal):
+    """Acknowledges a commit before it is on disk."""
+
+    async def commit_episode(
+        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
+    ) -> None:
+        commit = super().commit_episode(spec, header, digest, metrics, detail)
+        self.committing = asyncio.get_running_loop().create_task(commit)
+        self.acknowledged.append((spec.episode_id, spec.attempt))
+
+
+class AcknowledgeBeforeCommit(CrashScenario):
+    def new_journal(self, disk: SimDisk) -> SimJournal:
+        return EarlyJournal(disk, flush_seconds=0.01)
+
+
+class CursorWriter(CheckpointWriter):
+    """Keeps what was consumed in a file of its own, beside the checkpoint."""
+
+    cursor = RUN / "cursor"
+
+    def __init__(self, disk: SimDisk) -> None:
+        super().__init__(CHECKPOINTS, keep=2, disk=disk)
+        self.disk = disk
+
+    async def write(self, trainer: Trainer, versions: Mapping[str, PolicyVersion], ledger: Ledger) -> Path:
+        if not self.disk.names(self.cursor):
+            self.disk.make_directory(self.cursor)
+            self.disk.sync(RUN)
+        path = self.cursor / f"{len(self.disk.names(self.cursor)):03d}"
+        self.disk.write(path, json.dumps(versions).encode())
+        self.disk.sync(path)
+        self.disk.sync(self.cursor)
+        return await super().write(trainer, versions, ledger)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CursorRecovery(Recovery):
+    """Takes what was consumed from that file."""
+
+    consumed: Mapping[str, PolicyVersion]
+
+    def past(self, config: RunConfig, journal: RunLog) -> Past:
+        return past_of(journal, self.consumed, group_size=config.credit.group_size)
+
+
+class CursorInItsOwnFile(CrashScenario):
+    def checkpoints(self, machine: Machine) -> CheckpointWriter:
+        return CursorWriter(machine.disk)
+
+    def recovery(self, machine: Machine) -> Recovery:
+        found, disk = super().recovery(machine), machine.disk
+        consumed = {}
+        for name in disk.names(CursorWriter.cursor):
+            text = disk.read(CursorWriter.cursor / name, limit=10_000)
+            if text.endswith(b"}"):
+                consumed = {policy: PolicyVersion(*version) for policy, version in json.loads(text).items()}
+        return CursorRecovery(manifest=found.manifest, rejected=found.rejected, consumed=consumed)
+
+
+class LazyDisk(SimDisk):
+    """Never syncs a file, only directories."""
+
+    def sync(self, path: Path) -> None:
+        if self.names(path):
+            super().sync(path)
+
+
+class NoSyncBeforeRename(CrashScenario):
+    def new_disk(self) -> SimDisk:
+        return LazyDisk()
+
+
+class CountingLog(SimTurnLog):
+    """Names calls by one counter over all episodes."""
+
+    def append(self, entry: JournalEntry) -> None:
+        super().append(msgspec.structs.replace(entry, call_id=f"r#{len(self.entries)}"))
+
+
+class CountingJournal(SimJournal):
+    turn_log_type = CountingLog
+
+
+class GlobalCallCounter(CrashScenario):
+    def new_journal(self, disk: SimDisk) -> SimJournal:
+        return CountingJournal(disk, flush_seconds=0.01)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SameLineage(Recovery):
+    """Goes on in the lineage of the dead."""
+
+    def first_versions(
+        self, config: RunConfig, journal: RunLog, versions: Path, *, disk: Disk = LOCAL
+    ) -> dict[str, PolicyVersion]:
+        first = Recovery.first_versions(self, config, journal, versions, disk=disk)
+        return {name: version._replace(lineage=0) for name, version in first.items()}
+
+
+class VersionReuse(CrashScenario):
+    def recovery(self, machine: Machine) -> Recovery:
+        found = super().recovery(machine)
+        return SameLineage(manifest=found.manifest, rejected=found.rejected)
+
+
+class FailingEngine(CrashScenario):
+    """An engine that fails once, soon after the crash; no mutant."""
+
+    expected = (EngineError,)
+
+    def says(self, machine: Machine, request: GenerateRequest, policy: str, version: PolicyVersion) -> Sequence[int]:
+        if machine.life == 1 and len(machine.sampled) == 3:
+            raise EngineError(f"call {request.request_id}: the engine is gone")
+        return super().says(machine, request, policy, version)
+
+
+class ForgivingRunner:
+    """Ends an episode whose engine failed with a reward of zero."""
+
+    def __init__(self, runner: EpisodeRunner, machine: Machine) -> None:
+        self._runner = runner
+        self._machine = machine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    async def run(self, spec: EpisodeSpec, *arguments: Any) -> EpisodeHeader:
+        try:
+            return await self._runner.run(spec, *arguments)
+        except EngineError:
+            log = self._machine.journal.turn_log("0")
+            await log.flush()
+            location = DataLocation(log.name, len(log.read(spec.episode_id, spec.attempt)))
+            header = make_episode_header(spec, reward=0.0, location=location)
+            await self._machine.journal.commit_episode(spec, header, b"", {})
+            return header
+
+
+class RewardOnInfrastructureError(FailingEngine):
+    def rewired(self, orchestrator: Orchestrator, machine: Machine) -> None:
+        worker = orchestrator.dispatcher.worker
+        assert isinstance(worker, AsyncioWorker)
+        worker._runner = ForgivingRunner(worker._runner, machine)  # type: ignore[assignment]
+
+
+MUTANTS: tuple[type[CrashScenario], ...] = (
+    AcknowledgeBeforeCommit,
+    CursorInItsOwnFile,
+    NoSyncBeforeRename,
+    GlobalCallCounter,
+    VersionReuse,
+    RewardOnInfrastructureError,
+)
+"""Each breaks one rule of the protocol; the enumeration must notice every one."""
