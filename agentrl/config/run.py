@@ -96,6 +96,8 @@ class EngineConfig(Section):
 
     kind: Literal["embedded"] = "embedded"
     """`embedded`: our own small engine for any Hugging Face causal LM, in this process."""
+    own_process: bool = False
+    """Run the engine in a process of its own, which is started again when it dies; costs some CPU per token."""
     slots: Annotated[Positive, Unit("conversations")] = 64
     """Conversations whose KV is held at once; more of them share each forward pass."""
     max_context: Tokens = 512
@@ -247,6 +249,9 @@ class RunConfig(Section):
     """An episode longer than this is dropped (`episode_timeout`), so that a stuck one holds nothing for ever."""
     data_attempts: Annotated[Positive, Unit("attempts")] = 2
     """How often an episode whose environment raises is tried before it is dropped."""
+    infrastructure_attempts: Annotated[Positive, Unit("attempts")] = 5
+    """How often in a row, with nothing achieved in between, a trainer or an engine process may be lost and replaced
+    before the run ends; the wait in between grows from 1 s to 30 s."""
     sinks: tuple[Literal["trackio", "wandb", "tensorboard"], ...] = ()
     """Where metrics go besides `metrics.jsonl` and the journal; each is an extra of its name."""
     environment: EnvironmentConfig

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from agentrl.core.records import WeightsRef
 
 
+_HALF_CONFIG = ".config.json"
+"""Renamed when whole: a run killed before has left nothing that stands in the way of another start."""
+
+
 class RunDirectory:
     """The files of one run."""
 
@@ -41,10 +45,11 @@ class RunDirectory:
             StorageError: it cannot be made.
         """
         try:
-            if path.exists() and any(path.iterdir()):
+            if path.exists() and any(entry.name != _HALF_CONFIG for entry in path.iterdir()):
                 raise RunDirectoryError(f"{path} exists; resume it with --resume, choose another --name, or remove it")
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            (path / "config.json").write_text(config_json, encoding="utf-8")
+            (path / _HALF_CONFIG).write_text(config_json, encoding="utf-8")
+            (path / _HALF_CONFIG).rename(path / "config.json")
         except OSError as error:
             raise StorageError(
                 f"cannot make the run directory {path}: {error.strerror or error}; make room or permission there, or "
@@ -60,7 +65,7 @@ class RunDirectory:
             RunDirectoryError: there is no run.
         """
         directory = cls(path)
-        if not directory.journal.is_dir():
+        if not (directory.journal.is_dir() or (path / "config.json").is_file()):
             raise RunDirectoryError(f"nothing to resume: {path} holds no run; start it without --resume")
         return directory
 
