@@ -47,7 +47,7 @@ async def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion]) 
 
         arguments["model_path"] = config.model.path
         program = EngineProgram("agentrl.engines.embedded:EmbeddedEngine.load", arguments)
-        return await ProcessEngine.start(program, versions, attempts=config.infrastructure_attempts)
+        return await ProcessEngine(program, versions, attempts=config.infrastructure_attempts).ready()
     from agentrl.engines.embedded import EmbeddedEngine
 
     return await asyncio.to_thread(EmbeddedEngine.load, config.model.path, versions=versions, **arguments)
