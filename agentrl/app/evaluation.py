@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentrl.app.assemble import Past, attach_worker, make_dispatcher
-from agentrl.app.parts import held_out, load_config, make_engine
+from agentrl.app.parts import held_out, load_config, make_chat_format, make_engine
 from agentrl.config.run import LoraConfig, RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, InputError, RunDirectoryError
@@ -68,7 +68,6 @@ async def _evaluate(
     config: RunConfig, environment: type[Environment], policy: str | Path | None, tasks: Sequence[Task], journal: Path
 ) -> list[EpisodeHeader]:
     from agentrl.journal.store import SqliteJournal
-    from agentrl.rollout.chat_format import TemplateFormat
 
     adapter: WeightsRef | None = None
     name = next(iter(config.policies))
@@ -81,11 +80,11 @@ async def _evaluate(
         config = config.model_copy(update={"policies": {**config.policies, name: adapted}})
     elif policy is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(policy)})})
-    chat_format = TemplateFormat.load(config.model.path, tool_call_format=config.model.tool_call_format)
+    chat_format = make_chat_format(config)
     async with contextlib.AsyncExitStack() as stack:
         store = SqliteJournal(journal, info={"name": f"evaluate {policy or config.model.path}"})
         stack.push_async_callback(store.close)
-        engine = make_engine(config, {known: PolicyVersion(known, 0, 0) for known in config.policies})
+        engine = await make_engine(config, {known: PolicyVersion(known, 0, 0) for known in config.policies})
         stack.push_async_callback(engine.close)
         if adapter is not None:
             await engine.update(adapter)

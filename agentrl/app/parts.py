@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from agentrl.config.run import RunConfig
+from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, InputError
-from agentrl.core.ports import Engine, Trainer
+from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.environment.base import Environment, Split, TaskSource, described
 
@@ -22,27 +26,32 @@ def load_config(config: RunConfig | str | Path) -> RunConfig:
     return load(Path(config), [])
 
 
-def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion]) -> Engine:
-    """The engine a configuration asks for."""
-    from agentrl.engines.embedded import EmbeddedEngine
-
+async def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion]) -> Engine:
+    """The engine a configuration asks for, in this process or in one of its own."""
     section = config.engine
     adapted = [policy for policy in config.policies.values() if policy.lora is not None]
-    return EmbeddedEngine.load(
-        config.model.path,
-        versions=versions,
-        slots=section.slots,
-        max_context=section.max_context,
-        refresh=section.refresh,
-        keep_kv=section.keep_kv,
-        capture_routing=section.capture_routing,
-        capture_mask=config.sampling.is_filtered,
-        adapter_slots=sum(policy.max_staleness + 2 for policy in adapted) + 1 if adapted else 0,
-        max_rank=max((policy.lora.rank for policy in adapted if policy.lora is not None), default=1),
-        max_staleness=max((policy.max_staleness for policy in config.policies.values()), default=0),
-        fixed_shapes=config.deterministic,
-        threads=section.threads,
-    )
+    arguments: dict[str, Any] = {
+        "slots": section.slots,
+        "max_context": section.max_context,
+        "refresh": section.refresh,
+        "keep_kv": section.keep_kv,
+        "capture_routing": section.capture_routing,
+        "capture_mask": config.sampling.is_filtered,
+        "adapter_slots": sum(policy.max_staleness + 2 for policy in adapted) + 1 if adapted else 0,
+        "max_rank": max((policy.lora.rank for policy in adapted if policy.lora is not None), default=1),
+        "max_staleness": max((policy.max_staleness for policy in config.policies.values()), default=0),
+        "fixed_shapes": config.deterministic,
+        "threads": section.threads,
+    }
+    if section.own_process:
+        from agentrl.engines.process import EngineProgram, ProcessEngine
+
+        arguments["model_path"] = config.model.path
+        program = EngineProgram("agentrl.engines.embedded:EmbeddedEngine.load", arguments)
+        return await ProcessEngine(program, versions, attempts=config.infrastructure_attempts).ready()
+    from agentrl.engines.embedded import EmbeddedEngine
+
+    return await asyncio.to_thread(EmbeddedEngine.load, config.model.path, versions=versions, **arguments)
 
 
 def make_trainer(config: RunConfig, directory: Path) -> Trainer:
@@ -54,6 +63,23 @@ def make_trainer(config: RunConfig, directory: Path) -> Trainer:
     from agentrl.cluster.trainer_pool import RayTrainerPool
 
     return RayTrainerPool(config, directory)
+
+
+def make_chat_format(config: RunConfig) -> ChatFormat:
+    """The chat format of the configured model."""
+    from agentrl.rollout.chat_format import TemplateFormat
+
+    return TemplateFormat.load(config.model.path, tool_call_format=config.model.tool_call_format)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """Who makes the adapters of a run: by default what its configuration asks for, anew in each life of the run."""
+
+    engine: Callable[[RunConfig, Mapping[str, PolicyVersion]], Awaitable[Engine]] = make_engine
+    trainer: Callable[[RunConfig, Path], Trainer] = make_trainer
+    chat_format: Callable[[RunConfig], ChatFormat] = make_chat_format
+    clock: Clock = field(default_factory=SystemClock)
 
 
 def task_source(

@@ -4,37 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal as signals
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.app.assemble import Parts, assemble
+from agentrl.app.lives import Lasting, lives
+from agentrl.app.parts import Adapters, load_config, task_source
 from agentrl.app.parts import held_out as held_out_source
-from agentrl.app.parts import load_config, make_engine, make_trainer, task_source
-from agentrl.app.recovery import Recovery, clear_leftovers
 from agentrl.app.seats import demand_of
 from agentrl.config.run import RunConfig, check_unchanged
-from agentrl.core.clock import SystemClock
-from agentrl.core.ports import Observer, Trainer
+from agentrl.core.ports import Observer
 from agentrl.core.records import Task
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import resolve
 from agentrl.inspection.report import write_report
-from agentrl.observe.blocked import watch_loop
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.orchestrator.loop import Orchestrator, Outcome
-from agentrl.orchestrator.manifest import CheckpointWriter
 
 if TYPE_CHECKING:
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
-
-
-SAME_PRESS_S = 0.5
-"""Signals closer together are one: `timeout` and shells send theirs to the process and to its group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +33,7 @@ class Run:
 
     path: Path
     metrics: list[dict[str, float]]
-    """One entry per optimizer step, in order."""
+    """One entry per optimizer step, in order; steps taken again after the loss of a trainer are there again."""
     policies: dict[str, Path]
     """Directory of each trainable policy's last version; loads with `from_pretrained`."""
     summary: dict[str, Any]
@@ -79,63 +69,47 @@ def train(
     config = load_config(config)
     chosen = resolve(environment if environment is not None else config.environment.id)
     demand_of(config, chosen)
-    return asyncio.run(_train(config, chosen, tasks, held_out, observers, resume=resume, quiet=quiet))
+    return asyncio.run(
+        run_training(config, chosen, tasks=tasks, held_out=held_out, observers=observers, resume=resume, quiet=quiet)
+    )
 
 
-async def _train(
+async def run_training(
     config: RunConfig,
     environment: type[Environment],
-    tasks: TaskSource | None,
-    evaluation_tasks: Sequence[Task] | None,
-    observers: Sequence[Observer],
     *,
-    resume: bool,
-    quiet: bool,
+    tasks: TaskSource | None = None,
+    held_out: Sequence[Task] | None = None,
+    observers: Sequence[Observer] = (),
+    resume: bool = False,
+    quiet: bool = False,
+    adapters: Adapters | None = None,
 ) -> Run:
-    from agentrl.rollout.chat_format import TemplateFormat
-
-    clock = SystemClock()
+    """`train`, in a running event loop and with adapters of the caller's choice."""
+    adapters = adapters or Adapters()
+    clock = adapters.clock
     started = clock.monotonic()
-    chat_format = TemplateFormat.load(config.model.path, tool_call_format=config.model.tool_call_format)
+    chat_format = adapters.chat_format(config)
     source = await asyncio.to_thread(task_source, config, environment, "train", tasks)
-    held_out_tasks = await asyncio.to_thread(held_out_source, config, environment, evaluation_tasks)
+    held_out_tasks = await asyncio.to_thread(held_out_source, config, environment, held_out)
     path = Path(config.directory) / config.name
     directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
     if resume:
         check_unchanged(directory.read_config(), config)
-    recovery = Recovery.find(directory.checkpoints)
-    async with _opened(config, directory, observers, quiet=quiet, resume=resume) as (store, observer, trainer, stack):
-        clear_leftovers(directory.checkpoints, directory.versions)
-        for reason in recovery.rejected:
-            observer.phase(f"left out: {reason}")
-        observer.phase("starting the trainer")
-        await trainer.start(recovery.start_from)
-        observer.phase("loading the engine")
-        versions = recovery.first_versions(config, store, directory.versions)
-        engine = await asyncio.to_thread(make_engine, config, versions)
-        stack.push_async_callback(engine.close)
-        trainable = {name: version for name, version in versions.items() if config.policies[name].trainable}
-        weights = await recovery.serve(config, trainable, trainer, engine, store)
-        parts = Parts(
-            engine=engine,
-            trainer=trainer,
-            chat_format=chat_format,
-            store=store,
-            observer=observer,
-            clock=clock,
+    async with _opened(config, directory, observers, quiet=quiet, resume=resume) as (store, observer):
+        lasting = Lasting(
+            config=config,
+            environment=environment,
             tasks=source,
             held_out=held_out_tasks,
-            checkpoints=CheckpointWriter(directory.checkpoints, keep=config.checkpoint.keep),
-            versions=versions,
-            weights=weights,
-            parents=store.parents(),
-            past=recovery.past(config, store),
+            chat_format=chat_format,
+            adapters=adapters,
+            directory=directory,
+            store=store,
+            observer=observer,
         )
-        orchestrator = assemble(config, environment, parts)
-        observer.watch(orchestrator.status)
-        with _interruptible(orchestrator, observer), watch_loop(observer.warn):
-            outcome = await orchestrator.run()
-        summary = _summary(config, observer.steps, orchestrator.evaluator.results, outcome, clock.monotonic() - started)
+        orchestrator = await lives(lasting)
+        summary = _summary(config, observer, orchestrator.outcome, clock.monotonic() - started)
         return _concluded(directory, observer, orchestrator, summary)
 
 
@@ -159,8 +133,8 @@ def _concluded(
 @contextlib.asynccontextmanager
 async def _opened(
     config: RunConfig, directory: RunDirectory, observers: Sequence[Observer], *, quiet: bool, resume: bool
-) -> AsyncIterator[tuple[SqliteJournal, RunObserver, Trainer, contextlib.AsyncExitStack]]:
-    """What must be closed again, in order: engine, trainer, observer, journal."""
+) -> AsyncIterator[tuple[SqliteJournal, RunObserver]]:
+    """What outlives a life of the run, and must be closed again: observer, then journal."""
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
     from agentrl.observe.run_state import plan_of
@@ -175,43 +149,11 @@ async def _opened(
         sinks = open_sinks(config.sinks, directory.path, config.model_dump(mode="json"))
         observer = stack.enter_context(RunObserver(directory, plan=plan, others=observers, sinks=sinks, quiet=quiet))
         observer.watch()
-        trainer = make_trainer(config, directory.path)
-        stack.push_async_callback(trainer.close)
-        yield store, observer, trainer, stack
+        yield store, observer
 
 
-@contextlib.contextmanager
-def _interruptible(orchestrator: Orchestrator, observer: RunObserver) -> Iterator[None]:
-    """Ctrl-C once: drain, write a checkpoint, return. Twice: leave at once."""
-    loop = asyncio.get_running_loop()
-    asked_at: float | None = None
-
-    def on_signal() -> None:
-        nonlocal asked_at
-        if asked_at is not None:
-            if loop.time() - asked_at > SAME_PRESS_S:
-                os._exit(130)
-            return
-        asked_at = loop.time()
-        observer.phase("stopping: finishing the step and writing a checkpoint (Ctrl-C again leaves at once)")
-        orchestrator.stop()
-
-    for number in (signals.SIGINT, signals.SIGTERM, signals.SIGHUP):
-        loop.add_signal_handler(number, on_signal)
-    try:
-        yield
-    finally:
-        for number in (signals.SIGINT, signals.SIGTERM, signals.SIGHUP):
-            loop.remove_signal_handler(number)
-
-
-def _summary(
-    config: RunConfig,
-    steps: Sequence[Mapping[str, float]],
-    evaluations: Sequence[tuple[int, Mapping[str, float]]],
-    outcome: Outcome,
-    seconds: float,
-) -> dict[str, Any]:
+def _summary(config: RunConfig, observer: RunObserver, outcome: Outcome, seconds: float) -> dict[str, Any]:
+    steps, evaluations = observer.steps, observer.evaluations
     rewards = [values["evaluation/reward"] for _, values in evaluations]
     return {
         "name": config.name,

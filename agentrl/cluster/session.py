@@ -8,6 +8,7 @@ actors. Invariants: the caller's signal handlers stay in place; a session that w
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import secrets
@@ -31,6 +32,12 @@ _LOCAL_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
 }
+
+
+@functools.cache
+def _process_token() -> str:
+    """One token for all sessions a process starts, one after another: Ray reads it once."""
+    return secrets.token_hex(32)
 
 
 @contextmanager
@@ -103,6 +110,16 @@ class RaySession:
         nodes: list[dict[str, str]] = ray.nodes()
         return {node["NodeManagerAddress"] for node in nodes}
 
+    def dead(self) -> str:
+        """Which process a local session cannot do without is dead; empty while all live, and for other people's Ray."""
+        if self._directory is None or not self._started:
+            return ""
+        import ray
+
+        node = ray._private.worker._global_node
+        gone: list[str] = [name for name, _ in node.dead_processes()] if node is not None else []
+        return ", ".join(name for name in gone if name in ("raylet", "gcs_server"))
+
     def stop(self) -> None:
         """Shut down what `start` started. Idempotent."""
         if self._directory is not None:
@@ -124,7 +141,7 @@ class RaySession:
         if "RAY_AUTH_MODE" not in os.environ and "RAY_AUTH_TOKEN" not in os.environ:
             token = self._directory / "token"
             token.touch(mode=0o600)
-            token.write_text(secrets.token_hex(32))
+            token.write_text(_process_token())
             os.environ["RAY_AUTH_MODE"] = "token"
             os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
 

@@ -3,7 +3,8 @@
 The control path carries batches by reference; every rank reads its share of the token data itself. Ranks meet in one
 torch.distributed group through a file, on loopback. Owns: actors, their order, what a failure of one means for all.
 Does not own: training (`learn.trainer`), the Ray session (`session.py`). Invariants: every call goes to all ranks; a
-step that failed on one rank is discarded on all; a dead rank ends the group, with its name, and nothing is retried.
+step that failed on one rank is discarded on all; a dead rank or a dead Ray ends the group by name, and nothing is
+retried: who owns the pool makes another.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.session import RaySession, kept_signal_handlers
 from agentrl.config.run import RunConfig
-from agentrl.core.errors import AgentRLError, TrainerError
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import AgentRLError, TrainerError, TrainerLostError
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 60.0
 """How long ranks may go on after one of them refused a call, before the group counts as stuck."""
+
+LOOK_S = 1.0
+"""How often a local Ray is looked at: its client ends our process after a minute without Ray's control service."""
 
 
 class TrainerRank:
@@ -91,6 +96,9 @@ class RayTrainerPool:
         self._owns_session = session is None
         self._actors: list[Any] = []
         self._private: Path | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._lost: asyncio.Future[str] | None = None
+        """Resolved, with what died, when Ray itself is gone."""
         self.process_ids: tuple[int, ...] = ()
         """Of the ranks, once started: what a person, or a profiler, looks at."""
 
@@ -99,14 +107,21 @@ class RayTrainerPool:
 
         Raises:
             ModelError: the model cannot be trained.
-            TrainerError: the checkpoint does not fit, or a rank died.
+            TrainerError: the checkpoint does not fit.
+            TrainerLostError: a rank or Ray died meanwhile, or Ray did not start.
         """
+        loop = asyncio.get_running_loop()
         with kept_signal_handlers():
             await asyncio.to_thread(self._start_actors)
+        self._lost = loop.create_future()
+        self._watch = loop.create_task(self._look_at_ray(self._lost), name="watch Ray")
         self.process_ids = tuple(await self._all("start", resume_from))
 
     def _start_actors(self) -> None:
-        self._session.start()
+        try:
+            self._session.start()
+        except (OSError, RuntimeError) as error:
+            raise TrainerLostError(f"Ray did not start: {_brief(error)}") from error
         import ray
 
         self._private = Path(tempfile.mkdtemp(prefix=f"agentrl-{os.getpid()}-ranks-"))
@@ -119,6 +134,13 @@ class RayTrainerPool:
         for rank in range(size):
             arguments = {"rank": rank, "size": size, "rendezvous": str(self._private / "rendezvous")}
             self._actors.append(actor.remote(settings, str(self._directory), **arguments))
+
+    async def _look_at_ray(self, lost: asyncio.Future[str]) -> None:
+        clock = SystemClock()
+        while not (dead := self._session.dead()):
+            await clock.sleep(LOOK_S)
+        lost.set_result(dead)
+        await asyncio.to_thread(self._stop)
 
     async def forward_backward(self, batch: TrainBatch) -> None:
         """See `PolicyTrainer.forward_backward`; a failure on one rank discards the step's gradient on all."""
@@ -146,6 +168,11 @@ class RayTrainerPool:
 
     async def close(self) -> None:
         """Stop the ranks and, where it is the pool's own, Ray. Idempotent."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            if self._lost is not None and not self._lost.done():
+                watch.cancel()
+            await asyncio.wait({watch})
         await asyncio.to_thread(self._stop)
 
     def _stop(self) -> None:
@@ -162,9 +189,10 @@ class RayTrainerPool:
         if self._actors:
             import ray
 
-            for actor in self._actors:
-                ray.kill(actor)
-            self._actors = []
+            actors, self._actors = self._actors, []
+            if not self._session.dead():  # else they die with it
+                for actor in actors:
+                    ray.kill(actor)
 
     async def _all(self, method: str, *arguments: object) -> list[Any]:
         return await self._call(self._actors, method, *arguments)
@@ -174,24 +202,37 @@ class RayTrainerPool:
 
         Raises:
             AgentRLError: what the method raised.
-            TrainerError: a rank died, or the pool was not started; the group is gone.
+            TrainerLostError: a rank or Ray died; the group is gone.
+            TrainerError: a rank failed, or the pool was not started; the group is gone.
         """
-        if not self._actors:
+        if self._lost is not None and self._lost.done():
+            raise self._ray_died(method)
+        if not self._actors or self._lost is None:
             raise TrainerError("the trainer pool is not running: it was not started, was closed, or lost a rank")
-        calls = [_result(getattr(actor, method).remote(*arguments)) for actor in actors]
-        pending: set[asyncio.Future[Any]] = set()
-        futures = [asyncio.wrap_future(call) for call in calls]
+        futures = [asyncio.wrap_future(_result(getattr(actor, method).remote(*arguments))) for actor in actors]
         for future in futures:
             future.add_done_callback(_heard)
-        if futures:
-            # The first failure is acted upon: the other ranks may wait in a collective for the one that failed.
-            _, pending = await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
+        pending = set(futures)
+        # The first failure is acted upon: the other ranks may wait in a collective for the one that failed.
+        while pending and not self._lost.done() and not any(_failed(future) for future in futures):
+            await asyncio.wait({*pending, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+            pending = {future for future in futures if not future.done()}
         for rank, future in enumerate(futures):
-            if future not in pending and (error := future.exception()) is not None:
-                await self._settle(rank, method, error, pending)
+            if _failed(future):
+                await self._settle(rank, method, future.exception(), pending)
+        if pending:
+            for future in pending:
+                future.cancel()
+            raise self._ray_died(method)
         return [future.result() for future in futures]
 
-    async def _settle(self, rank: int, method: str, error: BaseException, pending: set[asyncio.Future[Any]]) -> None:
+    def _ray_died(self, method: str) -> TrainerLostError:
+        dead = self._lost.result() if self._lost is not None else "Ray"
+        return TrainerLostError(f"Ray's {dead} died (in {method}), and the trainer's ranks with it")
+
+    async def _settle(
+        self, rank: int, method: str, error: BaseException | None, pending: set[asyncio.Future[Any]]
+    ) -> None:
         """Raise what a rank's error means for the group."""
         from ray.exceptions import RayActorError, RayTaskError
 
@@ -203,11 +244,22 @@ class RayTrainerPool:
         await asyncio.to_thread(self._kill_actors)
         for future in pending:
             future.cancel()
-        what = "died" if isinstance(error, RayActorError) else "failed"
+        stopped = f"The group of {self._config.trainer.workers} was stopped"
+        if isinstance(error, RayActorError):
+            raise TrainerLostError(f"trainer rank {rank} died in {method}: {_brief(error)}. {stopped}") from error
         raise TrainerError(
-            f"trainer rank {rank} {what} in {method}: {error}. The group of {self._config.trainer.workers} was "
-            "stopped; start the run again with --resume to go on from its newest checkpoint"
+            f"trainer rank {rank} failed in {method}: {error}. {stopped}; start the run again with --resume to go on "
+            "from its newest checkpoint"
         ) from error
+
+
+def _failed(future: asyncio.Future[Any]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is not None
+
+
+def _brief(error: BaseException) -> str:
+    """The first sentence of what Ray says, which can be a page."""
+    return " ".join(str(error).split())[:200]
 
 
 def _heard(future: asyncio.Future[Any]) -> None:

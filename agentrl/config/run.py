@@ -96,6 +96,8 @@ class EngineConfig(Section):
 
     kind: Literal["embedded"] = "embedded"
     """`embedded`: our own small engine for any Hugging Face causal LM, in this process."""
+    own_process: bool = False
+    """Run the engine in a process of its own, which is started again when it dies; costs some CPU per token."""
     slots: Annotated[Positive, Unit("conversations")] = 64
     """Conversations whose KV is held at once; more of them share each forward pass."""
     max_context: Tokens = 512
@@ -251,6 +253,9 @@ class RunConfig(Section):
     """The weights after any number of kills are those of the undisturbed run, bit for bit: episodes in waves, each
     played with the weights of one step, computed in fixed shapes. Several times slower: to find a fault, and to test.
     """
+    infrastructure_attempts: Annotated[Positive, Unit("attempts")] = 5
+    """How often in a row, with nothing achieved in between, a trainer or an engine process may be lost and replaced
+    before the run ends; the wait in between grows from 1 s to 30 s."""
     sinks: tuple[Literal["trackio", "wandb", "tensorboard"], ...] = ()
     """Where metrics go besides `metrics.jsonl` and the journal; each is an extra of its name."""
     environment: EnvironmentConfig

@@ -89,11 +89,11 @@ def private_directory(directory: Path) -> None:
         raise StorageError(f"{directory}: cannot be made ({error.strerror}); choose another run directory") from error
 
 
-def open_to_write(path: Path, kind: Kind, identity: dict[str, str]) -> sqlite3.Connection:
+def open_to_write(path: Path, kind: Kind, identity: dict[str, str], *, run: str | None = None) -> sqlite3.Connection:
     """Open a database, made with `identity` in its meta table if it is missing; for the writer thread only.
 
     Raises:
-        JournalError: it is damaged, of another format, or of another run than `identity["run"]`, where that is given.
+        JournalError: it is damaged, of another format, or of another run than `run`, where that is given.
         StorageError: it cannot be opened or made.
     """
     try:
@@ -109,7 +109,7 @@ def open_to_write(path: Path, kind: Kind, identity: dict[str, str]) -> sqlite3.C
             _create(connection, kind, {"format": str(FORMAT), "kind": kind, **identity})
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA wal_autocheckpoint = 2000")
-        _check(connection, path, kind, identity.get("run"))
+        _check(connection, path, kind, run)
     except sqlite3.Error as error:
         connection.close()
         raise database_error(path, error) from error

@@ -50,7 +50,7 @@ class SqliteTurnLog:
             raise InputError(f"worker {worker!r}: a name has up to 64 letters, digits, dots, dashes and underscores")
         self.name = f"turns-{worker}.db"
         path = directory / self.name
-        self.database = Database(path, open_to_write(path, "turns", {"run": run}), order=0)
+        self.database = Database(path, open_to_write(path, "turns", {"run": run}, run=run), order=0)
         self._writer = writer
         self._reader = TurnReader(directory)
         writer.add(self.database)
@@ -112,9 +112,7 @@ class SqliteJournal:
         self._lock = RunLock(self.directory)
         try:
             path = self.directory / CONTROL_FILE
-            identity = {"info": msgspec.json.encode(dict(info or {})).decode()}
-            if not path.exists() or not path.stat().st_size:
-                identity["run"] = os.urandom(8).hex()
+            identity = {"info": msgspec.json.encode(dict(info or {})).decode(), "run": os.urandom(8).hex()}
             connection = open_to_write(path, "control", identity)
             self._run = meta(connection)["run"]
             self._log = SqliteRunLog(self.directory)

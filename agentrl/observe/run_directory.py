@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from agentrl.core.records import WeightsRef
 
 
+_HALF_CONFIG = ".config.json"
+"""Renamed when whole: a run killed before has left nothing that stands in the way of another start."""
+
+
 class RunDirectory:
     """The files of one run."""
 
@@ -43,11 +47,13 @@ class RunDirectory:
             StorageError: it cannot be made.
         """
         try:
-            if path.exists() and any(path.iterdir()):
+            if path.exists() and any(entry.name != _HALF_CONFIG for entry in path.iterdir()):
                 raise RunDirectoryError(f"{path} exists; resume it with --resume, choose another --name, or remove it")
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            (path / "config.json").write_text(config_json, encoding="utf-8")
-            for made in (path / "config.json", path, path.parent):
+            (path / _HALF_CONFIG).write_text(config_json, encoding="utf-8")
+            LOCAL.sync(path / _HALF_CONFIG)
+            (path / _HALF_CONFIG).rename(path / "config.json")
+            for made in (path, path.parent):
                 LOCAL.sync(made)
         except OSError as error:
             raise StorageError(
@@ -64,7 +70,7 @@ class RunDirectory:
             RunDirectoryError: there is no run.
         """
         directory = cls(path)
-        if not directory.journal.is_dir():
+        if not (directory.journal.is_dir() or (path / "config.json").is_file()):
             raise RunDirectoryError(f"nothing to resume: {path} holds no run; start it without --resume")
         return directory
 

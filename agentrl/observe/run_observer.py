@@ -57,6 +57,8 @@ class RunObserver:
     ) -> None:
         self.steps: list[dict[str, float]] = []
         """Metrics of every optimizer step, in order."""
+        self.evaluations: list[tuple[int, Mapping[str, float]]] = []
+        """(largest step of the versions, metrics) of each evaluation."""
         self.state = RunState(plan=plan, path=str(directory.path), status=Status(phase="starting"))
         read_metrics(directory.metrics, self.state)
         self._directory = directory
@@ -124,6 +126,7 @@ class RunObserver:
 
     def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
         """An evaluation ended."""
+        self.evaluations.append((max((version.step for version in versions.values()), default=0), metrics))
         for policy, version in versions.items():
             self._record(policy, version.step, metrics)
         for other in self._others:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from agentrl.core.errors import CheckFailedError
 from agentrl.core.ports import Engine, Observer
@@ -28,8 +28,6 @@ class Evaluator:
     store: JournalStore
     observer: Observer
     signal: Signal
-    results: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """(largest step of the versions, metrics) of each."""
     _busy: bool = False
 
     async def beside(self, weights: Mapping[str, WeightsRef], stopping: Callable[[], bool]) -> None:
@@ -66,7 +64,6 @@ class Evaluator:
             metrics = evaluation_metrics(running.result())
         finally:
             running.cancel()
-        self.results.append((max((version.step for version in versions.values()), default=0), metrics))
         for policy, version in versions.items():
             self.store.record_metrics(policy, version.step, metrics)
         self.observer.on_evaluation(versions, metrics)

@@ -20,12 +20,12 @@ from agentrl.core.errors import EngineError
 from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.embedded import EmbeddedEngine
-from agentrl.engines.scripted import ScriptedEngine
+from agentrl.engines.process import EngineProgram, ProcessEngine
+from tests.contract.scripted_program import VOCABULARY, scripted_engine
 
 if TYPE_CHECKING:
     from agentrl.core.records import Completion, Float32Array, Int32Array
 
-VOCABULARY = 97
 START = {"solver": PolicyVersion("solver", 0, 0), "proposer": PolicyVersion("proposer", 0, 0)}
 _SHAPE = {
     "hidden_size": 64,
@@ -176,17 +176,7 @@ class MakeScripted:
     kind = "scripted"
 
     def __call__(self, *, max_context: int = 512, refresh: Any = "token", slots: int = 16) -> Engine:
-        def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
-            return np.random.default_rng(request.seed).integers(3, VOCABULARY, 600).tolist()  # type: ignore[no-any-return]
-
-        return ScriptedEngine(
-            script,
-            versions=START,
-            seconds_per_token=5e-4,
-            refresh=refresh,
-            seeded_logprobs=True,
-            max_context=max_context,
-        )
+        return scripted_engine(START, max_context=max_context, refresh=refresh)
 
     def publish(self, version: PolicyVersion, seed: int) -> WeightsRef:
         """No file is read."""
@@ -209,6 +199,20 @@ class MakeEmbedded:
     def publish(self, version: PolicyVersion, seed: int) -> WeightsRef:
         """Full weights of another random model."""
         return self._zoo.full(version, seed=seed)
+
+
+class MakeProcess:
+    """An engine of another kind, in a process of its own."""
+
+    def __init__(self, inner: MakeScripted | MakeEmbedded, factory: str, **arguments: Any) -> None:
+        self.kind = f"{inner.kind} in a process"
+        self.publish = inner.publish
+        self._factory = factory
+        self._arguments = arguments
+
+    def __call__(self, *, max_context: int = 512, refresh: Any = "token", slots: int = 16) -> Engine:
+        options = {"max_context": max_context, "refresh": refresh, "slots": slots, **self._arguments}
+        return ProcessEngine(EngineProgram(self._factory, options), START)
 
 
 def load_engine(zoo: ModelZoo, architecture: str = "qwen3", **options: Any) -> EmbeddedEngine:

@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from safetensors.torch import load_file
 from agentrl.cluster.session import RaySession
 from agentrl.cluster.trainer_pool import RayTrainerPool
 from agentrl.config.run import PolicyConfig, RunConfig
-from agentrl.core.errors import JournalError, NonFiniteError, StorageError, TrainerError
+from agentrl.core.errors import JournalError, NonFiniteError, StorageError, TrainerError, TrainerLostError
 from agentrl.core.ports import Trainer
 from agentrl.core.records import DataLocation, PolicyVersion, StepReport
 from agentrl.learn.columns import read_columns
@@ -140,7 +142,7 @@ def test_a_failure_on_one_rank_leaves_both_usable_and_a_dead_rank_ends_the_group
             with pytest.raises(StorageError, match="versions/policy: could not be written"):
                 await pool.save(str(tmp_path / "versions"))
             os.kill(pool.process_ids[1], signal.SIGKILL)
-            with pytest.raises(TrainerError, match="trainer rank 1 died"):
+            with pytest.raises(TrainerLostError, match="trainer rank 1 died"):
                 await pool.forward_backward(episodes.batch(2))
             with pytest.raises(TrainerError, match="not running"):
                 await pool.optim_step("policy", 2)
@@ -158,3 +160,50 @@ def test_a_local_session_is_private(session: RaySession) -> None:
     assert threading.current_thread() is threading.main_thread()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert session.addresses() == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_dead_ray_ends_the_group_and_another_can_be_started(model: Path, tmp_path: Path, name: str) -> None:
+    """A session of its own, beside which the module's must not live: Ray allows one per process."""
+    program = [sys.executable, "-c", _DEAD_RAY, str(model), str(tmp_path), name]
+    answer = subprocess.run(program, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert answer.stdout.splitlines() == [f"Ray's {name} died", "[1, 2]"], answer.stdout + answer.stderr
+
+
+_DEAD_RAY = """
+import asyncio, os, signal, sys
+from pathlib import Path
+import ray
+from agentrl.cluster.trainer_pool import RayTrainerPool
+from agentrl.core.errors import TrainerLostError
+from agentrl.core.records import PolicyVersion
+from tests.learn_cases import Episodes, make_rows, run_config
+
+model, directory, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+
+async def main():
+    episodes = Episodes(make_rows(0, 6))
+    await episodes.write(directory)
+    steps = []
+    for step in (1, 2):
+        pool = RayTrainerPool(run_config(model), directory)
+        await pool.start(None if step == 1 else str(directory / "checkpoint"))
+        await pool.publish("policy", PolicyVersion("policy", step - 1, step - 1))
+        await pool.forward_backward(episodes.batch(step))
+        steps.append((await pool.optim_step("policy", step)).step_id)
+        if step == 1:
+            await pool.publish("policy", PolicyVersion("policy", 0, 1))
+            await pool.save(str(directory / "checkpoint"))
+            [process] = [i.process for i in ray._private.worker._global_node.all_processes[name]]
+            os.kill(process.pid, signal.SIGKILL)
+            try:
+                while True:
+                    await pool.publish("policy", PolicyVersion("policy", 0, 1))
+                    await asyncio.sleep(0.2)
+            except TrainerLostError as error:
+                print(str(error).split(" (")[0], flush=True)
+        await pool.close()
+    print(steps)
+
+asyncio.run(main())
+"""

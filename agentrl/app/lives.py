@@ -1,0 +1,146 @@
+"""A run as a sequence of lives: each starts from the newest checkpoint, as `--resume` does in another process.
+
+A life ends with the run, with an error that ends the run, or with the loss of a process that can be replaced; then the
+next one begins, within a budget. Owns what a life starts and stops: trainer, engine, orchestrator. Journal and observer
+outlive it. Invariant: there is one way to go on, whatever was lost, and it forgets all but what is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal as signals
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from agentrl.app.assemble import Parts, assemble
+from agentrl.app.parts import Adapters
+from agentrl.app.recovery import Recovery, clear_leftovers
+from agentrl.config.run import RunConfig
+from agentrl.core.budget import RetryBudget
+from agentrl.core.errors import EngineLostError, TrainerError, TrainerLostError
+from agentrl.core.ports import ChatFormat
+from agentrl.core.records import Task
+from agentrl.environment.base import Environment, TaskSource
+from agentrl.observe.blocked import watch_loop
+from agentrl.observe.run_directory import RunDirectory
+from agentrl.orchestrator.loop import Orchestrator
+from agentrl.orchestrator.manifest import CheckpointWriter
+
+if TYPE_CHECKING:
+    from agentrl.journal.store import SqliteJournal
+    from agentrl.observe.run_observer import RunObserver
+
+SAME_PRESS_S = 0.5
+"""Signals closer together are one: `timeout` and shells send theirs to the process and to its group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lasting:
+    """What is the same in every life of a run in this process."""
+
+    config: RunConfig
+    environment: type[Environment]
+    tasks: TaskSource
+    held_out: Sequence[Task]
+    chat_format: ChatFormat
+    adapters: Adapters
+    directory: RunDirectory
+    store: SqliteJournal
+    observer: RunObserver
+
+
+async def lives(lasting: Lasting) -> Orchestrator:
+    """Run to the end, over as many lives as it takes; the orchestrator of the last one.
+
+    Raises:
+        TrainerLostError: lost `infrastructure_attempts` times in a row, with no step in between.
+        AgentRLError: what else ended the run.
+    """
+    budget = RetryBudget(lasting.config.infrastructure_attempts)
+    observer = lasting.observer
+    while True:
+        steps = len(observer.steps)
+        try:
+            return await _life(lasting)
+        except (TrainerLostError, EngineLostError) as error:
+            if len(observer.steps) > steps:
+                budget.achieved()
+            wait = budget.lost()
+            if wait is None:
+                raise
+            observer.watch()
+            observer.warn(f"{error}; going on from the newest checkpoint in {wait:g} s")
+        await lasting.adapters.clock.sleep(wait)
+
+
+async def _life(lasting: Lasting) -> Orchestrator:
+    config, store, observer, directory = lasting.config, lasting.store, lasting.observer, lasting.directory
+    await store.flush()
+    recovery = await asyncio.to_thread(Recovery.find, directory.checkpoints)
+    await asyncio.to_thread(clear_leftovers, directory.checkpoints, directory.versions)
+    for reason in recovery.rejected:
+        observer.phase(f"left out: {reason}")
+    async with contextlib.AsyncExitStack() as stack:
+        trainer = lasting.adapters.trainer(config, directory.path)
+        stack.push_async_callback(trainer.close)
+        observer.phase("starting the trainer")
+        await trainer.start(recovery.start_from)
+        observer.phase("loading the engine")
+        versions = recovery.first_versions(config, store, directory.versions)
+        engine = await lasting.adapters.engine(config, versions)
+        stack.push_async_callback(engine.close)
+        trainable = {name: version for name, version in versions.items() if config.policies[name].trainable}
+        weights = await recovery.serve(config, trainable, trainer, engine, store)
+        parts = Parts(
+            engine=engine,
+            trainer=trainer,
+            chat_format=lasting.chat_format,
+            store=store,
+            observer=observer,
+            clock=lasting.adapters.clock,
+            tasks=lasting.tasks,
+            held_out=lasting.held_out,
+            checkpoints=CheckpointWriter(directory.checkpoints, keep=config.checkpoint.keep),
+            versions=versions,
+            weights=weights,
+            parents=store.parents(),
+            past=recovery.past(config, store),
+        )
+        orchestrator = assemble(config, lasting.environment, parts)
+        observer.watch(orchestrator.status)
+        with _interruptible(orchestrator, observer), watch_loop(observer.warn):
+            try:
+                await orchestrator.run()
+            except TrainerLostError as error:
+                if orchestrator.outcome.interrupted:  # nobody wants another life
+                    raise TrainerError(f"{error}, while the run was stopping; its newest checkpoint stays") from error
+                raise
+        return orchestrator
+
+
+@contextlib.contextmanager
+def _interruptible(orchestrator: Orchestrator, observer: RunObserver) -> Iterator[None]:
+    """Ctrl-C once: drain, write a checkpoint, return. Twice: leave at once."""
+    loop = asyncio.get_running_loop()
+    asked_at: float | None = None
+
+    def on_signal() -> None:
+        nonlocal asked_at
+        if asked_at is not None:
+            if loop.time() - asked_at > SAME_PRESS_S:
+                os._exit(130)
+            return
+        asked_at = loop.time()
+        observer.phase("stopping: finishing the step and writing a checkpoint (Ctrl-C again leaves at once)")
+        orchestrator.stop()
+
+    for number in (signals.SIGINT, signals.SIGTERM, signals.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in (signals.SIGINT, signals.SIGTERM, signals.SIGHUP):
+            loop.remove_signal_handler(number)

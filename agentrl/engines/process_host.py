@@ -1,0 +1,159 @@
+"""The child's side of an engine in a process of its own: `python -m agentrl.engines.process_host FD PARENT`.
+
+Serves one connection, the socket it was started with, and ends with it. Owns the engine and the tasks of its calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import socket
+import sys
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from agentrl.core.errors import AgentRLError, EngineError
+from agentrl.engines import wire
+from agentrl.engines.supervision import die_with
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agentrl.core.ports import Engine, EngineSession
+    from agentrl.core.records import PolicyVersion
+
+BUSY_S = 0.2
+"""How often the client hears how long the engine has been computing."""
+
+
+class EngineHost:
+    """One engine behind one connection."""
+
+    def __init__(self, engine: Engine, writer: asyncio.StreamWriter) -> None:
+        self._engine = engine
+        self._writer = writer
+        self._sessions: dict[int, EngineSession | AgentRLError] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._said_busy = 0.0
+
+    def handle(self, message: wire.Request) -> None:  # noqa: C901, PLR0912 (one branch per message)
+        """Do what a message asks for; calls in tasks of their own."""
+        match message:
+            case wire.Generate():
+                self._start(message.call, self._generate(message))
+            case wire.Open():
+                try:
+                    pin, priority = message.pin, message.priority
+                    opened = self._engine.open(message.name, message.policy, pin=pin, priority=priority)
+                    self._sessions[message.session] = opened
+                except AgentRLError as error:
+                    self._sessions[message.session] = error
+            case wire.CloseSession():
+                session = self._sessions.pop(message.session, None)
+                if session is not None and not isinstance(session, AgentRLError):
+                    session.close()
+            case wire.Abort():
+                self._engine.abort(message.request_id)
+            case wire.Cancel():
+                task = self._tasks.get(message.call)
+                if task is not None:
+                    task.cancel()
+            case wire.Update():
+                self._start(message.call, self._engine.update(message.weights, keep=message.keep))
+            case wire.Pause():
+                self._start(message.call, self._engine.pause() if message.on else self._engine.resume())
+            case wire.Score():
+                self._start(message.call, self._score(message))
+            case wire.Release():
+                self._engine.release(message.version)
+            case wire.Load():
+                raise EngineError("an engine is loaded once")
+
+    async def tell_busy(self) -> None:
+        """Tell the client how long the engine has been computing, for ever."""
+        while True:
+            await asyncio.sleep(BUSY_S)
+            self._tell_busy()
+
+    def _tell_busy(self) -> None:
+        seconds = self._engine.busy_seconds()
+        if seconds != self._said_busy:
+            self._said_busy = seconds
+            wire.send(self._writer, wire.Busy(seconds=seconds))
+
+    def _start(self, call: int, work: Coroutine[Any, Any, wire.Reply | None]) -> None:
+        task = asyncio.get_running_loop().create_task(self._answer(call, work))
+        self._tasks[call] = task
+        task.add_done_callback(lambda _: self._tasks.pop(call, None))
+
+    async def _answer(self, call: int, work: Coroutine[Any, Any, wire.Reply | None]) -> None:
+        try:
+            reply = await work
+        except AgentRLError as error:
+            reply = wire.Failed(call=call, kind=type(error).__name__, message=str(error))
+        except Exception as error:  # noqa: BLE001 - the client must hear of whatever an engine raises
+            reply = wire.Failed(call=call, kind="EngineError", message=f"{type(error).__name__}: {error}")
+        self._tell_busy()
+        wire.send(self._writer, wire.Answered(call=call) if reply is None else reply)
+
+    async def _generate(self, message: wire.Generate) -> wire.Reply:
+        session = self._sessions.get(message.session)
+        if session is None or isinstance(session, AgentRLError):
+            raise session or EngineError(f"call {message.request_id}: the session is closed")
+
+        def on_delta(
+            request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion
+        ) -> None:
+            delta = wire.Delta(call=message.call, token_ids=list(token_ids), logprobs=list(logprobs), version=version)
+            wire.send(self._writer, delta)
+
+        completion = await session.generate(wire.request_of(message), on_delta if message.deltas else None)
+        return wire.completed_of(message.call, completion)
+
+    async def _score(self, message: wire.Score) -> wire.Reply:
+        scores = await self._engine.score(message.version, wire.tokens_of(message.token_ids), message.temperature)
+        return wire.Scored(call=message.call, logprobs=scores.astype("<f4", copy=False).tobytes())
+
+
+def _make(load: wire.Load) -> Engine:
+    module, _, names = load.factory.partition(":")
+    factory: Any = importlib.import_module(module)
+    for name in names.split("."):
+        factory = getattr(factory, name)
+    engine: Engine = factory(versions=load.versions, **load.arguments)
+    return engine
+
+
+async def _serve(connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection)
+    body = await wire.receive(reader)
+    if body is None:
+        return
+    load = wire.REQUESTS.decode(body)
+    if not isinstance(load, wire.Load):
+        return
+    try:
+        engine = _make(load)
+    except AgentRLError as error:
+        wire.send(writer, wire.Failed(call=0, kind=type(error).__name__, message=str(error)))
+        await writer.drain()
+        return
+    host = EngineHost(engine, writer)
+    wire.send(writer, wire.Loaded(capabilities=engine.capabilities))
+    busy = asyncio.get_running_loop().create_task(host.tell_busy())
+    while (body := await wire.receive(reader)) is not None:
+        host.handle(wire.REQUESTS.decode(body))
+    busy.cancel()
+
+
+def main() -> None:
+    """Serve the connection that was handed over, until it ends."""
+    descriptor, parent = map(int, sys.argv[1:])
+    die_with(parent)
+    asyncio.run(_serve(socket.socket(fileno=descriptor)))
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # a forward pass in progress is nobody's any more

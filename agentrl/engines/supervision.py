@@ -1,0 +1,163 @@
+"""A child process that is kept running: started, waited for until it serves, started again when it dies.
+
+Owns the child's life and the budget of its losses. Knows nothing of what is said to the child: `Supervised` brings the
+command, what makes a fresh child ready, and what its death means. Invariants: one child at a time; `serving` returns
+only while a child is ready; a child that has died is told of before the next one starts; nothing is left running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+from typing import TYPE_CHECKING, Protocol
+
+from agentrl.core.errors import AgentRLError, EngineError, EngineLostError
+
+if TYPE_CHECKING:
+    from asyncio.subprocess import Process
+
+    from agentrl.core.budget import RetryBudget
+    from agentrl.core.clock import Clock
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Supervised(Protocol):
+    """What is kept running."""
+
+    async def launch(self) -> Process:
+        """Start a child in a session of its own, so that Ctrl-C is its parent's and the whole session can be killed."""
+        ...
+
+    async def welcome(self) -> None:
+        """Make a fresh child ready to serve.
+
+        Raises:
+            EngineLostError: it died meanwhile, and another may be tried.
+            AgentRLError: it will never serve.
+        """
+        ...
+
+    async def died(self, how: str) -> None:
+        """The child is dead; what it had said is to be heard to its end."""
+        ...
+
+
+class Supervisor:
+    """Keeps one child running, from construction to `stop`. Made in the event loop it lives in.
+
+    Args:
+        name: what the child is called in messages.
+        budget: of losses in a row.
+    """
+
+    def __init__(self, name: str, supervised: Supervised, *, budget: RetryBudget, clock: Clock) -> None:
+        self.losses = 0
+        """How often a child died."""
+        self._name = name
+        self._supervised = supervised
+        self._budget = budget
+        self._clock = clock
+        self._process: Process | None = None
+        self._serving = asyncio.Event()
+        self._failure: AgentRLError | None = None
+        self._task = asyncio.get_running_loop().create_task(self._keep(), name=f"keep {name}")
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the child; None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    async def serving(self) -> None:
+        """Wait until a child serves.
+
+        Raises:
+            AgentRLError: none ever will again, and why.
+        """
+        while not self._serving.is_set():
+            await self._serving.wait()
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+
+    def achieved(self) -> None:
+        """The child did something useful: its next loss is the first in a row."""
+        self._budget.achieved()
+
+    def kill(self) -> None:
+        """End the child, and what it started, at once; it is replaced as if it had died by itself."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """Kill the child; none is started again. Idempotent."""
+        self._give_up(EngineError(f"{self._name} is closed"))
+        if self._process is not None:
+            self.kill()
+        else:
+            self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def _keep(self) -> None:
+        try:
+            while self._failure is None:
+                how = await self._live()
+                self._process = None
+                if self._failure is not None:
+                    return
+                self.losses += 1
+                wait = self._budget.lost()
+                if wait is None:
+                    self._give_up(EngineError(f"{self._name} {how}, {self.losses} times; it is not started again"))
+                    return
+                await self._clock.sleep(wait)
+        finally:
+            self.kill()
+            if self._process is not None:
+                await self._process.wait()
+
+    async def _live(self) -> str:
+        """One child, from its start to its death; how it died."""
+        try:
+            process = self._process = await self._supervised.launch()
+        except OSError as error:
+            return f"could not be started ({error.strerror})"
+        try:
+            await self._supervised.welcome()
+            self._serving.set()
+        except EngineLostError:
+            self.kill()
+        except AgentRLError as error:
+            self._give_up(error)
+            self.kill()
+        code = await process.wait()
+        if self._failure is None:
+            self._serving.clear()
+        how = f"died ({_cause(code)})"
+        await self._supervised.died(how)
+        return how
+
+    def _give_up(self, error: AgentRLError) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._serving.set()
+
+
+def die_with(parent: int) -> None:
+    """Make the kernel kill this process when the thread that started it dies; at once, if `parent` is dead already."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _cause(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,270 @@
+"""What an engine in a process of its own and its client say to each other: msgpack frames behind their length.
+
+Owns the messages and the framing; both ends run the same code. Token columns travel as little-endian bytes. Nothing
+here can make the reader run code: a frame is one of the messages below, or the connection ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from agentrl.core.ports import EngineCapabilities, GenerateRequest, SamplingParams
+from agentrl.core.records import Completion, FinishReason, PolicyVersion, SamplingMask, VersionSpan, WeightsRef
+
+if TYPE_CHECKING:
+    from agentrl.core.records import Float32Array, Int32Array
+
+MAX_FRAME_BYTES = 1 << 30
+_HEAD_BYTES = 4
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    pass
+
+
+class Load(_Message, frozen=True):
+    """Make the engine: `factory` is `module:name.of.callable`, called with `versions` and the arguments."""
+
+    factory: str
+    arguments: dict[str, Any]
+    versions: dict[str, PolicyVersion]
+
+
+class Open(_Message, frozen=True):
+    """A session; `session` is the client's number for it."""
+
+    session: int
+    name: str
+    policy: str
+    pin: PolicyVersion | None
+    priority: int
+
+
+class CloseSession(_Message, frozen=True):
+    """Give a session back."""
+
+    session: int
+
+
+class Generate(_Message, frozen=True):
+    """A call of a session; `deltas`: whether somebody listens to them."""
+
+    call: int
+    session: int
+    request_id: str
+    token_ids: bytes
+    sampling: SamplingParams
+    seed: int
+    sampled_before: int
+    deltas: bool
+
+
+class Cancel(_Message, frozen=True):
+    """Nobody waits for a call any longer."""
+
+    call: int
+
+
+class Abort(_Message, frozen=True):
+    """End a call with what it has."""
+
+    request_id: str
+
+
+class Update(_Message, frozen=True):
+    """Serve a version."""
+
+    call: int
+    weights: WeightsRef
+    keep: bool
+
+
+class Release(_Message, frozen=True):
+    """Forget a kept version."""
+
+    version: PolicyVersion
+
+
+class Pause(_Message, frozen=True):
+    """Pause, or with `on` false resume."""
+
+    call: int
+    on: bool
+
+
+class Score(_Message, frozen=True):
+    """Score tokens."""
+
+    call: int
+    version: PolicyVersion | str
+    token_ids: bytes
+    temperature: float
+
+
+Request = Load | Open | CloseSession | Generate | Cancel | Abort | Update | Release | Pause | Score
+
+
+class Loaded(_Message, frozen=True):
+    """The engine is there."""
+
+    capabilities: EngineCapabilities
+
+
+class Completed(_Message, frozen=True):
+    """The end of a `Generate`."""
+
+    call: int
+    token_ids: bytes
+    logprobs: bytes
+    finish_reason: FinishReason
+    spans: tuple[VersionSpan, ...]
+    routing: bytes | None
+    routing_shape: tuple[int, ...]
+    routing_start: int
+    mask_counts: bytes | None
+    mask_ids: bytes
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Scored(_Message, frozen=True):
+    """The end of a `Score`."""
+
+    call: int
+    logprobs: bytes
+
+
+class Answered(_Message, frozen=True):
+    """The end of a call without a result."""
+
+    call: int
+
+
+class Failed(_Message, frozen=True):
+    """A call raised; `kind` is a class of `agentrl.core.errors`. Call 0 is the `Load`."""
+
+    call: int
+    kind: str
+    message: str
+
+
+class Delta(_Message, frozen=True):
+    """New tokens of a `Generate`."""
+
+    call: int
+    token_ids: list[int]
+    logprobs: list[float]
+    version: PolicyVersion
+
+
+class Busy(_Message, frozen=True):
+    """How long the engine has been computing since it was made."""
+
+    seconds: float
+
+
+Reply = Loaded | Completed | Scored | Answered | Failed | Delta | Busy
+
+REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def send(writer: asyncio.StreamWriter, message: Request | Reply) -> None:
+    """Queue a frame; never waits."""
+    body = _ENCODER.encode(message)
+    writer.write(len(body).to_bytes(_HEAD_BYTES, "little") + body)
+
+
+async def receive(reader: asyncio.StreamReader) -> bytes | None:
+    """The next frame's body; None at the end of the connection, also in the middle of a frame.
+
+    Raises:
+        ValueError: a frame no honest peer sends.
+    """
+    try:
+        size = int.from_bytes(await reader.readexactly(_HEAD_BYTES), "little")
+        if size > MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {size} bytes")
+        return await reader.readexactly(size)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def generate_of(call: int, session: int, request: GenerateRequest, *, deltas: bool) -> Generate:
+    """A request as a message."""
+    return Generate(
+        call=call,
+        session=session,
+        request_id=request.request_id,
+        token_ids=request.token_ids.astype("<i4", copy=False).tobytes(),
+        sampling=request.sampling,
+        seed=request.seed,
+        sampled_before=request.sampled_before,
+        deltas=deltas,
+    )
+
+
+def request_of(message: Generate) -> GenerateRequest:
+    """A message as a request."""
+    return GenerateRequest(
+        request_id=message.request_id,
+        token_ids=tokens_of(message.token_ids),
+        sampling=message.sampling,
+        seed=message.seed,
+        sampled_before=message.sampled_before,
+    )
+
+
+def completed_of(call: int, completion: Completion) -> Completed:
+    """A completion as a message."""
+    routing, mask = completion.expert_routing, completion.sampling_mask
+    return Completed(
+        call=call,
+        token_ids=completion.token_ids.astype("<i4", copy=False).tobytes(),
+        logprobs=completion.logprobs.astype("<f4", copy=False).tobytes(),
+        finish_reason=completion.finish_reason,
+        spans=completion.spans,
+        routing=None if routing is None else routing.tobytes(),
+        routing_shape=() if routing is None else routing.shape,
+        routing_start=completion.routing_start,
+        mask_counts=None if mask is None else mask.counts.astype("<i4", copy=False).tobytes(),
+        mask_ids=b"" if mask is None else mask.token_ids.astype("<i4", copy=False).tobytes(),
+        prompt_tokens=completion.prompt_tokens,
+        cached_tokens=completion.cached_tokens,
+    )
+
+
+def completion_of(message: Completed) -> Completion:
+    """A message as a completion."""
+    routing = None
+    if message.routing is not None:
+        routing = np.frombuffer(message.routing, np.uint8).reshape(message.routing_shape)
+    mask = None
+    if message.mask_counts is not None:
+        mask = SamplingMask(counts=tokens_of(message.mask_counts), token_ids=tokens_of(message.mask_ids))
+    return Completion(
+        token_ids=tokens_of(message.token_ids),
+        logprobs=logprobs_of(message.logprobs),
+        finish_reason=message.finish_reason,
+        spans=message.spans,
+        expert_routing=routing,
+        routing_start=message.routing_start,
+        sampling_mask=mask,
+        prompt_tokens=message.prompt_tokens,
+        cached_tokens=message.cached_tokens,
+    )
+
+
+def tokens_of(column: bytes) -> Int32Array:
+    """Token ids of a column."""
+    return np.frombuffer(column, "<i4").astype(np.int32, copy=False)
+
+
+def logprobs_of(column: bytes) -> Float32Array:
+    """Logprobs of a column."""
+    return np.frombuffer(column, "<f4").astype(np.float32, copy=False)

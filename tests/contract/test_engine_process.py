@@ -1,0 +1,178 @@
+"""An engine in a process of its own: what its death costs, what the next process knows, and what ends it for good."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import EngineError, EngineLostError, ModelError
+from agentrl.core.records import PolicyVersion
+from agentrl.engines.process import EngineProgram, ProcessEngine
+from tests.contract.engine_kinds import START, ModelZoo, check_logprobs, prompt, request, version
+
+SCRIPTED = EngineProgram("tests.contract.scripted_program:scripted_engine", {"max_context": 4096, "refresh": "token"})
+
+
+class NoWaiting(SystemClock):
+    """Remembers how long it was asked to wait."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    async def sleep(self, seconds: float) -> None:
+        self.waits.append(seconds)
+
+
+def kill(engine: ProcessEngine) -> None:
+    assert engine.supervisor.process_id is not None
+    os.kill(engine.supervisor.process_id, signal.SIGKILL)
+
+
+async def made(program: EngineProgram = SCRIPTED, attempts: int = 5) -> tuple[ProcessEngine, NoWaiting]:
+    clock = NoWaiting()
+    return await ProcessEngine(program, START, attempts=attempts, clock=clock).ready(), clock
+
+
+def test_a_call_whose_process_dies_keeps_what_was_delivered_and_goes_on_in_the_next() -> None:
+    async def main() -> None:
+        engine, _ = await made()
+        whole = await engine.open("a", "solver").generate(request("a", prompt(9), seed=3, max_tokens=590))
+        got: list[int] = []
+        heard = asyncio.Event()
+
+        def on_delta(request_id: str, token_ids: list[int], logprobs: list[float], sampler: PolicyVersion) -> None:
+            assert (request_id, sampler, len(logprobs)) == ("b", START["solver"], len(token_ids))
+            got.extend(token_ids)
+            heard.set()
+
+        session = engine.open("b", "solver")
+        running = asyncio.ensure_future(session.generate(request("b", prompt(9), seed=3, max_tokens=590), on_delta))
+        beside = asyncio.ensure_future(engine.open("p", "proposer").generate(request("p", prompt(9), max_tokens=590)))
+        await heard.wait()
+        kill(engine)
+        for lost in (running, beside):
+            with pytest.raises(EngineLostError, match="SIGKILL"):
+                await lost
+        assert 0 < len(got) < 590
+        assert got == whole.token_ids.tolist()[: len(got)]
+        longer = [*prompt(9).tolist(), *got]
+        rest = await session.generate(request("b", longer, seed=3, max_tokens=590 - len(got), sampled_before=len(got)))
+        assert [*got, *rest.token_ids] == whole.token_ids.tolist()
+        assert engine.supervisor.losses == 1
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_the_next_process_serves_the_versions_of_the_one_before(zoo: ModelZoo) -> None:
+    async def main() -> None:
+        program = EngineProgram(
+            "agentrl.engines.embedded:EmbeddedEngine.load", {"model_path": str(zoo.directory()), "max_context": 256}
+        )
+        engine, _ = await made(program)
+        await engine.update(zoo.full(version(1), seed=1), keep=True)
+        pinned = engine.open("pinned", "solver", pin=version(1))
+        await engine.update(zoo.full(version(2), seed=2))
+        await engine.pause()
+        kill(engine)
+        while not engine.supervisor.losses:
+            await asyncio.sleep(0.01)
+        waiting = asyncio.ensure_future(engine.open("w", "solver").generate(request("w", prompt(12))))
+        scored = await engine.score(version(1), prompt(12))  # pure: asked again of the next process
+        assert not waiting.done(), "the pause outlives the process"
+        await engine.resume()
+        newest, older, base = await asyncio.gather(
+            waiting,
+            pinned.generate(request("b", prompt(12))),
+            engine.open("p", "proposer").generate(request("c", prompt(12))),
+        )
+        assert [completion.spans[0].version for completion in (newest, older, base)] == [
+            version(2),
+            version(1),
+            START["proposer"],
+        ]
+        check_logprobs(zoo.load(seed=2), prompt(12), newest)
+        check_logprobs(zoo.load(seed=1), prompt(12), older)
+        check_logprobs(zoo.load(), prompt(12), base)
+        assert scored.shape == (12,)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_process_that_dies_again_and_again_is_given_up_and_an_answer_starts_the_count_anew() -> None:
+    async def main() -> None:
+        engine, clock = await made(attempts=2)
+        session = engine.open("s", "solver")
+        for losses in (1, 2, 3):
+            kill(engine)
+            with pytest.raises(EngineLostError):
+                await engine.open("d", "solver").generate(request("d", prompt(3), max_tokens=500))
+            await session.generate(request("s", prompt(3)))
+            assert engine.supervisor.losses == losses
+        assert clock.waits == [1.0, 1.0, 1.0]
+        for _ in range(3):
+            await engine.ready()
+            process = engine.supervisor.process_id
+            kill(engine)
+            while engine.supervisor.process_id == process:
+                await asyncio.sleep(0.01)
+        with pytest.raises(EngineError, match=r"died \(SIGKILL\), 6 times; it is not started again"):
+            await session.generate(request("s", prompt(3)))
+        with pytest.raises(EngineError, match="not started again"):
+            await engine.update(zoo_less_weights())
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def zoo_less_weights():  # type: ignore[no-untyped-def]
+    from agentrl.core.records import WeightsRef
+
+    return WeightsRef(version=version(1), path="", kind="full", sha256="")
+
+
+def test_what_the_factory_raises_is_raised_here(tmp_path: Path) -> None:
+    async def main() -> None:
+        program = EngineProgram("agentrl.engines.embedded:EmbeddedEngine.load", {"model_path": str(tmp_path)})
+        engine = ProcessEngine(program, START)
+        with pytest.raises(ModelError, match=str(tmp_path)):
+            await engine.ready()
+        await engine.close()
+        assert engine.supervisor.process_id is None
+
+    asyncio.run(main())
+
+
+_PARENT = """
+import asyncio, os, sys
+from tests.contract.test_engine_process import made, prompt, request
+
+async def main():
+    engine, _ = await made()
+    asyncio.ensure_future(engine.open("a", "solver").generate(request("a", prompt(9), max_tokens=590)))
+    print(engine.supervisor.process_id, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_the_process_dies_with_its_parent(repository: Path) -> None:
+    command = [sys.executable, "-c", _PARENT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=repository) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        watch = os.pidfd_open(child)
+        parent.kill()
+    import select
+
+    assert select.select([watch], [], [], 20)[0], "the engine's process outlived its parent"
+    os.close(watch)
