@@ -60,6 +60,13 @@ class EngineError(AgentRLError):
     """An engine cannot serve a request: dead, unreachable, or asked for what it cannot give."""
 
 
+class EngineLostError(EngineError):
+    """The engine is gone in the middle of its work, and may come back: its process died, its socket closed.
+
+    What `on_delta` was given of a call stays good; sessions are to be opened again once `Engine.open` takes them.
+    """
+
+
 class EngineCapabilityError(InputError):
     """Something was asked of an engine that it cannot give; raised at start, with the alternatives."""
 
