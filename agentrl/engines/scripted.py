@@ -372,28 +372,28 @@ class ScriptedEngine:
 class ScriptedSession:
     """One conversation of a scripted engine."""
 
-    __slots__ = ("_call", "_closed", "_engine", "_lease", "_life", "_pin", "_policy")
+    __slots__ = ("_call", "_engine", "_lease", "_pin", "_policy", "closed", "life")
 
     def __init__(self, engine: ScriptedEngine, policy: str, pin: PolicyVersion | None) -> None:
         self._engine = engine
         self._policy = policy
         self._pin = pin
         self._lease: PolicyVersion | None = None
-        self._life = engine.life
+        self.life = engine.life
         self._call: str | None = None
-        self._closed = False
+        self.closed = False
 
     async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
         """See `agentrl.core.ports.EngineSession.generate`."""
         engine, pin = self._engine, self._pin
-        engine.check_alive(request.request_id, self._life)
-        if self._closed:
+        engine.check_alive(request.request_id, self.life)
+        if self.closed:
             raise EngineError(f"call {request.request_id}: the session is closed")
         self._call = request.request_id
         try:
             if not await engine.wait_to_run(request.request_id):
                 return engine.nothing(request)
-            engine.check_alive(request.request_id, self._life)
+            engine.check_alive(request.request_id, self.life)
             version = self._lease = pin or engine.version_for(self._policy, self._lease)
             started = engine.start(request, self._policy, version, pinned=pin is not None, on_delta=on_delta)
             if isinstance(started, Completion):
@@ -408,10 +408,10 @@ class ScriptedSession:
 
     def close(self) -> None:
         """See `agentrl.core.ports.EngineSession.close`."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
-        if self._life == self._engine.life:
+        self.closed = True
+        if self.life == self._engine.life:
             self._engine.sessions -= 1
         if self._call is not None:
             self._engine.abort(self._call)

@@ -45,8 +45,8 @@ class Dispatcher:
     """Of root training episodes."""
     next_evaluation: int = 0
     """Of evaluation episodes."""
-    ended_children: Mapping[str, EpisodeHeader] = field(default_factory=dict)
-    """Children, ended in an earlier life of the run, of parents that go on in this one."""
+    ended_children: dict[str, EpisodeHeader] = field(default_factory=dict)
+    """Children of parents that go on in this life of the run, ended in an earlier one or before their parent asked."""
     worker: Worker = field(init=False)
     """Set once by the composition root: the worker's runner needs this host first."""
     on_collapse: Callable[[CheckFailedError], None] = field(init=False)
@@ -55,6 +55,8 @@ class Dispatcher:
     _running: dict[str, EpisodeSpec] = field(default_factory=dict)
     _parents: dict[str, Callable[[EpisodeHeader], None]] = field(default_factory=dict)
     """Who waits for a child that was resumed before its parent asked for it."""
+    _resumed: frozenset[str] = frozenset()
+    """Episodes that began in an earlier life: a child of theirs may have entries though its admission was lost."""
     _useless_in_a_row: Counter[str] = field(default_factory=Counter)
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of the training episodes that ended since the run began, growing: `episodes`, `tokens`, `turns`, how they kept
@@ -87,6 +89,7 @@ class Dispatcher:
             self.buffer.expect(group_id, size)
         for spec, _ in ended:
             self.buffer.admit(spec)
+        self._resumed = frozenset(spec.episode_id for spec in unfinished)
         for spec in unfinished:
             self._admit(spec)
         for spec, header in ended:
@@ -127,7 +130,7 @@ class Dispatcher:
                 purpose=parent.purpose,
                 parent_id=parent.episode_id,
             )
-            self._start(spec, partial(on_end, index))
+            self._start(spec, partial(on_end, index), resume=parent.episode_id in self._resumed)
         return SpawnedGroup(group_id=group_id, episode_ids=tuple(episode_ids))
 
     def _rejoin(self, episode_id: str, on_end: Callable[[EpisodeHeader], None]) -> bool:
@@ -209,16 +212,20 @@ class Dispatcher:
             purpose=purpose,
         )
 
-    def _start(self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None] | None) -> None:
+    def _start(
+        self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None] | None, *, resume: bool = False
+    ) -> None:
         self.store.admit(spec)
         if spec.purpose == "train":
             self._admit(spec)
-        self.worker.submit(spec, partial(self._end, spec, on_end))
+        self.worker.submit(spec, partial(self._end, spec, on_end), resume=resume)
 
     def _end(self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None] | None, header: EpisodeHeader) -> None:
         if spec.purpose == "train":
             del self._running[spec.episode_id]
             on_end = self._parents.pop(spec.episode_id, on_end)
+            if on_end is None and spec.parent_id is not None:
+                self.ended_children[spec.episode_id] = header
             self._record(self.buffer.end(spec, header))
             self._count(header)
             self._guard(spec, header)
