@@ -220,7 +220,7 @@ def make_dispatcher(
         signal=signal,
         next_number=past.next_number,
         next_evaluation=past.next_evaluation,
-        ended_children=past.ended_children,
+        ended_children=dict(past.ended_children),
     )
 
 

@@ -60,6 +60,11 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
 
+    @property
+    def is_filtered(self) -> bool:
+        """Whether tokens are left out."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
@@ -92,12 +97,13 @@ class EngineSession(Protocol):
         """Sample until a stop token, the limit, or an abort (which returns the partial).
 
         Raises:
-            EngineError: the engine died or refused; nothing of the call is kept.
+            EngineLostError: the engine is gone; what `on_delta` was given is good, and this session is not any more.
+            EngineError: the engine died for good or refused; nothing of the call is kept.
         """
         ...
 
     def close(self) -> None:
-        """Give the KV and the slot back. Idempotent."""
+        """Give the KV, the slot and the lease back; a call in flight is aborted. Idempotent."""
         ...
 
 
@@ -112,6 +118,10 @@ class Engine(Protocol):
         """A session for one conversation of `policy`; lower `priority` is served first.
 
         With `pin` the session stays on that version, which must have been given by `update` (and kept).
+
+        Raises:
+            EngineLostError: the engine is gone; it may take the session later.
+            EngineError: it does not serve the policy, or not that version.
         """
         ...
 
@@ -270,6 +280,19 @@ class Worker(Protocol):
 
     def submit(self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None], *, resume: bool = False) -> None:
         """Start an episode; never blocks. With `resume` its recorded entries are replayed before it goes on."""
+        ...
+
+    def park(self, episode_id: str) -> bool:
+        """Take an episode out of the engine: its calls in flight are cut and their tokens put on disk, its slots and KV
+        given back, its next call waits, its time stands still; code and tools that run go on. Returns whether it is in
+        flight here.
+        """
+        ...
+
+    def unpark(self, count: int = 1) -> tuple[str, ...]:
+        """Let parked episodes go on, up to `count`, in deadline order: first the one whose oldest weights plus the
+        policy's `max_staleness` is lowest, ties by episode id. Returns which.
+        """
         ...
 
     async def drain(self) -> None:

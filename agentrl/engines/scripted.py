@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agentrl.core.errors import EngineError
+from agentrl.core.errors import EngineError, EngineLostError
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, VersionSpan
 from agentrl.engines.counter_random import uniform
@@ -115,8 +115,13 @@ class ScriptedEngine:
         self._max_staleness = max_staleness
         self._constant: dict[int, Float32Array] = {}
         self._calls: dict[str, _Call] = {}
-        self.running = asyncio.Event()
-        self.running.set()
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._paused = False
+        self._lost = False
+        self.life = 0
+        """Grows by one with every `lose`; sessions belong to one life."""
+        self.sessions = 0
+        """Sessions that are open."""
         self._busy = 0.0
         self._busy_since = 0.0
         self.closed = False
@@ -127,11 +132,33 @@ class ScriptedEngine:
         self, session_id: str, policy: str, *, pin: PolicyVersion | None = None, priority: int = 0
     ) -> ScriptedSession:
         """See `agentrl.core.ports.Engine.open`."""
+        self.check_alive(session_id, self.life)
         if policy not in self._current:
             raise EngineError(f"no policy {policy!r} in this engine; it serves: {', '.join(sorted(self._current))}")
         if pin is not None and not self._kept[pin] and pin != self._current[pin.policy]:
             raise EngineError(f"version {pin} is not served here; give it by update with keep=True")
+        self.sessions += 1
         return ScriptedSession(self, policy, pin)
+
+    def check_alive(self, where: str, life: int) -> None:
+        """Refuse work while the engine is closed or gone, and work of sessions of an earlier life."""
+        if self.closed:
+            raise EngineError(f"{where}: the engine is closed")
+        if self._lost or life != self.life:
+            raise EngineLostError(f"{where}: the engine is gone, and with it what it held")
+
+    async def wait_to_run(self, request_id: str) -> bool:
+        """Wait while the engine is paused; False: the call was aborted meanwhile."""
+        waiting = self._waiting
+        while self._paused and not self.closed:
+            gate = waiting[request_id] = asyncio.get_running_loop().create_future()
+            try:
+                await gate
+            finally:
+                aborted = waiting.pop(request_id, None) is None
+            if aborted:
+                return False
+        return True
 
     def version_for(self, policy: str, lease: PolicyVersion | None) -> PolicyVersion:
         """The version that the next call of a session samples from, given the one before."""
@@ -172,6 +199,10 @@ class ScriptedEngine:
             self._busy += asyncio.get_running_loop().time() - self._busy_since
         return self._completion(call.request, call.tokens[: call.said], call.reason, call.all_spans())
 
+    def nothing(self, request: GenerateRequest) -> Completion:
+        """The reply to a call that was aborted before it began."""
+        return self._completion(request, (), "abort", ())
+
     def _completion(
         self, request: GenerateRequest, tokens: Sequence[int], reason: FinishReason, spans: tuple[VersionSpan, ...]
     ) -> Completion:
@@ -198,7 +229,7 @@ class ScriptedEngine:
 
     def _go_on(self, call: _Call) -> None:
         """Run until all is said, or until there is something to deliver."""
-        if self._holding or not self.running.is_set():
+        if self._holding or self._paused:
             return
         loop = asyncio.get_running_loop()
         call.since = loop.time()
@@ -280,15 +311,16 @@ class ScriptedEngine:
 
     async def pause(self) -> None:
         """See `agentrl.core.ports.Engine.pause`."""
-        self.running.clear()
+        self._paused = True
         for call in self._calls.values():
             self._stop(call)
 
     async def resume(self) -> None:
         """See `agentrl.core.ports.Engine.resume`."""
-        if self.running.is_set():
+        if not self._paused:
             return
-        self.running.set()
+        self._paused = False
+        _let_go(self._waiting.values())
         for call in self._calls.values():
             self._go_on(call)
 
@@ -298,6 +330,24 @@ class ScriptedEngine:
         if call is not None and not call.future.done():
             call.reason = "abort"
             call.future.set_result(None)
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            _let_go((waiting,))
+
+    def lose(self) -> None:
+        """Be gone, as an engine whose process died: calls in flight fail, sessions are void, nothing is taken."""
+        self._lost = True
+        self.life += 1
+        self.sessions = 0
+        self._paused = False
+        _let_go(self._waiting.values())
+        for call in self._calls.values():
+            if not call.future.done():
+                call.future.set_exception(EngineLostError(f"call {call.request.request_id}: the engine is gone"))
+
+    def restore(self) -> None:
+        """Be back, with the versions of before."""
+        self._lost = False
 
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
@@ -314,6 +364,7 @@ class ScriptedEngine:
     async def close(self) -> None:
         """See `agentrl.core.ports.Engine.close`; calls in flight fail."""
         self.closed = True
+        _let_go(self._waiting.values())
         for call in self._calls.values():
             if not call.future.done():
                 call.future.set_exception(EngineError(f"call {call.request.request_id}: the engine was closed"))
@@ -322,33 +373,55 @@ class ScriptedEngine:
 class ScriptedSession:
     """One conversation of a scripted engine."""
 
-    __slots__ = ("_engine", "_lease", "_pin", "_policy")
+    __slots__ = ("_call", "_engine", "_lease", "_pin", "_policy", "closed", "life")
 
     def __init__(self, engine: ScriptedEngine, policy: str, pin: PolicyVersion | None) -> None:
         self._engine = engine
         self._policy = policy
         self._pin = pin
         self._lease: PolicyVersion | None = None
+        self.life = engine.life
+        self._call: str | None = None
+        self.closed = False
 
     async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
         """See `agentrl.core.ports.EngineSession.generate`."""
         engine, pin = self._engine, self._pin
-        while not engine.running.is_set():
-            await engine.running.wait()
-        if engine.closed:
-            raise EngineError(f"call {request.request_id}: the engine is closed")
-        version = self._lease = pin or engine.version_for(self._policy, self._lease)
-        started = engine.start(request, self._policy, version, pinned=pin is not None, on_delta=on_delta)
-        if isinstance(started, Completion):
-            return started
+        engine.check_alive(request.request_id, self.life)
+        if self.closed:
+            raise EngineError(f"call {request.request_id}: the session is closed")
+        self._call = request.request_id
         try:
-            await started.future
+            if not await engine.wait_to_run(request.request_id):
+                return engine.nothing(request)
+            engine.check_alive(request.request_id, self.life)
+            version = self._lease = pin or engine.version_for(self._policy, self._lease)
+            started = engine.start(request, self._policy, version, pinned=pin is not None, on_delta=on_delta)
+            if isinstance(started, Completion):
+                return started
+            try:
+                await started.future
+            finally:
+                completion = engine.end(started)
+            return completion
         finally:
-            completion = engine.end(started)
-        return completion
+            self._call = None
 
     def close(self) -> None:
-        """See `agentrl.core.ports.EngineSession.close`; there is nothing to give back."""
+        """See `agentrl.core.ports.EngineSession.close`."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.life == self._engine.life:
+            self._engine.sessions -= 1
+        if self._call is not None:
+            self._engine.abort(self._call)
+
+
+def _let_go(waiting: Iterable[asyncio.Future[None]]) -> None:
+    for gate in waiting:
+        if not gate.done():
+            gate.set_result(None)
 
 
 def _replies(replies: Sequence[Sequence[int]]) -> Script:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from agentrl.core.ports import GenerateRequest, SamplingParams
+    from agentrl.core.ports import GenerateRequest
 
     Slots = NDArray[np.int64]
 
@@ -62,7 +62,7 @@ class SlotColumns:
         self._top_k[slot] = sampling.top_k
         self._top_p[slot] = sampling.top_p
         self._min_p[slot] = sampling.min_p
-        self.filtered[slot] = is_filtered(sampling)
+        self.filtered[slot] = sampling.is_filtered
         self._tempered[slot] = sampling.temperature != 1.0
         self._set_stops(slot, sampling.stop_token_ids)
 
@@ -109,8 +109,3 @@ class SlotColumns:
         limit = min(int(self.computed[slot]), len(context) - 1)
         differs = np.flatnonzero(self.tokens[slot, :limit] != context[:limit])
         return int(differs[0]) if len(differs) else limit
-
-
-def is_filtered(sampling: SamplingParams) -> bool:
-    """Whether `sampling` leaves tokens out."""
-    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0

@@ -23,6 +23,7 @@ from agentrl.core.records import (
 )
 from agentrl.journal.checksums import row_checksum
 from agentrl.journal.schema import database_error
+from agentrl.journal.writer import insert_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -47,12 +48,14 @@ class ControlTable:
         self.name = name
         self.checksum = checksum
         names = columns.split() + (["checksum"] if checksum else [])
-        self.width = len(names)
-        self.insert = f"INSERT {'OR IGNORE ' if once else ''}INTO {name} ({', '.join(names)}) VALUES "
+        self._width = len(names)
+        self._insert = f"INSERT {'OR IGNORE ' if once else ''}INTO {name} ({', '.join(names)}) VALUES "
 
-    def row(self, item: Sequence[Any]) -> Sequence[Any]:
-        """The columns, checksum last where the table has one."""
-        return (*item, row_checksum(self.name, item)) if self.checksum else item
+    def write(self, connection: sqlite3.Connection, items: list[Sequence[Any]]) -> None:
+        """Insert rows, with their checksum last where the table has one; called by the writer."""
+        if self.checksum:
+            items = [(*item, row_checksum(self.name, item)) for item in items]
+        insert_rows(connection, self._insert, self._width, items)
 
 
 class ControlTables:

@@ -49,6 +49,18 @@ class TurnLog(Protocol):
         """Entries on disk of an episode, in the order they were appended."""
         ...
 
+    def append_partial(self, entry: JournalEntry) -> None:
+        """Queue tokens of a turn that has not ended (`journal.partials`); no commit counts or names them."""
+        ...
+
+    def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
+        """Queue the removal of a call's partials, or of all of an attempt; what is on disk by then goes with them."""
+        ...
+
+    def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
+        """Whole partials on disk of an episode, in the order they were appended; a damaged one is left out."""
+        ...
+
 
 class JournalStore(Protocol):
     """The run's durable log, as the orchestrator sees it."""

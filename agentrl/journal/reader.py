@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +16,9 @@ from agentrl.journal.schema import database_error, open_to_read
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-_SELECT = "SELECT episode, attempt, call, asked, body, checksum FROM entries WHERE episode IN ({}) ORDER BY id"
+_COLUMNS = "SELECT episode, attempt, call, asked, body, checksum"
+_SELECT = _COLUMNS + " FROM entries WHERE episode IN ({}) ORDER BY id"
+_SELECT_PARTIALS = _COLUMNS + " FROM partials WHERE episode = ? AND attempt = ? ORDER BY id"
 _BULK = 256
 
 
@@ -68,6 +71,18 @@ class TurnReader:
         for key, rows in zip(keys, answer, strict=True):
             _check_committed(key, rows)
         return answer
+
+    def partials(self, partition: str, episode_id: str, attempt: int) -> list[JournalEntry]:
+        """Whole partials on disk of an episode, in order; what is damaged is left out, and sampled again."""
+        path, connection = self._open(partition)
+        found = []
+        try:
+            for row in connection.execute(_SELECT_PARTIALS, (episode_id, attempt)):
+                with suppress(JournalError):
+                    found.append(_verified(path, row))
+        except sqlite3.Error:  # a damaged page: the rows before it are good
+            return found
+        return found
 
     def close(self) -> None:
         """Close the connections. Idempotent."""

@@ -31,6 +31,9 @@ _TURNS = (
     "CREATE TABLE entries (id INTEGER PRIMARY KEY, episode TEXT NOT NULL, attempt INTEGER NOT NULL, call TEXT NOT NULL,"
     " asked BLOB NOT NULL, body BLOB NOT NULL, checksum INTEGER NOT NULL)",
     "CREATE INDEX entries_by_episode ON entries (episode)",
+    "CREATE TABLE partials (id INTEGER PRIMARY KEY, episode TEXT NOT NULL, attempt INTEGER NOT NULL,"
+    " call TEXT NOT NULL, asked BLOB NOT NULL, body BLOB NOT NULL, checksum INTEGER NOT NULL)",
+    "CREATE INDEX partials_by_call ON partials (episode, attempt, call)",
 )
 
 _CONTROL = (

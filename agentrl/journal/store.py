@@ -8,6 +8,7 @@ after a failed write nothing more is written and every later wait raises.
 from __future__ import annotations
 
 import os
+import sqlite3
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from agentrl.journal.lock import RunLock
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.run_log import SqliteRunLog, UnitKey
 from agentrl.journal.schema import CONTROL_FILE, MAX_VALUE_BYTES, meta, open_to_write, private_directory
-from agentrl.journal.writer import Database, GroupCommitWriter
+from agentrl.journal.writer import Database, GroupCommitWriter, insert_rows
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,11 +33,45 @@ if TYPE_CHECKING:
     from agentrl.journal.port import StepRow
 
 
+_COLUMNS = " (episode, attempt, call, asked, body, checksum) VALUES "
+
+PartialKey = tuple[str, int, str | None]
+"""Episode, attempt and call; without the call, all of the attempt."""
+
+
+class PartialTable:
+    """The partials of a partition, as a target of the writer: an item is a partial, or the key of those to remove."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    def write(self, connection: sqlite3.Connection, items: list[JournalEntry | PartialKey]) -> None:
+        """Insert, then remove; what is removed in the round it was queued in never reaches the disk."""
+        removed = {item for item in items if isinstance(item, tuple)}
+        rows = [
+            _row(item)
+            for item in items
+            if not isinstance(item, tuple) and (item.episode_id, item.attempt, item.call_id) not in removed
+        ]
+        insert_rows(connection, "INSERT INTO partials" + _COLUMNS, 6, rows)
+        for episode_id, attempt, call_id in removed:
+            if call_id is None:
+                connection.execute("DELETE FROM partials WHERE episode = ? AND attempt = ?", (episode_id, attempt))
+            else:
+                connection.execute(
+                    "DELETE FROM partials WHERE episode = ? AND attempt = ? AND call = ?",
+                    (episode_id, attempt, call_id),
+                )
+
+
+def _row(entry: JournalEntry) -> Sequence[Any]:
+    asked, body = entry.asked, entry.body
+    checksum = entry_checksum(entry.episode_id, entry.attempt, entry.call_id, asked, body)
+    return (entry.episode_id, entry.attempt, entry.call_id, asked, body, checksum)
+
+
 class SqliteTurnLog:
     """One worker's partition, `turns-<worker>.db`; implements `TurnLog`."""
-
-    insert = "INSERT INTO entries (episode, attempt, call, asked, body, checksum) VALUES "
-    width = 6
 
     def __init__(self, directory: Path, worker: str, run: str, writer: GroupCommitWriter) -> None:
         """Open or make the partition.
@@ -51,6 +86,7 @@ class SqliteTurnLog:
         self.name = f"turns-{worker}.db"
         path = directory / self.name
         self.database = Database(path, open_to_write(path, "turns", {"run": run}, run=run), order=0)
+        self._partials = PartialTable(self.database)
         self._writer = writer
         self._reader = TurnReader(directory)
         writer.add(self.database)
@@ -77,11 +113,21 @@ class SqliteTurnLog:
         """Entries on disk of an episode, in the order they were appended."""
         return self._reader.read(self.name, episode_id, attempt)
 
-    def row(self, item: JournalEntry) -> Sequence[Any]:
-        """Columns of `entries`; called by the writer."""
-        asked, body = item.asked, item.body
-        checksum = entry_checksum(item.episode_id, item.attempt, item.call_id, asked, body)
-        return (item.episode_id, item.attempt, item.call_id, asked, body, checksum)
+    def append_partial(self, entry: JournalEntry) -> None:
+        """Queue tokens of a turn that has not ended."""
+        self._writer.put(self._partials, entry)
+
+    def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
+        """Queue the removal of a call's partials, or of all of an attempt."""
+        self._writer.put(self._partials, (episode_id, attempt, call_id))
+
+    def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
+        """Whole partials on disk of an episode, in the order they were appended; a damaged one is left out."""
+        return self._reader.partials(self.name, episode_id, attempt)
+
+    def write(self, connection: sqlite3.Connection, items: list[JournalEntry]) -> None:
+        """Insert entries; called by the writer."""
+        insert_rows(connection, "INSERT INTO entries" + _COLUMNS, 6, [_row(entry) for entry in items])
 
     def close_reader(self) -> None:
         """Close what `read` opened; the writer closes the rest."""

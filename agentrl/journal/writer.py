@@ -36,13 +36,9 @@ class Target(Protocol):
     """A table of a database, and how queued items become its rows."""
 
     database: Database
-    insert: str
-    """`INSERT … VALUES `, to be followed by the placeholders."""
-    width: int
-    """Number of columns."""
 
-    def row(self, item: Any) -> Row:
-        """The columns of a queued item; called in the writer thread."""
+    def write(self, connection: sqlite3.Connection, items: list[Any]) -> None:
+        """Put queued items into the table, inside the round's transaction; called in the writer thread."""
         ...
 
 
@@ -166,7 +162,7 @@ class GroupCommitWriter:
             connection.execute("BEGIN IMMEDIATE")
             for target, items in rows.items():
                 if target.database is database:
-                    _insert(connection, target, [target.row(item) for item in items])
+                    target.write(connection, items)
             connection.execute("COMMIT")
         except (sqlite3.Error, OSError, ValueError, TypeError, OverflowError) as error:
             if connection.in_transaction:
@@ -178,18 +174,19 @@ class GroupCommitWriter:
         return None
 
 
-def _insert(connection: sqlite3.Connection, target: Target, rows: list[Row]) -> None:
-    placeholders = "(" + ",".join("?" * target.width) + ")"
+def insert_rows(connection: sqlite3.Connection, insert: str, width: int, rows: list[Row]) -> None:
+    """Insert rows of `width` columns; `insert` is `INSERT … VALUES `, to be followed by the placeholders."""
+    placeholders = "(" + ",".join("?" * width) + ")"
     whole = len(rows) - len(rows) % _CHUNK
     if whole:
-        statement = target.insert + ",".join([placeholders] * _CHUNK)
+        statement = insert + ",".join([placeholders] * _CHUNK)
         for start in range(0, whole, _CHUNK):
             connection.execute(statement, [value for row in rows[start : start + _CHUNK] for value in row])
     rest = rows[whole:]
     size = 1
     while rest:  # powers of two, so that few statements are ever prepared
         if len(rest) & size:
-            statement = target.insert + ",".join([placeholders] * size)
+            statement = insert + ",".join([placeholders] * size)
             connection.execute(statement, [value for row in rest[:size] for value in row])
             rest = rest[size:]
         size *= 2

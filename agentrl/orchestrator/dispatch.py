@@ -45,8 +45,8 @@ class Dispatcher:
     """Of root training episodes."""
     next_evaluation: int = 0
     """Of evaluation episodes."""
-    ended_children: Mapping[str, EpisodeHeader] = field(default_factory=dict)
-    """Children, ended in an earlier life of the run, of parents that go on in this one."""
+    ended_children: dict[str, EpisodeHeader] = field(default_factory=dict)
+    """Children of parents that go on in this life of the run, ended in an earlier one or before their parent asked."""
     pins_of: Callable[[int], Mapping[str, PolicyVersion]] = field(default=lambda number: {})
     """Versions a root episode plays with, by its number; see `Scheduler.pins`."""
     resumable: Callable[[EpisodeSpec], EpisodeSpec | None] = field(default=lambda spec: spec)
@@ -255,6 +255,8 @@ class Dispatcher:
         if spec.purpose == "train":
             del self._running[spec.episode_id]
             on_end = self._parents.pop(spec.episode_id, on_end)
+            if on_end is None and spec.parent_id is not None:
+                self.ended_children[spec.episode_id] = header
             self._record(self.buffer.end(spec, header))
             self._count(header)
             self._guard(spec, header)

@@ -1,6 +1,6 @@
 """One agent of a running episode: every turn is an engine call, or the journal's memory of one.
 
-Owns: the conversation's tokens, the engine session, what a turn's entry holds.
+Owns: the conversation's tokens, what a turn's entry holds. The engine call itself is in `turn_sampler.py`.
 Invariant: a turn is in the journal before the environment sees it, with the tokens exactly as they were sampled.
 """
 
@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
 from agentrl.core.errors import EpisodeError, RewardError
-from agentrl.core.ports import EngineSession, GenerateRequest, SamplingParams
+from agentrl.core.ports import SamplingParams
 from agentrl.core.records import Completion, Message, PolicyVersion, ToolSpec, TrajectoryHeader, Turn
 from agentrl.environment.base import Agent, LimitReachedError
 from agentrl.journal.entries import RewardEntry, Span, TurnEntry, asked_hash
 from agentrl.rollout.conversation import Conversation
 from agentrl.rollout.turn_entries import completion_of, message_data
+from agentrl.rollout.turn_sampler import TurnSampler
 
 if TYPE_CHECKING:
     from agentrl.rollout.calls import Call
@@ -29,22 +30,19 @@ if TYPE_CHECKING:
 CHARACTERS_PER_TOKEN = 64
 """Longer messages are not even tokenised: no tokenizer packs more text than this into a token."""
 
-PRIORITY = {"train": 0, "fork": 1, "replay": 1, "evaluate": 2}
-"""Engine priority by purpose; lower is served first, so that evaluation never holds up training."""
-
 
 class LiveAgent(Agent):
     """One conversation, played against an engine and written to the journal."""
 
     __slots__ = (
-        "_binding",
         "_conversation",
         "_episode",
         "_messages",
         "_pending",
-        "_session",
+        "_sampler",
         "_turns",
         "index",
+        "policy",
         "rewards",
         "seat",
     )
@@ -54,17 +52,14 @@ class LiveAgent(Agent):
         self.index = index
         self.rewards: list[float] = []
         self._episode = episode
-        self._binding = episode.spec.seats[seat]
+        binding = episode.spec.seats[seat]
+        self.policy = binding.policy
         self._conversation = Conversation(episode.services.chat_format, tools)
-        self._session: EngineSession | None = None
+        self._sampler = TurnSampler(episode, binding, f"{seat}.{index}")
         self._turns: list[Turn] = []
         self._messages: list[Message] = []
         self._pending: tuple[Message, ...] = ()
-
-    @property
-    def policy(self) -> str:
-        """Who holds the seat."""
-        return self._binding.policy
+        episode.agents.append(self)
 
     @property
     def turns(self) -> Sequence[Turn]:
@@ -99,7 +94,7 @@ class LiveAgent(Agent):
             completion = completion_of(recorded)
         else:
             started = services.clock.monotonic()
-            completion = await self._generate(call, sampling)
+            completion = await self._sampler.sample(call, self._conversation.context(), sampling)
             self._write(call, messages, context_bytes, before, completion, services.clock.monotonic() - started)
         if completion.finish_reason == "length":
             self._episode.metric("turns/length", 1.0)
@@ -125,15 +120,25 @@ class LiveAgent(Agent):
             self._episode.journal.write(call, RewardEntry(self.seat, self.index, number, turn))
         self.rewards.append(number)
 
+    def suspend(self) -> None:
+        """Cut the call in flight and give the engine's KV and slot back: the episode is parked."""
+        self._sampler.suspend()
+
     def close(self) -> None:
         """Give the engine's KV and slot back."""
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        self._sampler.close()
+
+    def versions(self) -> Iterator[PolicyVersion]:
+        """Who sampled the agent's tokens, those of the running turn included, as far as its calls have returned."""
+        running = self._sampler.turn
+        pieces = () if running is None else running.pieces
+        for completion in (*(turn.completion for turn in self._turns), *pieces):
+            for span in completion.spans:
+                yield span.version
 
     def header(self) -> TrajectoryHeader:
         """What the control path needs to know."""
-        oldest = min((span.version for turn in self._turns for span in turn.completion.spans), key=_age, default=None)
+        oldest = min(self.versions(), key=_age, default=None)
         return TrajectoryHeader(
             seat=self.seat,
             index=self.index,
@@ -163,25 +168,6 @@ class LiveAgent(Agent):
         if max_tokens is None or max_tokens >= sampling.max_tokens:
             return sampling
         return dataclasses.replace(sampling, max_tokens=max_tokens)
-
-    async def _generate(self, call: Call, sampling: SamplingParams) -> Completion:
-        spec = self._episode.spec
-        if self._session is None:
-            name = f"{self._episode.name}:{self.seat}.{self.index}"
-            engine = self._episode.services.engine
-            self._session = engine.open(name, self.policy, pin=self._binding.pin, priority=PRIORITY[spec.purpose])
-        request = GenerateRequest(
-            request_id=f"{self._episode.name}.{call.call_id}",
-            token_ids=self._conversation.context(),
-            sampling=sampling,
-            seed=self._episode.sampling_seed(call.call_id),
-        )
-        completion = await self._session.generate(request)
-        if not np.isfinite(completion.logprobs).all():
-            raise EpisodeError(
-                f"the engine returned a non-finite logprob for {request.request_id}", reason="nonfinite_logprob"
-            )
-        return completion
 
     def _write(
         self,
@@ -224,6 +210,7 @@ class LiveAgent(Agent):
             parent_context=before,
         )
         self._episode.journal.write(call, entry)
+        self._episode.partials.ended(call)
 
 
 def finite_reward(value: object, where: str) -> float:

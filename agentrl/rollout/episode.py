@@ -1,22 +1,26 @@
 """One attempt of an episode while it runs: what its agents, resources and context share, and who serves them.
 
-Owns nothing but the counts an episode adds up (`metrics`). `runner.py` makes one per attempt; `context.py` is what the
-environment sees of it.
+Owns the counts an episode adds up (`metrics`), and stops its time while it is parked. `runner.py` makes one per
+attempt; `context.py` is what the environment sees of it.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from agentrl.core import ids
 
 if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.core.ports import ChatFormat, Engine, EpisodeHost, SamplingParams
-    from agentrl.core.records import EpisodeSpec
+    from agentrl.core.records import EpisodeSpec, PolicyVersion
     from agentrl.environment.base import Limits
     from agentrl.rollout.calls import CallJournal
+    from agentrl.rollout.parking import Parking
+    from agentrl.rollout.partials import EpisodePartials
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,8 @@ class RolloutSettings:
     limits: Limits
     tool_timeout_s: float
     episode_timeout_s: float
+    max_staleness: Mapping[str, int] = field(default_factory=dict)
+    """By policy, for the order in which parked episodes go on; 0 where absent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +44,19 @@ class Services:
     host: EpisodeHost
     clock: Clock
     settings: RolloutSettings
+    parking: Parking
+
+
+class Sampling(Protocol):
+    """What an episode asks of its agents: `agent.LiveAgent`."""
+
+    def suspend(self) -> None:
+        """Cut the call in flight and give back what the engine holds."""
+        ...
+
+    def versions(self) -> Iterable[PolicyVersion]:
+        """Who sampled the agent's tokens."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +66,14 @@ class LiveEpisode:
     spec: EpisodeSpec
     journal: CallJournal
     services: Services
+    partials: EpisodePartials
     metrics: dict[str, float] = field(default_factory=dict)
+    agents: list[Sampling] = field(default_factory=list)
+    """In the order in which the program first asked for them."""
+    limit: asyncio.Timeout | None = None
+    """Of the program, while it runs."""
+    _left_s: float = 0.0
+    """Of the limit, while it stands still."""
 
     @property
     def name(self) -> str:
@@ -61,3 +87,25 @@ class LiveEpisode:
     def metric(self, name: str, value: float) -> None:
         """Add to a number of the episode."""
         self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
+
+    def deadline(self) -> float:
+        """See `parking.Parkable`."""
+        bounds = self.services.settings.max_staleness
+        return min(
+            (version.step + bounds.get(version.policy, 0) for agent in self.agents for version in agent.versions()),
+            default=float("inf"),
+        )
+
+    def suspend(self) -> None:
+        """See `parking.Parkable`."""
+        self.metric("parked", 1.0)
+        for agent in self.agents:
+            agent.suspend()
+        if self.limit is not None and (when := self.limit.when()) is not None:
+            self._left_s = when - asyncio.get_running_loop().time()
+            self.limit.reschedule(None)
+
+    def go_on(self) -> None:
+        """See `parking.Parkable`."""
+        if self.limit is not None and self.limit.when() is None:
+            self.limit.reschedule(asyncio.get_running_loop().time() + self._left_s)

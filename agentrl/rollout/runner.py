@@ -33,6 +33,8 @@ from agentrl.journal.port import JournalStore, TurnLog
 from agentrl.rollout.calls import BEGIN, CallJournal, enter_branch
 from agentrl.rollout.context import LiveContext
 from agentrl.rollout.episode import LiveEpisode, RolloutSettings, Services
+from agentrl.rollout.parking import Parking
+from agentrl.rollout.partials import EpisodePartials
 
 
 class EpisodeRunner:
@@ -51,7 +53,10 @@ class EpisodeRunner:
     ) -> None:
         self.host = host
         self.clock = clock
-        self._services = Services(engine=engine, chat_format=chat_format, host=host, clock=clock, settings=settings)
+        self.parking = Parking()
+        self._services = Services(
+            engine=engine, chat_format=chat_format, host=host, clock=clock, settings=settings, parking=self.parking
+        )
         self._store = store
         self._log = log
         self._code_hashes: dict[type[Environment], str] = {}
@@ -73,13 +78,22 @@ class EpisodeRunner:
                 f"episode {spec.episode_id}: seat {missing[0]!r} is bound to no policy; add it to [seats]"
             )
         journal = CallJournal(self._log, spec.episode_id, spec.attempt, recorded)
+        resumed = journal.written > 0
         enter_branch(ids.ROOT_BRANCH)
         self._begin(journal, spec, environment)
-        episode = LiveEpisode(spec, journal, self._services)
+        partials = EpisodePartials(
+            self._log,
+            spec.episode_id,
+            spec.attempt,
+            clock=self.clock,
+            kept=spec.purpose == "train",
+            resumed=resumed,
+        )
+        episode = LiveEpisode(spec, journal, self._services, partials)
         context = LiveContext(episode)
         try:
             try:
-                await self._play(environment, context)
+                await self._play(environment, context, episode)
                 stop_reason: StopReason = context.stop_reason or "completed"
             except LimitReachedError as limit:
                 stop_reason = limit.stop_reason
@@ -101,6 +115,7 @@ class EpisodeRunner:
             trajectories=tuple(agent.header() for agent in context.agents.values() if agent.turns),
             location=DataLocation(self._log.name, journal.written),
         )
+        partials.forget()
         await _whatever_happens(self._store.commit_episode(spec, header, journal.digest, episode.metrics))
         self.host.measured(spec, header, episode.metrics)
         return header
@@ -109,22 +124,30 @@ class EpisodeRunner:
         """What the journal holds of an attempt."""
         return self._log.read(spec.episode_id, spec.attempt)
 
+    def forget(self, spec: EpisodeSpec) -> None:
+        """An attempt has failed: what its turns had sampled will not be gone on with."""
+        self._log.remove_partials(spec.episode_id, spec.attempt)
+
     async def drop(self, spec: EpisodeSpec, reason: str, detail: str, seconds: float) -> EpisodeHeader:
         """Record that an episode ends without being trained, with its reason."""
         header = dropped_header(spec, reason, seconds=seconds)
         await _whatever_happens(self._store.commit_episode(spec, header, b"", {}, valid_unicode(detail)))
         return header
 
-    async def _play(self, environment: type[Environment], context: LiveContext) -> None:
+    async def _play(self, environment: type[Environment], context: LiveContext, episode: LiveEpisode) -> None:
         """The program of the episode, within its time. The commit is outside: what is on disk is what is told."""
         limit = self._services.settings.episode_timeout_s
         try:
             async with asyncio.timeout(limit) as deadline:
+                episode.limit = deadline
+                self.parking.begin(episode.spec.episode_id, episode)
                 await environment().run(context)
         except TimeoutError:
             if deadline.expired():
                 raise EpisodeError(f"the episode took longer than {limit:g} s", reason="episode_timeout") from None
             raise
+        finally:
+            episode.limit = None
 
     def _begin(self, journal: CallJournal, spec: EpisodeSpec, environment: type[Environment]) -> None:
         code_hash = self._code_hashes.get(environment)

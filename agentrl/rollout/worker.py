@@ -49,9 +49,18 @@ class AsyncioWorker:
 
     def submit(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool = False) -> None:
         """Start an episode in a task of its own."""
+        self._runner.parking.admit(spec.episode_id)
         task = asyncio.get_running_loop().create_task(self._run(spec, on_end, resume=resume), name=spec.episode_id)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+
+    def park(self, episode_id: str) -> bool:
+        """See `core.ports.Worker.park`."""
+        return self._runner.parking.park(episode_id)
+
+    def unpark(self, count: int = 1) -> tuple[str, ...]:
+        """See `core.ports.Worker.unpark`."""
+        return self._runner.parking.unpark(count)
 
     async def drain(self) -> None:
         """Wait until nothing is in flight."""
@@ -70,6 +79,7 @@ class AsyncioWorker:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._runner.parking.leave(task.get_name())
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_failure(error)
 
@@ -86,6 +96,7 @@ class AsyncioWorker:
                 reason, detail = error.reason, str(error)
             except Exception as error:  # noqa: BLE001 - the boundary: an environment may raise anything
                 reason, detail = "environment_error", described(error)
+            self._runner.forget(spec)
             attempt += 1
             if reason != "environment_error" or attempt >= self._data_attempts:
                 self.last_failure = detail

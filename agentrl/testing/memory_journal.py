@@ -92,6 +92,10 @@ class MemoryTurnLog:
     failing_flushes: Collection[int] = ()
     """Which calls of `flush`, counted from 1, raise `StorageError`."""
     flushes: int = 0
+    partials: list[JournalEntry | tuple[str, int, str | None]] = field(default_factory=list)
+    """Every partial appended, and the key of every removal, in order."""
+    partials_on_disk: int = 0
+    """How many of those would survive a crash."""
     _keys: set[tuple[str, int, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -116,15 +120,35 @@ class MemoryTurnLog:
             StorageError: the test asked for it; nothing appended since the last success counts as written.
         """
         self.flushes += 1
-        number, reached = self.flushes, len(self.entries)
+        number, reached, partials = self.flushes, len(self.entries), len(self.partials)
         await asyncio.sleep(0)
         if number in self.failing_flushes:
             raise StorageError(f"no space left on the simulated disk (flush {number} of {self.name})")
         self.on_disk = max(self.on_disk, reached)
+        self.partials_on_disk = max(self.partials_on_disk, partials)
 
     def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
         """Entries on disk of an episode, in the order they were appended."""
         return [e for e in self.entries[: self.on_disk] if e.episode_id == episode_id and e.attempt == attempt]
+
+    def append_partial(self, entry: JournalEntry) -> None:
+        """Queue tokens of a turn that has not ended."""
+        self.partials.append(entry)
+
+    def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
+        """Queue the removal of a call's partials, or of all of an attempt."""
+        self.partials.append((episode_id, attempt, call_id))
+
+    def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
+        """Partials on disk of an episode, in the order they were appended."""
+        found: list[JournalEntry] = []
+        for item in self.partials[: self.partials_on_disk]:
+            if not isinstance(item, tuple):
+                if (item.episode_id, item.attempt) == (episode_id, attempt):
+                    found.append(item)
+            elif item[:2] == (episode_id, attempt):
+                found = [entry for entry in found if item[2] not in (None, entry.call_id)]
+        return found
 
 
 class MemoryJournal:
@@ -322,7 +346,10 @@ class MemoryJournal:
         survivor._ended = {(end.spec.episode_id, end.spec.attempt) for end in ends}
         for worker, log in self.turn_logs.items():
             kept = log.entries[: log.on_disk]
-            survivor.turn_logs[worker] = MemoryTurnLog(log.name, entries=kept, on_disk=len(kept))
+            partials = log.partials[: log.partials_on_disk]
+            survivor.turn_logs[worker] = MemoryTurnLog(
+                log.name, entries=kept, on_disk=len(kept), partials=partials, partials_on_disk=len(partials)
+            )
         return survivor
 
     def _record(self, record: ControlRecord) -> None:

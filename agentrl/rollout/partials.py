@@ -1,0 +1,315 @@
+"""A turn that is being sampled: what it has so far, over several engine calls and, if need be, several processes.
+
+Owns: the pieces of a turn and how they become one completion; when new tokens go to disk, and what comes back from it.
+Invariants: tokens reach the disk in order, each once; what was read back is never sampled again; a turn that ends
+before `FIRST_SECONDS` writes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from agentrl.core.errors import EngineError
+from agentrl.core.records import Completion, MaskKind, PolicyVersion, SamplingMask, VersionSpan
+from agentrl.journal.entries import JournalEntry, Span
+from agentrl.journal.partials import Partial, decode_partial, encode_partial
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from agentrl.core.clock import Clock
+    from agentrl.core.ports import SamplingParams
+    from agentrl.core.records import ExpertArray, FinishReason
+    from agentrl.journal.port import TurnLog
+    from agentrl.rollout.calls import Call
+
+FIRST_SECONDS = 0.2
+"""How long a call runs before its tokens are put on disk: most turns end first, and cost nothing."""
+
+
+class EpisodePartials:
+    """The partials of one attempt.
+
+    Args:
+        log: where they are kept.
+        episode_id: whose they are.
+        attempt: of the episode.
+        clock: for `FIRST_SECONDS`.
+        kept: whether there is anybody to resume them: not for evaluations, say.
+        resumed: whether an earlier process may have left some.
+    """
+
+    __slots__ = ("_attempt", "_clock", "_episode_id", "_found", "_kept", "_log", "_on_disk")
+
+    def __init__(self, log: TurnLog, episode_id: str, attempt: int, *, clock: Clock, kept: bool, resumed: bool) -> None:
+        self._log = log
+        self._episode_id = episode_id
+        self._attempt = attempt
+        self._clock = clock
+        self._kept = kept
+        self._found: dict[str, list[JournalEntry]] = {}
+        for entry in log.read_partials(episode_id, attempt) if resumed else ():
+            self._found.setdefault(entry.call_id, []).append(entry)
+        self._on_disk = set(self._found)
+
+    def turn(self, call: Call, policy: str, *, masked: bool) -> PartialTurn:
+        """A turn to be sampled, with what an earlier process had of it.
+
+        Args:
+            call: the turn's call; partials of another question than its own are left.
+            policy: who samples it.
+            masked: whether kept sets belong to the tokens; those read back are without.
+        """
+        turn = PartialTurn(self, call, self._clock, masked=masked)
+        found = self._found.pop(call.call_id, None)
+        if found is not None:
+            turn.recall(_contiguous(found, call.asked, policy))
+        return turn
+
+    def append(self, call: Call, start: int, piece: Completion) -> None:
+        """Put tokens of a call on disk with the next group commit."""
+        if not self._kept:
+            return
+        body = encode_partial(
+            Partial(
+                start=start,
+                token_ids=piece.token_ids.tobytes(),
+                logprobs=piece.logprobs.tobytes(),
+                spans=tuple(Span(s.start, s.stop, s.version.lineage, s.version.step) for s in piece.spans),
+            )
+        )
+        self._on_disk.add(call.call_id)
+        self._log.append_partial(JournalEntry(self._episode_id, self._attempt, call.call_id, call.asked, body))
+
+    def ended(self, call: Call) -> None:
+        """The turn is an entry now."""
+        if call.call_id in self._on_disk:
+            self._on_disk.discard(call.call_id)
+            self._log.remove_partials(self._episode_id, self._attempt, call.call_id)
+
+    def forget(self) -> None:
+        """The attempt has ended: of turns that were cancelled nothing is needed any more."""
+        for call_id in sorted(self._on_disk):
+            self._log.remove_partials(self._episode_id, self._attempt, call_id)
+        self._on_disk.clear()
+
+    async def flush(self) -> None:
+        """Wait until what was appended is on disk."""
+        if self._kept:
+            await self._log.flush()
+
+
+class PartialTurn:
+    """One turn while it is sampled: pieces of calls that were cut, and what the running call has delivered."""
+
+    __slots__ = ("_call", "_clock", "_delivered", "_masked", "_partials", "_since", "_unwritten", "_written", "pieces")
+
+    def __init__(self, partials: EpisodePartials, call: Call, clock: Clock, *, masked: bool) -> None:
+        self.pieces: list[Completion] = []
+        self._partials = partials
+        self._call = call
+        self._clock = clock
+        self._masked = masked
+        self._delivered: list[Completion] = []
+        self._unwritten: list[Completion] = []
+        self._written = 0
+        self._since = clock.monotonic()
+
+    @property
+    def sampled(self) -> int:
+        """Tokens in `pieces`."""
+        return sum(len(piece.token_ids) for piece in self.pieces)
+
+    def recall(self, pieces: Sequence[Completion]) -> None:
+        """Begin with what was read back from disk."""
+        for piece in pieces:
+            self.pieces.append(self._without_masks(piece))
+        self._written = self.sampled
+
+    def on_delta(
+        self, request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion
+    ) -> None:
+        """New tokens of the running call; see `core.ports.Delta`."""
+        piece = Completion(
+            token_ids=np.array(token_ids, dtype=np.int32),
+            logprobs=np.array(logprobs, dtype=np.float32),
+            finish_reason="abort",
+            spans=(VersionSpan(0, len(token_ids), version),),
+        )
+        self._delivered.append(piece)
+        self._unwritten.append(piece)
+        if self._clock.monotonic() - self._since >= FIRST_SECONDS:
+            self._write()
+
+    def ended(self, completion: Completion) -> None:
+        """The running call has returned; if it was cut, what is not on disk goes there at once."""
+        delivered = sum(len(piece.token_ids) for piece in self._delivered)
+        self._delivered.clear()
+        self.pieces.append(completion)
+        if completion.finish_reason == "abort":
+            if len(completion.token_ids) > delivered:
+                self._unwritten.append(part(completion, delivered, len(completion.token_ids)))
+            self._write()
+
+    def lost(self) -> bool:
+        """The running call will never return: what it delivered is kept. Returns whether that was anything."""
+        delivered, self._delivered = self._delivered, []
+        self._write()
+        if delivered:
+            self.pieces.append(self._without_masks(joined(delivered)))
+        return bool(delivered)
+
+    def finish_reason(self, sampling: SamplingParams) -> FinishReason | None:
+        """Why the turn has ended; None: it has not."""
+        if not self.pieces:
+            return None
+        last = self.pieces[-1]
+        if last.finish_reason != "abort":
+            return last.finish_reason
+        newest = self.pieces[self._newest()]
+        if len(newest.token_ids) and int(newest.token_ids[-1]) in sampling.stop_token_ids:
+            return "stop"
+        return "length" if self.sampled >= sampling.max_tokens else None
+
+    def whole(self, finish_reason: FinishReason) -> Completion:
+        """The turn as one completion."""
+        whole = joined(self.pieces)
+        return (
+            whole if whole.finish_reason == finish_reason else dataclasses.replace(whole, finish_reason=finish_reason)
+        )
+
+    def give_back_last(self) -> bool:
+        """Leave the last token of an ended turn to be sampled again, where no call ended with it: only a call that
+        returns brings the expert routing of the tokens before. Returns whether that was so.
+        """
+        index = self._newest()
+        newest = self.pieces[index]
+        if newest.finish_reason != "abort" or newest.expert_routing is not None:
+            return False
+        self.pieces[index] = part(newest, 0, len(newest.token_ids) - 1)
+        self._written -= 1
+        return True
+
+    def _newest(self) -> int:
+        """The last of the pieces that has tokens; the first, if none has."""
+        return max((at for at, piece in enumerate(self.pieces) if len(piece.token_ids)), default=0)
+
+    def _write(self) -> None:
+        if self._unwritten:
+            piece = joined(self._unwritten)
+            self._partials.append(self._call, self._written, piece)
+            self._written += len(piece.token_ids)
+            self._unwritten.clear()
+
+    def _without_masks(self, piece: Completion) -> Completion:
+        """Kept sets are lost with the call that sampled: such tokens are not trained."""
+        if not self._masked:
+            return piece
+        missing = np.full(len(piece.token_ids), MaskKind.MISSING, dtype=np.int32)
+        return dataclasses.replace(piece, sampling_mask=SamplingMask(counts=missing, token_ids=np.zeros(0, np.int32)))
+
+
+def joined(pieces: Sequence[Completion]) -> Completion:
+    """Pieces of a turn, in order, as one completion; it ended as the last did, and was asked what the first was.
+
+    Raises:
+        EngineError: the pieces' routing leaves a position out.
+    """
+    first, last = pieces[0], pieces[-1]
+    if len(pieces) == 1:
+        return first
+    spans: list[VersionSpan] = []
+    at = 0
+    for piece in pieces:
+        for start, stop, version in piece.spans:
+            begin = at + start
+            if spans and spans[-1].version == version:
+                begin = spans.pop().start
+            spans.append(VersionSpan(begin, at + stop, version))
+        at += len(piece.token_ids)
+    routing_start, routing = _joined_routing(pieces)
+    return Completion(
+        token_ids=np.concatenate([piece.token_ids for piece in pieces]),
+        logprobs=np.concatenate([piece.logprobs for piece in pieces]),
+        finish_reason=last.finish_reason,
+        spans=tuple(spans),
+        expert_routing=routing,
+        routing_start=routing_start,
+        sampling_mask=_joined_masks(pieces),
+        prompt_tokens=first.prompt_tokens,
+        cached_tokens=first.cached_tokens,
+    )
+
+
+def part(piece: Completion, start: int, stop: int) -> Completion:
+    """Tokens `[start, stop)` of a piece, with logprobs and versions alone."""
+    spans = ((max(span.start, start) - start, min(span.stop, stop) - start, span.version) for span in piece.spans)
+    return Completion(
+        token_ids=piece.token_ids[start:stop],
+        logprobs=piece.logprobs[start:stop],
+        finish_reason=piece.finish_reason,
+        spans=tuple(VersionSpan(*span) for span in spans if span[0] < span[1]),
+    )
+
+
+def _contiguous(entries: Iterable[JournalEntry], asked: bytes, policy: str) -> list[Completion]:
+    """What was read back, as far as it is whole, follows on, and answers the question `asked`."""
+    pieces: list[Completion] = []
+    reached = 0
+    for entry in entries:
+        try:
+            partial = decode_partial(entry.body)
+            piece = Completion(
+                token_ids=np.frombuffer(partial.token_ids, dtype="<i4"),
+                logprobs=np.frombuffer(partial.logprobs, dtype="<f4"),
+                finish_reason="abort",
+                spans=tuple(
+                    VersionSpan(s.start, s.stop, PolicyVersion(policy, s.lineage, s.step)) for s in partial.spans
+                ),
+            )
+        except (msgspec.MsgspecError, ValueError):
+            break
+        if entry.asked != asked or partial.start != reached:
+            break
+        pieces.append(piece)
+        reached += len(piece.token_ids)
+    return pieces
+
+
+def _joined_masks(pieces: Sequence[Completion]) -> SamplingMask | None:
+    """A piece without kept sets had no filters."""
+    if all(piece.sampling_mask is None for piece in pieces):
+        return None
+    none = np.zeros(0, np.int32)
+    counts, ids = [], []
+    for piece in pieces:
+        mask = piece.sampling_mask
+        unfiltered = np.full(len(piece.token_ids), MaskKind.NONE, dtype=np.int32)
+        counts.append(unfiltered if mask is None else mask.counts)
+        ids.append(none if mask is None else mask.token_ids)
+    return SamplingMask(counts=np.concatenate(counts), token_ids=np.concatenate(ids))
+
+
+def _joined_routing(pieces: Sequence[Completion]) -> tuple[int, ExpertArray | None]:
+    """Where two calls forwarded a position, the first counts: its output is what was sampled from."""
+    parts = [(piece.routing_start, piece.expert_routing) for piece in pieces if piece.expert_routing is not None]
+    if not parts:
+        return 0, None
+    begin = min(start for start, _ in parts)
+    end = max(start + len(rows) for start, rows in parts)
+    routing = np.zeros((end - begin, *parts[0][1].shape[1:]), dtype=np.uint8)
+    known = np.zeros(end - begin, dtype=np.bool_)
+    for start, rows in parts:
+        place = slice(start - begin, start - begin + len(rows))
+        new = ~known[place]
+        routing[place][new] = rows[new]
+        known[place] = True
+    if not known.all():
+        raise EngineError(
+            f"the calls of a turn recorded no expert routing for position {begin + int(np.argmin(known))} of its row"
+        )
+    return begin, routing

@@ -1,0 +1,127 @@
+"""An agent's place in the engine: one turn is as many engine calls as its interruptions make it.
+
+Owns: the engine session, the call in flight, and the loop that goes on after a call was cut: by an abort, by a park,
+by the engine's loss, by the death of the process before. Does not know messages or entries.
+Invariants: all calls of a turn have one seed and count their tokens through, so that the turn is what it would have
+been; after the engine's loss, and while the episode is parked, no session is held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from agentrl.core.errors import EngineLostError, EpisodeError
+from agentrl.core.ports import GenerateRequest
+
+if TYPE_CHECKING:
+    from agentrl.core.ports import EngineSession, SamplingParams
+    from agentrl.core.records import Completion, Int32Array, SeatBinding
+    from agentrl.rollout.calls import Call
+    from agentrl.rollout.episode import LiveEpisode
+    from agentrl.rollout.partials import PartialTurn
+
+LOST_IN_A_ROW = 8
+"""How often in a row a call may find the engine gone, without a token in between, before the error is raised."""
+LONGEST_WAIT_S = 30.0
+"""Between two tries; they begin at a second and double: about two minutes in all."""
+
+PRIORITY = {"train": 0, "fork": 1, "replay": 1, "evaluate": 2}
+"""Engine priority by purpose; lower is served first, so that evaluation never holds up training."""
+
+
+class TurnSampler:
+    """Samples the turns of one agent; `name` is the agent's, for messages."""
+
+    __slots__ = ("_binding", "_episode", "_in_flight", "_name", "_session", "turn")
+
+    def __init__(self, episode: LiveEpisode, binding: SeatBinding, name: str) -> None:
+        self._episode = episode
+        self._binding = binding
+        self._name = f"{episode.name}:{name}"
+        self._session: EngineSession | None = None
+        self._in_flight: str | None = None
+        self.turn: PartialTurn | None = None
+        """The turn that is being sampled."""
+
+    async def sample(self, call: Call, context: Int32Array, sampling: SamplingParams) -> Completion:
+        """One turn after `context`, `[T]`, whole.
+
+        Raises:
+            EngineLostError: the engine was gone for too long.
+            EpisodeError: the engine returned a logprob that is not finite.
+        """
+        episode = self._episode
+        capabilities = episode.services.engine.capabilities
+        masked = capabilities.sampling_mask and sampling.is_filtered
+        turn = self.turn = episode.partials.turn(call, self._binding.policy, masked=masked)
+        lost = 0
+        while (reason := turn.finish_reason(sampling)) is None or (
+            capabilities.expert_routing and turn.give_back_last()
+        ):
+            await self._passage(call)
+            try:
+                turn.ended(await self._ask(turn, call, context, sampling))
+            except EngineLostError:
+                self._session = None
+                lost = 1 if turn.lost() else lost + 1
+                if lost > LOST_IN_A_ROW:
+                    raise
+                await episode.services.clock.sleep(min(2.0 ** (lost - 1), LONGEST_WAIT_S))
+        self.turn = None
+        if len(turn.pieces) > 1:
+            episode.metric("turns/interrupted", 1.0)
+        completion = turn.whole(reason)
+        if not np.isfinite(completion.logprobs).all():
+            raise EpisodeError(
+                f"the engine returned a non-finite logprob for {self._name}, call {call.call_id}",
+                reason="nonfinite_logprob",
+            )
+        return completion
+
+    def suspend(self) -> None:
+        """Give the engine back what it holds; a call in flight is cut, and gives it back when it returns."""
+        if self._in_flight is not None:
+            self._episode.services.engine.abort(self._in_flight)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Give KV, slot and lease back. Idempotent."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    async def _passage(self, call: Call) -> None:
+        """While the episode is parked: hold nothing, have everything on disk, wait."""
+        parking, episode_id = self._episode.services.parking, self._episode.spec.episode_id
+        if parking.is_parked(episode_id):
+            self.close()
+            await self._episode.partials.flush()
+            await parking.passage(episode_id, call.call_id)
+
+    async def _ask(self, turn: PartialTurn, call: Call, context: Int32Array, sampling: SamplingParams) -> Completion:
+        """One engine call, for what the turn lacks."""
+        sampled = turn.sampled
+        if sampled:
+            context = np.concatenate([context, *(piece.token_ids for piece in turn.pieces)])
+            sampling = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - sampled)
+        episode, binding = self._episode, self._binding
+        if self._session is None:
+            self._session = episode.services.engine.open(
+                self._name, binding.policy, pin=binding.pin, priority=PRIORITY[episode.spec.purpose]
+            )
+        request = GenerateRequest(
+            request_id=f"{episode.name}.{call.call_id}",
+            token_ids=context,
+            sampling=sampling,
+            seed=episode.sampling_seed(call.call_id),
+            sampled_before=sampled,
+        )
+        self._in_flight = request.request_id
+        try:
+            return await self._session.generate(request, turn.on_delta)
+        finally:
+            self._in_flight = None
