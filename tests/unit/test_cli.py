@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import inspect
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl.cli.main import main
+from agentrl.cli.main import _parser, main
 from agentrl.inspection.safe import safe
 from tests.journal_cases import HOSTILE, write_run
 
@@ -27,6 +31,22 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     assert main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        for below in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
+            yield from parsers(below)
+
+
+def test_every_command_leads_to_a_function_of_the_options() -> None:
+    named = [found for parser in parsers(_parser()) if (found := parser.get_default("command")) is not None]
+    assert len(set(named)) > 12
+    for command in named:
+        module, _, function = command.partition(":")
+        (options,) = inspect.signature(getattr(import_module(f"agentrl.cli.{module}"), function)).parameters
+        assert options == "options", command
 
 
 def test_json_of_every_reading_command(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
