@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from agentrl.cli import probes
 from agentrl.cli.output import print_json
 from agentrl.cli.probes import Check
-from agentrl.inspection.safe import safe_line
+from agentrl.core.safe import safe_line
 
 if TYPE_CHECKING:
     import argparse

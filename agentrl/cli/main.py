@@ -19,7 +19,7 @@ from pathlib import Path
 
 from agentrl.cli.output import INTERNAL, INTERRUPTED
 from agentrl.core.errors import AgentRLError, InputError, StorageError
-from agentrl.inspection.safe import safe, safe_line
+from agentrl.core.safe import safe, safe_line
 
 EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2"), "train"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from agentrl.cli.output import print_json, print_text
 from agentrl.cli.reading import find_run, open_run
 from agentrl.core.clock import SystemClock
-from agentrl.inspection.safe import safe_line
+from agentrl.core.safe import safe_line
 
 if TYPE_CHECKING:
     import argparse

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.inspection.safe import safe, safe_line
+from agentrl.core.safe import safe, safe_line
 from agentrl.journal.entries import (
     EffectEntry,
     EntryBody,

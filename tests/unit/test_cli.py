@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from agentrl.cli.main import _parser, main
-from agentrl.inspection.safe import safe
+from agentrl.core.safe import safe
 from tests.journal_cases import HOSTILE, write_run
 
 
