@@ -148,6 +148,8 @@ def test_content_reaches_no_terminal_unescaped(tmp_path: Path, capsys: pytest.Ca
         ["episode", "show", path, text],
         ["episode", "list", path, "--where", text],
         ["run", "curve", path, "--metric", text],
+        *(["run", verb, path] for verb in ("curve", "view", "report", "metrics")),
+        ["run", "metrics", path, "--prometheus"],
     ]
     for command in commands:
         main(command)
@@ -156,12 +158,21 @@ def test_content_reaches_no_terminal_unescaped(tmp_path: Path, capsys: pytest.Ca
         assert safe(shown) == shown, command
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["episode", "list", "demo"], ["run", "list"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["episode", "list", "demo"],
+        ["episode", "show", "demo", "e3"],
+        ["run", "list"],
+        ["run", "view", "demo"],
+    ],
+)
 def test_reading_imports_nothing_heavy(directory: Path, arguments: list[str]) -> None:
     program = (
         "import sys; from agentrl.cli.main import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit: pass\n"
-        "names = 'torch ray numpy transformers peft pydantic gymnasium vllm'.split()\n"
+        "names = 'torch ray numpy transformers peft pydantic gymnasium vllm environments'.split()\n"
         "heavy = set(names) & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )
