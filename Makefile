@@ -48,10 +48,10 @@ sim: $(DEV_STAMP)  ## the simulated loop over many more seeds (SEEDS=2000)
 	@AGENTRL_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -m sim -o timeout=3600 tests/sim
 
 oldest: $(DEV_STAMP)  ## the core at the oldest versions pyproject.toml allows, in an environment of its own
-	@$(BIN)/python -m benchmarks.packaging oldest
+	@$(BIN)/python -m benchmarks.installation oldest
 
 wheel-demo: $(DEV_STAMP)  ## build wheel and sdist, install the wheel into an empty environment, run the demo there
-	@$(BIN)/python -m benchmarks.packaging wheel-demo
+	@$(BIN)/python -m benchmarks.installation wheel-demo
 
 docs-config: $(DEV_STAMP)  ## write docs/configuration.md and docs/metrics.md from the code
 	@$(BIN)/python -m agentrl.config.page > docs/.configuration.md && mv docs/.configuration.md docs/configuration.md

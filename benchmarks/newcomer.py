@@ -83,7 +83,7 @@ async def write_run(directory: Path) -> None:
     await store.close()
 
 
-def core_packages() -> int:
+def core_packages() -> set[str]:
     """Distributions that a plain installation brings, agentrl itself left out."""
     pending: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     found: set[str] = set()
@@ -94,7 +94,7 @@ def core_packages() -> int:
         if is_needed and name not in found:
             found.add(name)
             pending += distribution(name).requires or []
-    return len(found)
+    return found
 
 
 def frozen_lake(directory: Path) -> dict[str, float | None]:
@@ -141,7 +141,7 @@ def main() -> None:
         if not quick:
             report.figures.update(scaffold(directory))
             report.figures.update(frozen_lake(directory))
-    report.figures["core_packages"] = core_packages()
+    report.figures["core_packages"] = len(core_packages())
     report.figures["config_fields"] = sum(1 for _ in fields())
     report.figures["public_names"] = len(agentrl.__all__)
     report.print()

@@ -1,4 +1,4 @@
-"""`evaluate`: a policy on held-out tasks, by the same runner and engine as training, with nothing trained."""
+"""`evaluate`: policies on held-out tasks, by the same runner and engine as training, with nothing trained."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from agentrl.app.assemble import Past, attach_worker, make_dispatcher
 from agentrl.app.parts import held_out, load_config, make_chat_format, make_engine
 from agentrl.config.run import LoraConfig, RunConfig
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import CheckFailedError, InputError, RunDirectoryError
+from agentrl.core.errors import CheckFailedError, EngineError, InputError, RunDirectoryError
 from agentrl.core.files import sha256_of
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
@@ -23,20 +24,23 @@ from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.evaluation import evaluation_metrics
 from agentrl.orchestrator.signal import Signal
 
+Directory = str | Path
+
 
 def evaluate(
     config: RunConfig | str | Path,
-    policy: str | Path | None = None,
+    policy: Directory | Mapping[str, Directory] | None = None,
     tasks: Sequence[Task] | None = None,
     *,
     environment: type | None = None,
     journal: str | Path | None = None,
 ) -> dict[str, float]:
-    """Mean reward of a policy on held-out tasks, each sampled once as in training. Nothing is trained.
+    """Mean reward on held-out tasks, each sampled once as in training. Nothing is trained.
 
     Args:
         config: a configuration, or the path of a TOML file.
-        policy: a model or adapter directory, such as a run's `policies/NAME`; default: the base model.
+        policy: directories of trained weights by policy, such as `run.policies`, or one for the only policy that is
+            trained: full weights of the base model's architecture, or an adapter. The others are the base model.
         tasks: in place of the environment's `held_out` split.
         environment: a class, in place of `config.environment.id`.
         journal: a new directory that keeps the episodes for inspection; default: they are not kept.
@@ -46,6 +50,8 @@ def evaluate(
         CheckFailedError: an episode was dropped.
     """
     config = load_config(config)
+    given = [_weights(name, Path(path)) for name, path in _by_policy(config, policy).items()]
+    config = _with_adapters(config, given)
     chosen = resolve(environment if environment is not None else config.environment.id)
     chosen_tasks = list(tasks) if tasks is not None else held_out(config, chosen)
     if not chosen_tasks:
@@ -54,7 +60,7 @@ def evaluate(
         kept = Path(journal) if journal is not None else Path(scratch)
         if (kept / "journal").exists():
             raise RunDirectoryError(f"{kept} holds a journal already; give evaluate a new directory")
-        headers = asyncio.run(_evaluate(config, chosen, policy, chosen_tasks, kept / "journal"))
+        headers = asyncio.run(_evaluate(config, chosen, given, chosen_tasks, kept / "journal"))
     dropped = [header for header in headers if not header.committed]
     if dropped:
         raise CheckFailedError(
@@ -64,30 +70,72 @@ def evaluate(
     return evaluation_metrics(headers)
 
 
+def _by_policy(config: RunConfig, policy: Directory | Mapping[str, Directory] | None) -> Mapping[str, Directory]:
+    """Which directory is whose."""
+    if policy is None:
+        return {}
+    known = ", ".join(config.policies)
+    if isinstance(policy, Mapping):
+        unknown = [name for name in policy if name not in config.policies]
+        if unknown:
+            raise InputError(f"no policy {unknown[0]!r} to give weights to; there are: {known}")
+        return policy
+    names = [name for name, section in config.policies.items() if section.trainable] or list(config.policies)
+    if len(names) > 1:
+        raise InputError(f"{policy} is whose weights? Name the policy, NAME=DIR; there are: {known}")
+    return {names[0]: policy}
+
+
+def _weights(name: str, directory: Path) -> WeightsRef:
+    kinds: dict[str, Literal["full", "adapter"]] = {"model.safetensors": "full", "adapter_model.safetensors": "adapter"}
+    for file, kind in kinds.items():
+        if (directory / file).is_file():
+            digest = sha256_of(directory / file)
+            return WeightsRef(version=PolicyVersion(name, 0, 1), path=str(directory), kind=kind, sha256=digest)
+    raise InputError(
+        f"{directory}: no weights there (neither {' nor '.join(kinds)}); give a run's policies/NAME. Another base "
+        "model is given by model.path"
+    )
+
+
+def _with_adapters(config: RunConfig, given: Sequence[WeightsRef]) -> RunConfig:
+    """The configuration with an engine that can serve what is given, however the policies are trained."""
+    policies = dict(config.policies)
+    for weights in given:
+        lora = None
+        if weights.kind == "adapter":
+            file = Path(weights.path) / "adapter_config.json"
+            try:
+                lora = LoraConfig(rank=json.loads(file.read_text(encoding="utf-8"))["r"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise InputError(f"{file}: not the configuration of a LoRA adapter ({error!r})") from error
+        name = weights.version.policy
+        policies[name] = policies[name].model_copy(update={"lora": lora})
+    engine = config.engine.model_copy(update={"refresh": "token"})  # any weights will do: none come while it runs
+    return config.model_copy(update={"policies": policies, "engine": engine})
+
+
 async def _evaluate(
-    config: RunConfig, environment: type[Environment], policy: str | Path | None, tasks: Sequence[Task], journal: Path
+    config: RunConfig,
+    environment: type[Environment],
+    given: Sequence[WeightsRef],
+    tasks: Sequence[Task],
+    journal: Path,
 ) -> list[EpisodeHeader]:
     from agentrl.journal.store import SqliteJournal
 
-    adapter: WeightsRef | None = None
-    name = next(iter(config.policies))
-    if policy is not None and (Path(policy) / "adapter_config.json").exists():
-        file = Path(policy) / "adapter_model.safetensors"
-        digest = sha256_of(file)
-        adapter = WeightsRef(version=PolicyVersion(name, 0, 1), path=str(policy), kind="adapter", sha256=digest)
-        rank = int(json.loads((Path(policy) / "adapter_config.json").read_text(encoding="utf-8"))["r"])
-        adapted = config.policies[name].model_copy(update={"lora": LoraConfig(rank=rank)})
-        config = config.model_copy(update={"policies": {**config.policies, name: adapted}})
-    elif policy is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(policy)})})
     chat_format = make_chat_format(config)
     async with contextlib.AsyncExitStack() as stack:
-        store = SqliteJournal(journal, info={"name": f"evaluate {policy or config.model.path}"})
+        what = ", ".join(weights.path for weights in given) or config.model.path
+        store = SqliteJournal(journal, info={"name": f"evaluate {what}"})
         stack.push_async_callback(store.close)
         engine = await make_engine(config, {known: PolicyVersion(known, 0, 0) for known in config.policies})
         stack.push_async_callback(engine.close)
-        if adapter is not None:
-            await engine.update(adapter)
+        for weights in given:
+            try:
+                await engine.update(weights)
+            except EngineError as error:
+                raise InputError(f"{weights.path} does not fit {config.model.path}: {error}") from error
         failure: asyncio.Future[list[EpisodeHeader]] = asyncio.get_running_loop().create_future()
 
         def fail(error: BaseException) -> None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from agentrl.cli import probes
 from agentrl.cli.output import print_json
 from agentrl.cli.probes import Check
-from agentrl.inspection.safe import safe_line
+from agentrl.core.safe import safe_line
+from agentrl.observe.progress import waiting
 
 if TYPE_CHECKING:
     import argparse
@@ -29,7 +30,8 @@ _MARKS = {"ok": " ", "note": "·", "missing": "✗"}
 
 def doctor(options: argparse.Namespace) -> int:
     """`agentrl doctor`; exit code 1 where something the default run needs is missing."""
-    report = {title: [check for probe in section for check in _run(probe)] for title, section in SECTIONS.items()}
+    with waiting("looking at this machine", sys.stderr):  # importing torch takes seconds
+        report = {title: [check for probe in section for check in _run(probe)] for title, section in SECTIONS.items()}
     missing = [check for checks in report.values() for check in checks if check.level == "missing"]
     if options.json:
         sections = {title: [asdict(check) for check in checks] for title, checks in report.items()}

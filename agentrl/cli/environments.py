@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.output import print_json
 from agentrl.core.errors import AgentRLError
-from agentrl.inspection.safe import safe, safe_line
+from agentrl.core.safe import safe, safe_line
 
 if TYPE_CHECKING:
     import argparse

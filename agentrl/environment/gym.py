@@ -253,7 +253,7 @@ def gym_environment(
         >>> import gymnasium
         >>> from agentrl.environment.gym_text import BLACKJACK
         >>> Blackjack = gym_environment(
-        ...     "Blackjack", lambda task: gymnasium.make("Blackjack-v1"), **BLACKJACK._asdict()
+        ...     "Blackjack", lambda task: gymnasium.make("Blackjack-v1"), **BLACKJACK
         ... )
     """
     namespace: dict[str, Any] = {

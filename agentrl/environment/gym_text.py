@@ -1,6 +1,6 @@
 """Gymnasium's toy-text games in words: what `gym_environment` needs for each of them.
 
-    Taxi = agentrl.gym_environment("Taxi", lambda task: gymnasium.make("Taxi-v4"), **gym_text.TAXI._asdict())
+    Taxi = agentrl.gym_environment("Taxi", lambda task: gymnasium.make("Taxi-v4"), **gym_text.TAXI)
 
 Observations are written from the game's state, not from `env.render()`: that has colour codes, and Blackjack has none.
 """
@@ -8,7 +8,7 @@ Observations are written from the game's state, not from `env.render()`: that ha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
     from agentrl.environment.gym import Game, Parse, Render
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _PLACES = ("at R", "at G", "at Y", "at B", "in the taxi")
 
 
-class TextGame(NamedTuple):
+class TextGame(TypedDict):
     """The arguments of `gym_environment` that belong to one game."""
 
     render: Render

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.inspection.safe import safe, safe_line
+from agentrl.core.safe import safe, safe_line
 from agentrl.journal.entries import (
     EffectEntry,
     EntryBody,

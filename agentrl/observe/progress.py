@@ -9,7 +9,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from agentrl.observe.view import plain, view
+from agentrl.core.safe import safe_line
+from agentrl.observe.view import view
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -55,7 +56,7 @@ class Lines:
 
     def line(self, text: str) -> None:
         """Write a line."""
-        self._stream.write(plain(text) + "\n")
+        self._stream.write(safe_line(text) + "\n")
         self._stream.flush()
 
     def phase(self, text: str) -> None:
@@ -92,7 +93,7 @@ class Screen:
 
     def line(self, text: str) -> None:
         """Write above the screen."""
-        self._console.print(plain(text), markup=False, highlight=False)
+        self._console.print(safe_line(text), markup=False, highlight=False)
 
     def phase(self, text: str) -> None:
         """Write above the screen, and redraw."""
@@ -150,6 +151,7 @@ def waiting(text: str, stream: TextIO) -> Iterator[None]:
         yield
         return
     from rich.console import Console
+    from rich.text import Text
 
-    with Console(file=stream).status(plain(text)):
+    with Console(file=stream).status(Text(safe_line(text))):
         yield

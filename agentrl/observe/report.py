@@ -11,9 +11,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from agentrl.core.safe import safe, safe_line
 from agentrl.observe.alarms import Alarm
+from agentrl.observe.metrics import describe
 from agentrl.observe.svg import Line, plot
-from agentrl.observe.view import duration, plain
+from agentrl.observe.view import duration
 
 if TYPE_CHECKING:
     from agentrl.observe.run_state import PolicyState, RunState
@@ -202,8 +204,6 @@ def _evaluations(state: RunState) -> str:
 
 
 def _last_values(state: RunState) -> str:
-    from agentrl.observe.metrics import describe
-
     rows = []
     for policy in state.policies.values():
         for name, value in sorted(policy.last.items()):
@@ -230,12 +230,11 @@ def _table(heading: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Se
 
 
 def _text(value: str) -> str:
-    return html.escape(plain(value))
+    return html.escape(safe_line(value))
 
 
 def _text_block(value: Mapping[str, Any]) -> str:
-    lines = json.dumps(value, indent=2, ensure_ascii=False, default=str).split("\n")
-    return "\n".join(_text(line) for line in lines)
+    return html.escape(safe(json.dumps(value, indent=2, ensure_ascii=False, default=str)))
 
 
 def _shown(value: float | None) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.core.errors import ConfigError
+from agentrl.observe.metrics import describe
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -114,21 +115,20 @@ class TrackioSink(_LoggingSink):
         self._run.log(self.named(policy, values), step=step)
 
 
-def prometheus(name: str, latest: Mapping[str, Mapping[str, float]], units: Callable[[str], tuple[str, str]]) -> str:
+def prometheus(name: str, latest: Mapping[str, Mapping[str, float]]) -> str:
     """The newest value of each metric in Prometheus' text exposition format, version 0.0.4.
 
     Args:
         name: the run's, which becomes the label `run`.
         latest: values by policy and metric name.
-        units: unit and meaning of a metric name; empty where unknown.
     """
     metrics: dict[str, list[str]] = {}
     described: dict[str, str] = {}
     for policy, values in latest.items():
         for metric, value in values.items():
             key = "agentrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
-            unit, meaning = units(metric)
-            described.setdefault(key, f"{meaning} ({unit})" if meaning else metric)
+            known = describe(metric)
+            described.setdefault(key, f"{known.meaning} ({known.unit})" if known else metric)
             metrics.setdefault(key, []).append(f'{key}{{run="{_label(name)}",policy="{_label(policy)}"}} {value!r}')
     lines = []
     for key, samples in sorted(metrics.items()):

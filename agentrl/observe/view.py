@@ -1,6 +1,6 @@
 """One screen of a run, for the terminal: a `RunState` becomes a rich renderable. Draws; reads and decides nothing.
 
-Everything of a run passes `plain` before it is shown: names come from configurations and journals of others.
+Everything of a run passes `safe_line` before it is shown: names come from configurations and journals of others.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.core.safe import safe_line
 from agentrl.observe.alarms import Alarm, alarms
 from agentrl.observe.plot import curve, sparkline
 
@@ -52,13 +53,8 @@ def view(state: RunState, *, width: int = WIDTH, age_s: float | None = None) -> 
     if not found:
         parts.append(Text("no alarms", "dim"))
     if state.problem:
-        parts.append(Text(plain(f"not readable: {state.problem}"), "bold red"))
+        parts.append(Text(safe_line(f"not readable: {state.problem}"), "bold red"))
     return Group(*parts)
-
-
-def plain(text: str) -> str:
-    """`text` on one line, with everything that is not printable as an escape."""
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
 def duration(seconds: float) -> str:
@@ -77,13 +73,13 @@ def duration(seconds: float) -> str:
 
 def _heading(state: RunState, width: int, age_s: float | None) -> Text:
     plan, status = state.plan, state.status
-    text = Text().append(plain(plan.name), "bold")
+    text = Text().append(safe_line(plan.name), "bold")
     if plan.environment:
-        text.append(plain(f"  {plan.environment.rsplit('/', 1)[-1]}"), "cyan")
+        text.append(safe_line(f"  {plan.environment.rsplit('/', 1)[-1]}"), "cyan")
     if status is None:
         return _cut(text.append("  no status yet", "dim"), width)
     phase = "ended" if status.ended else status.phase
-    text.append(plain(f"  {phase}"), "green")
+    text.append(safe_line(f"  {phase}"), "green")
     if status.progress is not None and not status.ended:
         ended, of = status.progress
         text.append(f"  {'beside it evaluating ' if phase == 'training' else ''}{ended}/{of} ", "green")
@@ -103,7 +99,7 @@ def _cut(text: Text, width: int) -> Text:
 
 def _progress(state: RunState, policy: PolicyState, width: int, *, several: bool) -> Text:
     steps = state.plan.steps
-    text = Text().append(f"{plain(policy.name)}  " if several else "", "bold")
+    text = Text().append(f"{safe_line(policy.name)}  " if several else "", "bold")
     text.append(f"step {policy.step}" + (f"/{steps}  " if steps else ""))
     if steps:
         text.append_text(_bar(min(policy.step / steps, 1.0), max(10, min(40, width - 50))))
@@ -167,20 +163,20 @@ def _status(status: Status) -> RenderableType:
     )
     if dropped:
         most = sorted(status.dropped.items(), key=lambda item: -item[1])[:3]
-        counts += f" ({', '.join(f'{plain(reason)} {count:,}' for reason, count in most)})"
+        counts += f" ({', '.join(f'{safe_line(reason)} {count:,}' for reason, count in most)})"
     table.add_row("episodes", Text(counts))
     if not status.ended:
         for number, wait in enumerate(status.waits):
-            table.add_row("waits" if number == 0 else "", Text(plain(wait)))
+            table.add_row("waits" if number == 0 else "", Text(safe_line(wait)))
     return table
 
 
 def _alarms(found: Sequence[Alarm]) -> RenderableType:
     text = Text()
     for alarm in found:
-        text.append(f"ALARM {plain(alarm.name)}  ", "bold red")
-        text.append(plain(f"{alarm.policy}: " if alarm.policy else "") + plain(alarm.text) + ". ")
-        text.append(f"Try: {plain(alarm.advice)}.\n", "yellow")
+        text.append(f"ALARM {safe_line(alarm.name)}  ", "bold red")
+        text.append(safe_line(f"{alarm.policy}: " if alarm.policy else "") + safe_line(alarm.text) + ". ")
+        text.append(f"Try: {safe_line(alarm.advice)}.\n", "yellow")
     text.rstrip()
     return text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import agentrl
-from environments.calculator.tasks import HeldOutTasks, TrainingTasks
+from environments.calculator.tasks import held_out_tasks, training_tasks
 
 if TYPE_CHECKING:
     from agentrl.core.records import Task
@@ -36,4 +36,4 @@ class Calculator(agentrl.ToolEnvironment):
             seed: of the training tasks; the held-out ones are the same for all seeds.
             held_out: how many questions are held out, no two alike.
         """
-        return HeldOutTasks(held_out) if split == "held_out" else TrainingTasks(seed, HeldOutTasks(held_out))
+        return held_out_tasks(held_out) if split == "held_out" else training_tasks(seed, held_out=held_out)

@@ -11,9 +11,7 @@ from typing import Any
 
 from agentrl.core.ids import key64
 from agentrl.core.records import Task
-
-TRAINING_TASKS = 1 << 32
-"""As many as anyone will index: they are drawn, not stored."""
+from agentrl.environment.drawn_tasks import DrawnTasks
 
 
 @lru_cache(maxsize=1)
@@ -25,51 +23,29 @@ def _source() -> Any:
     return ChainSumDataset(config)
 
 
-def _draw(*key: object) -> tuple[str, str]:
-    """The question and answer drawn with `key`."""
+def _draw(*key: object) -> dict[str, str]:
+    """The question and answer drawn with `key`, as a task's data."""
     item = _source()[key64("chain_sum", *key)]
-    return item["question"], item["answer"]
+    return {"question": item["question"], "answer": item["answer"]}
 
 
-class HeldOutTasks:
+def held_out_tasks(count: int) -> list[Task]:
     """`count` tasks with distinct questions, the same for everyone."""
-
-    def __init__(self, count: int) -> None:
-        answers: dict[str, str] = {}
-        drawn = 0
-        while len(answers) < count:
-            question, answer = _draw("held_out", drawn)
-            answers.setdefault(question, answer)
-            drawn += 1
-        self.questions = frozenset(answers)
-        self._tasks = [
-            Task(id=f"held_out-{index}", data={"question": question, "answer": answer})
-            for index, (question, answer) in enumerate(answers.items())
-        ]
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def __getitem__(self, index: int, /) -> Task:
-        return self._tasks[index]
+    found: dict[str, dict[str, str]] = {}
+    drawn = 0
+    while len(found) < count:
+        data = _draw("held_out", drawn)
+        found.setdefault(data["question"], data)
+        drawn += 1
+    return [Task(id=f"held_out-{index}", data=data) for index, data in enumerate(found.values())]
 
 
-class TrainingTasks:
-    """Practically endless tasks without a held-out question."""
+def training_tasks(seed: int, *, held_out: int) -> DrawnTasks:
+    """Tasks without any of the first `held_out` held-out questions."""
+    hidden = {task.data["question"] for task in held_out_tasks(held_out)}
 
-    def __init__(self, seed: int, held_out: HeldOutTasks) -> None:
-        self._seed = seed
-        self._held_out = held_out.questions
+    def draw(index: int, attempt: int) -> Task | None:
+        data = _draw("train", seed, index, attempt)
+        return None if data["question"] in hidden else Task(id=f"train-{seed}-{index}", data=data)
 
-    def __len__(self) -> int:
-        return TRAINING_TASKS
-
-    def __getitem__(self, index: int, /) -> Task:
-        if not 0 <= index < TRAINING_TASKS:
-            raise IndexError(index)
-        attempt = 0
-        question, answer = _draw("train", self._seed, index, attempt)
-        while question in self._held_out:
-            attempt += 1
-            question, answer = _draw("train", self._seed, index, attempt)
-        return Task(id=f"train-{self._seed}-{index}", data={"question": question, "answer": answer})
+    return DrawnTasks(draw)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import agentrl
-from environments.frozen_lake.tasks import SIZE, HeldOutTasks, TrainingTasks
+from environments.frozen_lake.tasks import SIZE, held_out_tasks, training_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -78,4 +78,4 @@ class FrozenLake(agentrl.GymEnvironment):
             seed: of the training maps; the held-out ones are the same for all seeds.
             held_out: how many seeds' maps are held out.
         """
-        return HeldOutTasks(held_out) if split == "held_out" else TrainingTasks(seed, HeldOutTasks(held_out))
+        return held_out_tasks(held_out) if split == "held_out" else training_tasks(seed, held_out=held_out)

@@ -11,9 +11,8 @@ from functools import lru_cache
 
 from agentrl.core.ids import key64
 from agentrl.core.records import Task
+from agentrl.environment.drawn_tasks import DrawnTasks
 
-TRAINING_TASKS = 1 << 32
-"""As many as anyone will index: they are drawn, not stored."""
 SIZE = 4
 
 
@@ -24,40 +23,21 @@ def _map(seed: int) -> tuple[str, ...]:
     return tuple(generate_random_map(SIZE, seed=seed))
 
 
-class HeldOutTasks:
+def held_out_tasks(count: int) -> list[Task]:
     """The maps of the generator's seeds 0 … `count` - 1, as it draws them: easy ones come more than once."""
-
-    def __init__(self, count: int) -> None:
-        maps = [_map(seed) for seed in range(count)]
-        self.maps = frozenset(maps)
-        self._tasks = [
-            Task(id=f"held_out-{seed}", data={"map": list(rows), "seed": 0, "shaped": False})
-            for seed, rows in enumerate(maps)
-        ]
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def __getitem__(self, index: int, /) -> Task:
-        return self._tasks[index]
+    return [
+        Task(id=f"held_out-{seed}", data={"map": list(_map(seed)), "seed": 0, "shaped": False}) for seed in range(count)
+    ]
 
 
-class TrainingTasks:
-    """Practically endless tasks without a held-out map."""
+def training_tasks(seed: int, *, held_out: int) -> DrawnTasks:
+    """Tasks without any of the maps of the first `held_out` held-out tasks."""
+    hidden = {_map(held) for held in range(held_out)}
 
-    def __init__(self, seed: int, held_out: HeldOutTasks) -> None:
-        self._seed = seed
-        self._held_out = held_out.maps
+    def draw(index: int, attempt: int) -> Task | None:
+        rows = _map(key64("frozen_lake", seed, index, attempt) % (1 << 31))
+        if rows in hidden:
+            return None
+        return Task(id=f"train-{seed}-{index}", data={"map": list(rows), "seed": 0, "shaped": True})
 
-    def __len__(self) -> int:
-        return TRAINING_TASKS
-
-    def __getitem__(self, index: int, /) -> Task:
-        if not 0 <= index < TRAINING_TASKS:
-            raise IndexError(index)
-        attempt = 0
-        while True:
-            rows = _map(key64("frozen_lake", self._seed, index, attempt) % (1 << 31))
-            if rows not in self._held_out:
-                return Task(id=f"train-{self._seed}-{index}", data={"map": list(rows), "seed": 0, "shaped": True})
-            attempt += 1
+    return DrawnTasks(draw)

@@ -72,17 +72,19 @@ def test_the_two_agents_of_the_readme_are_sound(tmp_path: Path) -> None:
     assert int(resumptions) > 10, "the proposal was refused: no child episode was started"
 
 
-def test_the_first_ten_minutes(workplace: Path) -> None:
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "getting_started.md"], ids=lambda page: page.stem)
+def test_the_first_ten_minutes(page: Path, workplace: Path) -> None:
     listed = json.loads(run(workplace, sys.executable, "-m", "agentrl.cli", "episode", "list", "demo", "--json"))
     trained = next(episode["episode"] for episode in listed if episode["purpose"] == "train")
     lines = [
-        line.replace("e100", trained)
-        for block in blocks(ROOT / "docs" / "getting_started.md")
+        line.replace("e100", trained).removeprefix(".venv/bin/")
+        for block in blocks(page)
         if block.language == "" and "/path/to/" not in block.text
         for line in block.text.splitlines()
-        if line.startswith(("agentrl ", "cd "))
     ]
-    assert len(lines) > 7
-    agentrl = f'agentrl() {{ "{sys.executable}" -m agentrl.cli "$@" $([ "$1" = train ] && echo "{SMALL}"); }}'
+    lines = [line for line in lines if line.startswith(("agentrl ", "cd "))]
+    assert len(lines) > 3
+    small = f'case "$1" in train) echo "{SMALL}";; evaluate) echo --tasks=8;; esac'
+    agentrl = f'agentrl() {{ "{sys.executable}" -m agentrl.cli "$@" $({small}); }}'
     said = run(workplace, "bash", "-euc", "\n".join([agentrl, *lines]))
-    assert "passed" in said
+    assert ("passed" if page.stem == "getting_started" else "evaluation/reward") in said

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import agentrl
 from agentrl.core.clock import SystemClock
-from agentrl.core.ports import SamplingParams
+from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import ScriptedEngine
@@ -33,6 +33,8 @@ class Played:
     entries: list[EntryBody]
     said: str
     """What the worker remembers of a failure."""
+    seen: list[list[int]]
+    """What the engine saw in each call, in order: the context it was given and the tokens it sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class Setting:
 
 def play(
     environment: type[agentrl.Environment],
-    replies: Sequence[str],
+    replies: Sequence[str | bytes],
     *,
     data: dict[str, object] | None = None,
     max_turns: int = 8,
@@ -58,7 +60,7 @@ def play(
     episode_timeout_s: float = 60.0,
     attempts: int = 1,
 ) -> Played:
-    """Run one episode in which the policy says `replies`, turn by turn."""
+    """Run one episode in which the policy says `replies`, turn by turn: text, or tokens, which are bytes."""
     setting = Setting(
         data=data or {"question": "?"},
         max_turns=max_turns,
@@ -70,10 +72,18 @@ def play(
     return asyncio.run(_play(environment, list(replies), setting))
 
 
-async def _play(environment: type[agentrl.Environment], replies: list[str], setting: Setting) -> Played:
+async def _play(environment: type[agentrl.Environment], replies: list[str | bytes], setting: Setting) -> Played:
     journal, said = MemoryJournal(), iter(replies)
+    seen: list[list[int]] = []
+
+    def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        reply = next(said)
+        sampled = [*(reply.encode() if isinstance(reply, str) else reply), STOP_TOKEN]
+        seen.append([*request.token_ids.tolist(), *sampled])
+        return sampled
+
     engine = ScriptedEngine(
-        lambda request, policy, version: [*next(said).encode(), STOP_TOKEN],
+        script,
         versions={"policy": PolicyVersion("policy", 0, 0)},
         max_context=setting.max_context,
     )
@@ -112,7 +122,17 @@ async def _play(environment: type[agentrl.Environment], replies: list[str], sett
     dispatcher.worker = worker
     dispatcher.on_collapse = failures.append
     ended: list[EpisodeHeader] = []
-    spec = EpisodeSpec(
+    spec = _spec(environment, setting)
+    worker.submit(spec, ended.append)
+    await worker.drain()
+    if failures:
+        raise failures[0]
+    entries = [entry.decode() for entry in journal.turn_log("0").read("e0", ended[0].attempt)]
+    return Played(ended[0], entries, worker.last_failure, seen)
+
+
+def _spec(environment: type[agentrl.Environment], setting: Setting) -> EpisodeSpec:
+    return EpisodeSpec(
         episode_id="e0",
         environment=name_of(environment),
         task=Task(id="t", data=setting.data),
@@ -120,9 +140,3 @@ async def _play(environment: type[agentrl.Environment], replies: list[str], sett
         seats={seat: SeatBinding("policy") for seat in environment.seats},
         group_id="g0",
     )
-    worker.submit(spec, ended.append)
-    await worker.drain()
-    if failures:
-        raise failures[0]
-    entries = [entry.decode() for entry in journal.turn_log("0").read("e0", ended[0].attempt)]
-    return Played(ended[0], entries, worker.last_failure)

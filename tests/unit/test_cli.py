@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import inspect
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl.cli.main import main
-from agentrl.inspection.safe import safe
+from agentrl.cli.main import _parser, main
+from agentrl.core.safe import safe
 from tests.journal_cases import HOSTILE, write_run
 
 
@@ -27,6 +31,22 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     assert main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        for below in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
+            yield from parsers(below)
+
+
+def test_every_command_leads_to_a_function_of_the_options() -> None:
+    named = [found for parser in parsers(_parser()) if (found := parser.get_default("command")) is not None]
+    assert len(set(named)) > 12
+    for command in named:
+        module, _, function = command.partition(":")
+        (options,) = inspect.signature(getattr(import_module(f"agentrl.cli.{module}"), function)).parameters
+        assert options == "options", command
 
 
 def test_json_of_every_reading_command(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +148,8 @@ def test_content_reaches_no_terminal_unescaped(tmp_path: Path, capsys: pytest.Ca
         ["episode", "show", path, text],
         ["episode", "list", path, "--where", text],
         ["run", "curve", path, "--metric", text],
+        *(["run", verb, path] for verb in ("curve", "view", "report", "metrics")),
+        ["run", "metrics", path, "--prometheus"],
     ]
     for command in commands:
         main(command)
@@ -136,12 +158,21 @@ def test_content_reaches_no_terminal_unescaped(tmp_path: Path, capsys: pytest.Ca
         assert safe(shown) == shown, command
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["episode", "list", "demo"], ["run", "list"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["episode", "list", "demo"],
+        ["episode", "show", "demo", "e3"],
+        ["run", "list"],
+        ["run", "view", "demo"],
+    ],
+)
 def test_reading_imports_nothing_heavy(directory: Path, arguments: list[str]) -> None:
     program = (
         "import sys; from agentrl.cli.main import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit: pass\n"
-        "names = 'torch ray numpy transformers peft pydantic gymnasium vllm'.split()\n"
+        "names = 'torch ray numpy transformers peft pydantic gymnasium vllm environments'.split()\n"
         "heavy = set(names) & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )

@@ -22,6 +22,9 @@ def test_this_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["torch works"]["level"] == "ok"
     assert found["engine"]["found"].startswith("embedded, in this process, 1 thread")
     assert "Ray session" in found["trainer"]["found"]
+    on = "on the CPU" if found["torch works"]["found"].endswith("no GPU") else "on the GPU"
+    assert found["engine"]["found"].endswith(on)
+    assert found["trainer"]["found"].endswith(on)
 
 
 def failing() -> list[Check]:

@@ -18,23 +18,16 @@ from agentrl.environment import gym_text
 from agentrl.environment.global_random import GlobalRandom
 from agentrl.environment.gym import SeededGame
 from agentrl.environment.gym_seat import SeatEnv
-from agentrl.environment.gym_text import TextGame
 from agentrl.testing.format_check import GARBAGE
 from tests.unit.episodes import play
 
 Lake = agentrl.gym_environment(
-    "Lake", lambda task: gymnasium.make("FrozenLake-v1", is_slippery=False), **gym_text.FROZEN_LAKE._asdict()
+    "Lake", lambda task: gymnasium.make("FrozenLake-v1", is_slippery=False), **gym_text.FROZEN_LAKE
 )
-Slippery = agentrl.gym_environment(
-    "Slippery", lambda task: gymnasium.make("FrozenLake-v1"), **gym_text.FROZEN_LAKE._asdict()
-)
-Cliff = agentrl.gym_environment(
-    "Cliff", lambda task: gymnasium.make("CliffWalking-v1"), **gym_text.CLIFF_WALKING._asdict()
-)
-Taxi = agentrl.gym_environment("Taxi", lambda task: gymnasium.make("Taxi-v4"), **gym_text.TAXI._asdict())
-Blackjack = agentrl.gym_environment(
-    "Blackjack", lambda task: gymnasium.make("Blackjack-v1"), **gym_text.BLACKJACK._asdict()
-)
+Slippery = agentrl.gym_environment("Slippery", lambda task: gymnasium.make("FrozenLake-v1"), **gym_text.FROZEN_LAKE)
+Cliff = agentrl.gym_environment("Cliff", lambda task: gymnasium.make("CliffWalking-v1"), **gym_text.CLIFF_WALKING)
+Taxi = agentrl.gym_environment("Taxi", lambda task: gymnasium.make("Taxi-v4"), **gym_text.TAXI)
+Blackjack = agentrl.gym_environment("Blackjack", lambda task: gymnasium.make("Blackjack-v1"), **gym_text.BLACKJACK)
 WORDS = {
     Lake: ["left", "down", "right", "up"],
     Slippery: ["left", "down", "right", "up"],
@@ -171,7 +164,7 @@ def test_a_render_that_is_no_text_is_named() -> None:
         "mute",
         lambda task: gymnasium.make("FrozenLake-v1"),
         render=lambda observation, info, env: env.render(),  # type: ignore[return-value, arg-type]
-        parse=gym_text.FROZEN_LAKE.parse,
+        parse=gym_text.FROZEN_LAKE["parse"],
     )
     with pytest.warns(UserWarning, match="render"):
         played = play(mute, ["left"], data={"seed": 0})
@@ -351,6 +344,5 @@ def test_a_seat_that_does_not_exist_and_one_nobody_answers_for_are_named() -> No
 
 
 def test_illegal_rewards_of_the_ready_games_are_below_their_worst() -> None:
-    worst: dict[TextGame, float] = {gym_text.CLIFF_WALKING: -100.0, gym_text.TAXI: -10.0}
-    for game, per_step in worst.items():
-        assert game.illegal_reward < per_step * game.max_turns
+    for game, per_step in ((gym_text.CLIFF_WALKING, -100.0), (gym_text.TAXI, -10.0)):
+        assert game["illegal_reward"] < per_step * game["max_turns"]

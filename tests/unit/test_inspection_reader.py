@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from agentrl.core.errors import InputError, JournalError
+from agentrl.core.safe import safe
 from agentrl.inspection.reader import RunReader, runs
 from agentrl.inspection.render import MAX_CELL, curves, episode_table, episode_view, run_table
-from agentrl.inspection.safe import safe
 from agentrl.journal.checksums import entry_checksum
 from agentrl.journal.entries import encode_body
 from tests.journal_cases import HOSTILE, entries_with, write_run

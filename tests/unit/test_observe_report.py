@@ -104,14 +104,13 @@ def test_a_long_series_is_drawn_with_few_points() -> None:
 
 
 def test_prometheus_text_has_one_help_per_name_and_escaped_labels() -> None:
-    text = prometheus(
-        'a"b\\c', {"p": {"reward/mean": 0.5, "step": 3.0}, "q": {"reward/mean": 1.0}}, lambda name: ("", "")
-    )
+    text = prometheus('a"b\\c', {"p": {"reward/mean": 0.5, "step": 3.0}, "q": {"reward/mean": 1.0}})
     assert text == (
-        "# HELP agentrl_reward_mean reward/mean\n# TYPE agentrl_reward_mean gauge\n"
+        "# HELP agentrl_reward_mean mean reward of the units the step consumed (reward)\n"
+        "# TYPE agentrl_reward_mean gauge\n"
         'agentrl_reward_mean{run="a\\"b\\\\c",policy="p"} 0.5\n'
         'agentrl_reward_mean{run="a\\"b\\\\c",policy="q"} 1.0\n'
-        "# HELP agentrl_step step\n# TYPE agentrl_step gauge\n"
+        "# HELP agentrl_step the policy's newest optimizer step (steps)\n# TYPE agentrl_step gauge\n"
         'agentrl_step{run="a\\"b\\\\c",policy="p"} 3.0\n'
     )
 

@@ -11,6 +11,7 @@ import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.journal.entries import GatherEntry, RewardEntry, SpawnEntry, TurnEntry
 from agentrl.journal.rows import trajectories
+from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
 from tests.unit.episodes import play
 
 
@@ -161,15 +162,34 @@ def test_a_wrong_seat_name_lists_the_right_ones() -> None:
         play(WrongSeat, [])
 
 
+class TwoRows(agentrl.Environment):
+    """Two turns in one row, then one in another."""
+
+    seats = ("host",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        host = ctx.agent("host")
+        await host.act(agentrl.user("first"))
+        await host.act(agentrl.user("second"))
+        host.restart(agentrl.user("anew"))
+        await host.act()
+        host.reward(1.5)
+
+
 def test_rows_rebuilt_from_the_journal_are_what_the_engine_saw() -> None:
+    """Token for token, also where the sampled tokens are no text, and their text has other tokens."""
     from agentrl.journal.entries import JournalEntry, encode_body
 
-    played = play(Talk, ["h1", "g1", "g2", "h2"])
+    replies = [b"a\xff", b"\xc3", b"b"]
+    played = play(TwoRows, replies)
     stored = [JournalEntry("e0", 0, f"r#{n}", b"", encode_body(body)) for n, body in enumerate(played.entries)]
-    host = next(t for t in trajectories(stored) if t.seat == "host")
-    assert len(host.rows) == 2
-    assert [int(row.loss_mask.sum()) for row in host.rows] == [3, 3]
-    assert host.reward == 1.5
+    (host,) = trajectories(stored)
+    _, second, third = played.seen
+    assert [row.token_ids.tolist() for row in host.rows] == [second, third]
+    sampled = [bytes(row.token_ids[row.loss_mask & (row.token_ids != STOP_TOKEN)].tolist()) for row in host.rows]
+    assert sampled == [b"a\xff\xc3", b"b"]
+    said = PlainFormat().parse(list(replies[0])).content
+    assert said.encode() != replies[0], "tokenising the text again would give the same tokens: nothing is shown"
 
 
 def test_a_prompt_longer_than_the_context_is_told_apart_from_a_long_episode() -> None:

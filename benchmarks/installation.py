@@ -1,9 +1,10 @@
-"""Installing agentrl as a user does: `python -m benchmarks.packaging oldest` or `… wheel-demo`.
+"""Installing agentrl as a user does: `python -m benchmarks.installation oldest` or `… wheel-demo`.
 
 `oldest`: the core at the lowest versions pyproject.toml allows, in an empty environment: the package imports, the
-command line answers, a new environment passes its check.
+command line answers, a new environment passes its check. `core_packages`: what was installed besides agentrl and pip.
 `wheel-demo`: wheel and sdist are built; the wheel, with what the demo needs, goes into an empty environment; the demo
-runs from an empty directory. Needs a package index, 2 GB of disk and some minutes; `make test` leaves both out.
+runs from an empty directory. `installation_s`, `demo_s`, `reward_start`, `reward_end` tell how that went.
+Needs a package index, 2 GB of disk and some minutes; `make test` leaves both out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import tomllib
 import venv
 import zipfile
 from pathlib import Path
+
+from benchmarks.report import Report
 
 ROOT = Path(__file__).parents[1]
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet")
@@ -49,7 +52,7 @@ def built(work: Path) -> Path:
     for needed in (
         "agentrl/py.typed",
         "agentrl/examples/01_tool_use.toml",
-        "environments/calculator/model/model.safetensors",
+        *(f"environments/{name}/model/model.safetensors" for name in ("calculator", "frozen_lake")),
         "environments/calculator/model/chat_template.jinja",
     ):
         if needed not in names:
@@ -58,24 +61,26 @@ def built(work: Path) -> Path:
     return wheel
 
 
-def oldest(work: Path) -> None:
+def oldest(work: Path) -> dict[str, float | None]:
     """The core at its lower bounds."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pins = [re.sub(">=", "==", text, count=1) for text in project["dependencies"]]
     wheel = built(work)
     python = fresh_environment(work / "environment")
     run(python, *PIP, "install", wheel, *pins, cwd=work)
-    packages = json.loads(run(python, "-m", "pip", "list", "--format=json", cwd=work))
-    print(f"{len(packages) - 3} packages: " + ", ".join(f"{p['name']} {p['version']}" for p in packages))
+    listed = json.loads(run(python, "-m", "pip", "list", "--format=json", cwd=work))
+    packages = [package for package in listed if package["name"] not in {"agentrl", "pip", "setuptools"}]
+    print(f"{len(packages)} packages: " + ", ".join(f"{p['name']} {p['version']}" for p in packages))
     agentrl = python.parent / "agentrl"
     run(python, "-W", "error", "-c", "import agentrl; [getattr(agentrl, n) for n in agentrl.__all__]", cwd=work)
     for arguments in (["--help"], ["episode", "list", "--help"], ["env", "list"], ["env", "new", "word_sums"]):
         run(agentrl, *arguments, cwd=work)
     print(run(agentrl, "env", "check", "word_sums/env.py", cwd=work).strip())
     run(agentrl, "train", "word_sums/train.toml", "--dry-run", cwd=work)
+    return {"core_packages": len(packages)}
 
 
-def wheel_demo(work: Path) -> None:
+def wheel_demo(work: Path) -> dict[str, float | None]:
     """The demo from the installed wheel."""
     started = time.perf_counter()
     wheel = built(work)
@@ -89,16 +94,18 @@ def wheel_demo(work: Path) -> None:
     run(agentrl, "demo", cwd=work / "empty")
     ended = time.perf_counter()
     summary = json.loads((work / "empty" / "runs" / "demo" / "summary.json").read_text(encoding="utf-8"))
-    print(f"installation {installed - started:.0f} s, demo {ended - installed:.0f} s: held-out reward ", end="")
-    print(f"{summary['reward_start']:.3f} before, {summary['reward_end']:.3f} after")
+    rewards = {name: summary[name] for name in ("reward_start", "reward_end")}
+    return {"installation_s": installed - started, "demo_s": ended - installed, **rewards}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("oldest", "wheel-demo"))
     what = parser.parse_args().what
-    with tempfile.TemporaryDirectory(prefix="agentrl-packaging-") as work:
-        (oldest if what == "oldest" else wheel_demo)(Path(work))
+    report = Report(f"installation {what}", quick=False, repeats=1, compared_with="nothing")
+    with tempfile.TemporaryDirectory(prefix="agentrl-installation-") as work:
+        report.figures.update(oldest(Path(work)) if what == "oldest" else wheel_demo(Path(work)))
+    report.print()
 
 
 if __name__ == "__main__":
