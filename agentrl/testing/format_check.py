@@ -58,7 +58,11 @@ def format_findings(play: Play, tasks: Sequence[Task], random_policy: Script, *,
     tasks = tasks[:TASKS]
     policy = random_policy
     if not has_tools and tasks:
-        legal = [text for text in CANDIDATES if _is_legal(play(tasks[0], 0, _always(text)))]
+        tried = {text: play(tasks[0], 0, _always(text)) for text in CANDIDATES}
+        for text, outcome in tried.items():
+            if isinstance(outcome, str):
+                return [_failure(tasks[0], text, outcome)]
+        legal = [text for text, outcome in tried.items() if isinstance(outcome, Outcome) and not outcome.broken]
         policy = _one_of(legal) if legal else random_policy
     garbage: dict[str, list[float]] = {text: [] for text in GARBAGE}
     kept: list[float] = []
@@ -66,11 +70,13 @@ def format_findings(play: Play, tasks: Sequence[Task], random_policy: Script, *,
         for text, rewards in garbage.items():
             outcome = play(task, number, _always(text))
             if isinstance(outcome, str):
-                return [f"task {task.id!r}, when every turn says {text!r}: {outcome}"]
+                return [_failure(task, text, outcome)]
             rewards.append(outcome.reward)
         for repeat in range(REPEATS):
             outcome = play(task, number * REPEATS + repeat, policy)
-            if not isinstance(outcome, str) and not outcome.broken:
+            if isinstance(outcome, str):
+                return [f"task {task.id!r}, played at random: {outcome}"]
+            if not outcome.broken:
                 kept.append(outcome.reward)
         if clock.monotonic() > end:
             break
@@ -87,8 +93,8 @@ def format_findings(play: Play, tasks: Sequence[Task], random_policy: Script, *,
     ]
 
 
-def _is_legal(outcome: Outcome | str) -> bool:
-    return not isinstance(outcome, str) and not outcome.broken
+def _failure(task: Task, text: str, outcome: str) -> str:
+    return f"task {task.id!r}, when every turn says {text!r}: {outcome}"
 
 
 def _always(text: str) -> Script:
