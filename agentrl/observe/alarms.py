@@ -38,7 +38,7 @@ DROPPED_SHARE = 0.25
 """Share of the ended episodes lost to one reason."""
 MIN_EPISODES = 16
 """Episodes before a share of them means something."""
-FORMAT_EPISODES = 32
+FORMAT_EPISODES = 64
 """Episodes of each kind before those that break the format are compared with those that keep it."""
 FORMAT_ERRORS = 4.0
 """Standard errors by which the former must be ahead: the comparison is made at every step."""

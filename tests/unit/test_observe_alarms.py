@@ -68,8 +68,8 @@ def test_a_run_that_goes_well_raises_none() -> None:
     ],
 )
 def test_an_alarm_names_what_went_wrong_and_what_to_try(name: str, changes: dict[str, float]) -> None:
-    before = 0 if name == "format_pays" else 10
-    (alarm,) = alarms(a_run(5, before=before, **changes))
+    steps, before = (11, 0) if name == "format_pays" else (5, 10)
+    (alarm,) = alarms(a_run(steps, before=before, **changes))
     assert alarm.name == name
     assert alarm.policy == "solver"
     assert alarm.name in MEANINGS
