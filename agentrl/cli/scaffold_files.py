@@ -12,7 +12,7 @@ import agentrl
 class CLASS(agentrl.ToolEnvironment):
     """Sums of three numbers, with a calculator for two."""
 
-    # What the policy may do. Every parameter needs a type; the first line of the docstring tells the policy what it is.
+    # What the policy may do. Every parameter needs a type; the docstring's first paragraph is what the policy is told.
     @agentrl.tool
     def calculate(self, a: int, op: Literal["+", "-", "*"], b: int) -> int:
         """One operation on two integers."""
@@ -104,7 +104,7 @@ steps = 40            # optimizer steps
 id = "env.py:CLASS"   # beside this file
 
 [model]
-path = "environments.calculator:model"   # 0.9 M parameters, comes with agentrl; or the directory of your own model
+path = "environments.calculator:model"   # 0.84 M parameters, comes with agentrl; or the directory of your own model
 
 [policies.solver]
 learning_rate = 3e-4  # all weights are trained; for larger models add [policies.solver.lora] and try 1e-5

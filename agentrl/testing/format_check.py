@@ -56,14 +56,9 @@ def format_findings(play: Play, tasks: Sequence[Task], random_policy: Script, *,
     clock = SystemClock()
     end = clock.monotonic() + BUDGET_S
     tasks = tasks[:TASKS]
-    policy = random_policy
-    if not has_tools and tasks:
-        tried = {text: play(tasks[0], 0, _always(text)) for text in CANDIDATES}
-        for text, outcome in tried.items():
-            if isinstance(outcome, str):
-                return [_failure(tasks[0], text, outcome)]
-        legal = [text for text, outcome in tried.items() if isinstance(outcome, Outcome) and not outcome.broken]
-        policy = _one_of(legal) if legal else random_policy
+    policy: Script | str = random_policy if has_tools or not tasks else _legal_policy(play, tasks[0], random_policy)
+    if isinstance(policy, str):
+        return [policy]
     garbage: dict[str, list[float]] = {text: [] for text in GARBAGE}
     kept: list[float] = []
     for number, task in enumerate(tasks):
@@ -91,6 +86,18 @@ def format_findings(play: Play, tasks: Sequence[Task], random_policy: Script, *,
         f"well-formed chance {_mean(kept):.3f} ({len(rewards)} and {len(kept)} episodes), so breaking it is what would "
         "be learned; reward a broken format below every legal end (mind `truncated_reward`, where it runs into a limit)"
     ]
+
+
+def _legal_policy(play: Play, task: Task, otherwise: Script) -> Script | str:
+    """Chance among the texts an environment takes, `otherwise` where it takes none; or what went wrong, in words."""
+    legal = []
+    for text in CANDIDATES:
+        outcome = play(task, 0, _always(text))
+        if isinstance(outcome, str):
+            return _failure(task, text, outcome)
+        if not outcome.broken:
+            legal.append(text)
+    return _one_of(legal) if legal else otherwise
 
 
 def _failure(task: Task, text: str, outcome: str) -> str:

@@ -6,8 +6,8 @@ import asyncio
 import io
 import json
 import math
-import re
 import os
+import re
 from pathlib import Path
 
 import pytest
