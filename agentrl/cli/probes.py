@@ -139,7 +139,8 @@ def torch_runs() -> list[Check]:
     if _version("torch") is None:
         return []
     code = "import torch; print(torch.get_num_threads(), torch.cuda.is_available() and torch.cuda.device_count())"
-    answer = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-P", "-c", code]  # -P: files of the working directory are not imported, as in a run
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if answer.returncode:
         reason = (answer.stderr.strip().splitlines() or ["it ended without a word"])[-1]
         return [
