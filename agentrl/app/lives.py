@@ -21,7 +21,7 @@ from agentrl.app.recovery import Recovery, clear_leftovers
 from agentrl.config.run import RunConfig
 from agentrl.core.budget import RetryBudget
 from agentrl.core.errors import EngineLostError, TrainerError, TrainerLostError
-from agentrl.core.ports import ChatFormat
+from agentrl.core.ports import ChatFormat, Trainer
 from agentrl.core.records import Task
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.observe.blocked import watch_loop
@@ -85,7 +85,7 @@ async def _life(lasting: Lasting) -> Orchestrator:
         observer.phase(f"left out: {reason}")
     async with contextlib.AsyncExitStack() as stack:
         trainer = lasting.adapters.trainer(config, directory.path)
-        stack.push_async_callback(trainer.close)
+        stack.push_async_callback(_close, trainer, observer)
         observer.phase("starting the trainer")
         await trainer.start(recovery.start_from)
         observer.phase("loading the engine")
@@ -119,6 +119,11 @@ async def _life(lasting: Lasting) -> Orchestrator:
                     raise TrainerError(f"{error}, while the run was stopping; its newest checkpoint stays") from error
                 raise
         return orchestrator
+
+
+async def _close(trainer: Trainer, observer: RunObserver) -> None:
+    with observer.closing("stopping the trainer"):
+        await trainer.close()
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 from agentrl.cli import probes
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SECTIONS: dict[str, tuple[Callable[[], list[Check]], ...]] = {
-    "this machine": (probes.python, probes.processor, probes.memory, probes.gpu, probes.disk),
+    "this machine": (probes.python, probes.processor, probes.memory, probes.gpu, probes.disk, probes.shadows),
     "installed": (probes.packages, probes.torch_runs, probes.model),
     "the demo will use": (probes.plan,),
 }
@@ -53,3 +54,9 @@ def _run(probe: Callable[[], list[Check]]) -> list[Check]:
         return probe()
     except Exception as error:  # noqa: BLE001 - a probe that fails must not hide what the others found
         return [Check(name=probe.__name__, found=f"cannot be told ({type(error).__name__}: {error})", level="note")]
+
+
+def version(options: argparse.Namespace) -> int:
+    """`agentrl --version`."""
+    sys.stdout.write(f"agentrl {metadata.version('agentrl')}\n")
+    return 0

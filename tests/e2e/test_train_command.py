@@ -102,10 +102,18 @@ def test_a_run_directory_is_not_overwritten(repository: Path, trained: Path, wor
 def test_a_trained_policy_can_be_evaluated(repository: Path, trained: Path, workplace: Path) -> None:
     example = str(repository / "examples/01_tool_use.toml")
     policy = str(trained / "policies" / "solver")
-    answer = run(workplace, "evaluate", example, "--policy", policy, "--tasks", "16", "--json").stdout
+    kept = ("--policy", policy, "--tasks", "16", "--journal", "evaluations/first")
+    answer = run(workplace, "evaluate", example, *kept, "--json").stdout
     metrics = json.loads(answer)
     assert metrics["evaluation/episodes"] == 16
     assert 0.0 <= metrics["evaluation/reward"] <= 1.0
+    (listed,) = json.loads(run(workplace, "run", "list", "evaluations", "--json").stdout)
+    assert (listed["name"], listed["purpose"], listed["episodes"]) == ("first", "evaluate", 16)
+    assert listed["reward"] == pytest.approx(metrics["evaluation/reward"])
+    assert (
+        json.loads(run(workplace, "run", "metrics", "evaluations/first", "--json").stdout)["solver"].items()
+        >= metrics.items()
+    )
 
 
 def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(repository: Path, tmp_path: Path) -> None:

@@ -324,3 +324,10 @@ def test_the_first_matching_template_of_several_is_the_one_for_tools(tmp_path: P
     named = [{"name": "default", "template": "{{ raise_exception('no') }}"}, {"name": "tool_use", "template": QWEN}]
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert TemplateFormat.load(directory, tool_call_format="llama").tool_call_format == "llama"
+
+
+def test_a_name_of_the_hub_is_answered_with_the_command_that_brings_the_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"`hf download Qwen/Qwen3-0\.6B --local-dir DIR`"):
+        TemplateFormat.load("Qwen/Qwen3-0.6B")
+    with pytest.raises(ModelError, match=r"there is no model directory .*nowhere, and agentrl downloads nothing"):
+        TemplateFormat.load(tmp_path / "nowhere")
