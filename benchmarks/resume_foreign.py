@@ -8,7 +8,9 @@ the global random generators between the calls. Transcript, rewards and the fina
 the environment and its resources must be those of the first process.
 
 The class of an environment: `replay`, where every resumption gave the same; `pinned`, where one ended in an error by
-name (the episode is restarted or dropped); `SILENT`, where one ended differently and nobody said so.
+name (the episode is restarted or dropped); `SILENT`, where one came back as something else and nobody said so. An
+environment that draws chance from outside plays on differently even where it came back exactly: for one whose second
+undisturbed run differs from the first, a resumption counts as silent if its state differs where the prefix ends.
 `unmodified_share`: of all, those that come back as they were written. `silent_mismatches`: environments of the last
 class. Traps break the documented rules on purpose and do not count; the table says who noticed.
 """
@@ -25,7 +27,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -40,7 +42,7 @@ from agentrl.journal.entries import JournalEntry, TurnEntry
 from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
 from agentrl.testing.check import POLICY, execute
 from benchmarks.report import Report
-from benchmarks.resume_foreign_games import Case, Policy, gymnasium_cases, pettingzoo_cases, textarena_cases
+from benchmarks.resume_foreign_games import Case, gymnasium_cases, pettingzoo_cases, textarena_cases
 from benchmarks.resume_foreign_state import digest
 from benchmarks.resume_foreign_tools import tool_cases, trap_cases, trl_cases
 
@@ -61,6 +63,8 @@ class Played(msgspec.Struct, frozen=True):
     """Rewards by seat and the stop reason."""
     state: str = ""
     turns: int = 0
+    trail: dict[int, str] = {}
+    """The state when a turn was sampled, by the seed of the turn's request."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -71,7 +75,9 @@ class Verdict(msgspec.Struct, frozen=True):
     named: int
     """Resumptions that ended in an error by name."""
     silent: int
-    """Resumptions that ended differently without one."""
+    """Resumptions that came back as something else, or went on differently where nothing is left to chance."""
+    chance: int = 0
+    """Resumptions that came back exactly and went on differently, the environment being one of chance."""
     cause: str = ""
 
 
@@ -102,89 +108,124 @@ class _Watched:
         return self._ctx.resource(make, level=level)
 
 
-def watched(case: Case) -> type[agentrl.Environment]:
-    """The environment, telling the digest of its final state."""
+class _Observer:
+    """Takes the digest of the running environment's state."""
 
-    class Watched(case.environment):  # type: ignore[name-defined, misc]
-        states: ClassVar[list[str]] = []
+    def __init__(self, case: Case) -> None:
+        self.trail: dict[int, str] = {}
+        self.final = ""
+        self._case = case
+        self._environment: Any = None
+        self._made: list[object] = []
 
-        async def run(self, ctx: Any) -> None:
-            made: list[object] = []
-            await super().run(_Watched(ctx, made))
-            state = case.state(self) if case.state is not None else [self.__dict__, made]
-            self.states.append(digest(state))
+    def environment(self) -> type[agentrl.Environment]:
+        """The case's environment, observed."""
+        observer = self
 
-    Watched.__module__, Watched.__qualname__ = case.environment.__module__, case.environment.__qualname__
-    return Watched
+        class Observed(self._case.environment):  # type: ignore[name-defined, misc]
+            async def run(self, ctx: Any) -> None:
+                observer._environment = self
+                await super().run(_Watched(ctx, observer._made))
+                observer.final = observer._state()
+
+        kind = self._case.environment
+        Observed.__module__, Observed.__qualname__ = kind.__module__, kind.__qualname__
+        return Observed
+
+    def script(self, *, every: bool) -> Script:
+        """The case's policy, in a process where other code draws from the global generators."""
+        chat_format = PlainFormat()
+
+        def script(request: GenerateRequest, name: str, version: PolicyVersion) -> list[int]:
+            for _ in range(os.urandom(1)[0] % 7):
+                random.random()
+                np.random.random()
+            if every or not self.trail:
+                self.trail[request.seed] = self._state()
+            text = chat_format.decode(request.token_ids.tolist())
+            return [*self._case.policy(text, stream("foreign", request.seed)).encode(), STOP_TOKEN]
+
+        return script
+
+    def _state(self) -> str:
+        if self._case.state is not None:
+            return digest(self._case.state(self._environment))
+        return digest([self._environment.__dict__, self._made])
 
 
-def noisy(policy: Policy) -> Script:
-    """The policy's script, in a process where other code draws from the global generators."""
-    chat_format = PlainFormat()
-
-    def script(request: GenerateRequest, name: str, version: PolicyVersion) -> list[int]:
-        for _ in range(os.urandom(1)[0] % 7):
-            random.random()
-            np.random.random()
-        text = chat_format.decode(request.token_ids.tolist())
-        return [*policy(text, stream("foreign", request.seed)).encode(), STOP_TOKEN]
-
-    return script
-
-
-def play(case: Case, recorded: Sequence[JournalEntry] = ()) -> Played:
+def play(case: Case, task: agentrl.Task, recorded: Sequence[JournalEntry] = ()) -> Played:
     """An execution of a case over a prefix."""
-    environment = watched(case)
+    observer = _Observer(case)
+    environment = observer.environment()
     spec = EpisodeSpec(
         episode_id="e0",
         environment=name_of(case.environment),
-        task=case.tasks[0],
+        task=task,
         seed=7,
         seats={seat: SeatBinding(POLICY) for seat in environment.seats},
         group_id="g0",
     )
-    outcome = asyncio.run(execute(environment, spec, noisy(case.policy), recorded, max_turns=TURNS))
+    script = observer.script(every=not recorded)
+    outcome = asyncio.run(execute(environment, spec, script, recorded, max_turns=TURNS))
     if isinstance(outcome, str):
         return Played(name=case.name, error=outcome)
     header, entries = outcome
     rewards = [(t.seat, t.index, t.reward) for t in header.trajectories]
-    state = environment.states[-1] if environment.states else "none"
+    ending = f"{rewards} {header.stop_reason}"
     return Played(
-        name=case.name, entries=entries, ending=f"{rewards} {header.stop_reason}", state=state, turns=header.turns
+        name=case.name,
+        entries=entries,
+        ending=ending,
+        state=observer.final,
+        turns=header.turns,
+        trail=observer.trail,
     )
 
 
 # --- the two processes ------------------------------------------------------------------------------------------------
 
 
-def first(chosen: Sequence[Case], folder: Path) -> None:
-    """Play every case once and write down how it went."""
-    played = [play(case) for case in chosen]
+def first(chosen: Sequence[Case], folder: Path, *, quick: bool) -> None:
+    """Play every task of every case once and write down how it went."""
+    played = [[play(case, task) for task in _tasks(case, quick=quick)] for case in chosen]
     (folder / "played").write_bytes(msgspec.msgpack.encode(played))
 
 
 def second(chosen: Sequence[Case], folder: Path, *, quick: bool) -> None:
     """Resume every case from every cut, in another order than they were played."""
-    before = {p.name: p for p in msgspec.msgpack.decode((folder / "played").read_bytes(), type=list[Played])}
-    verdicts = [resume(case, before[case.name], quick=quick) for case in reversed(chosen)]
-    (folder / "verdicts").write_bytes(msgspec.msgpack.encode(verdicts))
+    before = msgspec.msgpack.decode((folder / "played").read_bytes(), type=list[list[Played]])
+    verdicts = [resume(case, games, quick=quick) for case, games in zip(chosen[::-1], before[::-1], strict=True)]
+    (folder / "verdicts").write_bytes(msgspec.msgpack.encode(verdicts[::-1]))
 
 
-def resume(case: Case, before: Played, *, quick: bool) -> Verdict:
-    """Every cut of one case."""
-    if before.error is not None:
-        return Verdict(name=case.name, resumed=0, named=1, silent=0, cause=f"was not played: {before.error}")
-    named = silent = 0
+def resume(case: Case, games: Sequence[Played], *, quick: bool) -> Verdict:
+    """Every cut of every game of a case."""
+    resumed = named = silent = chance = 0
     cause = ""
-    cuts = list(_cuts(len(before.entries), quick=quick))
-    for cut in cuts:
-        after = play(case, before.entries[:cut])
-        found = after.error or difference(before, after)
-        if found and not cause:
-            cause = f"after entry {cut} of {len(before.entries)}: {found}"
-        named += after.error is not None
-        silent += after.error is None and bool(found)
-    return Verdict(name=case.name, resumed=len(cuts), named=named, silent=silent, cause=cause)
+    for task, before in zip(_tasks(case, quick=quick), games, strict=True):
+        if before.error is not None:
+            return Verdict(name=case.name, resumed=0, named=1, silent=0, cause=f"was not played: {before.error}")
+        repeats = not _compared(before, play(case, task))
+        for cut in _cuts(len(before.entries), quick=quick):
+            after = play(case, task, before.entries[:cut])
+            found = _compared(before, after)
+            came_back = all(before.trail.get(seed) in (state, None) for seed, state in after.trail.items())
+            resumed += 1
+            named += after.error is not None
+            is_silent = bool(found) and after.error is None and (repeats or not came_back)
+            silent += is_silent
+            chance += bool(found) and after.error is None and not is_silent
+            if found and (not cause or (is_silent and silent == 1)):
+                cause = f"{task.id}, after entry {cut} of {len(before.entries)}: {found}"
+    return Verdict(name=case.name, resumed=resumed, named=named, silent=silent, chance=chance, cause=cause)
+
+
+def _tasks(case: Case, *, quick: bool) -> Sequence[agentrl.Task]:
+    return case.tasks[:1] if quick else case.tasks
+
+
+def _compared(before: Played, after: Played) -> str:
+    return after.error or difference(before, after)
 
 
 def _cuts(entries: int, *, quick: bool) -> Iterator[int]:
@@ -238,7 +279,7 @@ def main() -> None:
     if arguments.process is not None:
         warnings.simplefilter("ignore")
         if arguments.process == "first":
-            first(chosen, arguments.folder)
+            first(chosen, arguments.folder, quick=arguments.quick)
         else:
             second(chosen, arguments.folder, quick=arguments.quick)
         return
@@ -248,29 +289,31 @@ def main() -> None:
             command = [sys.executable, "-m", "benchmarks.resume_foreign", *options]
             command += ["--process", process, "--folder", folder]
             subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": hash_seed})
-        played = msgspec.msgpack.decode((Path(folder) / "played").read_bytes(), type=list[Played])
+        played = msgspec.msgpack.decode((Path(folder) / "played").read_bytes(), type=list[list[Played]])
         verdicts = msgspec.msgpack.decode((Path(folder) / "verdicts").read_bytes(), type=list[Verdict])
-    report(chosen, played, {v.name: v for v in verdicts}, quick=arguments.quick)
+    report(chosen, played, verdicts, quick=arguments.quick)
 
 
-def report(chosen: Sequence[Case], played: Sequence[Played], verdicts: dict[str, Verdict], *, quick: bool) -> None:
+def report(
+    chosen: Sequence[Case], played: Sequence[Sequence[Played]], verdicts: Sequence[Verdict], *, quick: bool
+) -> None:
     """The table and the line of figures."""
-    print(f"{'environment':42} {'family':11} turns entries resumed  named silent  class")
+    print(f"{'environment':42} {'family':11} turns entries resumed  named chance silent  class")
     classes: list[str] = []
-    for case, before in zip(chosen, played, strict=True):
-        found = verdicts[case.name]
+    for case, games, found in zip(chosen, played, verdicts, strict=True):
         kind = "SILENT" if found.silent else "pinned" if found.named else "replay"
         if case.foreign:
             classes.append(kind)
-        counts = f"{before.turns:5} {len(before.entries):7} {found.resumed:7} {found.named:6} {found.silent:6}"
-        print(f"{case.name:42} {case.family:11} {counts}  {kind}")
+        length = f"{sum(game.turns for game in games):5} {sum(len(game.entries) for game in games):7}"
+        counts = f"{found.resumed:7} {found.named:6} {found.chance:6} {found.silent:6}"
+        print(f"{case.name:42} {case.family:11} {length} {counts}  {kind}")
         if found.cause:
             print(f"    {' '.join(found.cause.split())[:300]}")
     figures: dict[str, float | None] = {
         "environments": len(classes),
         "unmodified_share": classes.count("replay") / len(classes) if classes else None,
         "silent_mismatches": classes.count("SILENT"),
-        "resumptions": sum(verdict.resumed for verdict in verdicts.values()),
+        "resumptions": sum(found.resumed for found in verdicts),
     }
     line = Report("resume_foreign", quick=quick, repeats=1, compared_with="the undisturbed episodes", figures=figures)
     line.print()

@@ -24,6 +24,10 @@ Policy = Callable[[str, Random], str]
 """From everything its player was told and said, and random numbers, to what it says."""
 
 
+def _seed(seed: int) -> agentrl.Task:
+    return agentrl.Task(id=f"seed-{seed}", data={"seed": seed})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """An environment of the study."""
@@ -32,9 +36,9 @@ class Case:
     family: str
     environment: type[agentrl.Environment]
     policy: Policy
-    tasks: Sequence[agentrl.Task] = field(default_factory=lambda: [agentrl.Task(id="seed-7", data={"seed": 7})])
+    tasks: Sequence[agentrl.Task] = field(default_factory=lambda: [_seed(7), _seed(8), _seed(9)])
     state: Callable[[Any], Any] | None = None
-    """The final state of an environment, JSON data; default: everything reachable from its attributes."""
+    """The state of an environment, as plain data; default: everything reachable from its attributes."""
     foreign: bool = True
     """False for a trap: written against our rules, to see who notices."""
 
@@ -119,11 +123,19 @@ def gymnasium_cases() -> list[Case]:
 # --- PettingZoo -------------------------------------------------------------------------------------------------------
 
 
-def _legal(text: str, draw: Random) -> str:
-    return draw.choice(text.rsplit("Legal actions: ", 1)[1].split("<|stop|>", 1)[0].split(", "))
+def _legal(rarely: str = "") -> Policy:
+    """A policy that draws one of the legal actions; `rarely` is to fold, which ends a game of cards at once."""
+
+    def policy(text: str, draw: Random) -> str:
+        legal = text.rsplit("Legal actions: ", 1)[1].split("<|stop|>", 1)[0].split(", ")
+        return draw.choices(legal, [0.1 if name == rarely else 1.0 for name in legal])[0]
+
+    return policy
 
 
-def _pettingzoo(module: str, *, parallel: bool = False, shown: Callable[[Any], str] | None = None) -> Case:
+def _pettingzoo(
+    module: str, *, parallel: bool = False, fold: str = "", shown: Callable[[Any], str] | None = None
+) -> Case:
     class Played(agentrl.PettingZooEnvironment):
         """A classic game."""
 
@@ -138,7 +150,7 @@ def _pettingzoo(module: str, *, parallel: bool = False, shown: Callable[[Any], s
             return shown(env) if shown is not None else super().render(observation, info, env)
 
     Played.__qualname__ = Played.__name__ = module
-    return Case(name=module, family="PettingZoo", environment=Played, policy=_legal)
+    return Case(name=module, family="PettingZoo", environment=Played, policy=_legal(rarely=fold))
 
 
 def pettingzoo_cases() -> list[Case]:
@@ -146,9 +158,9 @@ def pettingzoo_cases() -> list[Case]:
     return [
         _pettingzoo("tictactoe_v3"),
         _pettingzoo("connect_four_v3"),
-        _pettingzoo("leduc_holdem_v4"),
-        _pettingzoo("texas_holdem_v4"),
-        _pettingzoo("texas_holdem_no_limit_v6"),
+        _pettingzoo("leduc_holdem_v4", fold="2"),
+        _pettingzoo("texas_holdem_v4", fold="2"),
+        _pettingzoo("texas_holdem_no_limit_v6", fold="0"),
         _pettingzoo("chess_v6", shown=lambda env: str(env.unwrapped.board)),
         _pettingzoo("rps_v2", parallel=True),
     ]

@@ -203,7 +203,8 @@ def trl_cases() -> list[Case]:
         (StoreEnv, calls(("show", {"order": orders}), ("cancel", {"order": orders, "reason": ["late", "wrong"]}))),
         (QueueEnv, calls(("answer", {"text": ["yes", "no"]}))),
     ]
-    rows = [agentrl.Task(id="row-7", data={"prompt": "Go on.", "seed": 7, "target": 77})]
+    data = [{"prompt": "Go on.", "seed": number, "target": 11 * number} for number in (7, 8, 9)]
+    rows = [agentrl.Task(id=f"row-{row['seed']}", data=row) for row in data]
     return [Case(name=c.__name__, family="TRL", environment=adapt_trl(c), policy=p, tasks=rows) for c, p in made]
 
 
@@ -323,7 +324,7 @@ def tool_cases() -> list[Case]:
 
     def case(environment: type[Tool], tool: str, argument: str, values: Sequence[str], state: Any) -> Case:
         policy = calls((tool, {argument: values}))
-        task = [agentrl.Task(id="only", data={})]
+        task = [agentrl.Task(id=f"try-{number}", data={}) for number in range(3)]
         name = re.sub(r"(?<!^)(?=[A-Z])", " ", environment.__name__).lower()
         return Case(name=name, family="tools", environment=environment, policy=policy, tasks=task, state=state)
 
@@ -382,8 +383,22 @@ def trap_cases() -> list[Case]:
     tickets = calls(("take_ticket", {}))
     task = [agentrl.Task(id="only", data={})]
     return [
-        Case(name="shell declared external", family="trap", environment=ExternalShell, policy=commands, tasks=task,
-             state=lambda env: files(env.directory.name), foreign=False),
-        Case(name="state on the class", family="trap", environment=SharedCounter, policy=tickets, tasks=task,
-             state=lambda env: len(env.served), foreign=False),
+        Case(
+            name="shell declared external",
+            family="trap",
+            environment=ExternalShell,
+            policy=commands,
+            tasks=task,
+            state=lambda env: files(env.directory.name),
+            foreign=False,
+        ),
+        Case(
+            name="state on the class",
+            family="trap",
+            environment=SharedCounter,
+            policy=tickets,
+            tasks=task,
+            state=lambda env: len(env.served),
+            foreign=False,
+        ),
     ]
