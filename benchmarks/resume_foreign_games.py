@@ -133,9 +133,7 @@ def _legal(rarely: str = "") -> Policy:
     return policy
 
 
-def _pettingzoo(
-    module: str, *, parallel: bool = False, fold: str = "", shown: Callable[[Any], str] | None = None
-) -> Case:
+def _pettingzoo(identifier: str, *, kind: str = "aec", fold: str = "", board: bool = False) -> Case:
     class Played(agentrl.PettingZooEnvironment):
         """A classic game."""
 
@@ -143,26 +141,27 @@ def _pettingzoo(
         illegal_reward = -1000.0
 
         def make(self, task: agentrl.Task) -> Any:
-            game = import_module(f"pettingzoo.classic.{module}")
-            return game.parallel_env(max_cycles=40) if parallel else game.env()
+            import pettingzoo
+
+            return pettingzoo.make(kind, f"classic/{identifier}")
 
         def render(self, observation: Any, info: Mapping[str, Any], env: Any) -> str:
-            return shown(env) if shown is not None else super().render(observation, info, env)
+            return str(env.unwrapped.board) if board else super().render(observation, info, env)
 
-    Played.__qualname__ = Played.__name__ = module
-    return Case(name=module, family="PettingZoo", environment=Played, policy=_legal(rarely=fold))
+    Played.__qualname__ = Played.__name__ = identifier
+    return Case(name=identifier, family="PettingZoo", environment=Played, policy=_legal(rarely=fold))
 
 
 def pettingzoo_cases() -> list[Case]:
     """The classic games, two of them with hidden cards, one played at the same time."""
     return [
-        _pettingzoo("tictactoe_v3"),
-        _pettingzoo("connect_four_v3"),
-        _pettingzoo("leduc_holdem_v4", fold="2"),
-        _pettingzoo("texas_holdem_v4", fold="2"),
-        _pettingzoo("texas_holdem_no_limit_v6", fold="0"),
-        _pettingzoo("chess_v6", shown=lambda env: str(env.unwrapped.board)),
-        _pettingzoo("rps_v2", parallel=True),
+        _pettingzoo("tictactoe-v3"),
+        _pettingzoo("connect_four-v3"),
+        _pettingzoo("leduc_holdem-v4", fold="2"),
+        _pettingzoo("texas_holdem-v4", fold="2"),
+        _pettingzoo("texas_holdem_no_limit-v6", fold="0"),
+        _pettingzoo("chess-v6", board=True),
+        _pettingzoo("rps-v2", kind="parallel"),
     ]
 
 
@@ -182,7 +181,7 @@ def _column(text: str, draw: Random) -> str:
 
 
 def _pile(text: str, draw: Random) -> str:
-    piles = dict((int(pile), int(left)) for pile, left in re.findall(r"pile (\d+): (\d+)", text))
+    piles = {int(pile): int(left) for pile, left in re.findall(r"pile (\d+): (\d+)", text)}
     pile = draw.choice([number for number, left in piles.items() if left])
     return f"[{pile} {draw.randint(1, piles[pile])}]"
 

@@ -2,9 +2,9 @@
 
 Owns: `GameEnvironment`: turn-taking, limits, rewards by seat, and the game as a `replay` resource.
 Does not own: how a library's games are reset, shown and stepped (`pettingzoo_games.py`, `textarena_games.py`).
-Invariants: the game starts as a function of `task.data["seed"]` alone, so a group plays one start; every call on it runs
-under a global random state of its own; what a player reads goes to that player's seat and to no other; a player who
-ends by an illegal action scores below every legal end, or the run stops by name.
+Invariants: the game starts as a function of `task.data["seed"]` alone, so a group plays one start; every call on it
+runs under a global random state of its own; what a player reads goes to that player's seat and to no other; an illegal
+end scores below every legal one, or the run stops by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypedDict
 
-from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, RewardError
+from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
 from agentrl.core.records import Message, Task
 from agentrl.environment.base import (
     Environment,
@@ -147,7 +147,9 @@ class GameEnvironment(Environment):
         name = type(self).__name__
         values = self.rewards(task, episode)
         if values is None or len(values) != len(self.seats):
-            raise RewardError(f"{name}.rewards returned {values!r}; return a number for each of {self.seats}")
+            raise EnvironmentDefinitionError(
+                f"{name}.rewards returned {values!r}; return a number for each of {self.seats}"
+            )
         for player, value in enumerate(values):
             if player not in episode.illegal and value <= self.illegal_reward:
                 raise EnvironmentDefinitionError(

@@ -29,7 +29,7 @@ class PettingZooEnvironment(GameEnvironment):
             seats = ("cross", "nought")
 
             def make(self, task):
-                return tictactoe_v3.env()
+                return pettingzoo.make("aec", "classic/tictactoe-v3")
     """
 
     # --- override these ---------------------------------------------------------------------------------------------
