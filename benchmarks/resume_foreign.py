@@ -79,6 +79,8 @@ class Verdict(msgspec.Struct, frozen=True):
     chance: int = 0
     """Resumptions that came back exactly and went on differently, the environment being one of chance."""
     cause: str = ""
+    checker: str = ""
+    """What `check_environment` says of an environment that does not simply come back."""
 
 
 def cases(only: str | None = None) -> list[Case]:
@@ -217,7 +219,13 @@ def resume(case: Case, games: Sequence[Played], *, quick: bool) -> Verdict:
             chance += bool(found) and after.error is None and not is_silent
             if found and (not cause or (is_silent and silent == 1)):
                 cause = f"{task.id}, after entry {cut} of {len(before.entries)}: {found}"
-    return Verdict(name=case.name, resumed=resumed, named=named, silent=silent, chance=chance, cause=cause)
+    checker = ""
+    if cause:
+        passed = agentrl.check_environment(case.environment, tasks=case.tasks).passed
+        checker = "check_environment sees nothing" if passed else "check_environment says so beforehand"
+    return Verdict(
+        name=case.name, resumed=resumed, named=named, silent=silent, chance=chance, cause=cause, checker=checker
+    )
 
 
 def _tasks(case: Case, *, quick: bool) -> Sequence[agentrl.Task]:
@@ -308,7 +316,7 @@ def report(
         counts = f"{found.resumed:7} {found.named:6} {found.chance:6} {found.silent:6}"
         print(f"{case.name:42} {case.family:11} {length} {counts}  {kind}")
         if found.cause:
-            print(f"    {' '.join(found.cause.split())[:300]}")
+            print(f"    {' '.join(found.cause.split())[:300]}; {found.checker}")
     figures: dict[str, float | None] = {
         "environments": len(classes),
         "unmodified_share": classes.count("replay") / len(classes) if classes else None,

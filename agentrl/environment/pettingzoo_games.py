@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from agentrl.core.records import Task
 from agentrl.environment.games import Game, GameEnvironment, Position, check_players, check_text
 
-if TYPE_CHECKING:
-    from pettingzoo import AECEnv, ParallelEnv
-
-    Turns = AECEnv[str, Any, Any]
+Turns = Any
+"""A `pettingzoo.AECEnv`."""
 
 
 class PettingZooEnvironment(GameEnvironment):
@@ -43,8 +41,8 @@ class PettingZooEnvironment(GameEnvironment):
     """The game, from its reset on; `rewards` may look at it."""
 
     @abstractmethod
-    def make(self, task: Task) -> AECEnv[str, Any, Any] | ParallelEnv[str, Any, Any]:
-        """A fresh game; it is reset with `task.data["seed"]` and closed at the end."""
+    def make(self, task: Task) -> Any:
+        """A fresh `AECEnv` or `ParallelEnv`; it is reset with `task.data["seed"]` and closed at the end."""
 
     def render(self, observation: Any, info: Mapping[str, Any], env: Turns) -> str:
         """What the player who is asked reads; default: the numbers of the observation. Legal actions are added."""
@@ -151,7 +149,7 @@ class _PettingZooGame(Game):
 
     def _player(self) -> int:
         env = self._environment.env
-        return env.possible_agents.index(env.agent_selection)
+        return list(env.possible_agents).index(env.agent_selection)
 
     def _position(
         self, player: int | None, observation: str = "", *, legal: bool = True, illegal: Sequence[int] = ()
