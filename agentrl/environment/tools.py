@@ -171,7 +171,7 @@ async def run_tool(ctx: EpisodeContext, instance: object, tools: Mapping[str, Bo
     except ValueError as error:
         return await _refuse(ctx, call, ToolCallError(str(error), outcome="bad_arguments"))
     method = getattr(instance, bound.method)
-    where = f"{type(instance).__name__}.{bound.method}"
+    where = method.__qualname__
 
     def invoke() -> str | Awaitable[str]:
         return observation_of(method(**arguments), where)

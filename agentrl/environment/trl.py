@@ -1,7 +1,12 @@
-"""Classes written for TRL's `environment_factory` run unchanged: `reset(**row)`, `get_reward()`, methods as tools."""
+"""Classes written for TRL's `environment_factory` run unchanged: `reset(**row)`, `get_reward()`, methods as tools.
+
+They draw from the global random generators as they like: each instance runs under a state of its own (`GlobalRandom`),
+drawn from `ctx.rng`, so that what it draws is the same when the episode is executed again.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -9,6 +14,7 @@ from typing import Any, ClassVar
 from agentrl.core.errors import EnvironmentDefinitionError, RewardError
 from agentrl.core.records import Message, Task
 from agentrl.environment.base import EpisodeContext, LimitReachedError, Split, TaskSource, user
+from agentrl.environment.global_random import GlobalRandom
 from agentrl.environment.tools import BoundTool, ToolEnvironment, ToolEpisode, bind_tools, run_tool
 
 _RESERVED = {"reset", "get_reward", "tasks"}
@@ -28,8 +34,8 @@ class TrlEnvironment(ToolEnvironment):
 
     wrapped: ClassVar[type]
 
-    def __init__(self) -> None:
-        self.instance = type(self).wrapped()
+    instance: Any
+    """The wrapped class's object, from the start of `run` on."""
 
     def prompt(self, task: Task) -> str:
         """The row's prompt: a string, or the last message of a list of messages."""
@@ -67,20 +73,23 @@ class TrlEnvironment(ToolEnvironment):
         """Reset, converse, and ask the instance for its reward."""
         tools = self.tool_table()
         agent = ctx.agent(self.seats[0], tools=[bound.spec for bound in tools.values()])
-        observation = await _maybe_await(self.instance.reset(**self._row(ctx.task.data)))
+        own_random = GlobalRandom(ctx.rng.getrandbits(32))
+        self.instance = own_random.run(self.wrapped)
+        methods = self._methods = _OwnRandom(self.instance, own_random)
+        observation = await _maybe_await(methods.reset(**self._row(ctx.task.data)))
         text = self.prompt(ctx.task) + (observation if isinstance(observation, str) else "")
         pending: list[Message] = [user(text)]
         try:
             while pending:
                 turn = await agent.act(*pending)
-                pending = [await run_tool(ctx, self.instance, tools, call) for call in turn.tool_calls]
+                pending = [await run_tool(ctx, methods, tools, call) for call in turn.tool_calls]
         except LimitReachedError as limit:
             ctx.truncate(limit)
         if not hasattr(self.instance, "get_reward"):
             raise EnvironmentDefinitionError(
                 f"{self.wrapped.__qualname__} has no get_reward(): agentrl needs the reward from the class"
             )
-        value = await _maybe_await(self.instance.get_reward())
+        value = await _maybe_await(methods.get_reward())
         if value is None:
             raise RewardError(f"{self.wrapped.__qualname__}.get_reward returned None; return a number")
         agent.reward(value)
@@ -90,6 +99,23 @@ class TrlEnvironment(ToolEnvironment):
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return dict(data)
         return {parameter.name: data[parameter.name] for parameter in parameters if parameter.name in data}
+
+
+class _OwnRandom:
+    """An object whose methods run under a global random state of its own."""
+
+    def __init__(self, instance: object, own_random: GlobalRandom) -> None:
+        self._instance = instance
+        self._random = own_random
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._instance, name)
+
+        @functools.wraps(method)
+        def call(*arguments: Any, **named: Any) -> Any:
+            return self._random.run(lambda: method(*arguments, **named))
+
+        return call
 
 
 async def _maybe_await(value: Any) -> Any:

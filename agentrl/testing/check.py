@@ -220,6 +220,7 @@ async def execute(
     recorded: Sequence[JournalEntry] = (),
     *,
     sums: dict[str, float] | None = None,
+    max_turns: int = MAX_TURNS,
 ) -> tuple[EpisodeHeader, list[JournalEntry]] | str:
     """An episode over a prefix: its header and entries, or what went wrong; `sums` gets those of the `Dispatcher`."""
     journal, clock, signal = MemoryJournal(), SystemClock(), Signal()
@@ -245,7 +246,7 @@ async def execute(
         clock=clock,
         settings=RolloutSettings(
             sampling=SamplingParams(max_tokens=256, stop_token_ids=(STOP_TOKEN,)),
-            limits=Limits(max_turns=MAX_TURNS, max_tokens=256, max_context=1 << 20),
+            limits=Limits(max_turns=max_turns, max_tokens=256, max_context=1 << 20),
             tool_timeout_s=TIMEOUT_S,
             episode_timeout_s=TIMEOUT_S,
         ),
