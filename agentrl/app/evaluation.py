@@ -20,6 +20,7 @@ from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import resolve
+from agentrl.observe.metrics import JsonlSink
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.evaluation import evaluation_metrics
 from agentrl.orchestrator.signal import Signal
@@ -67,7 +68,11 @@ def evaluate(
             f"{len(dropped)} of {len(headers)} episodes were dropped, {dropped[0].episode_id} because of "
             f"{dropped[0].drop_reason}: a score over the rest would flatter"
         )
-    return evaluation_metrics(headers)
+    metrics = evaluation_metrics(headers)
+    if journal is not None:
+        with contextlib.closing(JsonlSink(kept / "metrics.jsonl")) as sink:
+            sink.record(next(iter(config.policies)), 0, metrics)
+    return metrics
 
 
 def _by_policy(config: RunConfig, policy: Directory | Mapping[str, Directory] | None) -> Mapping[str, Directory]:
@@ -128,7 +133,7 @@ async def _evaluate(
     chat_format = TemplateFormat.load(config.model.path, tool_call_format=config.model.tool_call_format)
     async with contextlib.AsyncExitStack() as stack:
         what = ", ".join(weights.path for weights in given) or config.model.path
-        store = SqliteJournal(journal, info={"name": f"evaluate {what}"})
+        store = SqliteJournal(journal, info={"name": journal.parent.name, "evaluated": what})
         stack.push_async_callback(store.close)
         engine = make_engine(config, {known: PolicyVersion(known, 0, 0) for known in config.policies})
         stack.push_async_callback(engine.close)

@@ -180,8 +180,13 @@ async def _opened(
         observer = stack.enter_context(RunObserver(directory, plan=plan, others=observers, sinks=sinks, quiet=quiet))
         observer.watch()
         trainer = make_trainer(config, directory.path)
-        stack.push_async_callback(trainer.close)
+        stack.push_async_callback(_close, trainer, observer)
         yield store, observer, trainer, stack
+
+
+async def _close(trainer: Trainer, observer: RunObserver) -> None:
+    with observer.closing("stopping the trainer"):
+        await trainer.close()
 
 
 def _checkpoint(directory: RunDirectory) -> tuple[Manifest | None, list[str]]:

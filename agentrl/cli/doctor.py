@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SECTIONS: dict[str, tuple[Callable[[], list[Check]], ...]] = {
-    "this machine": (probes.python, probes.processor, probes.memory, probes.gpu, probes.disk),
+    "this machine": (probes.python, probes.processor, probes.memory, probes.gpu, probes.disk, probes.shadows),
     "installed": (probes.packages, probes.torch_runs, probes.model),
     "the demo will use": (probes.plan,),
 }

@@ -21,6 +21,13 @@ from agentrl.cli.output import INTERNAL, INTERRUPTED
 from agentrl.core.errors import AgentRLError, InputError, StorageError
 from agentrl.core.safe import safe, safe_line
 
+EPISODE_COLUMNS = (
+    "episode, attempt, status, purpose, environment, task, group, parent, seats, policies, oldest_step, lineage, "
+    "reward, stop_reason, drop_reason, turns, tokens, seconds, admitted_at, committed_at"
+)
+"""What `episode list` filters and sorts by, told without reading anything."""
+
+
 EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2"), "train"),
     "ray": "ray",
@@ -108,14 +115,20 @@ def _write_traceback() -> str:
 def _overrides(rest: Sequence[str], *, wanted: bool) -> list[str]:
     for argument in rest:
         if not wanted or not argument.startswith("--") or "=" not in argument:
-            hint = "; configuration is changed by --section.field=value" if wanted else ""
-            raise InputError(f"unknown argument {argument!r}{hint}; see --help")
+            hint = "; see --help"
+            if wanted:
+                hint = "; a field of the configuration is set by --section.field=value, in one word"
+                hint += f": {argument}=VALUE" if argument.startswith("--") else ""
+            raise InputError(f"unknown argument {argument!r}{hint}")
     return list(rest)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="agentrl", description="RL of language-model agents whose unit is the episode.", allow_abbrev=False
+    )
+    parser.add_argument(
+        "--version", action="store_const", dest="command", const="main:version", help="print the version"
     )
     parser.set_defaults(command=None, parser=parser, takes_overrides=False, reads=True)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -127,6 +140,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_env(commands)
     _add(commands, "doctor", "what this machine has, what a run will use, what is missing", "doctor:doctor")
     return parser
+
+
+def version(options: argparse.Namespace) -> int:
+    """`agentrl --version`."""
+    from importlib.metadata import version
+
+    sys.stdout.write(f"agentrl {version('agentrl')}\n")
+    return 0
 
 
 Subparsers = argparse._SubParsersAction  # the type has no public name
@@ -211,14 +232,15 @@ def _add_episode(commands: Subparsers[argparse.ArgumentParser]) -> None:
     verbs = noun.add_subparsers(title="commands", metavar="COMMAND")
     parser = _add(verbs, "list", "list the episodes of a run", "reading:episode_list", reads=True)
     parser.add_argument("run", nargs="?", help=_RUN)
-    parser.add_argument("--where", default="", help="filter, such as 'reward < 0 and turns > 4'")
+    parser.epilog = f"columns: {EPISODE_COLUMNS}"
+    parser.add_argument("--where", default="", help="filter by columns, such as 'reward < 0 and turns > 4'")
     parser.add_argument("--sort", default="admitted_at", help="column to sort by; largest first")
     parser.add_argument("--ascending", action="store_true", help="smallest first")
     parser.add_argument("--limit", type=int, default=50, help="at most so many (default 50)")
     parser.add_argument("--offset", type=int, default=0, help="leave out so many first")
     parser = _add(verbs, "show", "show what happened in an episode", "reading:episode_show", reads=True)
-    parser.add_argument("run", help="directory or name of a run")
-    parser.add_argument("id", nargs="?", help="default: the newest that ended")
+    parser.add_argument("run", nargs="?", help=_RUN)
+    parser.add_argument("id", nargs="?", help="of the episode, such as e100; default: the newest that ended")
     parser.add_argument("--attempt", type=int, help="default: the newest")
 
 

@@ -24,6 +24,7 @@ Level = Literal["ok", "note", "missing"]
 GIB = 1 << 30
 _FLOOR = re.compile(r"^([A-Za-z0-9._-]+)>=([0-9.]+)")
 _TRAIN = ("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2")
+_MODULES = ("agentrl", "gymnasium", "msgspec", "numpy", "pydantic", "ray", "reasoning_gym", "rich")
 _LONGEST_TEMPORARY = 40
 """Characters of a temporary directory's path, beyond which Ray's sockets do not fit below it."""
 
@@ -103,6 +104,21 @@ def disk() -> list[Check]:
     return checks
 
 
+def shadows() -> list[Check]:
+    """Files here that Python takes for a library, in programs that are started here."""
+    libraries = {*sys.stdlib_module_names, *_TRAIN, *_MODULES} - {"test"}
+    files = sorted(path.name for path in Path().glob("*.py") if path.stem in libraries)
+    return [
+        Check(
+            name=file,
+            found=f"this file hides the library {file.removesuffix('.py')} from Python programs started here",
+            level="note",
+            fix=f"mv {file} my_{file}",
+        )
+        for file in files
+    ]
+
+
 def packages() -> list[Check]:
     """What the default run imports, at the versions agentrl asks for."""
     floors = {}
@@ -131,7 +147,7 @@ def torch_runs() -> list[Check]:
             )
         ]
     threads, gpus = answer.stdout.split()
-    return [Check(name="torch works", found=f"yes, {threads} threads, {'no' if gpus == '0' else gpus} GPU")]
+    return [Check(name="torch works", found=f"yes, {threads} thread(s), {'no' if gpus == '0' else gpus} GPU")]
 
 
 def model() -> list[Check]:
@@ -196,7 +212,7 @@ def package(name: str, floors: dict[str, str], *, extra: str, needed: bool) -> C
 def _asked_torch() -> subprocess.CompletedProcess[str]:
     """Torch's threads and number of GPUs, asked in a process of its own."""
     code = "import torch; print(torch.get_num_threads(), torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)
 
 
 def _version(name: str) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RUNS = Path("runs")
+_EPISODE = re.compile(r"[a-z]\d+(?![\w-])")
+"""How the id of an episode begins, which no run is called by without intent."""
 
 
 def run_list(options: argparse.Namespace) -> int:
@@ -43,9 +47,11 @@ def run_curve(options: argparse.Namespace) -> int:
             return 0
         values = reader.metric(options.metric)
         if not values:
-            raise InputError(
-                f"no metric {options.metric!r}; recorded were: {', '.join(reader.metric_names()) or 'none'}"
-            )
+            names = reader.metric_names()
+            near = [name for name in names if options.metric in name.split("/")]
+            near = near or difflib.get_close_matches(options.metric, names, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"recorded were: {', '.join(names) or 'none'}"
+            raise InputError(f"no metric {options.metric!r}; {hint}")
         if options.json:
             print_json(
                 [
@@ -89,13 +95,15 @@ def episode_list(options: argparse.Namespace) -> int:
 
 
 def episode_show(options: argparse.Namespace) -> int:
-    """`agentrl episode show RUN [ID] [--attempt N]`."""
-    with open_run(options.run) as reader:
-        episode_id = options.id
+    """`agentrl episode show [RUN] [ID] [--attempt N]`."""
+    name, episode_id = options.run, options.id
+    if name is not None and episode_id is None and _EPISODE.match(name) and not find_run(name).exists():
+        name, episode_id = None, name
+    with open_run(name) as reader:
         if episode_id is None:
             newest = reader.episodes("committed_at != null", sort="committed_at", limit=1)
             if not newest:
-                raise InputError(f"{options.run}: no episode has ended yet")
+                raise InputError(f"{reader.path}: no episode has ended yet")
             episode_id = newest[0].episode
         view = reader.episode(episode_id, options.attempt)
         if options.json:

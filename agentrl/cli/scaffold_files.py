@@ -12,7 +12,7 @@ import agentrl
 class CLASS(agentrl.ToolEnvironment):
     """Sums of three numbers, with a calculator for two."""
 
-    # What the policy may do. Every parameter needs a type; the first line of the docstring tells the policy what it is.
+    # What the policy may do. Every parameter needs a type; the docstring's first paragraph is what the policy is told.
     @agentrl.tool
     def calculate(self, a: int, op: Literal["+", "-", "*"], b: int) -> int:
         """One operation on two integers."""

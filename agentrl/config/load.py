@@ -96,7 +96,8 @@ def _read(source: Path) -> dict[str, Any]:
         message = str(error)
         at = _TOML_POSITION.search(message)
         where = f"{source}:{at[1]}:{at[2]}" if at else str(source)
-        raise ConfigError(f"{where}: not TOML: {_TOML_POSITION.sub('', message)}") from error
+        hint = "" if source.suffix == ".toml" else "; a TOML file is wanted here, such as train.toml"
+        raise ConfigError(f"{where}: not TOML: {_TOML_POSITION.sub('', message)}{hint}") from error
 
 
 def _split(override: str) -> tuple[tuple[str, ...], str]:

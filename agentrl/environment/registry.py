@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from dataclasses import dataclass
@@ -127,10 +128,14 @@ def make(id: str) -> Environment:
 def _unknown(name: str) -> EnvironmentDefinitionError:
     names = [entry.id for entry in registered()]
     near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names) or 'none'}"
-    return EnvironmentDefinitionError(
-        f"no environment {name!r}; {hint} A class of your own: `module:Class` or `path/env.py:Class`"
-    )
+    files = [file for file in (Path(name) / "env.py", Path(f"{name}.py")) if file.is_file()]
+    if files:
+        hint = f"its file is {files[0]}: give that path"
+    elif near:
+        hint = f"did you mean {near[0]!r}?"
+    else:
+        hint = f"known: {', '.join(names) or 'none'}; a class of your own is `module:Class` or `path/env.py:Class`"
+    return EnvironmentDefinitionError(f"no environment is called {name!r}; {hint}")
 
 
 def _load(reference: str, where: str) -> type[Environment]:
@@ -224,6 +229,26 @@ def as_environment(candidate: object, *, where: str) -> type[Environment]:
         raise EnvironmentDefinitionError(
             f"environment {where!r}: seats must be a tuple of distinct names, e.g. ('solver',); got {candidate.seats!r}"
         )
+    if problem := _malformed(candidate):
+        raise EnvironmentDefinitionError(f"environment {where!r}: {candidate.__qualname__}{problem}")
     if issubclass(candidate, ToolEnvironment):
         candidate.tool_table()
     return candidate
+
+
+def _malformed(candidate: type[Environment]) -> str:
+    """What of a class would fail in its first episode only, and in words of Python's; empty where nothing does."""
+    if not inspect.iscoroutinefunction(candidate.run):
+        return ".run must be `async def run(self, ctx)`"
+    if not isinstance(inspect.getattr_static(candidate, "tasks"), classmethod | staticmethod):
+        return ".tasks must be a class method: write @classmethod above `def tasks(cls, split, *, seed=0)`"
+    if issubclass(candidate, ToolEnvironment) and inspect.iscoroutinefunction(candidate.reward):
+        return ".reward must be a plain `def reward(self, task, episode)`; to await something, override `run`"
+    parameters = inspect.signature(candidate).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if needed:
+        return (
+            f".__init__ wants {', '.join(needed)}, but is called without arguments for each episode; options go to "
+            "`tasks`, and what a task needs into its data"
+        )
+    return ""

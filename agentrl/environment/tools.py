@@ -44,7 +44,7 @@ def tool(
     """Offer a method of a `ToolEnvironment` to the policy.
 
     Args:
-        method: every parameter annotated; the first line of its docstring describes the tool.
+        method: every parameter annotated; the first paragraph of its docstring describes the tool.
         external: it acts outside `self`: journaled and never repeated.
         timeout_s: longer calls become a timeout observation, in seconds; default `environment.tool_timeout_s`.
     """
@@ -222,7 +222,16 @@ class ToolEnvironment(Environment):
     # --- override these ---------------------------------------------------------------------------------------------
 
     def prompt(self, task: Task) -> str:
-        """The first user message."""
+        """The first user message.
+
+        Raises:
+            EnvironmentDefinitionError: the task has no `question`.
+        """
+        if "question" not in task.data:
+            has = ", ".join(map(repr, task.data)) or "nothing"
+            raise EnvironmentDefinitionError(
+                f"task {task.id!r} has no 'question' in its data (it has {has}): give it one, or override prompt(task)"
+            )
         return str(task.data["question"])
 
     @abstractmethod

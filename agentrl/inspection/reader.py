@@ -113,13 +113,15 @@ class RunLine(msgspec.Struct, frozen=True):
 
     name: str
     path: str
+    purpose: str
+    """`train`, or `evaluate` where `agentrl evaluate` kept its episodes."""
     episodes: int
-    """Training episodes committed."""
+    """Episodes of that purpose that were committed."""
     in_flight: int
     steps: dict[str, int]
     """Newest step of each policy."""
     reward: float | None
-    """Mean training reward over the last five steps."""
+    """Mean training reward over the last five steps; that of all its episodes where it is an evaluation."""
     problem: str | None = None
 
 
@@ -274,17 +276,22 @@ class RunReader:
 
     def line(self) -> RunLine:
         """The run as a line of a list."""
-        committed = "SELECT count(*) FROM episodes WHERE purpose = 'train' AND drop_reason IS NULL"
+        committed = "SELECT count(*), avg(reward) FROM episodes WHERE purpose = ? AND drop_reason IS NULL"
         in_flight = f"SELECT count(*){_FROM} WHERE e.episode IS NULL"
         points = self.curve()
         last = [point.reward for point in points if point.reward is not None][-5:]
+        info = self.info()
+        purpose = "evaluate" if "evaluated" in info else "train"
+        ((episodes, mean),) = self._log.rows(committed, purpose)
+        reward = mean if purpose == "evaluate" else sum(last) / len(last) if last else None
         return RunLine(
-            name=name if isinstance(name := self.info().get("name"), str) else self.path.name,
+            name=name if isinstance(name := info.get("name"), str) else self.path.name,
             path=str(self.path),
-            episodes=self._log.rows(committed)[0][0],
+            purpose=purpose,
+            episodes=episodes,
             in_flight=self._log.rows(in_flight)[0][0],
             steps={point.policy: point.step for point in points},
-            reward=sum(last) / len(last) if last else None,
+            reward=reward,
         )
 
     def _lines(self, condition: str, values: tuple[Any, ...], order: str) -> list[EpisodeLine]:
@@ -334,7 +341,7 @@ def runs(directory: str | Path) -> list[RunLine]:
                 reader.close()
         except (JournalError, OSError) as error:
             problem = str(error)
-            lines.append(RunLine(path.name, str(path), 0, 0, {}, None, problem=problem))
+            lines.append(RunLine(path.name, str(path), "", 0, 0, {}, None, problem=problem))
     return lines
 
 

@@ -38,28 +38,32 @@ def run_table(lines: Sequence[RunLine]) -> RenderableType:
     """Runs, a line each."""
     if not lines:
         return Text("no runs here")
-    table = _table("run", "episodes>", "in flight>", "steps>", "reward>", "")
+    table = _table("run", "purpose", "episodes>", "in_flight>", "steps>", "reward>", "")
     for line in lines:
         steps = ", ".join(
             f"{step}" if len(line.steps) == 1 else f"{policy} {step}" for policy, step in line.steps.items()
         )
-        cells = [line.name, str(line.episodes), str(line.in_flight), steps, _number(line.reward), line.problem or ""]
+        cells = [line.name, line.purpose, str(line.episodes), str(line.in_flight), steps, _number(line.reward)]
+        cells.append(line.problem or "")
         table.add_row(*map(_cell, cells))
     return table
 
 
 def episode_table(lines: Sequence[EpisodeLine], total: int) -> RenderableType:
-    """Episodes, a line each, and how many there are in all."""
+    """Episodes, a line each, and how many there are in all; every heading is a column of `--where` and `--sort`."""
     if not lines:
         return Text("no episodes pass")
+    reasons = [name for name in ("stop_reason", "drop_reason") if any(getattr(line, name) for line in lines)]
     table = _table(
-        "episode", "status", "environment", "task", "reward>", "stop", "turns>", "tokens>", "step>", "seconds>"
+        *("episode", "status", "environment", "task", "reward>", *reasons),
+        *("turns>", "tokens>", "oldest_step>", "seconds>"),
     )
     for line in lines:
         name = line.episode if line.attempt == 0 else f"{line.episode} (attempt {line.attempt})"
         step = "" if line.oldest_step is None else str(line.oldest_step)
         cells = [name, line.status, line.environment, line.task, _number(line.reward)]
-        cells += [line.drop_reason or line.stop_reason or "", _count(line.turns), _count(line.tokens), step]
+        cells += [getattr(line, reason) or "" for reason in reasons]
+        cells += [_count(line.turns), _count(line.tokens), step]
         table.add_row(*map(_cell, [*cells, _number(line.seconds)]))
     if total > len(lines):
         table.caption = f"{len(lines)} of {total:,} episodes"
@@ -107,7 +111,7 @@ def curves(points: Sequence[CurvePoint], *, width: int = 64) -> Text:
     """The reward of each policy over its steps, as plots."""
     policies = dict.fromkeys(point.policy for point in points)
     if not policies:
-        return Text("no optimizer steps yet")
+        return Text("no optimizer step was taken yet; an evaluation takes none")
     text = Text()
     for policy in policies:
         own = [point for point in points if point.policy == policy and point.reward is not None]

@@ -7,6 +7,7 @@ was not measured. An alarm's name is stable; its text carries the figures.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,14 +38,21 @@ DROPPED_SHARE = 0.25
 """Share of the ended episodes lost to one reason."""
 MIN_EPISODES = 16
 """Episodes before a share of them means something."""
+FORMAT_EPISODES = 64
+"""Episodes of each kind before those that break the format are compared with those that keep it."""
+FORMAT_ERRORS = 4.0
+"""Standard errors by which the former must be ahead: the comparison is made at every step."""
+FORMAT_MARGIN = 0.05
+"""Share of the spread of all steps' mean rewards by which they must be ahead besides."""
 LENGTH_RATIO = 0.2
 """How far the length of trained episodes may be from that of all that ended."""
 LENGTH_STEPS = 20
 MEANINGS = {
     "illegal_output": f"{BROKEN_SHARE:.0%} of the turns or more break the format in each of {WINDOW} steps, and no "
     "fewer at their end",
-    "format_pays": f"over the whole run, episodes that break the format earn more on average than those that keep it "
-    f"(at least {MIN_EPISODES} of each)",
+    "format_pays": "over the whole run, episodes that break the format earn more than those that keep it, by "
+    f"{FORMAT_ERRORS:g} standard errors and {FORMAT_MARGIN:.0%} of the rewards' spread (at least {FORMAT_EPISODES} of "
+    f"each, over {WINDOW} steps)",
     "collapse": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have no advantage, the reward is below its best, the "
     f"entropy below {LOW_ENTROPY:g} nats",
     "no_signal": "the same, and the reward has never differed",
@@ -133,27 +141,40 @@ def read_alarms(directory: Path) -> list[tuple[int, Alarm]]:
 
 
 def _format_pays(policy: PolicyState) -> Iterator[Alarm]:
-    broken, kept = [0.0, 0.0], [0.0, 0.0]
+    broken: list[tuple[float, float]] = []
+    kept: list[tuple[float, float]] = []
     for values in policy.steps.values():
         episodes, share = values.get("format/episodes", 0.0), values.get("format/broken_share", 0.0)
-        for total, count, name in (
-            (broken, episodes * share, "format/reward_broken"),
-            (kept, episodes * (1.0 - share), "format/reward_kept"),
-        ):
-            if name in values:
-                total[0] += count
-                total[1] += count * values[name]
-    if min(broken[0], kept[0]) < MIN_EPISODES:
+        if "format/reward_broken" in values:
+            broken.append((episodes * share, values["format/reward_broken"]))
+        if "format/reward_kept" in values:
+            kept.append((episodes * (1.0 - share), values["format/reward_kept"]))
+    counts = sum(count for count, _ in broken), sum(count for count, _ in kept)
+    if min(counts) < FORMAT_EPISODES or min(len(broken), len(kept)) < WINDOW:
         return
-    mean_broken, mean_kept = broken[1] / broken[0], kept[1] / kept[0]
-    if mean_broken > mean_kept:
+    (mean_broken, error_broken), (mean_kept, error_kept) = _pooled(broken), _pooled(kept)
+    means = [mean for _, mean in (*broken, *kept)]
+    needed = max(FORMAT_ERRORS * math.hypot(error_broken, error_kept), FORMAT_MARGIN * (max(means) - min(means)))
+    if mean_broken - mean_kept > max(needed, 1e-9):
         yield Alarm(
             "format_pays",
             policy.name,
             f"episodes that break the format earn {mean_broken:.3f} on average, those that keep it {mean_kept:.3f}, "
-            f"over {broken[0] + kept[0]:.0f} episodes: breaking it is what will be learned",
+            f"over {sum(counts):.0f} episodes: breaking it is what will be learned",
             "reward a broken format below every legal end (`illegal_reward`, a penalty in `reward`), then start anew",
         )
+
+
+def _pooled(steps: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Mean of all episodes and its standard error, from (episodes, their mean) of each step.
+
+    The mean of c rewards of variance v has variance v / c, so c times its squared distance estimates v at every step; a
+    reward that rises meanwhile makes the error larger.
+    """
+    total = sum(count for count, _ in steps)
+    mean = sum(count * value for count, value in steps) / total
+    variance = sum(count * (value - mean) ** 2 for count, value in steps) / (len(steps) - 1)
+    return mean, math.sqrt(variance / total)
 
 
 def _illegal_output(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:

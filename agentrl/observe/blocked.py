@@ -29,15 +29,19 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 @contextlib.contextmanager
-def watch_loop(tell: Callable[[str], None], *, longest_s: float = BLOCKED_S) -> Iterator[None]:
+def watch_loop(
+    tell: Callable[[str], None], *, longest_s: float = BLOCKED_S, repeated_s: float | None = None
+) -> Iterator[None]:
     """Watch the running loop; `tell` is called once for each place: in the watching thread for one that blocks, in the
     loop for an error of a task or callback that nobody awaits (also after the end of the watch).
 
     Args:
         tell: takes one line for people; must be safe to call from a thread.
         longest_s: the loop is blocked when it does not come round for so long, in seconds.
+        repeated_s: so long is enough, in seconds, for a place that does it twice: neither an import at its first use
+            nor a starved machine does. None: only `longest_s` counts.
     """
-    watch = _Watch(asyncio.get_running_loop(), tell, longest_s)
+    watch = _Watch(asyncio.get_running_loop(), tell, longest_s, longest_s if repeated_s is None else repeated_s)
     watch.start()
     try:
         yield
@@ -46,10 +50,15 @@ def watch_loop(tell: Callable[[str], None], *, longest_s: float = BLOCKED_S) -> 
 
 
 class _Watch:
-    def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[str], None], longest_s: float) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, tell: Callable[[str], None], longest_s: float, repeated_s: float
+    ) -> None:
         self._loop = loop
         self._tell = tell
         self._longest_s = longest_s
+        self._repeated_s = repeated_s
+        self._blocked_at: dict[tuple[str, int], float] = {}
+        """The mark at which each place blocked first."""
         self._clock = SystemClock()
         self._mark = self._clock.monotonic()
         self._told: set[tuple[str, int]] = set()
@@ -71,7 +80,7 @@ class _Watch:
 
     def _renew(self) -> None:
         self._mark = self._clock.monotonic()
-        self._timer = self._loop.call_later(self._longest_s / 4, self._renew)
+        self._timer = self._loop.call_later(self._repeated_s / 4, self._renew)
 
     def _on_lost_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -86,14 +95,16 @@ class _Watch:
             self._tell(f"{place}{kind}{error}")
 
     def _look(self) -> None:
-        while not self._stopped.wait(self._longest_s / 4):
-            seconds = self._clock.monotonic() - self._mark
-            frame = sys._current_frames().get(self._owner) if seconds > self._longest_s else None
+        while not self._stopped.wait(self._repeated_s / 4):
+            mark = self._mark
+            seconds = self._clock.monotonic() - mark
+            frame = sys._current_frames().get(self._owner) if seconds > self._repeated_s else None
             if frame is None or frame.f_globals.get("__name__") in ("selectors", "asyncio.base_events"):
                 continue
             found = _user_frame(frame)
             place = (found.f_code.co_filename, found.f_lineno)
-            if place not in self._told:
+            is_blocked = seconds > self._longest_s or self._blocked_at.setdefault(place, mark) < mark
+            if is_blocked and place not in self._told:
                 self._told.add(place)
                 self._tell(self._described(found, seconds))
 

@@ -37,7 +37,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("staleness/mean", "steps", "mean over the step's units of current step minus oldest sampling step"),
     Metric("staleness/max", "steps", "the largest of them"),
     Metric("advantage/zero_share", "fraction", "units of the step whose advantages are all 0: they taught nothing"),
-    Metric("step", "steps", "the policy's newest optimizer step"),
     Metric("step/units", "units", "units the step consumed"),
     Metric("step/tokens", "tokens", "sampled tokens the step trained on"),
     Metric("step/seconds", "s", "wall time since the policy's previous step"),
@@ -73,6 +72,7 @@ METRICS: tuple[Metric, ...] = (
         "composition/length_ratio", "1", "tokens of a unit trained / of a unit that ended, each over the last 20 steps"
     ),
     Metric("drift/<cause>", "turns", "per episode: turns whose sampled tokens the template would tokenise otherwise"),
+    Metric("step", "steps", "optimizer steps the policy has taken"),
     Metric("loss", "1", "the step's loss"),
     Metric("grad_norm", "1", "norm of the gradient before clipping"),
     Metric("learning_rate", "1", "learning rate of the step"),
@@ -84,7 +84,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("masked_fraction", "fraction", "trained tokens the trust region or the clip left without gradient"),
     Metric("truncated_fraction", "fraction", "trained tokens whose ratio was cut at its cap"),
     Metric("effective_sample_fraction", "fraction", "(sum of ratios)^2 / (n * sum of squared ratios)"),
-    Metric("skipped_samples", "rows", "rows that could not be trained: a token without its kept set"),
+    Metric("skipped_samples", "rows", "rows whose advantages are all 0: consumed, but without a gradient to compute"),
     Metric("forwarded_tokens", "tokens", "tokens the trainer passed through the model"),
     Metric("sharing", "1", "row tokens per forwarded token: what sharing common prefixes saved"),
 )

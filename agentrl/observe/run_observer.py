@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from agentrl.core.clock import Clock, SystemClock
+from agentrl.core.safe import safe_line
 from agentrl.observe.alarms import alarms, write_alarm
 from agentrl.observe.enduring import EnduringStream
 from agentrl.observe.metrics import JsonlSink, Sink
 from agentrl.observe.plot import curve
-from agentrl.observe.progress import Display, display
+from agentrl.observe.progress import Display, display, waiting
 from agentrl.observe.run_state import RunPlan, RunState, read_metrics
 from agentrl.observe.status import Status, with_engine_share, write_status
 
@@ -139,19 +141,27 @@ class RunObserver:
             self._timer.cancel()
         if self._display is not None:
             self._display.close()
-        rewards = summary["rewards"]
-        if len(rewards) > 1:
-            self._stream.write("\n" + curve(rewards, title="training reward by optimizer step") + "\n")
-        start, end = summary["reward_start"], summary["reward_end"]
-        if start is not None and end is not None:
-            tasks = summary["held_out_tasks"]
-            self._stream.write(f"\nheld-out reward on {tasks} tasks: {start:.3f} before, {end:.3f} after\n")
+        stepped = [policy for policy in self.state.policies.values() if len(policy.steps) > 1]
+        for policy in stepped:
+            steps, rewards = policy.series("reward/mean")
+            whose = f" of {safe_line(policy.name)}" if len(stepped) > 1 else ""
+            title = f"training reward{whose} by optimizer step"
+            self._stream.write("\n" + curve(rewards, steps=steps, title=title) + "\n")
+        self._stream.write(self._held_out(summary["held_out_tasks"]))
         self._stream.write(
             f"{summary['steps']} steps in {summary['rl_seconds']:.1f} s; "
             f"engine busy {summary['engine_busy_share']:.0%}, trainer {summary['trainer_busy_share']:.0%} of the time\n"
-            f"run directory: {self._directory.path}\n"
+            if summary["steps"] or not self.state.plan.steps
+            else f"nothing was left to do: the run has its {self.state.plan.steps} steps; --steps=N goes on to more\n"
         )
+        self._stream.write(f"run directory: {self._directory.path}\n")
         self._stream.flush()
+
+    def closing(self, text: str) -> AbstractContextManager[None]:
+        """Show what is being waited for when nothing else is shown any more."""
+        if self._display is not None:
+            self._display.close()
+        return nullcontext() if self._quiet else waiting(text, self._stream)
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
@@ -169,6 +179,14 @@ class RunObserver:
         self._raise_alarms()
         if not self._quiet:
             self._shown().show()
+
+    def _held_out(self, tasks: int) -> str:
+        """What the evaluations say, the first of them possibly of an earlier life of the run."""
+        for policy in self.state.policies.values():
+            steps, rewards = policy.series("evaluation/reward")
+            if len(steps) > 1:
+                return f"\nheld-out reward on {tasks} tasks: {rewards[0]:.3f} before, {rewards[-1]:.3f} after\n"
+        return ""
 
     def _set_status(self, status: Status) -> None:
         now = self._clock.monotonic() - self._started

@@ -44,6 +44,9 @@ def view(state: RunState, *, width: int = WIDTH, age_s: float | None = None) -> 
         parts.append(_alarms(found))
     several = len(state.policies) > 1
     for policy in state.policies.values():
+        if not state.plan.steps and not policy.steps:  # an evaluation
+            parts.append(_figures(policy, width, several=several))
+            continue
         parts.append(_progress(state, policy, width, several=several))
         if not several:
             parts.append(_plot(policy, width))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from agentrl.core.errors import EpisodeError, RewardError
+from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.ports import EngineSession, GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, Message, PolicyVersion, ToolSpec, TrajectoryHeader, Turn
 from agentrl.environment.base import Agent, LimitReachedError
@@ -85,6 +85,11 @@ class LiveAgent(Agent):
                 f"agent {self.seat!r} has used its {limits.max_turns} turns", stop_reason="max_turns"
             )
         messages, self._pending = (*self._pending, *messages), ()
+        for message in messages:
+            if not isinstance(message, Message):
+                raise EnvironmentDefinitionError(
+                    f"act() and restart() take messages, such as agentrl.user('…'), not {type(message).__name__}"
+                )
         if sum(len(message.content) for message in messages) > CHARACTERS_PER_TOKEN * limits.max_context:
             self._full(sum(len(message.content) for message in messages) // CHARACTERS_PER_TOKEN)
         before = len(self._conversation)

@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 DriftCause = Literal["undecodable", "retokenised"]
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _THINK_END = "</think>"
 _ANCHOR = "\ue002"
 _FRAMES = 64
@@ -109,6 +111,12 @@ class TemplateFormat:
                 rewrites former turns, so that a sampled conversation could not be continued token for token.
         """
         directory = Path(model_dir)
+        if not directory.is_dir():
+            name = str(model_dir) if _HUB_NAME.fullmatch(str(model_dir)) else "ORGANISATION/NAME"
+            raise ModelError(
+                f"there is no model directory {directory}, and agentrl downloads nothing; a model of the Hugging Face "
+                f"hub comes by `hf download {name} --local-dir DIR`, and is named by that DIR"
+            )
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ModelError(

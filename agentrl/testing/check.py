@@ -8,9 +8,11 @@ external tools, clocks) answering as it did. It runs the environment's code; it 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import random
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +25,7 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Seat
 from agentrl.core.rng import stream
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import Script, ScriptedEngine
-from agentrl.environment.base import Environment, Limits
+from agentrl.environment.base import Environment, Limits, described
 from agentrl.environment.registry import name_of, resolve
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.journal.entries import EffectEntry, JournalEntry, ToolEntry, TurnEntry, ValueEntry
@@ -45,6 +47,8 @@ MAX_TURNS = 8
 MAX_CUTS = 64
 """Prefixes tried per episode; longer journals are cut at evenly spaced entries."""
 TIMEOUT_S = 30.0
+REPEATED_S = 0.3
+"""What blocks the loop for so long, twice, is named."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,14 +102,28 @@ def check_environment(
     chosen = list(tasks) if tasks is not None else _tasks(found, max(episodes, FORMAT_TASKS), report)
     for number, task in enumerate(chosen[:episodes]):
         told: list[str] = []  # by the watch on the loop, some of it only when the loop is closed
-        asyncio.run(_check_episode(found, task, number, seed, report, told.append))
-        gc.collect()  # an error that nobody awaited is told when its task is collected
+        with _missing_awaits(told):
+            asyncio.run(_check_episode(found, task, number, seed, report, told))
+            gc.collect()  # an error that nobody awaited is told when its task is collected
         report.findings[:0] = [f"task {task.id!r}: {text}" for text in told]
         if not report.passed:
             break
     if report.passed:
         _check_format(found, chosen, seed, report)
     return report
+
+
+@contextlib.contextmanager
+def _missing_awaits(told: list[str]) -> Iterator[None]:
+    """Coroutines that nobody awaited are told instead of warned of; other warnings stay warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        yield
+    texts = dict.fromkeys(str(warning.message) for warning in caught if "was never awaited" in str(warning.message))
+    told += [f"{text}: an `await` is missing before the call" for text in texts]
+    for warning in caught:
+        if str(warning.message) not in texts:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: int, report: EnvironmentReport) -> None:
@@ -127,13 +145,15 @@ def _tasks(environment: type[Environment], count: int, report: EnvironmentReport
         chosen = [source[index] for index in range(min(count, len(source)))]
         repeated = [again[index] for index in range(len(chosen))]
     except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is the finding
-        report.findings.append(f"tasks('train', seed=0) raised {type(error).__name__}: {error}")
+        report.findings.append(f"tasks('train', seed=0) raised {described(error)}")
         return []
     if not chosen:
         report.findings.append("tasks('train', seed=0) is empty")
     for first, second in zip(chosen, repeated, strict=True):
         if not isinstance(first, Task):
-            report.findings.append(f"tasks('train')[…] is {type(first).__name__}, not agentrl.Task")
+            report.findings.append(
+                f"tasks('train')[…] is {type(first).__name__}, not agentrl.Task; write agentrl.Task(id=…, data={{…}})"
+            )
             return []
         if first != second:
             report.findings.append(
@@ -152,11 +172,11 @@ async def _check_episode(
     number: int,
     seed: int,
     report: EnvironmentReport,
-    tell: Callable[[str], None],
+    told: list[str],
 ) -> None:
     spec = _spec(environment, task, number, seed)
     script = _random_policy(environment)
-    with watch_loop(tell):
+    with watch_loop(told.append, repeated_s=REPEATED_S):
         first = await execute(environment, spec, script)
     if isinstance(first, str):
         report.findings.append(f"task {task.id!r}: {first}")
@@ -169,6 +189,8 @@ async def _check_episode(
             f"task {task.id!r}: seat {unrewarded[0]!r} acted but was given no reward; call agent.reward(…) in run()"
         )
     report.rewards.append(header.reward or 0.0)
+    if told:  # what blocks would block once more for every entry
+        return
     for cut in _cuts(len(entries)):
         again = await execute(environment, spec, script, [*entries[:cut], *filter(_is_from_outside, entries[cut:])])
         report.resumptions += 1
@@ -243,7 +265,7 @@ async def execute(
     except AgentRLError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is the finding
-        return f"run() raised {type(error).__name__}: {error}"
+        return f"run() raised {described(error)}"
     if failures:
         return f"a child episode failed: {failures[0]}"
     if sums is not None:

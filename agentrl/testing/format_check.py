@@ -56,21 +56,22 @@ def format_findings(play: Play, tasks: Sequence[Task], random_policy: Script, *,
     clock = SystemClock()
     end = clock.monotonic() + BUDGET_S
     tasks = tasks[:TASKS]
-    policy = random_policy
-    if not has_tools and tasks:
-        legal = [text for text in CANDIDATES if _is_legal(play(tasks[0], 0, _always(text)))]
-        policy = _one_of(legal) if legal else random_policy
+    policy: Script | str = random_policy if has_tools or not tasks else _legal_policy(play, tasks[0], random_policy)
+    if isinstance(policy, str):
+        return [policy]
     garbage: dict[str, list[float]] = {text: [] for text in GARBAGE}
     kept: list[float] = []
     for number, task in enumerate(tasks):
         for text, rewards in garbage.items():
             outcome = play(task, number, _always(text))
             if isinstance(outcome, str):
-                return [f"task {task.id!r}, when every turn says {text!r}: {outcome}"]
+                return [_failure(task, text, outcome)]
             rewards.append(outcome.reward)
         for repeat in range(REPEATS):
             outcome = play(task, number * REPEATS + repeat, policy)
-            if not isinstance(outcome, str) and not outcome.broken:
+            if isinstance(outcome, str):
+                return [f"task {task.id!r}, played at random: {outcome}"]
+            if not outcome.broken:
                 kept.append(outcome.reward)
         if clock.monotonic() > end:
             break
@@ -87,8 +88,20 @@ def format_findings(play: Play, tasks: Sequence[Task], random_policy: Script, *,
     ]
 
 
-def _is_legal(outcome: Outcome | str) -> bool:
-    return not isinstance(outcome, str) and not outcome.broken
+def _legal_policy(play: Play, task: Task, otherwise: Script) -> Script | str:
+    """Chance among the texts an environment takes, `otherwise` where it takes none; or what went wrong, in words."""
+    legal = []
+    for text in CANDIDATES:
+        outcome = play(task, 0, _always(text))
+        if isinstance(outcome, str):
+            return _failure(task, text, outcome)
+        if not outcome.broken:
+            legal.append(text)
+    return _one_of(legal) if legal else otherwise
+
+
+def _failure(task: Task, text: str, outcome: str) -> str:
+    return f"task {task.id!r}, when every turn says {text!r}: {outcome}"
 
 
 def _always(text: str) -> Script:

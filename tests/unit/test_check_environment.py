@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from typing import ClassVar, Literal
 
 import pytest
@@ -103,6 +104,82 @@ class Untyped(agentrl.ToolEnvironment):
         return 0.0
 
 
+class NotAsync(Adder):
+    """`run` is a plain function."""
+
+    def run(self, ctx: agentrl.EpisodeContext) -> None:  # type: ignore[override]
+        ctx.agent("agent").reward(1.0)
+
+
+class TasksOfAnInstance(Adder):
+    """`tasks` without @classmethod."""
+
+    def tasks(self, split: Split, *, seed: int = 0) -> TaskSource:  # type: ignore[override]
+        return []
+
+
+class AwaitedReward(Adder):
+    """`reward` is a coroutine."""
+
+    async def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:  # type: ignore[override]
+        return 1.0
+
+
+class WithLevel(Adder):
+    """Wants an argument."""
+
+    def __init__(self, level: int) -> None:
+        self.level = level
+
+
+class WithoutQuestion(Adder):
+    """Its tasks say `prompt`, as TRL's do."""
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+        return [agentrl.Task(id="t", data={"prompt": "1 + 1"})]
+
+
+class PlainText(Adder):
+    """Says text where a message belongs."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("agent").act("hello")  # type: ignore[arg-type]
+
+
+class NotAwaited(Adder):
+    """Forgets to await."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        turn = ctx.agent("agent").act(agentrl.user("hello"))
+        ctx.agent("agent").reward(float(turn.text == "x"))  # type: ignore[attr-defined]
+
+
+class Rows(Adder):
+    """Its tasks are dictionaries."""
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+        return [{"question": "1 + 1"}]  # type: ignore[list-item]
+
+
+class Misspelt(Adder):
+    """A key that is not there."""
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return float(episode.answer == task.data["anwser"])
+
+
+class Sleeper(Adder):
+    """Blocks the loop in every turn, each time for less than what a watch on a run would name."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        for _ in range(3):
+            await ctx.agent("agent").act(agentrl.user("hello"))
+            time.sleep(0.4)  # noqa: ASYNC251 - what is to be found
+        ctx.agent("agent").reward(1.0)
+
+
 @pytest.mark.parametrize("environment", [Adder, Trees])
 def test_sound_environments_resume_from_every_entry(environment: type[agentrl.Environment]) -> None:
     report = check_environment(environment)
@@ -128,7 +205,17 @@ def test_effects_are_not_repeated() -> None:
         (Drifting, "draw it from the seed and index"),
         (Untyped, "parameter 'where' has no type; annotate it"),
         (int, "no agentrl.Environment"),
-        ("no_such_environment", "no environment 'no_such_environment'"),
+        ("no_such_environment", "no environment is called 'no_such_environment'; known: "),
+        (NotAsync, "NotAsync.run must be `async def run(self, ctx)`"),
+        (TasksOfAnInstance, "write @classmethod above"),
+        (AwaitedReward, "AwaitedReward.reward must be a plain `def"),
+        (WithLevel, "__init__ wants level, but is called without arguments"),
+        (WithoutQuestion, "task 't' has no 'question' in its data (it has 'prompt'): give it one, or override prompt"),
+        (PlainText, "act() and restart() take messages, such as agentrl.user('…'), not str"),
+        (NotAwaited, "was never awaited: an `await` is missing"),
+        (Rows, "not agentrl.Task; write agentrl.Task(id="),
+        (Misspelt, f"KeyError: 'anwser' at {__file__}:"),
+        (Sleeper, "time.sleep(0.4)"),
     ],
 )
 def test_what_is_wrong_is_said(environment: type | str, words: str) -> None:

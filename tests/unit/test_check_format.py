@@ -91,3 +91,17 @@ def test_an_environment_that_fails_on_nonsense_is_named() -> None:
     (finding,) = check_environment(Fragile).findings
     assert "when every turn says '@@ %% zz !!'" in finding
     assert "ValueError: cannot parse" in finding
+
+
+class LateDefinition(Lake):
+    """Where it goes wrong depends on what the policy says, and only nonsense plays are far from it."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        turn = await ctx.agent("agent").act(agentrl.user("left or right?"))
+        ctx.agent("wrong_seat" if turn.text == "right" else "agent").reward(1.0)
+
+
+def test_an_environment_that_fails_on_a_legal_action_is_named() -> None:
+    (finding,) = check_environment(LateDefinition).findings
+    assert "when every turn says 'right'" in finding
+    assert "has no seat 'wrong_seat'" in finding

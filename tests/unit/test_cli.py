@@ -7,6 +7,7 @@ import asyncio
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.cli.main import _parser, main
+from agentrl.cli.main import EPISODE_COLUMNS, _parser, main
 from agentrl.core.safe import safe
+from agentrl.inspection.reader import COLUMNS
 from tests.journal_cases import HOSTILE, write_run
 
 
@@ -51,7 +53,7 @@ def test_every_command_leads_to_a_function_of_the_options() -> None:
 
 def test_json_of_every_reading_command(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run,) = answer(capsys, "run", "list")
-    assert (run["name"], run["episodes"], run["steps"]) == ("demo", 5, {"policy": 2})
+    assert (run["name"], run["purpose"], run["episodes"], run["steps"]) == ("demo", "train", 5, {"policy": 2})
     curve = answer(capsys, "run", "curve", "demo")
     assert [(point["step"], point["reward"]) for point in curve] == [(1, 0.5), (2, 2.5)]
     assert answer(capsys, "run", "curve", "demo", "--metric", "loss") == [
@@ -83,6 +85,17 @@ def test_text_of_every_reading_command(directory: Path, capsys: pytest.CaptureFi
     assert "2 of 7 episodes" in capsys.readouterr().out
     assert main(["episode", "show", "demo", "e1"]) == 0
     assert "solver[0] · policy" in capsys.readouterr().out
+    assert main(["episode", "show", "e1"]) == 0
+    assert "solver[0] · policy" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"agentrl \d+\.\S+\n", capsys.readouterr().out)
+
+
+def test_headings_are_columns_that_can_be_filtered_by(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["episode", "list", "demo"]) == 0
+    headings = capsys.readouterr().out.splitlines()[0].split()
+    assert {"stop_reason", "drop_reason", "oldest_step"} < set(headings) <= set(COLUMNS)
+    assert EPISODE_COLUMNS.split(", ") == list(COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +105,15 @@ def test_text_of_every_reading_command(directory: Path, capsys: pytest.CaptureFi
         (["episode", "list", "demo", "--where", "rewrad < 0"], 2, "did you mean reward"),
         (["episode", "list", "demo", "--limit", "-1"], 2, "not negative"),
         (["episode", "show", "demo", "e77"], 2, "no episode 'e77'"),
+        (["episode", "show", "e77"], 2, "no episode 'e77'"),
+        (["episode", "show", "demo2"], 2, "demo2: there is no run here"),
+        (["run", "curve", "demo", "--metric", "norm"], 2, "did you mean grad_norm?"),
         (["run", "curve", "demo", "--metric", "bogus"], 2, "recorded were: grad_norm, loss"),
         (["run", "list", "--steps=3"], 2, "unknown argument '--steps=3'"),
         (["train", "nothing.toml"], 2, "no such file"),
         (["train", "nothing.toml", "--foo"], 2, "--section.field=value"),
+        (["train", "nothing.toml", "--steps", "12"], 2, "in one word: --steps=VALUE"),
+        (["train", __file__], 2, "a TOML file is wanted here, such as train.toml"),
         (["run", "list", "nowhere"], 2, "no such directory"),
     ],
 )

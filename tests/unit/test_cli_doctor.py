@@ -10,6 +10,8 @@ from agentrl.cli.main import main
 from agentrl.cli.probes import Check
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pytest
 
 
@@ -46,6 +48,20 @@ def test_a_probe_that_fails_hides_no_other_and_what_is_missing_is_exit_code_1(
     assert "→ pip install 'agentrl[train]'" in said
     assert "Python" in said
     assert "not ready: 1 thing(s)" in said
+
+
+def test_a_file_that_hides_a_library_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("ray.py", "random.py", "env.py", "test.py"):
+        (tmp_path / name).touch()
+    assert [(check.name, check.fix) for check in probes.shadows()] == [
+        ("random.py", "mv random.py my_random.py"),
+        ("ray.py", "mv ray.py my_ray.py"),
+    ]
+    assert main(["doctor"]) == 0
+    assert "this file hides the library ray from Python programs started here" in capsys.readouterr().out
 
 
 def test_a_package_that_is_absent_or_old_is_told_with_its_command() -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,41 @@ def test_a_resumed_run_shows_its_earlier_steps_and_repeats_replace_what_was_lost
             for step in steps:
                 observer.on_step("policy", step, {"reward/mean": reward})
     assert observer.state.policies["policy"].series("reward/mean") == ([1, 2], [0.1, 0.9])
+
+
+def test_the_end_shows_the_whole_run_also_after_a_resume_and_a_curve_for_each_policy(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path / "run", "{}")
+    summary = {"steps": 2, "rl_seconds": 1.0, "engine_busy_share": 0.5, "trainer_busy_share": 0.5, "held_out_tasks": 9}
+    plan = RunPlan(name="demo", steps=4, max_staleness={"a": 1, "b": 1})
+    stream = io.StringIO()
+    for steps, held_out, shown in (((1, 2), (0, 0.25), io.StringIO()), ((3, 4), (4, 0.75), stream)):
+        with RunObserver(directory, plan=plan, stream=shown) as observer:
+            step, reward = held_out
+            observer.on_evaluation({"a": PolicyVersion("a", 0, step)}, {"evaluation/reward": reward})
+            for number in steps:
+                for policy in ("a", "b"):
+                    observer.on_step(policy, number, {"reward/mean": number / 4})
+            observer.finish(summary)
+    end = stream.getvalue()
+    assert "training reward of a by optimizer step  0.25" in end
+    assert "training reward of b by optimizer step  0.25" in end
+    assert re.search(r"^ +1 +step +4$", end, re.MULTILINE)
+    assert "held-out reward on 9 tasks: 0.250 before, 0.750 after" in end
+    with RunObserver(directory, plan=plan, stream=stream) as observer:
+        observer.finish({**summary, "steps": 0})
+    assert "nothing was left to do: the run has its 4 steps; --steps=N goes on to more" in stream.getvalue()
+
+
+def test_what_is_waited_for_after_the_end_is_shown_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    with RunObserver(RunDirectory.create(tmp_path / "run", "{}"), plan=PLAN, stream=stream) as observer:
+        observer.phase("training")
+        with observer.closing("stopping the trainer"):
+            pass
+    assert "stopping the trainer" in stream.getvalue()
 
 
 def test_damaged_metrics_status_and_configurations_are_read_as_far_as_they_go(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -67,13 +68,29 @@ def test_a_run_that_goes_well_raises_none() -> None:
     ],
 )
 def test_an_alarm_names_what_went_wrong_and_what_to_try(name: str, changes: dict[str, float]) -> None:
-    before = 0 if name == "format_pays" else 10
-    (alarm,) = alarms(a_run(5, before=before, **changes))
+    steps, before = (11, 0) if name == "format_pays" else (5, 10)
+    (alarm,) = alarms(a_run(steps, before=before, **changes))
     assert alarm.name == name
     assert alarm.policy == "solver"
     assert alarm.name in MEANINGS
     assert alarm.line.startswith(f"{name}: solver: ")
     assert "Try: " in alarm.line
+
+
+def by_chance(seed: int, *, broken_wins: float) -> RunState:
+    """Forty steps of 64 episodes, six of which break the format; rewards are 0 or 1, and 1 half of the time if kept."""
+    draw, state = random.Random(seed), RunState(plan=PLAN)
+    for step in range(1, 41):
+        broken = sum(draw.random() < broken_wins for _ in range(6)) / 6
+        kept = sum(draw.random() < 0.5 for _ in range(58)) / 58
+        rewards = {"format/reward_broken": broken, "format/reward_kept": kept, "format/broken_share": 6 / 64}
+        state.record("solver", step, {**HEALTHY, **rewards, "reward/mean": kept})
+    return state
+
+
+def test_breaking_the_format_pays_only_where_it_does_so_beyond_chance() -> None:
+    assert [seed for seed in range(40) if names(by_chance(seed, broken_wins=0.5))] == []
+    assert all(names(by_chance(seed, broken_wins=0.75)) == ["format_pays"] for seed in range(40))
 
 
 def test_one_odd_step_raises_nothing() -> None:
