@@ -92,7 +92,7 @@ class Screen:
 
     def line(self, text: str) -> None:
         """Write above the screen."""
-        self._console.print(plain(text), markup=False, highlight=False)
+        self._console.print(plain(text), markup=False, highlight=False, emoji=False)
 
     def phase(self, text: str) -> None:
         """Write above the screen, and redraw."""
@@ -150,6 +150,7 @@ def waiting(text: str, stream: TextIO) -> Iterator[None]:
         yield
         return
     from rich.console import Console
+    from rich.text import Text
 
-    with Console(file=stream).status(plain(text)):
+    with Console(file=stream).status(Text(plain(text))):
         yield

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.observe.alarms import Alarm
+from agentrl.observe.run_state import LARGEST
 from agentrl.observe.svg import Line, plot
 from agentrl.observe.view import duration, plain
 
@@ -243,4 +244,5 @@ def _shown(value: float | None) -> str:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= LARGEST else None

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 WIDTH = 100
 """Characters the view uses at most; it shrinks to 60."""
 PLOT_HEIGHT = 5
+MAX_TEXT = 4000
+"""Characters of one text that are shown."""
+MAX_WAITS = 8
 SILENT_S = 15.0
 """A status older than this is said to be old."""
 
@@ -57,7 +60,8 @@ def view(state: RunState, *, width: int = WIDTH, age_s: float | None = None) -> 
 
 
 def plain(text: str) -> str:
-    """`text` on one line, with everything that is not printable as an escape."""
+    """`text` on one line, with everything that is not printable as an escape, and its end cut where it is too long."""
+    text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} …"
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
@@ -170,7 +174,7 @@ def _status(status: Status) -> RenderableType:
         counts += f" ({', '.join(f'{plain(reason)} {count:,}' for reason, count in most)})"
     table.add_row("episodes", Text(counts))
     if not status.ended:
-        for number, wait in enumerate(status.waits):
+        for number, wait in enumerate(status.waits[:MAX_WAITS]):
             table.add_row("waits" if number == 0 else "", Text(plain(wait)))
     return table
 
