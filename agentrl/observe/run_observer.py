@@ -20,6 +20,7 @@ from agentrl.observe.plot import curve
 from agentrl.observe.progress import Display, display
 from agentrl.observe.run_state import RunPlan, RunState, read_metrics
 from agentrl.observe.status import Status, with_engine_share, write_status
+from agentrl.observe.view import plain
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -149,7 +150,7 @@ class RunObserver:
         self._stream.write(
             f"{summary['steps']} steps in {summary['rl_seconds']:.1f} s; "
             f"engine busy {summary['engine_busy_share']:.0%}, trainer {summary['trainer_busy_share']:.0%} of the time\n"
-            f"run directory: {self._directory.path}\n"
+            f"run directory: {plain(str(self._directory.path))}\n"
         )
         self._stream.flush()
 
