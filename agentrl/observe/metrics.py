@@ -6,13 +6,12 @@ not be measured is left out. Metrics of one policy are recorded at that policy's
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from agentrl.core.errors import StorageError
+from agentrl.observe.files import open_lines, write_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -134,10 +133,9 @@ class JsonlSink:
         """
         self.path = Path(path)
         try:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._file = open_lines(self.path)
         except OSError as error:
             raise StorageError(f"{self.path}: metrics cannot be written ({error.strerror})") from error
-        self._file = os.fdopen(descriptor, "w", encoding="utf-8")
 
     def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
         """Append and flush a line.
@@ -147,8 +145,7 @@ class JsonlSink:
         """
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         try:
-            self._file.write(json.dumps({"policy": policy, "step": step, **finite}) + "\n")
-            self._file.flush()
+            write_line(self._file, {"policy": policy, "step": step, **finite})
         except OSError as error:
             raise StorageError(f"{self.path}: metrics cannot be written ({error.strerror}); free space") from error
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from agentrl.core.clock import Clock, SystemClock
-from agentrl.core.safe import safe_line
 from agentrl.observe.alarms import alarms, write_alarm
 from agentrl.observe.enduring import EnduringStream
 from agentrl.observe.metrics import JsonlSink, Sink
@@ -22,6 +21,7 @@ from agentrl.observe.plot import curve
 from agentrl.observe.progress import Display, display, waiting
 from agentrl.observe.run_state import RunPlan, RunState, read_metrics
 from agentrl.observe.status import Status, with_engine_share, write_status
+from agentrl.observe.view import plain
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -144,7 +144,7 @@ class RunObserver:
         stepped = [policy for policy in self.state.policies.values() if len(policy.steps) > 1]
         for policy in stepped:
             steps, rewards = policy.series("reward/mean")
-            whose = f" of {safe_line(policy.name)}" if len(stepped) > 1 else ""
+            whose = f" of {plain(policy.name)}" if len(stepped) > 1 else ""
             title = f"training reward{whose} by optimizer step"
             self._stream.write("\n" + curve(rewards, steps=steps, title=title) + "\n")
         self._stream.write(self._held_out(summary["held_out_tasks"]))
@@ -154,7 +154,7 @@ class RunObserver:
             if summary["steps"] or not self.state.plan.steps
             else f"nothing was left to do: the run has its {self.state.plan.steps} steps; --steps=N goes on to more\n"
         )
-        self._stream.write(f"run directory: {self._directory.path}\n")
+        self._stream.write(f"run directory: {plain(str(self._directory.path))}\n")
         self._stream.flush()
 
     def closing(self, text: str) -> AbstractContextManager[None]:
