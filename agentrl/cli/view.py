@@ -108,7 +108,7 @@ def _keys() -> Iterator[Callable[[float], bool]]:
     import termios
     import tty
 
-    watched = [sys.stdin] if sys.stdin.isatty() else []
+    watched = [sys.stdin] if sys.stdin is not None and sys.stdin.isatty() else []
 
     def pressed(seconds: float) -> bool:
         ready, _, _ = select.select(watched, [], [], seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
     from pydantic_core import ErrorDetails
 
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 32
+"""Of tables and lists in each other."""
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TOML_POSITION = re.compile(r" \(at line (\d+), column (\d+)\)$")
 _EXPECTED = {
@@ -51,10 +55,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         keys, text = _split(override)
         _set(data, keys, _value(text))
         raw[keys] = text
+    _check_plain(data, source)
     config = _validated(data, raw, str(source))
-    model = config.model.model_copy(update={"path": _beside(source, config.model.path)})
+    model = config.model.model_copy(update={"path": _beside(source, config.model.path, key="model.path")})
     file, colon, name = config.environment.id.partition(".py")
-    chosen = f"{_beside(source, file + colon)}{name}" if colon else config.environment.id
+    found = _beside(source, file + colon, key="environment.id") if colon else ""
+    chosen = f"{found}{name}" if colon else config.environment.id
     environment = config.environment.model_copy(update={"id": chosen})
     return config.model_copy(update={"model": model, "environment": environment})
 
@@ -79,25 +85,64 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _beside(source: Path, path: str) -> str:
+def _beside(source: Path, path: str, *, key: str) -> str:
     """A path as seen from the file that names it, if something lies there."""
-    there = source.parent / path
-    return str(there.resolve()) if there.exists() else path
+    try:
+        there = source.parent / path
+        return str(there.resolve()) if there.exists() else path
+    except OSError as error:
+        raise ConfigError(f"{source}: {key} = {_short(path)}: cannot be looked for ({error.strerror})") from error
 
 
 def _read(source: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(source.read_text(encoding="utf-8"))
+        with source.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"{source}: longer than {MAX_BYTES:,} bytes, which no configuration is")
+        return tomllib.loads(content.decode("utf-8-sig"))  # some editors begin a file with a mark
     except FileNotFoundError as error:
         raise ConfigError(f"{source}: there is no such file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source}: cannot be read ({error})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{source}: is not text in UTF-8 ({error.reason} at byte {error.start}); save it so"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot be read ({error.strerror})") from error
     except tomllib.TOMLDecodeError as error:
         message = str(error)
         at = _TOML_POSITION.search(message)
         where = f"{source}:{at[1]}:{at[2]}" if at else str(source)
         hint = "" if source.suffix == ".toml" else "; a TOML file is wanted here, such as train.toml"
         raise ConfigError(f"{where}: not TOML: {_TOML_POSITION.sub('', message)}{hint}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source}: nested deeper than {MAX_DEPTH}, which no configuration is") from error
+    except ValueError as error:  # of `int`: it reads at most some thousand digits
+        raise ConfigError(f"{source}: holds a number of too many digits") from error
+
+
+def _check_plain(data: Mapping[str, Any], source: Path) -> None:
+    """Refuse what not every reader of a configuration can hold: it is kept as JSON, compared, and printed as TOML."""
+    level: list[tuple[tuple[str, ...], Any]] = [((), data)]
+    for _ in range(MAX_DEPTH):
+        below: list[tuple[tuple[str, ...], Any]] = []
+        for path, value in level:
+            problem = ""
+            if isinstance(value, dict):
+                below += [((*path, key), inner) for key, inner in value.items()]
+            elif isinstance(value, list):
+                below += [((*path, str(index)), inner) for index, inner in enumerate(value)]
+            elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+                problem = "a whole number of more than 64 bits"
+            elif isinstance(value, float) and not math.isfinite(value):
+                problem = f"{value} is no number to go on with"
+            elif isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+                problem = "text with a character that no file or path can hold"
+            if problem:
+                raise ConfigError(f"{source}: {'.'.join(path)}: {problem}")
+        level = below
+    if level:
+        raise ConfigError(f"{source}: {'.'.join(level[0][0])[:80]}…: nested deeper than {MAX_DEPTH}")
 
 
 def _split(override: str) -> tuple[tuple[str, ...], str]:
@@ -311,4 +356,9 @@ def _toml(value: Any) -> str:
         return "{ " + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + " }"
     if isinstance(value, float):
         return repr(value)
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return "".join(c if c.isprintable() else _escape(c) for c in json.dumps(value, ensure_ascii=False))
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"

@@ -28,6 +28,10 @@ def package_directory(path: str) -> str:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
         spec = None
+    except BaseException as error:  # foreign code: the parents of the package are imported
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ValueError(f"the package {package!r} cannot be imported: {type(error).__name__}: {error}") from error
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"there is no package {package!r}; install it, or give the path of a directory")
     for root in spec.submodule_search_locations:

@@ -36,7 +36,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 class Section(BaseModel):
     """A part of the configuration: unknown keys are refused, values never change."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class EnvironmentConfig(Section):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from agentrl.core.files import open_regular
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
 from agentrl.observe.alarms import read_alarms
+from agentrl.observe.files import replace_file
 from agentrl.observe.report import page
 
 FILE = "report.html"
@@ -36,12 +36,13 @@ def write_report(directory: str | Path) -> Path:
         )
     finally:
         reader.close()
-    target, partial = reader.path / FILE, reader.path / f".{FILE}"
+    target = reader.path / FILE
     try:
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(partial, target)
+        replace_file(target, text.encode("utf-8", "backslashreplace"))
     except OSError as error:
-        raise StorageError(f"{target}: the report cannot be written ({error.strerror}); free space") from error
+        raise StorageError(
+            f"{target}: the report cannot be written ({error.strerror}); make room or permission there"
+        ) from error
     return target
 
 

@@ -6,13 +6,16 @@ was not measured. An alarm's name is stable; its text carries the figures.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from agentrl.core.files import open_regular
+from agentrl.observe.files import open_lines, write_line
 from agentrl.observe.metrics import BROKEN_FORMAT
+from agentrl.observe.status import Whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,6 +99,19 @@ class Alarm(NamedTuple):
         return f"{self.name}: {whose}{self.text}. Try: {self.advice}."
 
 
+class _Line(msgspec.Struct):
+    """A line of `alarms.jsonl`, as whoever wrote it."""
+
+    step: Whole
+    name: str
+    policy: str
+    text: str
+    advice: str
+
+    def read(self) -> tuple[int, Alarm]:
+        return self.step, Alarm(self.name, self.policy, self.text, self.advice)
+
+
 def alarms(state: RunState) -> list[Alarm]:
     """The alarms of a run, the gravest first."""
     found: list[Alarm] = []
@@ -117,8 +133,8 @@ def alarms(state: RunState) -> list[Alarm]:
 def write_alarm(directory: Path, alarm: Alarm, step: int) -> None:
     """Append to `alarms.jsonl` that an alarm was raised for the first time, at a step; a full disk is ignored."""
     try:
-        with (directory / FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **alarm._asdict()}) + "\n")
+        with open_lines(directory / FILE) as file:
+            write_line(file, {"step": step, **alarm._asdict()})
     except OSError:
         return
 
@@ -127,15 +143,14 @@ def read_alarms(directory: Path) -> list[tuple[int, Alarm]]:
     """(step, alarm) of what was raised in a run, in order; what cannot be read is left out."""
     try:
         with open_regular(directory / FILE) as file:
-            lines = file.read(MAX_BYTES).decode("utf-8", "replace").splitlines()
+            lines = file.read(MAX_BYTES).splitlines()
     except OSError:
         return []
     raised = []
     for line in lines:
         try:
-            row = json.loads(line)
-            raised.append((int(row["step"]), Alarm(*(str(row[name]) for name in Alarm._fields))))
-        except (ValueError, KeyError, TypeError, RecursionError):
+            raised.append(msgspec.json.decode(line, type=_Line).read())
+        except (ValueError, RecursionError):
             continue
     return raised
 

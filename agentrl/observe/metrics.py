@@ -6,13 +6,12 @@ not be measured is left out. Metrics of one policy are recorded at that policy's
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from agentrl.core.errors import StorageError
+from agentrl.observe.files import open_lines, write_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +36,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("staleness/mean", "steps", "mean over the step's units of current step minus oldest sampling step"),
     Metric("staleness/max", "steps", "the largest of them"),
     Metric("advantage/zero_share", "fraction", "units of the step whose advantages are all 0: they taught nothing"),
-    Metric("step", "steps", "the policy's newest optimizer step"),
     Metric("step/units", "units", "units the step consumed"),
     Metric("step/tokens", "tokens", "sampled tokens the step trained on"),
     Metric("step/seconds", "s", "wall time since the policy's previous step"),
@@ -135,10 +133,9 @@ class JsonlSink:
         """
         self.path = Path(path)
         try:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._file = open_lines(self.path)
         except OSError as error:
             raise StorageError(f"{self.path}: metrics cannot be written ({error.strerror})") from error
-        self._file = os.fdopen(descriptor, "w", encoding="utf-8")
 
     def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
         """Append and flush a line.
@@ -148,8 +145,7 @@ class JsonlSink:
         """
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         try:
-            self._file.write(json.dumps({"policy": policy, "step": step, **finite}) + "\n")
-            self._file.flush()
+            write_line(self._file, {"policy": policy, "step": step, **finite})
         except OSError as error:
             raise StorageError(f"{self.path}: metrics cannot be written ({error.strerror}); free space") from error
 

@@ -70,7 +70,7 @@ def sparkline(values: Sequence[float], *, width: int = 20) -> str:
     cuts = [index * len(finite) // count for index in range(count + 1)]
     means = [sum(finite[start:stop]) / (stop - start) for start, stop in itertools.pairwise(cuts)]
     low, high = min(means), max(means)
-    if high - low < 1e-12:
+    if high - low < 1e-9 * max(abs(low), abs(high), 1e-3):
         return _BLOCKS[3] * count
     return "".join(_BLOCKS[min(7, int((mean - low) / (high - low) * 8))] for mean in means)
 
@@ -78,7 +78,7 @@ def sparkline(values: Sequence[float], *, width: int = 20) -> str:
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """Bounds on round tenths of the range's size, so that the labels read well."""
     low, high = min(values), max(values)
-    if high - low < 1e-12:
+    if high - low < 1e-9 * max(abs(low), abs(high), 1e-3):
         margin = max(abs(low) * 0.1, 0.1)
         return low - margin, high + margin
     unit = 10.0 ** math.floor(math.log10(high - low))

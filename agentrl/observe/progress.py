@@ -9,8 +9,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from agentrl.core.safe import safe_line
-from agentrl.observe.view import view
+from agentrl.observe.view import plain, view
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -56,7 +55,7 @@ class Lines:
 
     def line(self, text: str) -> None:
         """Write a line."""
-        self._stream.write(safe_line(text) + "\n")
+        self._stream.write(plain(text) + "\n")
         self._stream.flush()
 
     def phase(self, text: str) -> None:
@@ -93,7 +92,7 @@ class Screen:
 
     def line(self, text: str) -> None:
         """Write above the screen."""
-        self._console.print(safe_line(text), markup=False, highlight=False)
+        self._console.print(plain(text), markup=False, highlight=False, emoji=False)
 
     def phase(self, text: str) -> None:
         """Write above the screen, and redraw."""
@@ -153,5 +152,5 @@ def waiting(text: str, stream: TextIO) -> Iterator[None]:
     from rich.console import Console
     from rich.text import Text
 
-    with Console(file=stream).status(Text(safe_line(text))):
+    with Console(file=stream).status(Text(plain(text))):
         yield

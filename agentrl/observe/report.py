@@ -11,11 +11,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agentrl.core.safe import safe, safe_line
 from agentrl.observe.alarms import Alarm
 from agentrl.observe.metrics import describe
+from agentrl.observe.run_state import LARGEST
 from agentrl.observe.svg import Line, plot
-from agentrl.observe.view import duration
+from agentrl.observe.view import duration, plain
 
 if TYPE_CHECKING:
     from agentrl.observe.run_state import PolicyState, RunState
@@ -230,11 +230,12 @@ def _table(heading: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Se
 
 
 def _text(value: str) -> str:
-    return html.escape(safe_line(value))
+    return html.escape(plain(value))
 
 
 def _text_block(value: Mapping[str, Any]) -> str:
-    return html.escape(safe(json.dumps(value, indent=2, ensure_ascii=False, default=str)))
+    lines = json.dumps(value, indent=2, ensure_ascii=False, default=str).split("\n")
+    return "\n".join(_text(line) for line in lines)
 
 
 def _shown(value: float | None) -> str:
@@ -242,4 +243,5 @@ def _shown(value: float | None) -> str:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= LARGEST else None

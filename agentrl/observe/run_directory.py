@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import InputError, RunDirectoryError, StorageError
-from agentrl.core.files import LOCAL
+from agentrl.core.files import LOCAL, open_regular
+from agentrl.observe.files import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _HALF_CONFIG = ".config.json"
 """Renamed when whole: a run killed before has left nothing that stands in the way of another start."""
+_MAX_CONFIG_BYTES = 1 << 24
+_FINISH = "make room or permission there, then finish the run with --resume"
 
 
 class RunDirectory:
@@ -77,8 +80,9 @@ class RunDirectory:
     def read_config(self) -> dict[str, Any]:
         """The resolved configuration the run was started with; empty where it cannot be read."""
         try:
-            content = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            with open_regular(self.path / "config.json") as file:
+                content = json.loads(file.read(_MAX_CONFIG_BYTES))
+        except (OSError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
 
@@ -91,19 +95,32 @@ class RunDirectory:
         return False
 
     def link_policies(self, weights: Mapping[str, WeightsRef]) -> dict[str, Path]:
-        """Point `policies/NAME` at each policy's last version."""
+        """Point `policies/NAME` at each policy's last version.
+
+        Raises:
+            StorageError: the disk refused.
+        """
         links: dict[str, Path] = {}
         folder = self.path / "policies"
-        folder.mkdir(exist_ok=True)
-        for name, published in weights.items():
-            link = folder / name
-            link.unlink(missing_ok=True)
-            link.symlink_to(os.path.relpath(published.path, folder))
-            links[name] = link
+        try:
+            folder.mkdir(exist_ok=True)
+            for name, published in weights.items():
+                link = folder / name
+                link.unlink(missing_ok=True)
+                link.symlink_to(os.path.relpath(published.path, folder))
+                links[name] = link
+        except OSError as error:
+            raise StorageError(f"{folder}: cannot be written ({error.strerror}); {_FINISH}") from error
         return links
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`, whole or not at all."""
-        partial = self.path / ".summary.json"
-        partial.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-        partial.rename(self.path / "summary.json")
+        """Write `summary.json`, whole or not at all.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        path = self.path / "summary.json"
+        try:
+            replace_file(path, (json.dumps(summary, indent=1) + "\n").encode())
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be written ({error.strerror}); {_FINISH}") from error

@@ -7,7 +7,6 @@ says about bounds. Knows neither terminals nor HTML.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +17,13 @@ from agentrl.observe.status import Status
 
 Values = Mapping[str, float]
 
-MAX_METRICS_BYTES = 256 << 20
+LARGEST = 1e100
+"""What is larger cannot be added up or drawn, and means as little as infinity."""
+MAX_METRICS_BYTES = 64 << 20
 """Of a longer `metrics.jsonl` the newest so many bytes are read."""
+MAX_LINE_BYTES = 1 << 20
+MAX_POLICIES = 256
+"""A file that names more is not one of ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +87,14 @@ class RunState:
             self.policies.setdefault(name, PolicyState(name=name, max_staleness=bound))
 
     def record(self, policy: str, step: int, values: Values) -> None:
-        """Take a line of metrics; those that are not finite are left out."""
-        known = {name: value for name, value in values.items() if math.isfinite(value)}
+        """Take a line of metrics; those that are not finite, or beyond `LARGEST`, are left out."""
+        known = {name: value for name, value in values.items() if abs(value) <= LARGEST}
         state = self.policies.setdefault(policy, PolicyState(name=policy))
         if any(name.startswith("evaluation/") for name in known):
             state.evaluations[step] = known
         else:
-            for later in [other for other in state.steps if other >= step]:
-                del state.steps[later]
+            while state.steps and next(reversed(state.steps)) >= step:  # taken again: what came after it is void
+                state.steps.popitem()
             state.steps[step] = known
 
 
@@ -118,20 +122,28 @@ def read_metrics(path: Path, state: RunState) -> None:
     """
     try:
         with open_regular(path) as file:
-            file.seek(max(size_of(file) - MAX_METRICS_BYTES, 0))
-            text = file.read(MAX_METRICS_BYTES).decode("utf-8", errors="replace")
+            end = size_of(file)
+            file.seek(max(end - MAX_METRICS_BYTES, 0))
+            while file.tell() < end and (line := file.readline(MAX_LINE_BYTES)):
+                _take(line, state)
     except OSError:
         return
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(row, dict):
-            continue
-        policy, step = row.pop("policy", None), _whole(row.pop("step", None))
-        if isinstance(policy, str) and step is not None:
-            state.record(policy, step, {name: value for name, value in row.items() if _is_number(value)})
+
+
+def _take(line: bytes, state: RunState) -> None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(row, dict):
+        return
+    policy, step = row.pop("policy", None), _whole(row.pop("step", None))
+    if (
+        isinstance(policy, str)
+        and step is not None
+        and (policy in state.policies or len(state.policies) < MAX_POLICIES)
+    ):
+        state.record(policy, step, {name: value for name, value in row.items() if _is_number(value)})
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

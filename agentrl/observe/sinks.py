@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.core.errors import ConfigError
 from agentrl.observe.metrics import describe
+from agentrl.observe.view import plain
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,7 +82,13 @@ class _LoggingSink(_Named):
         super().__init__(config)
         with contextlib.redirect_stdout(sys.stderr):  # the output stream is for our results
             name = str(config.get("name", "run"))
-            self._run = module.init(project="agentrl", name=name, config=dict(config), **options)
+            try:
+                self._run = module.init(project="agentrl", name=name, config=dict(config), **options)
+            except Exception as error:  # foreign code; most often nobody is logged in, or there is no network
+                raise ConfigError(
+                    f"sinks: {module.__name__} cannot start ({type(error).__name__}: {error}); mend that, or leave it "
+                    "out of `sinks`"
+                ) from error
 
     def close(self) -> None:
         """End the run there. Idempotent."""
@@ -122,23 +129,29 @@ def prometheus(name: str, latest: Mapping[str, Mapping[str, float]]) -> str:
         name: the run's, which becomes the label `run`.
         latest: values by policy and metric name.
     """
-    metrics: dict[str, list[str]] = {}
+    metrics: dict[str, dict[str, float]] = {}
     described: dict[str, str] = {}
     for policy, values in latest.items():
         for metric, value in values.items():
             key = "agentrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
             known = describe(metric)
             described.setdefault(key, f"{known.meaning} ({known.unit})" if known else metric)
-            metrics.setdefault(key, []).append(f'{key}{{run="{_label(name)}",policy="{_label(policy)}"}} {value!r}')
+            labels = f'run="{_label(name)}",policy="{_label(policy)}"'
+            metrics.setdefault(key, {}).setdefault(labels, value)  # a series twice would cost the whole file
     lines = []
     for key, samples in sorted(metrics.items()):
-        help_text = described[key].replace("\\", "\\\\").replace("\n", "\\n")
-        lines += [f"# HELP {key} {help_text}", f"# TYPE {key} gauge", *samples]
+        lines += [f"# HELP {key} {_escaped(described[key])}", f"# TYPE {key} gauge"]
+        lines += [f"{key}{{{labels}}} {value!r}" for labels, value in samples.items()]
     return "".join(f"{line}\n" for line in lines)
 
 
 def _label(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+    return _escaped(text).replace('"', '\\"')
+
+
+def _escaped(text: str) -> str:
+    """On one line, and fit for a terminal, where the exposition is read too."""
+    return plain(text).replace("\\", "\\\\")
 
 
 def _import(module: str, package: str) -> Any:

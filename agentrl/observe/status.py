@@ -6,18 +6,22 @@ cannot be read counts as absent.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from agentrl.core.files import open_regular
+from agentrl.observe.files import replace_file
 
 MAX_BYTES = 1 << 20
 """Of a file that anyone may have put there."""
 FILE = "status.json"
+Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
+"""An integer that a float can hold, and a screen show."""
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,22 +30,22 @@ class Status:
 
     phase: str
     """What the run does now, in words."""
-    progress: tuple[int, int] | None = None
+    progress: tuple[Whole, Whole] | None = None
     """Held-out episodes that have ended, and of how many, while an evaluation runs."""
     waits: tuple[str, ...] = ()
     """Who waits for whom, in words."""
-    in_flight: int = 0
-    ready: int = 0
-    trained: int = 0
-    dropped: Mapping[str, int] = field(default_factory=dict)
+    in_flight: Whole = 0
+    ready: Whole = 0
+    trained: Whole = 0
+    dropped: Mapping[str, Whole] = field(default_factory=dict)
     """Episodes by reason."""
     engine_busy_s: float = 0.0
     """Seconds the engine has spent in forward passes since it was started."""
     engine_share: float | None = None
     """Share of the last seconds the engine was busy; the observer fills it in."""
-    wall: float = 0.0
+    wall: Seconds = 0.0
     """When, in seconds since the epoch; the observer fills it in."""
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
     """Wall seconds since the run was started; the observer fills it in."""
     ended: bool = False
     """Whether the process has left the run."""
@@ -49,10 +53,8 @@ class Status:
 
 def write_status(directory: Path, status: Status) -> None:
     """Write `status.json`, whole or not at all; a full disk is left to those who cannot do without it."""
-    partial = directory / f".{FILE}"
     try:
-        partial.write_bytes(msgspec.json.encode(status))
-        os.replace(partial, directory / FILE)
+        replace_file(directory / FILE, msgspec.json.encode(status))
     except OSError:
         return
 

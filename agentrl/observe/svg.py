@@ -82,7 +82,7 @@ def _thinned(line: Line) -> list[tuple[float, float]]:
 
 def _ticks(low: float, high: float) -> list[float]:
     """Three to six round numbers around a range."""
-    if high - low < 1e-12:
+    if high - low < 1e-9 * max(abs(low), abs(high), 1e-3):
         margin = max(abs(low) * 0.1, 0.05)
         low, high = low - margin, high + margin
     raw = (high - low) / 4

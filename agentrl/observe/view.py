@@ -1,6 +1,6 @@
 """One screen of a run, for the terminal: a `RunState` becomes a rich renderable. Draws; reads and decides nothing.
 
-Everything of a run passes `safe_line` before it is shown: names come from configurations and journals of others.
+Everything of a run passes `plain` before it is shown: names come from configurations and journals of others.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 WIDTH = 100
 """Characters the view uses at most; it shrinks to 60."""
 PLOT_HEIGHT = 5
+MAX_TEXT = 4000
+"""Characters of one text that are shown."""
+MAX_WAITS = 8
 SILENT_S = 15.0
 """A status older than this is said to be old."""
 
@@ -56,8 +59,14 @@ def view(state: RunState, *, width: int = WIDTH, age_s: float | None = None) -> 
     if not found:
         parts.append(Text("no alarms", "dim"))
     if state.problem:
-        parts.append(Text(safe_line(f"not readable: {state.problem}"), "bold red"))
+        parts.append(Text(plain(f"not readable: {state.problem}"), "bold red"))
     return Group(*parts)
+
+
+def plain(text: str) -> str:
+    """`text` on one line, safe for a terminal (`safe_line`), and its end cut where it is too long."""
+    text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} …"
+    return safe_line(text)
 
 
 def duration(seconds: float) -> str:
@@ -76,13 +85,13 @@ def duration(seconds: float) -> str:
 
 def _heading(state: RunState, width: int, age_s: float | None) -> Text:
     plan, status = state.plan, state.status
-    text = Text().append(safe_line(plan.name), "bold")
+    text = Text().append(plain(plan.name), "bold")
     if plan.environment:
-        text.append(safe_line(f"  {plan.environment.rsplit('/', 1)[-1]}"), "cyan")
+        text.append(plain(f"  {plan.environment.rsplit('/', 1)[-1]}"), "cyan")
     if status is None:
         return _cut(text.append("  no status yet", "dim"), width)
     phase = "ended" if status.ended else status.phase
-    text.append(safe_line(f"  {phase}"), "green")
+    text.append(plain(f"  {phase}"), "green")
     if status.progress is not None and not status.ended:
         ended, of = status.progress
         text.append(f"  {'beside it evaluating ' if phase == 'training' else ''}{ended}/{of} ", "green")
@@ -102,7 +111,7 @@ def _cut(text: Text, width: int) -> Text:
 
 def _progress(state: RunState, policy: PolicyState, width: int, *, several: bool) -> Text:
     steps = state.plan.steps
-    text = Text().append(f"{safe_line(policy.name)}  " if several else "", "bold")
+    text = Text().append(f"{plain(policy.name)}  " if several else "", "bold")
     text.append(f"step {policy.step}" + (f"/{steps}  " if steps else ""))
     if steps:
         text.append_text(_bar(min(policy.step / steps, 1.0), max(10, min(40, width - 50))))
@@ -166,20 +175,20 @@ def _status(status: Status) -> RenderableType:
     )
     if dropped:
         most = sorted(status.dropped.items(), key=lambda item: -item[1])[:3]
-        counts += f" ({', '.join(f'{safe_line(reason)} {count:,}' for reason, count in most)})"
+        counts += f" ({', '.join(f'{plain(reason)} {count:,}' for reason, count in most)})"
     table.add_row("episodes", Text(counts))
     if not status.ended:
-        for number, wait in enumerate(status.waits):
-            table.add_row("waits" if number == 0 else "", Text(safe_line(wait)))
+        for number, wait in enumerate(status.waits[:MAX_WAITS]):
+            table.add_row("waits" if number == 0 else "", Text(plain(wait)))
     return table
 
 
 def _alarms(found: Sequence[Alarm]) -> RenderableType:
     text = Text()
     for alarm in found:
-        text.append(f"ALARM {safe_line(alarm.name)}  ", "bold red")
-        text.append(safe_line(f"{alarm.policy}: " if alarm.policy else "") + safe_line(alarm.text) + ". ")
-        text.append(f"Try: {safe_line(alarm.advice)}.\n", "yellow")
+        text.append(f"ALARM {plain(alarm.name)}  ", "bold red")
+        text.append(plain(f"{alarm.policy}: " if alarm.policy else "") + plain(alarm.text) + ". ")
+        text.append(f"Try: {plain(alarm.advice)}.\n", "yellow")
     text.rstrip()
     return text
 

@@ -110,7 +110,7 @@ def test_prometheus_text_has_one_help_per_name_and_escaped_labels() -> None:
         "# TYPE agentrl_reward_mean gauge\n"
         'agentrl_reward_mean{run="a\\"b\\\\c",policy="p"} 0.5\n'
         'agentrl_reward_mean{run="a\\"b\\\\c",policy="q"} 1.0\n'
-        "# HELP agentrl_step the policy's newest optimizer step (steps)\n# TYPE agentrl_step gauge\n"
+        "# HELP agentrl_step optimizer steps the policy has taken (steps)\n# TYPE agentrl_step gauge\n"
         'agentrl_step{run="a\\"b\\\\c",policy="p"} 3.0\n'
     )
 
