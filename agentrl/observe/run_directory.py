@@ -50,7 +50,7 @@ class RunDirectory:
             if path.exists() and any(path.iterdir()):
                 raise RunDirectoryError(f"{path} exists; resume it with --resume, choose another --name, or remove it")
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            (path / "config.json").write_text(config_json, encoding="utf-8")
+            replace_file(path / "config.json", config_json.encode())
         except OSError as error:
             raise StorageError(
                 f"cannot make the run directory {path}: {error.strerror or error}; make room or permission there, or "
