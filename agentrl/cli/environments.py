@@ -6,8 +6,9 @@ import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
+from agentrl.cli.apart import run_apart
 from agentrl.cli.output import print_json
-from agentrl.core.errors import AgentRLError
+from agentrl.core.errors import AgentRLError, CheckFailedError
 from agentrl.core.safe import safe, safe_line
 
 if TYPE_CHECKING:
@@ -40,13 +41,17 @@ def env_check(options: argparse.Namespace) -> int:
     from agentrl import check_environment
     from agentrl.observe.progress import waiting
 
-    with waiting(f"checking {options.id}", sys.stderr):
+    def check() -> tuple[bool, str]:
         report = check_environment(options.id)
+        return report.passed, report.text
+
+    answer, problem = run_apart(check, meanwhile=waiting(f"checking {options.id}", sys.stderr))
+    passed, text = answer or (False, f"{options.id}: the check came to no end: {problem}")
     if options.json:
-        print_json({"id": options.id, "passed": report.passed, "text": report.text})
+        print_json({"id": options.id, "passed": passed, "text": text})
     else:
-        sys.stdout.write(safe(report.text).rstrip("\n") + "\n")
-    return 0 if report.passed else 1
+        sys.stdout.write(safe(text).rstrip("\n") + "\n")
+    return 0 if passed else CheckFailedError.exit_code
 
 
 def _described(spec: EnvironmentSpec) -> dict[str, Any]:
@@ -55,7 +60,7 @@ def _described(spec: EnvironmentSpec) -> dict[str, Any]:
     line: dict[str, Any] = {"id": spec.id, "entry_point": spec.entry_point, "description": "", "seats": [], "error": ""}
     try:
         environment = resolve(spec.id)
-    except Exception as error:  # noqa: BLE001 - foreign code: one environment that cannot be imported hides no other
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code: one that cannot be imported hides no other
         kind = "" if isinstance(error, AgentRLError) else f"{type(error).__name__}: "
         return {**line, "error": f"{kind}{error}"}
     description = (inspect.getdoc(environment) or "no docstring").splitlines()[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -18,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 
 from agentrl.cli.output import INTERNAL, INTERRUPTED
-from agentrl.core.errors import AgentRLError, InputError, StorageError
+from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError
 from agentrl.core.safe import safe, safe_line
 
 EPISODE_COLUMNS = (
@@ -33,12 +34,14 @@ EXTRAS = {
     "reasoning_gym": "calculator",
 }
 """The extra of agentrl that brings a module."""
+_MACHINE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE}
+"""What a machine refuses, wherever it is asked: no bug of ours."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (that of the process where None) and return its exit code."""
     _prepare_streams()
-    options = argparse.Namespace(reads=True)
+    options = argparse.Namespace(reads=True, takes_overrides=None)
     try:
         try:
             options, rest = _parser().parse_known_args(arguments)
@@ -68,8 +71,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         _say("agentrl: the output was closed before the command had ended, and the command with it\n")
         return StorageError.exit_code
-    except Exception as error:  # noqa: BLE001 - the last resort: a bug of ours, told in one line
-        return _report_bug(error)
+    except BaseException as error:  # the last resort, told in one line
+        if isinstance(error, SystemExit) and options.takes_overrides is None:  # the parser's, which has said why
+            raise
+        return _report_unexpected(error)
+
+
+def _report_unexpected(error: BaseException) -> int:
+    """Tell, on one line, of what should not have come this far; returns the exit code."""
+    if isinstance(error, SystemExit):
+        _say(f"agentrl: the program was told to end (exit code {error.code}) by {_place_of(error)}\n")
+        return CheckFailedError.exit_code
+    if isinstance(error, OSError) and error.errno in _MACHINE:
+        where = safe_line(str(error.filename or "a file"))
+        _say(f"agentrl: {where}: {error.strerror}; make room or permission there\n")
+        return StorageError.exit_code
+    return _report_bug(error)
+
+
+def _place_of(error: BaseException) -> str:
+    """File and line of where an error was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return safe_line(f"{frame.filename}:{frame.lineno}, in {frame.name}")
 
 
 def _call(options: argparse.Namespace) -> int:
@@ -98,17 +121,20 @@ def _say(text: str) -> None:
         sys.stderr.flush()
 
 
-def _report_bug(error: Exception) -> int:
+def _report_bug(error: BaseException) -> int:
     _say(f"agentrl: internal error: {safe_line(f'{type(error).__name__}: {error}')[:500]}\n")
-    _say(f"This is a bug of agentrl. The traceback is in {_write_traceback()}\n")
+    _say(f"This is a bug of agentrl, unless `agentrl doctor` finds the machine at fault. {_write_traceback()}\n")
     return INTERNAL
 
 
 def _write_traceback() -> str:
-    descriptor, path = tempfile.mkstemp(prefix="agentrl-error-", suffix=".txt")
-    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(traceback.format_exc())
-    return path
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="agentrl-error-", suffix=".txt")
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(traceback.format_exc())
+    except OSError as error:
+        return f"The traceback could not be kept ({error.strerror})."
+    return f"The traceback is in {path}"
 
 
 def _overrides(rest: Sequence[str], *, wanted: bool) -> list[str]:

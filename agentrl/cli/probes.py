@@ -25,6 +25,7 @@ GIB = 1 << 30
 _FLOOR = re.compile(r"^([A-Za-z0-9._-]+)>=([0-9.]+)")
 _TRAIN = ("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2")
 _MODULES = ("agentrl", "gymnasium", "msgspec", "numpy", "pydantic", "ray", "reasoning_gym", "rich")
+_IMPORT_S = 120
 _LONGEST_TEMPORARY = 40
 """Characters of a temporary directory's path, beyond which Ray's sockets do not fit below it."""
 
@@ -42,7 +43,11 @@ class Check:
 
 def python() -> list[Check]:
     """The interpreter."""
-    return [Check(name="Python", found=f"{platform.python_version()} at {sys.executable}")]
+    found = f"{platform.python_version()} at {sys.executable}"
+    if sys.flags.optimize >= 2:
+        without = f"{found}, without docstrings (-OO), which transformers reads"
+        return [Check(name="Python", found=without, level="missing", fix="unset PYTHONOPTIMIZE, or set it to 1")]
+    return [Check(name="Python", found=found)]
 
 
 def processor() -> list[Check]:
@@ -86,22 +91,20 @@ def gpu() -> list[Check]:
 
 def disk() -> list[Check]:
     """Room for runs, for temporary files, and for Ray's shared memory."""
-    checks = []
-    runs = next(place for place in (Path("runs").resolve(), *Path("runs").resolve().parents) if place.exists())
-    for name, place, needed in (("disk for runs", runs, 1.0), ("disk for temporary files", tempfile.gettempdir(), 0.5)):
-        free = shutil.disk_usage(place).free / GIB
-        fix = (
-            ""
-            if free > needed
-            else f"free {needed:g} GiB there, or set "
-            + ("--directory=DIR" if name == "disk for runs" else "TMPDIR=DIR")
-        )
-        if not os.access(place, os.W_OK):
-            fix = "go where you may write, or set --directory=DIR" if place == runs else "set TMPDIR=DIR"
-        checks.append(
-            Check(name=name, found=f"{free:.1f} GiB free at {place}", level="missing" if fix else "ok", fix=fix)
-        )
-    return checks
+    try:
+        here = Path("runs").resolve()
+    except FileNotFoundError:
+        gone = "the working directory was removed"
+        return [Check(name="disk for runs", found=gone, level="missing", fix="cd to a directory that exists")]
+    runs = next(place for place in (here, *here.parents) if place.exists())
+    checks = [_room("disk for runs", runs, needed=1.0, setting="--directory=DIR")]
+    try:
+        temporary = Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        found = "there is no directory for them that can be written"
+        fix = "set TMPDIR=DIR, to one that can"
+        return [*checks, Check(name="disk for temporary files", found=found, level="missing", fix=fix)]
+    return [*checks, _room("disk for temporary files", temporary, needed=0.5, setting="TMPDIR=DIR")]
 
 
 def shadows() -> list[Check]:
@@ -132,22 +135,46 @@ def packages() -> list[Check]:
 
 
 def torch_runs() -> list[Check]:
-    """Whether torch can be imported, and which devices it sees; in a process of its own, since it may crash."""
-    if _version("torch") is None:
+    """Whether torch can be imported, and which devices it sees."""
+    code = "import torch; print(torch.get_num_threads(), 'threads,', torch.cuda.device_count() or 'no', 'GPU')"
+    return _works("torch", code, extra="train", instead="")
+
+
+def ray_runs() -> list[Check]:
+    """Whether Ray can be imported; it is not started."""
+    return _works(
+        "ray", "import ray; print(ray.__version__)", extra="ray", instead=", or set --trainer.kind=in_process"
+    )
+
+
+def _works(package: str, code: str, *, extra: str, instead: str) -> list[Check]:
+    """What `code` prints in a process of its own, since a library may crash; nothing where it is not installed."""
+    if _version(package) is None:
         return []
-    answer = _asked_torch()
-    if answer.returncode:
-        reason = (answer.stderr.strip().splitlines() or ["it ended without a word"])[-1]
-        return [
-            Check(
-                name="torch works",
-                found=f"no: {reason[:200]}",
-                level="missing",
-                fix=f"{sys.executable} -m pip install --force-reinstall 'agentrl[train]'",
-            )
+    command = [sys.executable, "-P", "-c", code]  # -P: a file of that name in the working directory is not the library
+    reason = f"it took longer than {_IMPORT_S} s"
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_IMPORT_S, check=False
+        )
+        words = answer.stdout.strip()
+        if answer.returncode == 0 and words:
+            return [Check(name=f"{package} works", found=f"yes, {words.splitlines()[-1][:200]}")]
+        reason = (answer.stderr.strip().splitlines() or [f"it ended without a word (exit code {answer.returncode})"])[
+            -1
         ]
-    threads, gpus = answer.stdout.split()
-    return [Check(name="torch works", found=f"yes, {threads} threads, {'no' if gpus == '0' else gpus} GPU")]
+    except subprocess.TimeoutExpired:
+        pass
+    fix = f"{sys.executable} -m pip install --force-reinstall 'agentrl[{extra}]'{instead}"
+    return [Check(name=f"{package} works", found=f"no: {reason[:200]}", level="missing", fix=fix)]
+
+
+def _room(name: str, place: Path, *, needed: float, setting: str) -> Check:
+    free = shutil.disk_usage(place).free / GIB
+    fix = "" if free > needed else f"free {needed:g} GiB there, or set {setting}"
+    if not os.access(place, os.W_OK):
+        fix = f"go where you may write, or set {setting}"
+    return Check(name=name, found=f"{free:.1f} GiB free at {place}", level="missing" if fix else "ok", fix=fix)
 
 
 def model() -> list[Check]:

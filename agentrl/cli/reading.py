@@ -147,9 +147,16 @@ def find_run(name: str | None) -> Path:
         InputError: there are no runs.
     """
     if name is None:
-        found = [path for path in RUNS.iterdir() if (path / "journal").is_dir()] if RUNS.is_dir() else []
+        found = [path for path in RUNS.iterdir() if _is_run(path)] if RUNS.is_dir() else []
         if not found:
             raise InputError("there are no runs in runs/; name a run's directory, or make one with `agentrl train`")
         return max(found, key=lambda path: (path / "journal").stat().st_mtime)
     path = Path(name)
     return path if path.exists() or not (RUNS / name).exists() else RUNS / name
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        return (path / "journal").is_dir()
+    except OSError:  # of another user, say
+        return False

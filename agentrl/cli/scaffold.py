@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import keyword
+import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +23,11 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 def env_new(options: argparse.Namespace) -> int:
     """`agentrl env new NAME`."""
-    directory = write_environment(options.name, Path.cwd())
+    try:
+        here = Path.cwd()
+    except FileNotFoundError as error:
+        raise InputError("the working directory was removed; go to one that exists") from error
+    directory = write_environment(options.name, here)
     if options.json:
         print_json({"directory": str(directory), "files": sorted(FILES)})
         return 0
@@ -37,7 +43,7 @@ def env_new(options: argparse.Namespace) -> int:
 
 
 def write_environment(name: str, parent: Path) -> Path:
-    """Write the files of a new environment into `parent/name`.
+    """Write the files of a new environment into `parent/name`, all or none.
 
     Raises:
         InputError: the name cannot be a package's, or means something already, or something lies there.
@@ -45,15 +51,18 @@ def write_environment(name: str, parent: Path) -> Path:
     """
     _check_name(name)
     directory = parent / name
-    if directory.exists():
+    if os.path.lexists(directory):
         raise InputError(f"{directory} exists; choose another name, or remove it")
     words = {"NAME": name, "CLASS": "".join(part.capitalize() for part in name.split("_"))}
+    partial = parent / f".{name}.partial"
     try:
-        directory.mkdir()
+        partial.mkdir()
         for file, text in FILES.items():
             filled = re.sub(r"NAME|CLASS", lambda match: words[match[0]], text)
-            (directory / file).write_text(filled, encoding="utf-8")
+            (partial / file).write_text(filled, encoding="utf-8")
+        partial.rename(directory)
     except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(f"{directory} cannot be written ({error.strerror}); choose another directory") from error
     return directory
 

@@ -88,7 +88,7 @@ class _Watch:
             loop.default_exception_handler(context)
             return
         trace = traceback.extract_tb(error.__traceback__)
-        place = next((f"{f.filename}:{f.lineno}: " for f in reversed(trace) if _is_users(f.filename)), "")
+        place = next((f"{f.filename}:{f.lineno}: " for f in reversed(trace) if is_users(f.filename)), "")
         kind = "" if isinstance(error, AgentRLError) else f"{type(error).__name__}: "
         if (place, 0) not in self._told:
             self._told.add((place, 0))
@@ -123,11 +123,12 @@ def _user_frame(innermost: FrameType) -> FrameType:
     """The innermost frame that is neither ours nor a library's; the innermost where all are."""
     frame: FrameType | None = innermost
     while frame is not None:
-        if _is_users(frame.f_code.co_filename):
+        if is_users(frame.f_code.co_filename):
             return frame
         frame = frame.f_back
     return innermost
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Whether a file of code is neither ours nor a library's."""
     return not file.startswith((_PACKAGE, *_LIBRARIES, "<frozen"))

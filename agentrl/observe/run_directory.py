@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from agentrl.core.records import WeightsRef
 
 
-_HALF_CONFIG = ".config.json"
-"""Renamed when whole: a run killed before has left nothing that stands in the way of another start."""
 _MAX_CONFIG_BYTES = 1 << 24
 _FINISH = "make room or permission there, then finish the run with --resume"
+
+
+_HALF_CONFIG = ".config.json"
+"""What a process killed in `replace_file` leaves: nothing that stands in the way of another start."""
 
 
 class RunDirectory:
@@ -53,10 +55,8 @@ class RunDirectory:
             if path.exists() and any(entry.name != _HALF_CONFIG for entry in path.iterdir()):
                 raise RunDirectoryError(f"{path} exists; resume it with --resume, choose another --name, or remove it")
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            (path / _HALF_CONFIG).write_text(config_json, encoding="utf-8")
-            LOCAL.sync(path / _HALF_CONFIG)
-            (path / _HALF_CONFIG).rename(path / "config.json")
-            for made in (path, path.parent):
+            replace_file(path / "config.json", config_json.encode())
+            for made in (path / "config.json", path, path.parent):
                 LOCAL.sync(made)
         except OSError as error:
             raise StorageError(

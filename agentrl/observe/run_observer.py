@@ -157,7 +157,7 @@ class RunObserver:
             if summary["steps"] or not self.state.plan.steps
             else f"nothing was left to do: the run has its {self.state.plan.steps} steps; --steps=N goes on to more\n"
         )
-        self._stream.write(f"run directory: {plain(str(self._directory.path))}\n")
+        self._stream.write(f"run directory: {safe_line(str(self._directory.path))}\n")
         self._stream.flush()
 
     def closing(self, text: str) -> AbstractContextManager[None]:

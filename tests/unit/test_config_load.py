@@ -100,7 +100,7 @@ def test_files_that_are_no_toml_are_told_by_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path)
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="not text in UTF-8"):
         load(tmp_path / "binary.toml")
     with pytest.raises(ConfigError, match="environment is missing"):
         load(write(tmp_path, '[model]\npath = "x"\n'))

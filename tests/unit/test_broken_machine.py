@@ -1,0 +1,131 @@
+"""Commands on machines that refuse: no place to write, no directory to stand in, libraries that break."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli import probes
+from agentrl.cli.main import main
+from agentrl.cli.scaffold import write_environment
+from agentrl.cli.scaffold_files import FILES
+from agentrl.core.errors import InputError, StorageError
+
+
+def _fails(error: BaseException) -> object:
+    def command(options: object) -> int:
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC, errno.EROFS, errno.EMFILE])
+def test_what_the_machine_refuses_is_no_bug(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr("agentrl.cli.reading.run_list", _fails(OSError(number, os.strerror(number), "runs\x1b[2J")))
+    assert main(["run", "list"]) == 74
+    assert capsys.readouterr().err == (f"agentrl: runs\\x1b[2J: {os.strerror(number)}; make room or permission there\n")
+
+
+def test_code_that_ends_the_program_is_told_and_no_success(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.cli.training.demo", _fails(SystemExit(0)))
+    assert main(["demo"]) == 1
+    assert capsys.readouterr().err.startswith("agentrl: the program was told to end (exit code 0) by ")
+
+
+def test_an_unexpected_error_is_told_where_no_traceback_can_be_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    monkeypatch.setattr("agentrl.cli.reading.run_list", _fails(BaseExceptionGroup("several", [ValueError("no")])))
+    assert main(["run", "list"]) == 70
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "agentrl: internal error: ExceptionGroup: several (1 sub-exception)"
+    assert second.endswith("The traceback could not be kept (No such file or directory).")
+
+
+def test_the_doctor_asks_for_a_place_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    check = probes.disk()[-1]
+    assert (check.name, check.level, check.fix) == (
+        "disk for temporary files",
+        "missing",
+        "set TMPDIR=DIR, to one that can",
+    )
+
+
+def test_commands_from_a_directory_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["env", "new", "zoo"]) == 2
+    assert "the working directory was removed" in capsys.readouterr().err
+    assert [check.level for check in probes.disk()] == ["missing"]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("import sys; sys.exit(0)", "no: it ended without a word (exit code 0)"),
+        ("import os; os.kill(os.getpid(), 9)", "no: it ended without a word (exit code -9)"),
+        ("raise OSError('libray.so is missing')", "no: OSError: libray.so is missing"),
+        ("__version__ = '2'", "yes, 2"),
+        ("print('noise'); __version__ = '2'", "yes, 2"),
+    ],
+)
+def test_the_doctor_says_whether_ray_can_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, told: str
+) -> None:
+    (tmp_path / "ray.py").write_text(body)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(metadata, "version", lambda name: "2.60.0")
+    (check,) = probes.ray_runs()
+    assert check.found == told
+    assert (check.level == "missing") == told.startswith("no")
+
+
+def test_the_doctor_runs_no_file_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ray.py").write_text("open('canary', 'w')")
+    monkeypatch.chdir(tmp_path)
+    probes.ray_runs()
+    assert not (tmp_path / "canary").exists()
+
+
+def test_a_new_environment_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Path.write_text
+
+    def refuse_the_last(path: Path, text: str, encoding: str) -> int:
+        if path.name == list(FILES)[-1]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return whole(path, text, encoding=encoding)
+
+    monkeypatch.setattr(Path, "write_text", refuse_the_last)
+    with pytest.raises(StorageError, match="No space left"):
+        write_environment("zoo_of_words", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    (tmp_path / "zoo_of_words").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="exists"):
+        write_environment("zoo_of_words", tmp_path)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_python_without_docstrings_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = type("Flags", (), {"optimize": 2})
+    monkeypatch.setattr(sys, "flags", flags)
+    assert probes.python()[0].level == "missing"

@@ -1,0 +1,253 @@
+"""Run directories from others: whatever lies in them, a reader answers, and nothing is written outside."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from agentrl.cli.view import _keys
+from agentrl.core.errors import ConfigError, StorageError
+from agentrl.inspection.report import write_report
+from agentrl.journal.store import SqliteJournal
+from agentrl.observe.alarms import Alarm, read_alarms, write_alarm
+from agentrl.observe.files import replace_file
+from agentrl.observe.metrics import JsonlSink
+from agentrl.observe.plot import curve, sparkline
+from agentrl.observe.progress import waiting
+from agentrl.observe.report import page
+from agentrl.observe.run_directory import RunDirectory
+from agentrl.observe.run_observer import RunObserver
+from agentrl.observe.run_state import MAX_POLICIES, RunPlan, RunState, read_metrics
+from agentrl.observe.sinks import open_sinks, prometheus
+from agentrl.observe.status import Status, read_status, write_status
+from agentrl.observe.svg import Line, plot
+from agentrl.observe.view import MAX_TEXT, plain, view
+
+ESCAPES = "\x1b]52;c;aGk=\x07\x9b31m\u202e[bold][/x]"
+MARKUP = "\"'><script>alert(1)</script><img src=x onerror=alert(1)></pre></style>&lt;"
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
+
+
+def shown(state: RunState) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(view(state))
+    return stream.getvalue()
+
+
+@given(st.dictionaries(st.integers(-(2**53), 2**53), NUMBERS, min_size=1, max_size=12), st.integers(0, 2**53))
+@example({1: 1.7e308, 2: -1.7e308}, 5)
+@example({1: 1e16, 2: 1e16 + 2}, 5)
+@example({1: 1e100, 2: 1e100 * (1 - 2**-52)}, 5)
+@example({1: 5e-324, 2: 0.0}, 5)
+def test_any_numbers_can_be_shown(points: dict[int, float], steps: int) -> None:
+    state = RunState(plan=RunPlan(name="run", steps=steps, max_staleness={"policy": 1}))
+    names = ("reward/mean", "entropy", "k3", "step/seconds", "engine/busy_share", "tokens/sampled_per_s", "grad_norm")
+    formats = ("format/episodes", "format/broken_share", "format/reward_broken", "format/reward_kept")
+    for step, value in sorted(points.items()):
+        state.record("policy", step, dict.fromkeys((*names, *formats, "staleness/mean", "advantage/zero_share"), value))
+        state.record("policy", step, {"evaluation/reward": value})
+    assert page(state, config={}, raised=[], summary={"rl_seconds": next(iter(points.values()))}).endswith("</html>\n")
+    assert "run" in shown(state)
+
+
+@given(st.lists(st.floats(-1e100, 1e100), min_size=1, max_size=8))
+def test_any_curve_can_be_drawn(values: list[float]) -> None:
+    assert curve(values)
+    assert len(sparkline(values)) == len(values)
+    assert plot([Line("line", range(len(values)), values)], title="plot").startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"phase": "x", "progress": [10**400, 3]},
+        {"phase": "x", "seconds": 1e300},
+        {"phase": "x", "wall": -1e300},
+        {"phase": "x", "in_flight": 10**30},
+        {"phase": "x", "dropped": {"a": 10**30}},
+    ],
+)
+def test_a_status_beyond_all_measure_counts_as_absent(tmp_path: Path, status: dict[str, object]) -> None:
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    assert read_status(tmp_path) is None
+
+
+def test_long_texts_of_a_status_are_cut(tmp_path: Path) -> None:
+    write_status(tmp_path, Status(phase="p" * 500_000, waits=("w" * 500_000,), in_flight=1))
+    state = RunState(plan=RunPlan(), status=read_status(tmp_path))
+    assert len(shown(state)) < 4 * MAX_TEXT
+    assert plain("x" * MAX_TEXT) == "x" * MAX_TEXT
+
+
+def test_alarms_with_odd_steps_are_left_out(tmp_path: Path) -> None:
+    good = {"step": 3, "name": "n", "policy": "", "text": "t", "advice": "a"}
+    odd = [json.dumps({**good, "step": step}) for step in (float("inf"), float("nan"), 1e308, "3", None, [], 10**400)]
+    (tmp_path / "alarms.jsonl").write_text("\n".join([*odd, "[]", "[" * 100_000, json.dumps(good), ""]))
+    assert read_alarms(tmp_path) == [(3, Alarm("n", "", "t", "a"))]
+
+
+@pytest.mark.parametrize("number", ["Infinity", "NaN", "1e999", "9" * 400])
+def test_a_summary_beyond_all_measure_is_left_out(run: Path, number: str) -> None:
+    (run / "summary.json").write_text(
+        f'{{"rl_seconds": {number}, "engine_busy_share": {number}, "interrupted": "<b>"}}'
+    )
+    assert "interrupted" in write_report(run).read_text()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory whose journal holds a hostile configuration."""
+    config = {"name": ESCAPES + MARKUP, "environment": {"id": MARKUP}, "policies": {MARKUP: {}, "other": {}}}
+
+    async def write() -> None:
+        await SqliteJournal(tmp_path / "run" / "journal", info={"name": MARKUP, "config": config}).close()
+
+    asyncio.run(write())
+    return tmp_path / "run"
+
+
+class Elements(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self.attributes: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+
+def test_no_element_attribute_or_escape_of_a_report_comes_from_the_run(run: Path) -> None:
+    line = {"policy": MARKUP, "reward/mean": 0.5, MARKUP: 1.0, ESCAPES: 2.0}
+    (run / "metrics.jsonl").write_text("".join(json.dumps({**line, "step": step}) + "\n" for step in range(9)))
+    alarm = {"step": 1, "name": MARKUP, "policy": ESCAPES, "text": MARKUP, "advice": MARKUP}
+    (run / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
+    (run / "status.json").write_text(json.dumps({"phase": MARKUP, "dropped": {MARKUP: 3}, "waits": [MARKUP]}))
+    text = write_report(run).read_text()
+    elements = Elements()
+    elements.feed(text)
+    assert not elements.found & {"script", "img", "a", "iframe", "object", "base", "link", "form"}
+    assert not {name for name in elements.attributes if name.startswith("on") or name in ("src", "href", "style")}
+    assert all(character == "\n" or character.isprintable() for character in text)
+
+
+@pytest.mark.parametrize("name", ["report.html", ".report.html"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_report_is_never_written_through_what_lies_there(run: Path, name: str, kind: str) -> None:
+    precious = run.parent / "precious"
+    precious.write_text("precious")
+    (run / name).symlink_to(precious) if kind == "link" else os.mkfifo(run / name)
+    path = write_report(run)
+    assert precious.read_text() == "precious"
+    assert path.is_file()
+    assert not path.is_symlink()
+    assert path.stat().st_mode & 0o077 == 0
+    assert not (run / ".report.html").exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+def test_nothing_is_appended_to_what_is_not_a_file(tmp_path: Path, kind: str) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    for name in ("metrics.jsonl", "alarms.jsonl"):
+        {"link": lambda p: p.symlink_to(precious), "pipe": os.mkfifo, "directory": Path.mkdir}[kind](tmp_path / name)
+    with pytest.raises(StorageError, match="metrics cannot be written"):
+        JsonlSink(tmp_path / "metrics.jsonl")
+    write_alarm(tmp_path, Alarm("n", "", "t", "a"), 1)
+    assert precious.read_text() == "precious"
+
+
+def test_a_line_cut_short_by_a_kill_costs_no_later_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"policy": "policy", "step": 1, "loss": 1.0}\n{"policy": "policy", "st')
+    sink = JsonlSink(path)
+    sink.record("policy", 2, {"loss": 2.0})
+    sink.close()
+    state = RunState(plan=RunPlan())
+    read_metrics(path, state)
+    assert state.policies["policy"].series("loss") == ([1, 2], [1.0, 2.0])
+
+
+def test_a_file_that_cannot_be_replaced_stays_and_nothing_else_is_left(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(IsADirectoryError):
+        replace_file(tmp_path / "taken", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_disk_that_refuses_the_end_of_a_run_is_named(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path / "run", "{}")
+    (directory.path / "summary.json").mkdir()
+    (directory.path / "policies").write_text("")
+    with pytest.raises(StorageError, match=r"summary\.json.*--resume"):
+        directory.write_summary({})
+    with pytest.raises(StorageError, match=r"policies.*--resume"):
+        directory.link_policies({})
+
+
+def test_many_steps_and_policies_are_read_in_time_linear_in_them(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    steps = [*range(1, 20_001), *[20_000] * 20_000]
+    lines = [json.dumps({"policy": "policy", "step": step, "loss": 1.0}) for step in steps]
+    lines += [json.dumps({"policy": f"p{number}", "step": 1}) for number in range(2 * MAX_POLICIES)]
+    path.write_text("\n".join(lines))
+    state = RunState(plan=RunPlan())
+    read_metrics(path, state)
+    assert len(state.policies["policy"].steps) == 20_000
+    assert len(state.policies) == MAX_POLICIES
+
+
+def test_the_prometheus_text_has_each_series_once_and_no_escapes() -> None:
+    latest = {MARKUP + ESCAPES + '"\n': {"tool/ok": 1.0, "tool_ok": 2.0, 'x"}\n# TYPE y counter\ny 1 \\': 3.0}}
+    text = prometheus(ESCAPES, latest, lambda name: ("", ""))
+    samples = [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
+    assert len(samples) == len(set(samples)) == 2
+    assert all(line.startswith(("# HELP agentrl_", "# TYPE agentrl_", "agentrl_")) for line in text.splitlines())
+    assert all(character == "\n" or character.isprintable() for character in text)
+
+
+def test_what_is_waited_for_is_no_markup() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    with waiting("checking [/x] [bold]a\x1b[2J", stream):
+        pass
+    assert "checking [/x] [bold]a\\x1b[2J" in stream.getvalue()
+
+
+def test_the_place_of_a_run_is_printed_without_escapes(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path / "run\x1b[2J\x9b31m", "{}")
+    stream = io.StringIO()
+    keys = ("reward_start", "reward_end")
+    shares = dict.fromkeys(("rl_seconds", "engine_busy_share", "trainer_busy_share"), 0.0)
+    with RunObserver(directory, plan=RunPlan(), stream=stream) as observer:
+        observer.finish({"rewards": [], "steps": 0, **dict.fromkeys(keys), **shares})
+    assert "run\\x1b[2J\\x9b31m" in stream.getvalue()
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_keys_are_asked_of_nobody_where_there_is_no_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with _keys() as pressed:
+        assert not pressed(0.0)
+
+
+def test_a_sink_that_cannot_start_is_a_mistake_of_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb.py").write_text("def init(**options):\n    raise RuntimeError('api_key not configured')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"sinks: wandb cannot start .*api_key not configured.*leave it out"):
+        open_sinks(["wandb"], tmp_path, {"name": "run"})
