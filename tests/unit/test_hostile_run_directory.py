@@ -209,7 +209,7 @@ def test_many_steps_and_policies_are_read_in_time_linear_in_them(tmp_path: Path)
 
 def test_the_prometheus_text_has_each_series_once_and_no_escapes() -> None:
     latest = {MARKUP + ESCAPES + '"\n': {"tool/ok": 1.0, "tool_ok": 2.0, 'x"}\n# TYPE y counter\ny 1 \\': 3.0}}
-    text = prometheus(ESCAPES, latest, lambda name: ("", ""))
+    text = prometheus(ESCAPES, latest)
     samples = [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
     assert len(samples) == len(set(samples)) == 2
     assert all(line.startswith(("# HELP agentrl_", "# TYPE agentrl_", "agentrl_")) for line in text.splitlines())
@@ -231,7 +231,7 @@ def test_the_place_of_a_run_is_printed_without_escapes(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "run\x1b[2J\x9b31m", "{}")
     stream = io.StringIO()
     keys = ("reward_start", "reward_end")
-    shares = dict.fromkeys(("rl_seconds", "engine_busy_share", "trainer_busy_share"), 0.0)
+    shares = dict.fromkeys(("rl_seconds", "engine_busy_share", "trainer_busy_share", "held_out_tasks"), 0.0)
     with RunObserver(directory, plan=RunPlan(), stream=stream) as observer:
         observer.finish({"rewards": [], "steps": 0, **dict.fromkeys(keys), **shares})
     assert "run\\x1b[2J\\x9b31m" in stream.getvalue()
