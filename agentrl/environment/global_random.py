@@ -6,9 +6,11 @@ its own, swapped in for its calls and out again, so that its draws are the same 
 
 from __future__ import annotations
 
+import inspect
 import random
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class GlobalRandom:
@@ -37,3 +39,33 @@ class GlobalRandom:
             set_bit_generator(generator)
             if numpy["has_gauss"]:  # the second half of a normal draw, which the swap forgot
                 set_state(numpy)
+
+
+async def awaited_under(own: GlobalRandom, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """What a function returns, or what its coroutine does; `own` is swapped out whenever that waits."""
+    with own.swapped_in():
+        value = function(*arguments, **named)
+    return await _Steps(own, value) if inspect.isawaitable(value) else value
+
+
+class _Steps:
+    """An awaitable each of whose steps runs under a global random state."""
+
+    def __init__(self, own: GlobalRandom, awaitable: Awaitable[Any]) -> None:
+        self._own = own
+        self._awaitable = awaitable
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps: Any = self._awaitable.__await__()
+        thrown: BaseException | None = None
+        while True:
+            try:
+                with self._own.swapped_in():
+                    waits_for = next(steps) if thrown is None else steps.throw(thrown)
+            except StopIteration as end:
+                return end.value
+            thrown = None
+            try:
+                yield waits_for
+            except BaseException as error:  # noqa: BLE001 - whatever is thrown in belongs to the coroutine
+                thrown = error
