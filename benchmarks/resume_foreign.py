@@ -102,12 +102,12 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
 
-    def resource(self, factory: Any, *, level: str) -> Any:
+    def resource(self, factory: Any, *, level: str, seed: int | None = None) -> Any:
         def make() -> object:
             self._made.append(factory())
             return self._made[-1]
 
-        return self._ctx.resource(make, level=level)
+        return self._ctx.resource(make, level=level, seed=seed)
 
 
 class _Observer:

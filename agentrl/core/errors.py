@@ -78,13 +78,34 @@ class EpisodeError(AgentRLError):
     Args:
         message: what happened and what to do.
         reason: the drop reason recorded in the journal.
+        begin_again: nothing is wrong with the episode but what it had done so far is of no use: its next attempt is
+            played from the start, where attempts are left.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, reason: str) -> None:
+    def __init__(self, message: str, *, reason: str, begin_again: bool = False) -> None:
         super().__init__(message)
         self.reason = reason
+        self.begin_again = begin_again
+
+
+class EffectError(EpisodeError):
+    """An effect, or a call on a resource, raised; the same error comes back whenever `run` is executed again.
+
+    Args:
+        message: what was called.
+        error: what it raised, `Type: message`.
+    """
+
+    def __init__(self, message: str, *, error: str) -> None:
+        super().__init__(f"{message}: {error}", reason="environment_error")
+        self.error = error
+
+    @property
+    def error_type(self) -> str:
+        """Name of the type that was raised."""
+        return self.error.partition(":")[0]
 
 
 class RewardError(EpisodeError):
@@ -95,10 +116,15 @@ class RewardError(EpisodeError):
 
 
 class ReplayMismatchError(EpisodeError):
-    """Re-execution departed from the journal: the message names the call, both values, and the code then and now."""
+    """Re-execution departed from the journal: the message names the call, both values, and the code then and now.
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, reason="nondeterminism")
+    Args:
+        message: what the journal holds and what the code did now.
+        code_changed: the code is not the one that wrote the journal, so the episode may begin again under it.
+    """
+
+    def __init__(self, message: str, *, code_changed: bool = False) -> None:
+        super().__init__(message, reason="nondeterminism", begin_again=code_changed)
 
 
 class UnstructuredConcurrencyError(EpisodeError):

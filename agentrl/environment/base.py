@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Split = Literal["train", "held_out"]
 Guarantee = Literal["read", "idempotent", "once"]
+Reconcile = Callable[[], "tuple[bool, T | None] | Awaitable[tuple[bool, T | None]]"]
 ResourceLevel = Literal["replay", "snapshot", "pinned"]
 
 
@@ -154,13 +155,52 @@ class EpisodeContext(ABC):
 
     @abstractmethod
     async def effect(
-        self, name: str, function: Callable[[], T | Awaitable[T]], *, guarantee: Guarantee = "idempotent"
+        self,
+        name: str,
+        function: Callable[[], T | Awaitable[T]],
+        *,
+        guarantee: Guarantee = "idempotent",
+        reconcile: Reconcile[T] | None = None,
     ) -> T:
-        """Act on the outside world; the JSON-serialisable result is journaled and never asked for twice."""
+        """Act on the outside world; the JSON-serialisable result is journaled and never asked for twice.
+
+        Args:
+            name: in the journal.
+            function: what is done. It may use neither `ctx` nor an agent.
+            guarantee: what another try may do where the process died before the result was on disk. `read` and
+                `idempotent`: it is tried again (a read changes nothing, an idempotent act may be done twice; a
+                `ctx.uuid()` drawn before it is a key that stays). `once`: it is not; the intent is on disk before the
+                act, and an act without a result ends the episode as `unknown_effect`, unless `reconcile` knows.
+            reconcile: for `once`: asks the outside what happened; `(True, result)`, or `(False, None)` where nothing
+                did and the act may be tried again.
+
+        Raises:
+            EffectError: the function raised; the same on every execution.
+        """
 
     @abstractmethod
-    def resource(self, factory: Callable[[], object], *, level: ResourceLevel = "pinned") -> Resource:
-        """A stateful object of this episode; `level` declares how it comes back when `run` is executed again."""
+    def resource(
+        self, factory: Callable[[], object], *, level: ResourceLevel = "pinned", seed: int | None = None
+    ) -> Resource:
+        """A stateful object of this episode.
+
+        Args:
+            factory: makes the object. It, and every call, run under global random states (`random`, `numpy.random`) of
+                their own.
+            level: how the object comes back when `run` is executed again. `replay`: its calls are made again and their
+                results compared. `snapshot`: it has `get_state()` and `set_state(state)`, JSON data or bytes; the state
+                after the last recorded call is restored. `pinned`: not at all, the episode begins again.
+            seed: of those random states, where they shall be the same in other episodes as well; default: the
+                episode's.
+        """
+
+    @abstractmethod
+    def patched(self, id: str) -> bool:
+        """Whether code that was added under running episodes may run here: `if ctx.patched("shorter prompt"): …`.
+
+        False only while a branch replays what was recorded before the code knew this id. A call id of its own is not
+        used, so that the patch does not shift the calls that follow.
+        """
 
     @abstractmethod
     def spawn(
@@ -181,10 +221,12 @@ class EpisodeContext(ABC):
         *,
         external: bool,
         timeout_s: float | None,
+        guarantee: Guarantee = "idempotent",
     ) -> str:
         """Run a tool and journal its observation; for environments that bring a tool loop of their own.
 
-        `call` raises `ToolCallError` where the call fits no tool: that counts as breaking the format.
+        `guarantee` counts for external tools and is that of `effect`. `call` raises `ToolCallError` where the call fits
+        no tool: that counts as breaking the format.
         """
 
     @abstractmethod
@@ -218,7 +260,11 @@ class Resource(ABC):
 
     @abstractmethod
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the object; the JSON-serialisable result is journaled."""
+        """Call a method of the object; the JSON-serialisable result is journaled.
+
+        Raises:
+            EffectError: the method raised; the same on every execution. agentrl's own errors come as they are.
+        """
 
 
 class Environment(ABC):
@@ -268,9 +314,13 @@ class Environment(ABC):
 
 def described(error: BaseException) -> str:
     """A foreign error on one line, with the place it was raised at."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+    return f"{type(error).__name__}: {error}{place_of(error)}"
+
+
+def place_of(error: BaseException | None) -> str:
+    """Where an error was raised, as ` at FILE:LINE in FUNCTION`; empty where that is not known."""
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    return f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
 
 
 def valid_unicode(text: str) -> str:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import random
-import types
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,23 +40,32 @@ class GlobalRandom:
             if numpy["has_gauss"]:  # the second half of a normal draw, which the swap forgot
                 set_state(numpy)
 
-    def run(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns, with the object's own state swapped in; of a coroutine, whenever it runs."""
-        with self.swapped_in():
-            value = call()
-        return self._driven(value) if inspect.iscoroutine(value) else value
 
-    @types.coroutine
-    def _driven(self, coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        sent: Any = None
-        raised: BaseException | None = None
+async def awaited_under(own: GlobalRandom, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """What a function returns, or what its coroutine does; `own` is swapped out whenever that waits."""
+    with own.swapped_in():
+        value = function(*arguments, **named)
+    return await _Steps(own, value) if inspect.isawaitable(value) else value
+
+
+class _Steps:
+    """An awaitable each of whose steps runs under a global random state."""
+
+    def __init__(self, own: GlobalRandom, awaitable: Awaitable[Any]) -> None:
+        self._own = own
+        self._awaitable = awaitable
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps: Any = self._awaitable.__await__()
+        thrown: BaseException | None = None
         while True:
-            with self.swapped_in():
-                try:
-                    awaited = coroutine.send(sent) if raised is None else coroutine.throw(raised)
-                except StopIteration as end:
-                    return end.value
             try:
-                sent, raised = (yield awaited), None
-            except BaseException as error:  # noqa: BLE001 - whatever it is, a cancellation above all, is the coroutine's
-                sent, raised = None, error
+                with self._own.swapped_in():
+                    waits_for = next(steps) if thrown is None else steps.throw(thrown)
+            except StopIteration as end:
+                return end.value
+            thrown = None
+            try:
+                yield waits_for
+            except BaseException as error:  # noqa: BLE001 - whatever is thrown in belongs to the coroutine
+                thrown = error

@@ -24,6 +24,7 @@ from agentrl.environment.base import (
     Guarantee,
     LimitReachedError,
     Limits,
+    Reconcile,
     Resource,
     ResourceLevel,
     ToolCallError,
@@ -127,16 +128,27 @@ class PlainContext(EpisodeContext):
         return self.agents.setdefault((seat, index), made)
 
     async def effect(
-        self, name: str, function: Callable[[], T | Awaitable[T]], *, guarantee: Guarantee = "idempotent"
+        self,
+        name: str,
+        function: Callable[[], T | Awaitable[T]],
+        *,
+        guarantee: Guarantee = "idempotent",
+        reconcile: Reconcile[T] | None = None,
     ) -> T:
         """Act on the outside world."""
         value = function()
         performed: T = await value if inspect.isawaitable(value) else value
         return performed
 
-    def resource(self, factory: Callable[[], object], *, level: ResourceLevel = "pinned") -> PlainResource:
+    def resource(
+        self, factory: Callable[[], object], *, level: ResourceLevel = "pinned", seed: int | None = None
+    ) -> PlainResource:
         """A stateful object of this episode."""
         return PlainResource(factory())
+
+    def patched(self, id: str) -> bool:
+        """Nothing is replayed here."""
+        return True
 
     def spawn(
         self, environment: type[Environment], task: Task | Mapping[str, Any], *, n: int = 1
@@ -158,6 +170,7 @@ class PlainContext(EpisodeContext):
         *,
         external: bool,
         timeout_s: float | None,
+        guarantee: Guarantee = "idempotent",
     ) -> str:
         """Run a tool; what it raises is its observation."""
         try:

@@ -19,7 +19,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.records import Message, Task, ToolCall, ToolSpec, Turn
-from agentrl.environment.base import Environment, EpisodeContext, LimitReachedError, ToolCallError, user
+from agentrl.environment.base import Environment, EpisodeContext, Guarantee, LimitReachedError, ToolCallError, user
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -32,14 +32,22 @@ class ToolOptions:
 
     external: bool = False
     timeout_s: float | None = None
+    guarantee: Guarantee = "idempotent"
 
 
 @overload
 def tool(method: Method, /) -> Method: ...
 @overload
-def tool(*, external: bool = False, timeout_s: float | None = None) -> Callable[[Method], Method]: ...
 def tool(
-    method: Method | None = None, /, *, external: bool = False, timeout_s: float | None = None
+    *, external: bool = False, timeout_s: float | None = None, guarantee: Guarantee = "idempotent"
+) -> Callable[[Method], Method]: ...
+def tool(
+    method: Method | None = None,
+    /,
+    *,
+    external: bool = False,
+    timeout_s: float | None = None,
+    guarantee: Guarantee = "idempotent",
 ) -> Method | Callable[[Method], Method]:
     """Offer a method of a `ToolEnvironment` to the policy.
 
@@ -47,10 +55,12 @@ def tool(
         method: every parameter annotated; the first line of its docstring describes the tool.
         external: it acts outside `self`: journaled and never repeated.
         timeout_s: longer calls become a timeout observation, in seconds; default `environment.tool_timeout_s`.
+        guarantee: of an external tool, what another try may do after a crash, as in `ctx.effect`.
     """
+    options = ToolOptions(external=external, timeout_s=timeout_s, guarantee=guarantee)
 
     def mark(function: Method) -> Method:
-        function.__agentrl_tool__ = ToolOptions(external=external, timeout_s=timeout_s)  # type: ignore[attr-defined]
+        function.__agentrl_tool__ = options  # type: ignore[attr-defined]
         return function
 
     return mark if method is None else mark(method)
@@ -185,6 +195,7 @@ async def run_tool(ctx: EpisodeContext, instance: object, tools: Mapping[str, Bo
         invoke_async if bound.is_async else invoke,
         external=bound.options.external,
         timeout_s=bound.options.timeout_s,
+        guarantee=bound.options.guarantee,
     )
     return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
 

@@ -25,6 +25,18 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     step: int
 
 
+class ForkRef(msgspec.Struct, frozen=True, array_like=True):
+    """Where the recorded prefix of a fork lies: an attempt's entries before one of its calls. Nothing is copied."""
+
+    journal: str
+    """The parent's journal directory, relative to the fork's own; `.` where it is the same."""
+    partition: str
+    episode_id: str
+    attempt: int
+    call_id: str
+    """The first call that is the fork's own."""
+
+
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     """What the episode is; always the entry at call id `begin`."""
 
@@ -38,6 +50,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     group_id: str
     group_size: int
     parent_id: str | None
+    fork: ForkRef | None = None
 
 
 class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
@@ -96,7 +109,14 @@ class EffectEntry(msgspec.Struct, frozen=True, array_like=True, tag="effect"):
     """`read`, `idempotent` or `once`."""
     value: Any
     error: str | None
+    """What it raised: `Type: message`."""
     seconds: float
+
+
+class IntentEntry(msgspec.Struct, frozen=True, array_like=True, tag="intent"):
+    """A `once` effect is about to be performed; on disk before it is. Its call id is the effect's and `!`."""
+
+    name: str
 
 
 class ResourceEntry(msgspec.Struct, frozen=True, array_like=True, tag="resource"):
@@ -108,6 +128,11 @@ class ResourceEntry(msgspec.Struct, frozen=True, array_like=True, tag="resource"
     method: str
     value: Any
     seconds: float
+    arguments: Any = None
+    error: str | None = None
+    """What it raised: `Type: message`."""
+    state: Any = None
+    """Of a `snapshot` resource after the call; None where it is as after the call before."""
 
 
 class SpawnEntry(msgspec.Struct, frozen=True, array_like=True, tag="spawn"):
@@ -143,9 +168,19 @@ class RewardEntry(msgspec.Struct, frozen=True, array_like=True, tag="reward"):
 
 
 class OrderEntry(msgspec.Struct, frozen=True, array_like=True, tag="order"):
-    """The order in which the coroutines of a `gather` finished."""
+    """A `gather` ended: the order in which its coroutines finished; not all of them, where one raised."""
 
     order: tuple[int, ...]
+
+
+class CancelEntry(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """The episode cancelled the call while it was in flight: a timeout of its own, or a failing sibling."""
+
+
+class PatchEntry(msgspec.Struct, frozen=True, array_like=True, tag="patch"):
+    """The branch asked `ctx.patched(id)` where it was not replaying. Its call id: branch, `@`, `id`."""
+
+    id: str
 
 
 EntryBody = (
@@ -153,12 +188,15 @@ EntryBody = (
     | TurnEntry
     | ToolEntry
     | EffectEntry
+    | IntentEntry
     | ResourceEntry
     | SpawnEntry
     | GatherEntry
     | ValueEntry
     | RewardEntry
     | OrderEntry
+    | CancelEntry
+    | PatchEntry
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import struct
 from collections.abc import Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, NoReturn
@@ -93,13 +94,19 @@ class LiveAgent(Agent):
             self._full(len(self._conversation))
         sampling = self._sampling(max_tokens)
         context_bytes = context_ids.tobytes()
-        call = self._episode.journal.open(asked_hash(context_bytes, sampling.max_tokens.to_bytes(4, "little")))
-        recorded = self._episode.journal.expect(call, TurnEntry)
+        journal = self._episode.journal
+        call = journal.open(
+            asked_hash(context_bytes, sampling.max_tokens.to_bytes(4, "little")),
+            lambda: " / ".join(message.content for message in messages),
+        )
+        await journal.reach(call)
+        recorded = journal.recall(call, TurnEntry)
         if recorded is not None:
             completion = completion_of(recorded)
         else:
             started = services.clock.monotonic()
-            completion = await self._generate(call, sampling)
+            with journal.performing(call):
+                completion = await self._generate(call, sampling)
             self._write(call, messages, context_bytes, before, completion, services.clock.monotonic() - started)
         if completion.finish_reason == "length":
             self._episode.metric("turns/length", 1.0)
@@ -120,9 +127,10 @@ class LiveAgent(Agent):
     def reward(self, value: float, turn: int | None = None) -> None:
         """Journal a reward."""
         number = finite_reward(value, f"episode {self._episode.spec.episode_id}, seat {self.seat!r}")
-        call = self._episode.journal.open()
-        if self._episode.journal.expect(call, RewardEntry) is None:
-            self._episode.journal.write(call, RewardEntry(self.seat, self.index, number, turn))
+        journal = self._episode.journal
+        call = journal.open(asked_hash(struct.pack("<d", number)), lambda: f"a reward of {number}")
+        if journal.recall(call, RewardEntry) is None:
+            journal.write(call, RewardEntry(self.seat, self.index, number, turn))
         self.rewards.append(number)
 
     def close(self) -> None:

@@ -1,27 +1,39 @@
-"""Call ids, branches, and the journal of one attempt of an episode.
+"""The journal of one attempt of an episode, as the acts of its program see it.
 
 Owns the seam every act passes through: `open` gives the act its id and, where the journal already holds it, the
-recorded entry, to be compared instead of performed; `write` appends. To resume, to fork and to replay are all this
-with a prefix.
+recorded entry; `reach` waits until it is the act's turn; `recall` compares instead of performing, `write` appends what
+was performed. To resume, to fork and to replay are all this with a prefix.
 
-Invariants: a call id belongs to a branch, never to a global order; a branch's calls are made by the task that owns it.
+1. A call id belongs to a branch; a branch's calls are made by the task that owns it.
+2. Recorded calls come back in the order they were appended (`ReplayOrder`), new ones begin after the last of them.
+3. A cancellation is recorded once the episode has made something of it: by its next act, or by ending normally. Who
+   stops an episode from outside says so (`stop`), and nothing more is recorded.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 from agentrl.core import ids
 from agentrl.core.errors import ReplayMismatchError, UnstructuredConcurrencyError
-from agentrl.core.rng import stream
 from agentrl.journal.checksums import EpisodeDigest
-from agentrl.journal.entries import EntryBody, JournalEntry, encode_body
+from agentrl.journal.entries import (
+    Begin,
+    CancelEntry,
+    EntryBody,
+    IntentEntry,
+    JournalEntry,
+    PatchEntry,
+    encode_body,
+)
+from agentrl.rollout.branches import Branch, ReplayOrder, current_branch
+from agentrl.rollout.recorded_words import REMEDY, in_words, shortened
 
 if TYPE_CHECKING:
-    import random
+    from types import TracebackType
 
     from agentrl.journal.port import TurnLog
 
@@ -31,84 +43,101 @@ BEGIN = "begin"
 """Call id of the first entry."""
 
 
-class Branch:
-    """A line of calls in order: the root, or one coroutine of a `gather`."""
-
-    __slots__ = ("_rng", "calls", "owner", "path")
-
-    def __init__(self, path: str, owner: asyncio.Task[object] | None) -> None:
-        self.path = path
-        self.owner = owner
-        self.calls = 0
-        self._rng: random.Random | None = None
-
-    def rng(self, seed: int, attempt: int) -> random.Random:
-        """The branch's own random stream in an attempt."""
-        if self._rng is None:
-            self._rng = stream(seed, attempt, self.path)
-        return self._rng
-
-
-_branch: ContextVar[Branch] = ContextVar("agentrl_branch")
-
-
-def enter_branch(path: str) -> Branch:
-    """Make the running task the owner of a new branch."""
-    branch = Branch(path, asyncio.current_task())
-    _branch.set(branch)
-    return branch
-
-
-def current_branch() -> Branch:
-    """The calling task's branch.
-
-    Raises:
-        UnstructuredConcurrencyError: the task was not started through the context.
-    """
-    branch = _branch.get()
-    if branch.owner is not asyncio.current_task():
-        task = asyncio.current_task()
-        who = "a callback" if task is None else f"the task {getattr(task.get_coro(), '__qualname__', task.get_name())}"
-        raise UnstructuredConcurrencyError(
-            f"ctx or an agent was used by {who}, outside run(). Act and reward before run() returns, in run() itself; "
-            "start concurrent work with `await ctx.gather(...)`"
-        )
-    return branch
-
-
 class Call(NamedTuple):
     """An act about to happen, or that happened before."""
 
     call_id: str
     asked: bytes
     recorded: EntryBody | None
+    branch: Branch | None = None
+    number: int = 0
 
 
 class CallJournal:
-    """The journal of one attempt: what was recorded before, and where new entries go."""
+    """The journal of one attempt: what was recorded before, and where new entries go.
 
-    __slots__ = ("_attempt", "_digest", "_ended", "_episode_id", "_log", "_recorded", "written")
+    Args:
+        log: where entries go.
+        episode_id: of the episode.
+        attempt: of the episode.
+        recorded: the attempt's entries on disk, in the order they were appended.
+        seed: of the episode.
+        inherited: of a fork: the entries before the fork point, each ancestor's own `begin` among them.
+        answers: recorded calls to be remembered whenever they are asked for, in no order: how the checker lets the
+            outside world answer as it did.
+    """
 
-    def __init__(self, log: TurnLog, episode_id: str, attempt: int, recorded: Iterable[JournalEntry] = ()) -> None:
+    __slots__ = (
+        "_answers",
+        "_attempt",
+        "_cancelled",
+        "_digest",
+        "_ended",
+        "_episode_id",
+        "_key",
+        "_keys",
+        "_log",
+        "_order",
+        "_recorded",
+        "_stopped",
+        "code_hash",
+        "code_hash_then",
+        "written",
+    )
+
+    def __init__(
+        self,
+        log: TurnLog,
+        episode_id: str,
+        attempt: int,
+        recorded: Iterable[JournalEntry] = (),
+        *,
+        seed: int = 0,
+        inherited: Iterable[JournalEntry] = (),
+        answers: Iterable[JournalEntry] = (),
+    ) -> None:
         self._log = log
         self._episode_id = episode_id
         self._attempt = attempt
         self._digest = EpisodeDigest()
-        self._recorded: dict[str, JournalEntry] | None = None
         self._ended = False
+        self._stopped = False
+        self._cancelled: list[Call] = []
+        self.code_hash = ""
+        """Of the code that runs now."""
+        self.code_hash_then = ""
+        """Of the code that wrote what is recorded."""
         self.written = 0
+        self._key = (seed, attempt)
+        self._keys = {episode_id: self._key}
+        self._recorded: dict[str, JournalEntry] = {}
+        for entry in inherited:
+            if entry.call_id == BEGIN:
+                begin = entry.decode()
+                assert isinstance(begin, Begin)
+                self._keys[entry.episode_id] = (begin.seed, entry.attempt)
+            else:
+                self._recorded[entry.call_id] = entry
         for entry in recorded:
-            if self._recorded is None:
-                self._recorded = {}
             self._recorded[entry.call_id] = entry
             self._count(entry)
+        self._order = ReplayOrder(filter(_is_numbered, self._recorded), self._stray)
+        self._answers = {entry.call_id: entry for entry in answers}
 
-    def open(self, asked: bytes = b"") -> Call:
+    # --- an act, in order ---------------------------------------------------------------------------------------------
+
+    def open(self, asked: bytes = b"", told: Callable[[], object] | None = None) -> Call:
         """The next call of the calling branch.
 
+        Args:
+            asked: hash of what is newly asked.
+            told: what is newly asked, for the message of a mismatch.
+
         Raises:
-            UnstructuredConcurrencyError: the call is made by another task, or after the episode's end.
+            UnstructuredConcurrencyError: the call is made by another task, inside an effect, or after the episode's
+                end.
             ReplayMismatchError: the journal holds another question under this id.
+            asyncio.CancelledError: the episode was stopped.
         """
         branch = current_branch()
         if self._ended:
@@ -116,34 +145,74 @@ class CallJournal:
                 f"ctx or an agent of episode {self._episode_id} was used after its run() had returned. Act and reward "
                 "before run() returns; keep nothing of an episode beyond its end"
             )
-        call_id = ids.call_id(branch.path, branch.calls)
-        branch.calls += 1
-        return self.at(call_id, asked)
-
-    def at(self, call_id: str, asked: bytes = b"") -> Call:
-        """The call with a given id."""
-        if self._recorded is None:
-            return Call(call_id, asked, None)
-        entry = self._recorded.pop(call_id, None)
+        if branch.memoised is not None:
+            raise UnstructuredConcurrencyError(
+                f"ctx or an agent of episode {self._episode_id} was used inside {branch.memoised}, which is not run "
+                "again on re-execution. Use it before or after"
+            )
+        if self._stopped:
+            raise asyncio.CancelledError
+        if self._cancelled:
+            self.settle()
+        number = branch.calls
+        branch.calls = number + 1
+        call_id = ids.call_id(branch.path, number)
+        entry = self._recorded.get(call_id)
+        branch.use(self._key if entry is None else self._keys[entry.episode_id])
         if entry is None:
-            return Call(call_id, asked, None)
+            entry = self._answers.get(call_id)
+        if entry is None:
+            return Call(call_id, asked, None, branch, number)
         body = entry.decode()
         if entry.asked != asked:
-            raise ReplayMismatchError(
-                f"episode {self._episode_id}, call {call_id}: the journal holds {type(body).__name__} for a question "
-                f"with hash {entry.asked.hex()}, the code now asks {asked.hex()}. Check that run() is deterministic: "
-                "randomness through ctx.rng, time through ctx.now(), the outside world through ctx.effect()"
-            )
-        return Call(call_id, asked, body)
+            now = "something else" if told is None else shortened(told())
+            self.mismatch(call_id, f"the journal holds {in_words(body)}", f"the code now asks {now}")
+        return Call(call_id, asked, body, branch, number)
 
-    def write(self, call: Call, body: EntryBody) -> None:
-        """Append the entry of a call that was performed."""
-        entry = JournalEntry(self._episode_id, self._attempt, call.call_id, call.asked, encode_body(body))
-        self._log.append(entry)
-        self._count(entry)
+    async def reach(self, call: Call) -> None:
+        """Wait until it is the call's turn: replay has come to it or, where it is new, has come to its end.
 
-    def expect(self, call: Call, kind: type[Body]) -> Body | None:
-        """The recorded body of a call, which must be of a kind.
+        Raises:
+            asyncio.CancelledError: the call is cancelled, now or in the journal. A branch that is cancelled because a
+                sibling failed is so at the call the journal names, not at one that the journal knows to have ended.
+            ReplayMismatchError: the recorded call that is next is made no more.
+        """
+        branch = call.branch
+        assert branch is not None
+        owed = branch.was_cancelled and branch.take_cancellation()
+        if call.recorded is None:
+            try:
+                if owed:
+                    raise asyncio.CancelledError
+                await self._order.wait(branch, call.number)
+            except asyncio.CancelledError:
+                self.cancel(call)
+                raise
+        elif isinstance(call.recorded, CancelEntry):
+            owed = await self._wait(branch, call.number, was_cancelled=True) or owed
+            if not owed:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.get_running_loop().create_future()  # until the canceller of then comes again
+            self._take(call.call_id)
+            raise asyncio.CancelledError
+        else:
+            branch.was_cancelled = await self._wait(branch, call.number, was_cancelled=False) or owed
+
+    async def _wait(self, branch: Branch, number: int, *, was_cancelled: bool) -> bool:
+        """Wait for a recorded call's turn, through a cancellation that the journal knows to come; whether it came."""
+        came = False
+        while True:
+            try:
+                await self._order.wait(branch, number)
+            except asyncio.CancelledError:
+                if self._stopped or not (was_cancelled or branch.is_dismissed):
+                    raise
+                came = True
+            else:
+                return came
+
+    def recall(self, call: Call, kind: type[Body]) -> Body | None:
+        """The recorded body of a call, which must be of a kind; it has then come back.
 
         Raises:
             ReplayMismatchError: it is of another kind.
@@ -151,21 +220,188 @@ class CallJournal:
         if call.recorded is None:
             return None
         if not isinstance(call.recorded, kind):
-            raise ReplayMismatchError(
-                f"episode {self._episode_id}, call {call.call_id}: the journal holds {type(call.recorded).__name__}, "
-                f"the code now makes a {kind.__name__}. Check that run() is deterministic"
-            )
+            now = f"the code now makes a {kind.__name__}"
+            self.mismatch(call.call_id, f"the journal holds {in_words(call.recorded)}", now)
+        self._take(call.call_id)
         return call.recorded
 
+    def performing(self, call: Call, memoised: str | None = None) -> Performing:
+        """Around an act that is performed now; `memoised` names one that may make no calls of its own."""
+        return Performing(self, call, memoised)
+
+    def write(self, call: Call, body: EntryBody) -> None:
+        """Append the entry of a call that was performed."""
+        if self._cancelled:
+            self.settle()
+        entry = JournalEntry(self._episode_id, self._attempt, call.call_id, call.asked, encode_body(body))
+        self._log.append(entry)
+        self._count(entry)
+
+    # --- beside the numbered calls ------------------------------------------------------------------------------------
+
+    def begin(self, make: Callable[[], Begin]) -> Begin:
+        """The first entry: what the journal holds, else what is made now; tells the code then and now apart."""
+        made = make()
+        call = self._aside(BEGIN)
+        begin = self.recall(call, Begin)
+        if begin is None:
+            begin = made
+            self.write(call, made)
+        self.code_hash, self.code_hash_then = made.code_hash, begin.code_hash
+        return begin
+
+    def intend(self, call: Call, name: str) -> bool:
+        """Record that a call is about to be performed that must not be twice; False where that was recorded before."""
+        intent = self._aside(f"{call.call_id}!")
+        if self.recall(intent, IntentEntry) is not None:
+            return False
+        self.write(intent, IntentEntry(name))
+        return True
+
+    def patched(self, name: str) -> bool:
+        """See `EpisodeContext.patched`."""
+        branch = current_branch()
+        known = branch.patches.get(name)
+        if known is None:
+            call = self._aside(f"{branch.path}@{name}")
+            known = self.recall(call, PatchEntry) is not None
+            if not known and not self.holds(branch):
+                self.write(call, PatchEntry(name))
+                known = True
+            branch.patches[name] = known
+        return known
+
+    async def flush(self) -> None:
+        """Wait until everything written is on disk."""
+        await self._log.flush()
+
+    def _aside(self, call_id: str) -> Call:
+        entry = self._recorded.get(call_id)
+        return Call(call_id, b"", None if entry is None else entry.decode())
+
+    # --- branches -----------------------------------------------------------------------------------------------------
+
+    def enter(self, path: str) -> Branch:
+        """A new branch; the task that is to own it calls its `begin`."""
+        following = self._order.next_id
+        key = self._key if following is None else self._keys[self._recorded[following].episode_id]
+        branch = Branch(path, key)
+        self._order.enter(branch)
+        return branch
+
+    def holds(self, branch: Branch) -> bool:
+        """Whether something recorded on a branch is still to come."""
+        return self._order.has_under(branch.path)
+
+    def look(self) -> None:
+        """A branch has begun."""
+        self._order.look()
+
+    def leave(self, branch: Branch) -> None:
+        """A branch has ended."""
+        self._order.leave(branch)
+
+    # --- cancellation and the end -------------------------------------------------------------------------------------
+
+    def cancel(self, call: Call) -> None:
+        """A call was cancelled in flight; recorded once it is known that the episode itself did it."""
+        if not self._stopped:
+            self._cancelled.append(call)
+
+    def settle(self) -> None:
+        """Record what the episode cancelled: it goes on, so it was not stopped from outside."""
+        cancelled, self._cancelled = self._cancelled, []
+        for call in cancelled:
+            self.write(call, CancelEntry())
+
+    def stop(self) -> None:
+        """The episode is about to be cancelled from outside, to go on another time: not an act of its own."""
+        self._stopped = True
+        self._cancelled.clear()
+
+    def finish(self) -> None:
+        """The program of the episode has returned.
+
+        Raises:
+            ReplayMismatchError: it made fewer calls than the journal holds.
+        """
+        self.settle()
+        if self._order.next_id is not None:
+            raise self._stray(self._order.next_id)
+
     def end(self) -> None:
-        """Refuse further calls: the episode's program has returned."""
+        """Refuse further calls."""
         self._ended = True
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the episode is cancelled from outside."""
+        return self._stopped
 
     @property
     def digest(self) -> bytes:
         """Of all entries of the attempt so far; see `EpisodeDigest`."""
         return self._digest.value
 
+    # --- differences --------------------------------------------------------------------------------------------------
+
+    def mismatch(self, call_id: str, then: str, now: str) -> NoReturn:
+        """Refuse to go on.
+
+        Raises:
+            ReplayMismatchError: always; `then` and `now` are clauses.
+        """
+        raise self._mismatch(call_id, then, now)
+
+    def _mismatch(self, call_id: str, then: str, now: str) -> ReplayMismatchError:
+        changed = self.code_hash_then != self.code_hash
+        code = (
+            f"The code has changed since ({self.code_hash_then} then, {self.code_hash} now)"
+            if changed
+            else f"The code is the same ({self.code_hash}): {REMEDY}"
+        )
+        return ReplayMismatchError(
+            f"episode {self._episode_id}, call {call_id}: {then}, {now}. {code}", code_changed=changed
+        )
+
+    def _stray(self, call_id: str) -> ReplayMismatchError:
+        body = self._recorded[call_id].decode()
+        return self._mismatch(call_id, f"the journal holds {in_words(body)}", "the code now makes no such call")
+
+    def _take(self, call_id: str) -> None:
+        if self._recorded.pop(call_id, None) is not None:
+            self._order.take(call_id)
+        elif (answer := self._answers.pop(call_id, None)) is not None:
+            self._log.append(answer)
+            self._count(answer)
+
     def _count(self, entry: JournalEntry) -> None:
         self._digest.add(entry)
         self.written += 1
+
+
+class Performing:
+    """Around an act in flight: notes its cancellation, and that a memoised one may make no calls of its own."""
+
+    __slots__ = ("_call", "_journal", "_memoised")
+
+    def __init__(self, journal: CallJournal, call: Call, memoised: str | None) -> None:
+        self._journal = journal
+        self._call = call
+        self._memoised = memoised
+
+    def __enter__(self) -> None:
+        if self._memoised is not None and self._call.branch is not None:
+            self._call.branch.memoised = self._memoised
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._memoised is not None and self._call.branch is not None:
+            self._call.branch.memoised = None
+        if kind is not None and issubclass(kind, asyncio.CancelledError):
+            self._journal.cancel(self._call)
+
+
+def _is_numbered(call_id: str) -> bool:
+    return call_id.rpartition("#")[2].isdecimal()

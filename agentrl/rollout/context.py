@@ -8,13 +8,11 @@ effects and external tools are memoised; a resource declares how it comes back. 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agentrl.core import ids
-from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, ReplayMismatchError
+from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
 from agentrl.core.records import EpisodeHeader, StopReason, Task, ToolSpec
 from agentrl.core.rng import uuid4
 from agentrl.environment.base import (
@@ -24,24 +22,21 @@ from agentrl.environment.base import (
     EpisodeContext,
     Guarantee,
     LimitReachedError,
+    Reconcile,
     Resource,
     ResourceLevel,
     ToolCallError,
     valid_unicode,
 )
 from agentrl.environment.registry import name_of
-from agentrl.journal.entries import (
-    EffectEntry,
-    GatherEntry,
-    OrderEntry,
-    SpawnEntry,
-    ToolEntry,
-    ValueEntry,
-    asked_hash,
-)
+from agentrl.journal.entries import GatherEntry, SpawnEntry, ToolEntry, ValueEntry, asked_hash
 from agentrl.rollout.agent import LiveAgent
-from agentrl.rollout.calls import CallJournal, current_branch, enter_branch
-from agentrl.rollout.journaled_data import checked, encode_arguments, plain
+from agentrl.rollout.branches import current_branch
+from agentrl.rollout.calls import CallJournal
+from agentrl.rollout.effects import may_perform, perform_effect, unknown_effect
+from agentrl.rollout.gathering import gather
+from agentrl.rollout.journaled_data import encode_arguments, plain
+from agentrl.rollout.recorded_words import shortened
 from agentrl.rollout.resources import LiveResource
 from agentrl.rollout.threads import in_thread
 
@@ -59,7 +54,7 @@ MAX_CHILD_DEPTH = 3
 class LiveContext(EpisodeContext):
     """What `run` is given."""
 
-    __slots__ = ("_journal", "_resources", "_services", "_spec", "agents", "episode", "limits", "stop_reason", "task")
+    __slots__ = ("_journal", "_services", "_spec", "agents", "episode", "limits", "resources", "stop_reason", "task")
 
     def __init__(self, episode: LiveEpisode) -> None:
         self.episode = episode
@@ -70,7 +65,7 @@ class LiveContext(EpisodeContext):
         self._journal = episode.journal
         self._services = episode.services
         self.stop_reason: StopReason | None = None
-        self._resources = 0
+        self.resources: list[LiveResource] = []
 
     def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> LiveAgent:
         """The handle of a seat's conversation."""
@@ -90,52 +85,63 @@ class LiveContext(EpisodeContext):
         *,
         external: bool,
         timeout_s: float | None,
+        guarantee: Guarantee = "idempotent",
     ) -> str:
         """Run a tool; its failures are observations, its outcome is journaled."""
-        asked = asked_hash(name.encode("utf-8", "replace"), encode_arguments(arguments))
-        opened = self._journal.open(asked)
-        recorded = self._journal.expect(opened, ToolEntry)
-        if recorded is not None and (external or recorded.outcome == "timeout"):
-            self.metric(f"tool/{recorded.outcome}", 1.0)
-            return recorded.observation
-        started = self._services.clock.monotonic()
+        journal, clock = self._journal, self._services.clock
+        opened = journal.open(
+            asked_hash(name.encode("utf-8", "replace"), encode_arguments(arguments)),
+            lambda: f"{name}({shortened(plain(arguments))})",
+        )
+        await journal.reach(opened)
+        if isinstance(opened.recorded, ToolEntry) and (external or opened.recorded.outcome == "timeout"):
+            return self._observed(journal.recall(opened, ToolEntry) or opened.recorded)
+        what = f"tool {name!r}"
+        started = clock.monotonic()
         limit = self._services.settings.tool_timeout_s if timeout_s is None else timeout_s
-        observation, outcome = await _observe(call, limit, external=external)
-        self.metric(f"tool/{outcome}", 1.0)
-        if recorded is not None:
-            if recorded.observation != observation:
-                raise ReplayMismatchError(
-                    f"episode {self._spec.episode_id}, call {opened.call_id}: tool {name!r} returned "
-                    f"{observation[:200]!r}, the journal holds {recorded.observation[:200]!r}. "
-                    "A tool that reaches outside self must be @tool(external=True)"
-                )
-            return observation
-        seconds = self._services.clock.monotonic() - started
-        self._journal.write(opened, ToolEntry(name, plain(arguments), observation, outcome, external, seconds))
-        return observation
+        with journal.performing(opened, what if external else None):
+            if external and not await may_perform(self.episode, opened, what, guarantee):
+                raise unknown_effect(self.episode, opened, what)
+            observation, outcome = await _observe(call, limit, external=external)
+        if opened.recorded is not None:
+            await journal.reach(opened)  # the tool may have made calls of its own
+        recorded = journal.recall(opened, ToolEntry)
+        if recorded is None:
+            seconds = clock.monotonic() - started
+            recorded = ToolEntry(name, plain(arguments), observation, outcome, external, seconds)
+            journal.write(opened, recorded)
+        elif recorded.observation != observation:
+            journal.mismatch(
+                opened.call_id,
+                f"tool {name!r} returned {shortened(recorded.observation)} when it was recorded",
+                f"now {shortened(observation)}; a tool that reaches outside self must be @tool(external=True)",
+            )
+        return self._observed(recorded)
 
     async def effect(
-        self, name: str, function: Callable[[], T | Awaitable[T]], *, guarantee: Guarantee = "idempotent"
+        self,
+        name: str,
+        function: Callable[[], T | Awaitable[T]],
+        *,
+        guarantee: Guarantee = "idempotent",
+        reconcile: Reconcile[T] | None = None,
     ) -> T:
         """Perform once, remember for ever."""
-        opened = self._journal.open(asked_hash(name.encode()))
-        recorded = self._journal.expect(opened, EffectEntry)
-        if recorded is not None:
-            if recorded.error is not None:
-                raise EpisodeError(f"effect {name!r} failed: {recorded.error}", reason="environment_error")
-            value: T = recorded.value
-            return value
-        started = self._services.clock.monotonic()
-        result = function()
-        performed: T = await result if inspect.isawaitable(result) else result
-        seconds = self._services.clock.monotonic() - started
-        self._journal.write(opened, EffectEntry(name, guarantee, checked(performed, f"effect {name!r}"), None, seconds))
-        return performed
+        return await perform_effect(self.episode, name, function, guarantee, reconcile)
 
-    def resource(self, factory: Callable[[], object], *, level: ResourceLevel = "pinned") -> Resource:
+    def resource(
+        self, factory: Callable[[], object], *, level: ResourceLevel = "pinned", seed: int | None = None
+    ) -> Resource:
         """Make a stateful object of this episode."""
-        self._resources += 1
-        return LiveResource(self.episode, factory(), f"resource-{self._resources}", level)
+        branch = current_branch()
+        branch.resources += 1
+        resource = LiveResource(self.episode, factory, f"resource {branch.path}.{branch.resources}", level, seed)
+        self.resources.append(resource)
+        return resource
+
+    def patched(self, id: str) -> bool:
+        """Whether code that was added under running episodes may run here."""
+        return self._journal.patched(id)
 
     def spawn(
         self, environment: type[Environment], task: Task | Mapping[str, Any], *, n: int = 1
@@ -156,38 +162,13 @@ class LiveContext(EpisodeContext):
         )
         for child, episode_id in zip(children, group.episode_ids, strict=True):
             child.episode_id = episode_id
-        if self._journal.expect(opened, SpawnEntry) is None:
+        if self._journal.recall(opened, SpawnEntry) is None:
             self._journal.write(opened, SpawnEntry(name_of(environment), group.group_id, group.episode_ids))
         return children
 
     async def gather(self, *awaitables: Awaitable[Any]) -> list[Any]:
-        """Await on branches; the order in which they finished is journaled."""
-        branch = current_branch()
-        opened = self._journal.open()
-        number = branch.calls - 1
-        finished: list[int] = []
-
-        async def on_branch(index: int, awaitable: Awaitable[Any]) -> Any:
-            enter_branch(ids.child_branch(branch.path, number, index))
-            value = await awaitable
-            finished.append(index)
-            return value
-
-        loop = asyncio.get_running_loop()
-        tasks = [
-            loop.create_task(on_branch(index, awaitable), context=contextvars.copy_context())
-            for index, awaitable in enumerate(awaitables)
-        ]
-        try:
-            results = await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
-        if self._journal.expect(opened, OrderEntry) is None:
-            self._journal.write(opened, OrderEntry(tuple(finished)))
-        return list(results)
+        """Await on branches; that they ended, and in which order, is journaled."""
+        return await gather(self._journal, awaitables)
 
     def truncate(self, limit: LimitReachedError) -> None:
         """The episode counts as truncated."""
@@ -196,12 +177,12 @@ class LiveContext(EpisodeContext):
     @property
     def rng(self) -> random.Random:
         """The calling branch's random stream."""
-        return current_branch().rng(self._spec.seed, self._spec.attempt)
+        return current_branch().rng
 
     def now(self) -> float:
         """The journaled wall clock."""
         opened = self._journal.open()
-        recorded = self._journal.expect(opened, ValueEntry)
+        recorded = self._journal.recall(opened, ValueEntry)
         if recorded is not None:
             return float(recorded.value)
         value = self._services.clock.wall()
@@ -215,13 +196,19 @@ class LiveContext(EpisodeContext):
     async def sleep(self, seconds: float) -> None:
         """Wait; a wait that was over before is not repeated."""
         opened = self._journal.open()
-        if self._journal.expect(opened, ValueEntry) is None:
-            await self._services.clock.sleep(seconds)
+        await self._journal.reach(opened)
+        if self._journal.recall(opened, ValueEntry) is None:
+            with self._journal.performing(opened):
+                await self._services.clock.sleep(seconds)
             self._journal.write(opened, ValueEntry("sleep", seconds))
 
     def metric(self, name: str, value: float) -> None:
         """Add to a number of the episode."""
         self.episode.metric(name, value)
+
+    def _observed(self, entry: ToolEntry) -> str:
+        self.metric(f"tool/{entry.outcome}", 1.0)
+        return entry.observation
 
     def close(self) -> None:
         """Give the engine back what the agents hold; nothing more can be done in the episode."""
@@ -256,11 +243,13 @@ class LiveChild(ChildEpisode):
 
     async def _wait(self) -> ChildResult:
         journal = self._journal
-        opened = journal.open(asked_hash(self.episode_id.encode()))
-        recorded = journal.expect(opened, GatherEntry)
+        opened = journal.open(asked_hash(self.episode_id.encode()), lambda: f"the wait for {self.episode_id}")
+        await journal.reach(opened)
+        recorded = journal.recall(opened, GatherEntry)
         if recorded is not None:
             return ChildResult(episode_id=recorded.child, drop_reason=recorded.drop_reason, rewards=recorded.rewards)
-        result = await asyncio.shield(self._result)
+        with journal.performing(opened):
+            result = await asyncio.shield(self._result)
         journal.write(opened, GatherEntry(result.episode_id, result.drop_reason, dict(result.rewards)))
         return result
 

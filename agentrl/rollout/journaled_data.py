@@ -11,6 +11,7 @@ from agentrl.core.errors import EpisodeError
 from agentrl.environment.base import valid_unicode
 
 encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder().decode
 
 
 def plain(arguments: Any) -> Any:
@@ -19,7 +20,7 @@ def plain(arguments: Any) -> Any:
     try:
         encode(data)
     except (TypeError, ValueError, OverflowError, RecursionError):
-        return valid_unicode(str(plain)[:2000])
+        return valid_unicode(str(data)[:2000])
     return data
 
 
@@ -28,17 +29,19 @@ def encode_arguments(arguments: Any) -> bytes:
     return encode(plain(arguments))
 
 
-def checked(value: Any, where: str) -> Any:
-    """A value that can be journaled.
+def journaled(value: Any, where: str) -> Any:
+    """A value as it comes back from the journal: the same on the first execution as on every other.
+
+    Tuples are lists, and what the caller does to it changes nothing recorded.
 
     Raises:
-        EpisodeError: it cannot; `where` says what returned it.
+        EpisodeError: it cannot be journaled; `where` says what returned it.
     """
     try:
-        encode(value)
-    except (TypeError, OverflowError, RecursionError) as error:
+        return decode(encode(value))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        numpy = " (`.tolist()`, `float()`)" if type(value).__module__ == "numpy" else ""
         raise EpisodeError(
-            f"{where} returned {type(value).__name__}, which cannot be journaled ({error}); return JSON data",
+            f"{where} returned {type(value).__name__}, which cannot be journaled ({error}); return JSON data{numpy}",
             reason="environment_error",
         ) from error
-    return value

@@ -30,7 +30,7 @@ from agentrl.core.records import (
 from agentrl.environment.base import Environment, LimitReachedError, valid_unicode
 from agentrl.journal.entries import Begin, JournalEntry
 from agentrl.journal.port import JournalStore, TurnLog
-from agentrl.rollout.calls import BEGIN, CallJournal, enter_branch
+from agentrl.rollout.calls import CallJournal
 from agentrl.rollout.context import LiveContext
 from agentrl.rollout.episode import LiveEpisode, RolloutSettings, Services
 
@@ -55,11 +55,25 @@ class EpisodeRunner:
         self._store = store
         self._log = log
         self._code_hashes: dict[type[Environment], str] = {}
+        self._running: dict[str, CallJournal] = {}
+
+    def stop(self, episode_id: str) -> None:
+        """Say that a running episode is about to be cancelled to go on another time: it did not cancel itself."""
+        journal = self._running.get(episode_id)
+        if journal is not None:
+            journal.stop()
 
     async def run(
-        self, spec: EpisodeSpec, environment: type[Environment], recorded: Iterable[JournalEntry] = ()
+        self,
+        spec: EpisodeSpec,
+        environment: type[Environment],
+        recorded: Iterable[JournalEntry] = (),
+        *,
+        answers: Iterable[JournalEntry] = (),
     ) -> EpisodeHeader:
         """Run one attempt to its commit; `recorded` entries of an earlier execution are replayed first.
+
+        `answers` are what the outside world would say if it were asked again; see `CallJournal`.
 
         Must be called in a task of its own: the task owns the episode's root branch.
 
@@ -72,8 +86,9 @@ class EpisodeRunner:
             raise EnvironmentDefinitionError(
                 f"episode {spec.episode_id}: seat {missing[0]!r} is bound to no policy; add it to [seats]"
             )
-        journal = CallJournal(self._log, spec.episode_id, spec.attempt, recorded)
-        enter_branch(ids.ROOT_BRANCH)
+        journal = CallJournal(self._log, spec.episode_id, spec.attempt, recorded, seed=spec.seed, answers=answers)
+        self._running[spec.episode_id] = journal
+        journal.enter(ids.ROOT_BRANCH).begin()
         self._begin(journal, spec, environment)
         episode = LiveEpisode(spec, journal, self._services)
         context = LiveContext(episode)
@@ -85,8 +100,10 @@ class EpisodeRunner:
                 stop_reason = limit.stop_reason
             if stop_reason != "completed":
                 self._reward_truncated(context, environment)
+            journal.finish()
         finally:
             context.close()
+            del self._running[spec.episode_id]
         header = EpisodeHeader(
             episode_id=spec.episode_id,
             group_id=spec.group_id,
@@ -131,9 +148,8 @@ class EpisodeRunner:
         if code_hash is None:
             code_hash = hashlib.blake2b(environment.source().encode(), digest_size=8).hexdigest()
             self._code_hashes[environment] = code_hash
-        call = journal.at(BEGIN)
-        if journal.expect(call, Begin) is None:
-            begin = Begin(
+        journal.begin(
+            lambda: Begin(
                 environment=spec.environment,
                 code_hash=code_hash,
                 task_id=spec.task.id,
@@ -145,7 +161,7 @@ class EpisodeRunner:
                 group_size=spec.group_size,
                 parent_id=spec.parent_id,
             )
-            journal.write(call, begin)
+        )
 
     def _reward_truncated(self, context: LiveContext, environment: type[Environment]) -> None:
         value = environment.truncated_reward

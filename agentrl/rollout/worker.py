@@ -61,6 +61,7 @@ class AsyncioWorker:
     async def cancel(self) -> None:
         """Stop what is in flight. Nothing is reported or dropped: the journal knows them as unfinished."""
         for task in list(self._tasks):
+            self._runner.stop(task.get_name())
             task.cancel()
         await self.drain()
 

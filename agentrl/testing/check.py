@@ -170,7 +170,9 @@ async def _check_episode(
         )
     report.rewards.append(header.reward or 0.0)
     for cut in _cuts(len(entries)):
-        again = await execute(environment, spec, script, [*entries[:cut], *filter(_is_from_outside, entries[cut:])])
+        again = await execute(
+            environment, spec, script, entries[:cut], answers=list(filter(_is_from_outside, entries[cut:]))
+        )
         report.resumptions += 1
         problem = again if isinstance(again, str) else _difference(entries, again[1], header, again[0])
         if problem:
@@ -197,6 +199,7 @@ async def execute(
     script: Script,
     recorded: Sequence[JournalEntry] = (),
     *,
+    answers: Sequence[JournalEntry] = (),
     sums: dict[str, float] | None = None,
     max_turns: int = MAX_TURNS,
 ) -> tuple[EpisodeHeader, list[JournalEntry]] | str:
@@ -237,7 +240,9 @@ async def execute(
     journal.admit(spec)
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            header = await asyncio.get_running_loop().create_task(runner.run(spec, environment, recorded))
+            header = await asyncio.get_running_loop().create_task(
+                runner.run(spec, environment, recorded, answers=answers)
+            )
         await dispatcher.worker.drain()
     except TimeoutError:
         return f"run() did not end within {TIMEOUT_S:g} s"

@@ -1,0 +1,234 @@
+"""Branches of an episode's program, and the order in which its recorded calls come back.
+
+Owns: which task owns which branch, and `ReplayOrder`: on re-execution the recorded calls are delivered in the order in
+which they were appended, whatever the schedule, so that state the branches share evolves as it did; what is new begins
+when all of them have been delivered.
+
+1. A branch waits at one call at a time. With one branch open nothing ever waits.
+2. A recorded call can be waited for without fear: all that led to it had been appended before it.
+3. If every branch waits and none is due, the code no longer makes the call that is next: a mismatch, named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from agentrl.core.errors import UnstructuredConcurrencyError
+from agentrl.core.rng import stream
+
+if TYPE_CHECKING:
+    import random
+
+
+StreamKey = tuple[int, int]
+"""Seed and attempt of the episode that made a call."""
+
+
+class Branch:
+    """A line of calls in order: the root, or one coroutine of a `gather`."""
+
+    __slots__ = (
+        "_key",
+        "_rng",
+        "calls",
+        "is_blocked",
+        "is_dismissed",
+        "is_open",
+        "memoised",
+        "owner",
+        "patches",
+        "path",
+        "resources",
+        "was_cancelled",
+    )
+
+    def __init__(self, path: str, key: StreamKey = (0, 0)) -> None:
+        self.path = path
+        self.owner: asyncio.Task[object] | None = None
+        self.is_open = True
+        """It has not ended; it may not have begun."""
+        self.calls = 0
+        self.resources = 0
+        self.memoised: str | None = None
+        """The effect or external tool the branch is in the middle of: it may make no calls of its own."""
+        self.is_blocked = False
+        """Nothing but another branch of the episode can wake it."""
+        self.is_dismissed = False
+        """The gather it belongs to has cancelled it, as it did when its calls were recorded."""
+        self.was_cancelled = False
+        """It was dismissed while it waited for a call that the journal knows to have ended before."""
+        self.patches: dict[str, bool] = {}
+        self._key = key
+        self._rng: random.Random | None = None
+
+    def begin(self) -> None:
+        """Make the running task the branch's owner."""
+        self.owner = asyncio.current_task()
+        _branch.set(self)
+
+    @property
+    def key(self) -> StreamKey:
+        """What the branch's randomness comes from at this point."""
+        return self._key
+
+    @property
+    def rng(self) -> random.Random:
+        """The branch's own random stream."""
+        if self._rng is None:
+            self._rng = stream(*self._key, self.path)
+        return self._rng
+
+    def use(self, key: StreamKey) -> None:
+        """From now on the stream, also where somebody holds it, is that of `key`: a fork goes its own way."""
+        if key != self._key:
+            self._key = key
+            if self._rng is not None:
+                self._rng.setstate(stream(*key, self.path).getstate())
+
+    def take_cancellation(self) -> bool:
+        """Whether a cancellation is still owed to the code of the branch; it is then no longer."""
+        owed, self.was_cancelled = self.was_cancelled, False
+        return owed and self.owner is not None and self.owner.cancelling() > 0
+
+
+_branch: ContextVar[Branch] = ContextVar("agentrl_branch")
+
+
+def current_branch() -> Branch:
+    """The calling task's branch.
+
+    Raises:
+        UnstructuredConcurrencyError: the task was not started through the context.
+    """
+    branch, task = _branch.get(None), _task()
+    if branch is None or branch.owner is not task:
+        who = "a callback" if task is None else f"the task {getattr(task.get_coro(), '__qualname__', task.get_name())}"
+        raise UnstructuredConcurrencyError(
+            f"ctx or an agent was used by {who}, outside run(). Act and reward before run() returns, in run() itself; "
+            "start concurrent work with `await ctx.gather(...)`"
+        )
+    return branch
+
+
+def _task() -> asyncio.Task[object] | None:
+    """The running task; None in a callback, and in a thread of a tool."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None
+
+
+def branch_inside() -> Branch | None:
+    """The branch whose code is running, None outside episodes; for those who watch what it does."""
+    return _branch.get(None)
+
+
+class ReplayOrder:
+    """When a recorded call may come back, and when the first new one may begin.
+
+    Args:
+        recorded: the recorded calls' ids in the order they were appended.
+        stray: makes the error of a recorded call that nobody asks for.
+    """
+
+    __slots__ = ("_left", "_open", "_queue", "_stray", "_waiting")
+
+    def __init__(self, recorded: Iterable[str], stray: Callable[[str], Exception]) -> None:
+        self._queue = deque(recorded)
+        self._left = set(self._queue)
+        self._stray = stray
+        self._open: set[Branch] = set()
+        self._waiting: dict[Branch, tuple[int, asyncio.Future[None]]] = {}
+
+    @property
+    def next_id(self) -> str | None:
+        """The recorded call that comes back next; None where everything recorded has."""
+        return self._queue[0] if self._queue else None
+
+    def has_under(self, path: str) -> bool:
+        """Whether something recorded on a branch, or on branches it started, is still to come."""
+        return any(_is_under(call_id, path) for call_id in self._left)
+
+    def enter(self, branch: Branch) -> None:
+        """A branch begins."""
+        self._open.add(branch)
+
+    def leave(self, branch: Branch) -> None:
+        """A branch has ended."""
+        branch.is_open = False
+        self._open.discard(branch)
+        self.look()
+
+    def take(self, call_id: str) -> None:
+        """A recorded call came back."""
+        if call_id in self._left:
+            self._left.discard(call_id)
+            while self._queue and self._queue[0] not in self._left:
+                self._queue.popleft()
+            self.look()
+
+    def is_due(self, branch: Branch, number: int) -> bool:
+        """Whether call `number` of a branch may go on: what is next is itself, or happened inside it, or is new."""
+        if not self._queue:
+            return True
+        path, call_id = branch.path, self._queue[0]
+        if not _is_under(call_id, path):
+            return False
+        rest = call_id[len(path) + 1 :]
+        return call_id[len(path)] == "#" or int(rest.partition(".")[0]) > number
+
+    async def wait(self, branch: Branch, number: int) -> None:
+        """Wait until call `number` of a branch is due. Where other branches are open, what is ready of them runs first.
+
+        Raises:
+            ReplayMismatchError: it never will be.
+        """
+        if len(self._open) == 1:
+            if not self.is_due(branch, number):
+                raise self._stray(self._queue[0])
+            return
+        loop = asyncio.get_running_loop()
+        due: asyncio.Future[None] = loop.create_future()
+        self._waiting[branch] = (number, due)
+        branch.is_blocked = True
+        loop.call_soon(self._release)
+        try:
+            await due
+        finally:
+            self._waiting.pop(branch, None)
+            branch.is_blocked = False
+
+    def look(self) -> None:
+        """See, soon, who may go on."""
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._release)
+
+    def _release(self) -> None:
+        """Wake whoever is due: one branch while there is something recorded, then all; first every branch begins."""
+        if not all(branch.owner for branch in self._open):
+            return
+        due = [branch for branch, (number, _) in self._waiting.items() if self.is_due(branch, number)]
+        if self._queue and due:
+            due = [max(due, key=lambda branch: len(branch.path))]
+        for branch in due:
+            self._wake(branch, None)
+        if not due and self._waiting and all(branch.is_blocked for branch in self._open):
+            self._wake(next(iter(self._waiting)), self._stray(self._queue[0]))
+
+    def _wake(self, branch: Branch, error: Exception | None) -> None:
+        _, due = self._waiting.pop(branch)
+        branch.is_blocked = False
+        if due.done():
+            return
+        if error is not None:
+            due.set_exception(error)
+        else:
+            due.set_result(None)
+
+
+def _is_under(call_id: str, path: str) -> bool:
+    return call_id.startswith(path) and call_id[len(path)] in "#/"

@@ -1,0 +1,100 @@
+"""Acts on the outside world: performed once, remembered for ever.
+
+An effect and an external tool are the same thing, told apart by what becomes of an error: an effect raises it, a tool
+makes it an observation. What nobody may repeat (`once`) leaves its intent on disk before it happens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from agentrl.core.errors import AgentRLError, EffectError, EpisodeError
+from agentrl.journal.entries import EffectEntry, asked_hash
+from agentrl.rollout.journaled_data import journaled
+
+if TYPE_CHECKING:
+    from agentrl.environment.base import Guarantee, Reconcile
+    from agentrl.rollout.calls import Call
+    from agentrl.rollout.episode import LiveEpisode
+
+T = TypeVar("T")
+
+
+async def perform_effect(
+    episode: LiveEpisode,
+    name: str,
+    function: Callable[[], T | Awaitable[T]],
+    guarantee: Guarantee,
+    reconcile: Reconcile[T] | None,
+) -> T:
+    """See `EpisodeContext.effect`."""
+    journal = episode.journal
+    call = journal.open(asked_hash(name.encode("utf-8", "replace")), lambda: f"the effect {name!r}")
+    await journal.reach(call)
+    entry = journal.recall(call, EffectEntry)
+    if entry is None:
+        started = episode.services.clock.monotonic()
+        with journal.performing(call, f"the effect {name!r}"):
+            value, error = await _outcome(episode, call, name, function, guarantee, reconcile)
+        entry = EffectEntry(name, guarantee, value, error, episode.services.clock.monotonic() - started)
+        journal.write(call, entry)
+    if entry.error is not None:
+        raise EffectError(f"effect {name!r} failed", error=entry.error)
+    result: T = entry.value
+    return result
+
+
+async def may_perform(episode: LiveEpisode, call: Call, what: str, guarantee: Guarantee) -> bool:
+    """Whether an act may be performed now; False where an earlier process began one that must not happen twice."""
+    if guarantee != "once":
+        return True
+    if not episode.journal.intend(call, what):
+        return False
+    await episode.journal.flush()
+    return True
+
+
+def unknown_effect(episode: LiveEpisode, call: Call, what: str) -> EpisodeError:
+    """The error of an act that an earlier process began, and whose outcome nobody knows."""
+    return EpisodeError(
+        f"episode {episode.spec.episode_id}, call {call.call_id}: {what} must happen once at most, and the process "
+        "ended while it was performed: whether it happened is not known. Give `reconcile=` a function that finds out, "
+        "or make it idempotent",
+        reason="unknown_effect",
+    )
+
+
+async def _outcome(
+    episode: LiveEpisode,
+    call: Call,
+    name: str,
+    function: Callable[[], T | Awaitable[T]],
+    guarantee: Guarantee,
+    reconcile: Reconcile[T] | None,
+) -> tuple[Any, str | None]:
+    """The journaled value, or the error's type and message."""
+    what = f"effect {name!r}"
+    happened, value = False, None
+    if not await may_perform(episode, call, what, guarantee):
+        if reconcile is None:
+            raise unknown_effect(episode, call, what)
+        happened, value = await _awaited(reconcile())
+    try:
+        return journaled(value if happened else await _awaited(function()), what), None
+    except AgentRLError:
+        raise  # of ours, not of the outside world: storage, an engine, a result that cannot be journaled
+    except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is what happened
+        return None, error_text(error)
+
+
+def error_text(error: BaseException) -> str:
+    """A foreign error as it is recorded."""
+    from agentrl.environment.base import valid_unicode
+
+    return valid_unicode(f"{type(error).__name__}: {error}"[:2000])
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,46 @@
+"""Recorded and asked things in a few words, for messages: shortened, and on one line whatever they contain."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agentrl.environment.base import valid_unicode
+from agentrl.journal.entries import EffectEntry, GatherEntry, ResourceEntry, ToolEntry, TurnEntry, ValueEntry
+
+if TYPE_CHECKING:
+    from agentrl.journal.entries import EntryBody
+
+CHARACTERS = 200
+
+REMEDY = (
+    "run() must do the same when it is run again: randomness through ctx.rng, time through ctx.now(), the outside "
+    "world through ctx.effect()"
+)
+
+
+def shortened(value: object) -> str:
+    """A value as Python writes it, at most `CHARACTERS` long."""
+    text = valid_unicode(repr(value))
+    return text if len(text) <= CHARACTERS else f"{text[: CHARACTERS - 1]}…"
+
+
+def in_words(body: EntryBody) -> str:
+    """What an entry records."""
+    match body:
+        case TurnEntry():
+            return f"a turn of {body.seat} asked {shortened(' / '.join(_content(m) for m in body.messages))}"
+        case ToolEntry():
+            return f"the tool call {body.name}({shortened(body.arguments)})"
+        case EffectEntry():
+            return f"the effect {body.name!r}"
+        case ResourceEntry():
+            return f"the call {body.resource}.{body.method}({shortened(body.arguments)})"
+        case GatherEntry():
+            return f"the wait for {body.child}"
+        case ValueEntry():
+            return f"{body.kind} = {shortened(body.value)}"
+    return f"a {type(body).__name__}"
+
+
+def _content(message: dict[str, object]) -> str:
+    return str(message.get("content", ""))
