@@ -11,8 +11,9 @@ The class of an environment: `replay`, where every resumption gave the same; `pi
 name (the episode is restarted or dropped); `SILENT`, where one came back as something else and nobody said so. An
 environment that draws chance from outside plays on differently even where it came back exactly: for one whose second
 undisturbed run differs from the first, a resumption counts as silent if its state differs where the prefix ends.
-`unmodified_share`: of all, those that come back as they were written. `silent_mismatches`: environments of the last
-class. Traps break the documented rules on purpose and do not count; the table says who noticed.
+`snapshot`: as `replay`, its state restored instead of made again. `unmodified_share`: of all, those that come back as
+they were written. `silent_mismatches`: environments of the class SILENT. Not counted: remedies, which are pinned
+environments with a state that can be told and taken, and traps, which break the documented rules on purpose.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from agentrl.testing.check import POLICY, execute
 from benchmarks.report import Report
 from benchmarks.resume_foreign_games import Case, gymnasium_cases, pettingzoo_cases, textarena_cases
 from benchmarks.resume_foreign_state import digest
-from benchmarks.resume_foreign_tools import tool_cases, trap_cases, trl_cases
+from benchmarks.resume_foreign_tools import remedy_cases, tool_cases, trap_cases
+from benchmarks.resume_foreign_trl import trl_cases
 
 TURNS = 240
 QUICK_CUTS = 4
@@ -85,7 +87,8 @@ class Verdict(msgspec.Struct, frozen=True):
 
 def cases(only: str | None = None) -> list[Case]:
     """All environments of the study, or one."""
-    made = [*gymnasium_cases(), *pettingzoo_cases(), *textarena_cases(), *trl_cases(), *tool_cases(), *trap_cases()]
+    games = [*gymnasium_cases(), *pettingzoo_cases(), *textarena_cases()]
+    made = [*games, *trl_cases(), *tool_cases(), *remedy_cases(), *trap_cases()]
     return [case for case in made if only is None or case.name == only]
 
 
@@ -102,12 +105,12 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
 
-    def resource(self, factory: Any, *, level: str) -> Any:
+    def resource(self, factory: Any, *, level: str, seed: int | None = None) -> Any:
         def make() -> object:
             self._made.append(factory())
             return self._made[-1]
 
-        return self._ctx.resource(make, level=level)
+        return self._ctx.resource(make, level=level, seed=seed)
 
 
 class _Observer:
@@ -163,7 +166,7 @@ def play(case: Case, task: agentrl.Task, recorded: Sequence[JournalEntry] = ()) 
         episode_id="e0",
         environment=name_of(case.environment),
         task=task,
-        seed=7,
+        seed=list(case.tasks).index(task),
         seats={seat: SeatBinding(POLICY) for seat in environment.seats},
         group_id="g0",
     )
@@ -207,13 +210,15 @@ def resume(case: Case, games: Sequence[Played], *, quick: bool) -> Verdict:
     for task, before in zip(_tasks(case, quick=quick), games, strict=True):
         if before.error is not None:
             return Verdict(name=case.name, resumed=0, named=1, silent=0, cause=f"was not played: {before.error}")
-        repeats = not _compared(before, play(case, task))
+        repeats: bool | None = None
         for cut in _cuts(len(before.entries), quick=quick):
             after = play(case, task, before.entries[:cut])
             found = _compared(before, after)
             came_back = all(before.trail.get(seed) in (state, None) for seed, state in after.trail.items())
             resumed += 1
             named += after.error is not None
+            if found and repeats is None:
+                repeats = not _compared(before, play(case, task))
             is_silent = bool(found) and after.error is None and (repeats or not came_back)
             silent += is_silent
             chance += bool(found) and after.error is None and not is_silent
@@ -309,7 +314,7 @@ def report(
     print(f"{'environment':42} {'family':11} turns entries resumed  named chance silent  class")
     classes: list[str] = []
     for case, games, found in zip(chosen, played, verdicts, strict=True):
-        kind = "SILENT" if found.silent else "pinned" if found.named else "replay"
+        kind = "SILENT" if found.silent else "pinned" if found.named else case.level
         if case.foreign:
             classes.append(kind)
         length = f"{sum(game.turns for game in games):5} {sum(len(game.entries) for game in games):7}"

@@ -40,7 +40,9 @@ class Case:
     state: Callable[[Any], Any] | None = None
     """The state of an environment, as plain data; default: everything reachable from its attributes."""
     foreign: bool = True
-    """False for a trap: written against our rules, to see who notices."""
+    """False for what was written for this study: remedies, and traps to see who notices."""
+    level: str = "replay"
+    """How it comes back where it does."""
 
 
 def one_of(*choices: str) -> Policy:

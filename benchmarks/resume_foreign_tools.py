@@ -1,4 +1,4 @@
-"""Classes in the style of TRL, and tools with a state, for `benchmarks.resume_foreign`; written as users write them.
+"""Tools with a state, for `benchmarks.resume_foreign`; written as users write them.
 
 The last ones are traps: they break the rules of docs/writing_environments.md, to see whether anybody notices.
 """
@@ -7,206 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
-import random
 import re
 import sqlite3
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
-import gymnasium
-import numpy as np
-
 import agentrl
-from agentrl.environment.trl import adapt_trl
 from benchmarks.resume_foreign_games import Case, Policy
-
-CALLS = 14
-
-
-def calls(*templates: tuple[str, dict[str, Sequence[Any]]], answer: str = "That is all.") -> Policy:
-    """A policy that makes `CALLS` calls of tools, each argument one of those listed, and then answers."""
-
-    def policy(text: str, draw: Random) -> str:
-        if text.count("<|start|>tool\n") >= CALLS:
-            return answer
-        name, arguments = draw.choice(templates)
-        drawn = {argument: draw.choice(values) for argument, values in arguments.items()}
-        return f"<tool_call>{json.dumps({'name': name, 'arguments': drawn})}</tool_call>"
-
-    return policy
-
-
-# --- in the style of TRL ----------------------------------------------------------------------------------------------
-
-
-class CountdownEnv:
-    """Reach a number by adding and multiplying: plain state on `self`."""
-
-    def reset(self, **row: Any) -> str:
-        self.value, self.target, self.history = 1, row["target"], []
-        return f" Reach {self.target} from 1."
-
-    def add(self, amount: int) -> int:
-        """Add to the value."""
-        self.value += amount
-        self.history.append(amount)
-        return self.value
-
-    def double(self) -> int:
-        """Double the value."""
-        self.value *= 2
-        return self.value
-
-    def get_reward(self) -> float:
-        return 1.0 / (1.0 + abs(self.target - self.value))
-
-
-class LakeEnv:
-    """A gymnasium game behind tools."""
-
-    def reset(self, **row: Any) -> str:
-        self.env = gymnasium.make("FrozenLake-v1", map_name="8x8", is_slippery=True)
-        self.position, _ = self.env.reset(seed=row["seed"])
-        self.total, self.over = 0.0, False
-        return f" You stand on field {int(self.position)}."
-
-    def move(self, direction: int) -> str:
-        """Walk: 0 left, 1 down, 2 right, 3 up."""
-        if self.over:
-            return "The game is over."
-        self.position, reward, terminated, truncated, _ = self.env.step(direction)
-        self.total += float(reward)
-        self.over = terminated or truncated
-        return f"field {int(self.position)}"
-
-    def get_reward(self) -> float:
-        return self.total
-
-
-class SudokuEnv:
-    """A TextArena puzzle behind a tool; the puzzle is drawn from the global generator, which TextArena seeds."""
-
-    def reset(self, **row: Any) -> str:
-        import textarena
-
-        self.env = textarena.make("Sudoku-v0-very-easy")
-        self.env.reset(num_players=1, seed=row["seed"])
-        self.over = False
-        return str(self.env.get_observation()[1])
-
-    def fill(self, row: int, column: int, number: int) -> str:
-        """Write a number."""
-        if self.over:
-            return "The game is over."
-        self.over, _ = self.env.step(f"[{row} {column} {number}]")
-        return "over" if self.over else str(self.env.get_observation()[1])[-600:]
-
-    def get_reward(self) -> float:
-        return float(self.over)
-
-
-class ChessEnv:
-    """White against an opponent that draws its moves from the global generator."""
-
-    def reset(self, **row: Any) -> str:
-        import chess
-
-        self.board = chess.Board()
-        return self._shown()
-
-    def move(self, number: int) -> str:
-        """Play the legal move of this number, counted round."""
-        for pick in (lambda moves: moves[number % len(moves)], random.choice):
-            if not self.board.is_game_over():
-                self.board.push(pick(list(self.board.legal_moves)))
-        return self._shown()
-
-    def get_reward(self) -> float:
-        return float(sum(piece.color for piece in self.board.piece_map().values()))
-
-    def _shown(self) -> str:
-        return f"{self.board.fen()} {', '.join(map(str, self.board.legal_moves))}"
-
-
-class NumberEnv:
-    """Guess a number that is drawn from the global generator and told to nobody."""
-
-    def reset(self, **row: Any) -> str:
-        self.secret, self.guesses = random.randint(1, 100), 0
-        return " Guess a number from 1 to 100."
-
-    def guess(self, number: int) -> str:
-        """Try a number."""
-        self.guesses += 1
-        return "correct" if number == self.secret else "higher" if number < self.secret else "lower"
-
-    def get_reward(self) -> float:
-        return float(self.secret) / 100.0
-
-
-class StoreEnv:
-    """A customer's orders, in the way of customer-service benchmarks: a small database of dictionaries."""
-
-    def reset(self, **row: Any) -> str:
-        draw = np.random.default_rng(row["seed"])
-        self.orders = {f"W{n}": {"items": int(draw.integers(1, 6)), "status": "pending"} for n in range(6)}
-        self.log: list[str] = []
-        return f" Orders: {', '.join(self.orders)}"
-
-    def show(self, order: str) -> dict[str, Any]:
-        """An order."""
-        return self.orders[order]
-
-    def cancel(self, order: str, reason: str) -> str:
-        """Cancel a pending order."""
-        if self.orders[order]["status"] != "pending":
-            raise ValueError(f"order {order} is {self.orders[order]['status']}")
-        self.orders[order]["status"] = "cancelled"
-        self.log.append(f"{order}: {reason}")
-        return "cancelled"
-
-    def get_reward(self) -> float:
-        return float(len(self.log))
-
-
-class QueueEnv:
-    """Tickets of a help desk, drawn from a generator nobody seeded, each new one told to the policy when it comes."""
-
-    def reset(self, **row: Any) -> str:
-        self.draw = np.random.default_rng()
-        self.waiting = [int(self.draw.integers(1, 1000))]
-        return f" The first ticket: {self.waiting[0]}."
-
-    def answer(self, text: str) -> str:
-        """Answer the oldest ticket."""
-        self.waiting.append(int(self.draw.integers(1, 1000)))
-        return f"Next: {self.waiting[-1]}."
-
-    def get_reward(self) -> float:
-        return float(len(self.waiting))
-
-
-def trl_cases() -> list[Case]:
-    """Classes for `environment_factory`, unchanged."""
-    orders = [f"W{number}" for number in range(7)]
-    made: list[tuple[type, Policy]] = [
-        (CountdownEnv, calls(("add", {"amount": range(9)}), ("double", {}))),
-        (LakeEnv, calls(("move", {"direction": range(4)}))),
-        (SudokuEnv, calls(("fill", {"row": range(1, 10), "column": range(1, 10), "number": range(1, 10)}))),
-        (ChessEnv, calls(("move", {"number": range(40)}))),
-        (NumberEnv, calls(("guess", {"number": range(101)}))),
-        (StoreEnv, calls(("show", {"order": orders}), ("cancel", {"order": orders, "reason": ["late", "wrong"]}))),
-        (QueueEnv, calls(("answer", {"text": ["yes", "no"]}))),
-    ]
-    data = [{"prompt": "Go on.", "seed": number, "target": 11 * number} for number in (7, 8, 9)]
-    rows = [agentrl.Task(id=f"row-{row['seed']}", data=row) for row in data]
-    return [Case(name=c.__name__, family="TRL", environment=adapt_trl(c), policy=p, tasks=rows) for c, p in made]
-
+from benchmarks.resume_foreign_trl import calls
 
 # --- tools with a state -----------------------------------------------------------------------------------------------
 
@@ -280,10 +91,11 @@ def shell(command: str, directory: str) -> str:
     return f"{done.stdout}{done.stderr}exit {done.returncode}"
 
 
-def files(directory: str) -> dict[str, str]:
-    """The files below a directory."""
+def files(directory: str) -> dict[str, str | None]:
+    """What is below a directory: the text of each file, None for a directory."""
     root = Path(directory)
-    return {str(path.relative_to(root)): path.read_text() for path in sorted(root.rglob("*")) if path.is_file()}
+    found = sorted(root.rglob("*"))
+    return {str(path.relative_to(root)): path.read_text() if path.is_file() else None for path in found}
 
 
 SQL = (
@@ -314,13 +126,13 @@ PYTHON = (
     "print(double(x))",
     "print(1 / 0)",
 )
+SQL_OF_CHANCE = ("select random()", "select strftime('%f', 'now')")
+SHELL_OF_THE_HOUR = ("date +%N", "pwd", "ls -i")
+PYTHON_OF_ADDRESSES = ("print({'pen', 'book', 'cup'})", "print(object())")
 
 
 def tool_cases() -> list[Case]:
     """SQL, a shell and Python; each once as it is, and once with what no environment can repeat."""
-    time_and_chance = ("select random()", "select strftime('%f', 'now')")
-    clock = ("date +%N", "pwd", "ls -i")
-    unstable = ("print({'pen', 'book', 'cup'})", "print(object())")
 
     def case(environment: type[Tool], tool: str, argument: str, values: Sequence[str], state: Any) -> Case:
         policy = calls((tool, {argument: values}))
@@ -339,11 +151,114 @@ def tool_cases() -> list[Case]:
 
     return [
         case(Sql, "query", "sql", SQL, rows),
-        case(SqlWithChance, "query", "sql", (*SQL, *time_and_chance), rows),
+        case(SqlWithChance, "query", "sql", (*SQL, *SQL_OF_CHANCE), rows),
         case(Shell, "run_command", "command", SHELL, kept),
-        case(ShellWithClock, "run_command", "command", (*SHELL, *clock), kept),
+        case(ShellWithClock, "run_command", "command", (*SHELL, *SHELL_OF_THE_HOUR), kept),
         case(Repl, "python", "code", PYTHON, values),
-        case(ReplWithSets, "python", "code", (*PYTHON, *unstable), values),
+        case(ReplWithSets, "python", "code", (*PYTHON, *PYTHON_OF_ADDRESSES), values),
+    ]
+
+
+# --- remedies ---------------------------------------------------------------------------------------------------------
+
+
+class Database:
+    """SQLite in memory, as a resource that can tell and take its state."""
+
+    def __init__(self) -> None:
+        self.connection = sqlite3.connect(":memory:")
+        self.connection.execute("create table item (id integer primary key, name text, price real)")
+
+    def query(self, sql: str) -> str:
+        """Run a statement; its errors are for the policy to read, and an error of a resource would end the episode."""
+        try:
+            cursor = self.connection.execute(sql)
+        except sqlite3.Error as error:
+            return f"error: {error}"
+        return str(cursor.fetchall() if cursor.description else f"{cursor.rowcount} rows")
+
+    def get_state(self) -> str:
+        """The statements that make the tables."""
+        return "\n".join(self.connection.iterdump())
+
+    def set_state(self, state: str) -> None:
+        """Begin from them."""
+        self.connection = sqlite3.connect(":memory:")
+        self.connection.executescript(state)
+
+
+class Directory:
+    """A directory to work in, as a resource that can tell and take its state."""
+
+    def __init__(self) -> None:
+        self.directory = tempfile.TemporaryDirectory()
+
+    def run_command(self, command: str) -> str:
+        """Run a command."""
+        return shell(command, self.directory.name)
+
+    def get_state(self) -> dict[str, str | None]:
+        """The files."""
+        return files(self.directory.name)
+
+    def set_state(self, state: dict[str, str | None]) -> None:
+        """Begin from them."""
+        self.directory = tempfile.TemporaryDirectory()
+        for name, text in state.items():
+            path = Path(self.directory.name, name)
+            if text is None:
+                path.mkdir()
+            else:
+                path.write_text(text)
+
+
+class SqlSnapshot(Tool):
+    """The tool with chance and time again, its database a resource."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        self.database = ctx.resource(Database, level="snapshot")
+        await super().run(ctx)
+
+    @agentrl.tool
+    async def query(self, sql: str) -> str:
+        """Run a statement."""
+        return str(await self.database.call("query", sql))
+
+
+class ShellSnapshot(Tool):
+    """The shell with the clock again, its directory a resource."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        self.directory = ctx.resource(Directory, level="snapshot")
+        await super().run(ctx)
+
+    @agentrl.tool
+    async def run_command(self, command: str) -> str:
+        """Run a command."""
+        return str(await self.directory.call("run_command", command))
+
+
+def remedy_cases() -> list[Case]:
+    """What was pinned, with a state that can be told and taken."""
+    task = [agentrl.Task(id=f"try-{number}", data={}) for number in range(3)]
+
+    def case(name: str, environment: type[Tool], policy: Policy, state: Any) -> Case:
+        return Case(
+            name=name,
+            family="remedy",
+            environment=environment,
+            policy=policy,
+            tasks=task,
+            state=state,
+            foreign=False,
+            level="snapshot",
+        )
+
+    sql = calls(("query", {"sql": (*SQL, *SQL_OF_CHANCE)}))
+    commands = calls(("run_command", {"command": (*SHELL, *SHELL_OF_THE_HOUR)}))
+    return [
+        case("sql with chance, snapshot", SqlSnapshot, sql, lambda env: env.database.state()),
+        case("shell with clock, snapshot", ShellSnapshot, commands, lambda env: env.directory.state()),
     ]
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from agentrl.core.errors import EnvironmentDefinitionError, RewardError
 from agentrl.core.records import Message, Task
 from agentrl.environment.base import EpisodeContext, LimitReachedError, Split, TaskSource, user
-from agentrl.environment.global_random import GlobalRandom
+from agentrl.environment.global_random import GlobalRandom, awaited_under
 from agentrl.environment.tools import BoundTool, ToolEnvironment, ToolEpisode, bind_tools, run_tool
 
 _RESERVED = {"reset", "get_reward", "tasks"}
@@ -74,7 +74,8 @@ class TrlEnvironment(ToolEnvironment):
         tools = self.tool_table()
         agent = ctx.agent(self.seats[0], tools=[bound.spec for bound in tools.values()])
         own_random = GlobalRandom(ctx.rng.getrandbits(32))
-        self.instance = own_random.run(self.wrapped)
+        with own_random.swapped_in():
+            self.instance = self.wrapped()
         methods = self._methods = _OwnRandom(self.instance, own_random)
         observation = await _maybe_await(methods.reset(**self._row(ctx.task.data)))
         text = self.prompt(ctx.task) + (observation if isinstance(observation, str) else "")
@@ -113,7 +114,10 @@ class _OwnRandom:
 
         @functools.wraps(method)
         def call(*arguments: Any, **named: Any) -> Any:
-            return self._random.run(lambda: method(*arguments, **named))
+            if inspect.iscoroutinefunction(method):
+                return awaited_under(self._random, method, *arguments, **named)
+            with self._random.swapped_in():
+                return method(*arguments, **named)
 
         return call
 
