@@ -165,6 +165,7 @@ class Life:
     journal: MemoryJournal | SqliteJournal
     engine: WatchedEngine
     run_seed: int
+    episode_timeout_s: float = LONGEST_RUN_S
     failure: asyncio.Future[None] = field(init=False)
     """Gets an error no episode can be blamed for."""
     dispatcher: Dispatcher = field(init=False)
@@ -190,7 +191,7 @@ class Life:
             sampling=SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=(STOP_TOKEN,)),
             limits=Limits(max_turns=8, max_tokens=MAX_TOKENS, max_context=1 << 16),
             tool_timeout_s=60.0,
-            episode_timeout_s=LONGEST_RUN_S,
+            episode_timeout_s=self.episode_timeout_s,
             max_staleness={"left": 1, "right": 3},
         )
         self.runner = EpisodeRunner(
