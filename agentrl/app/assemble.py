@@ -250,6 +250,7 @@ def attach_worker(
         ),
         tool_timeout_s=config.environment.tool_timeout_s,
         episode_timeout_s=config.episode_timeout_s,
+        max_staleness={name: policy.max_staleness for name, policy in config.policies.items()},
     )
     runner = EpisodeRunner(
         engine=engine,

@@ -57,6 +57,8 @@ METRICS: tuple[Metric, ...] = (
         "per episode: tool calls by outcome (ok, error, timeout, bad_arguments, unknown_tool)",
     ),
     Metric("turns/length", "turns", "per episode: turns cut by max_tokens"),
+    Metric("turns/interrupted", "turns", "per episode: turns that took more than one engine call, having been cut"),
+    Metric("parked", "times", "per episode: how often it was parked"),
     Metric("turns/illegal", "turns", "per episode: turns the environment could not read, as it counts them itself"),
     Metric("format/episodes", "episodes", "committed episodes the format figures of the step are about"),
     Metric(

@@ -20,7 +20,8 @@ from agentrl.core.records import (
     Unit,
     WeightsRef,
 )
-from agentrl.journal.entries import JournalEntry, RewardEntry, encode_body
+from agentrl.journal.entries import JournalEntry, RewardEntry, Span, encode_body
+from agentrl.journal.partials import Partial, decode_partial, encode_partial
 from agentrl.journal.port import StepRow
 from agentrl.journal.store import SqliteJournal
 from agentrl.testing import MemoryJournal, make_episode_header, make_spec
@@ -179,5 +180,51 @@ def test_an_empty_journal_says_so(run: Callable[[Scenario], None]) -> None:
         assert journal.highest_lineage() == -1
         assert list(journal.unfinished()) == []
         assert journal.info()["name"] == "contract"
+
+    run(scenario)
+
+
+def partial(spec: EpisodeSpec, call_id: str, start: int) -> JournalEntry:
+    body = encode_partial(Partial(start, b"\0" * 8, b"\0" * 8, (Span(0, 2, 0, 0),)))
+    return JournalEntry(spec.episode_id, spec.attempt, call_id, b"asked", body)
+
+
+def test_partials_are_kept_beside_the_entries_until_they_are_removed(run: Callable[[Scenario], None]) -> None:
+    async def scenario(journal: AnyJournal) -> None:
+        log, first, second = journal.turn_log("w0"), make_spec("e0"), make_spec("e0", attempt=1)
+        for item in (partial(first, "r#0", 0), partial(first, "r#1", 0), partial(first, "r#0", 2)):
+            log.append_partial(item)
+        log.append_partial(partial(second, "r#0", 0))
+        await log.flush()
+
+        found = log.read_partials("e0", 0)
+        assert [(entry.call_id, decode_partial(entry.body).start) for entry in found] == [
+            ("r#0", 0),
+            ("r#1", 0),
+            ("r#0", 2),
+        ]
+        assert found[0] == partial(first, "r#0", 0)
+        assert log.read("e0", 0) == []
+
+        log.append_partial(partial(first, "r#2", 0))
+        log.remove_partials("e0", 0, "r#0")
+        log.remove_partials("e0", 0, "r#2")
+        await log.flush()
+        assert [entry.call_id for entry in log.read_partials("e0", 0)] == ["r#1"]
+        log.remove_partials("e0", 0)
+        await log.flush()
+        assert log.read_partials("e0", 0) == []
+        assert [entry.call_id for entry in log.read_partials("e0", 1)] == ["r#0"]
+
+    run(scenario)
+
+
+def test_a_commit_does_not_count_partials(run: Callable[[Scenario], None]) -> None:
+    async def scenario(journal: AnyJournal) -> None:
+        spec = make_spec("e0")
+        journal.turn_log("w0").append_partial(partial(spec, "r#7", 0))
+        header = await finish(journal, spec)
+        assert header.location is not None
+        assert header.location.entries == len(journal.turn_log("w0").read("e0", 0)) == 1
 
     run(scenario)

@@ -25,8 +25,10 @@ from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
 from agentrl.environment.base import Limits
 from agentrl.environment.registry import name_of
-from agentrl.journal.entries import TurnEntry
-from agentrl.journal.partials import Partial, decode_partial
+from agentrl.journal.entries import JournalEntry, TurnEntry
+from agentrl.journal.partials import decode_partial
+from agentrl.journal.port import TurnLog
+from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.signal import Signal
@@ -59,6 +61,14 @@ class Solve(agentrl.Environment):
         ctx.agent("left").reward(float(len(turn.text)))
 
 
+class Thinker:
+    """A resource that takes its time, on re-execution as well."""
+
+    async def think(self) -> str:
+        await asyncio.sleep(0.4)
+        return "thought"
+
+
 class Talk(agentrl.Environment):
     """Turns one after another and side by side, waits, and children."""
 
@@ -69,6 +79,7 @@ class Talk(agentrl.Environment):
         opening = await left.act(agentrl.user("begin"))
         ours, theirs = await ctx.gather(left.act(agentrl.user("on")), right.act(agentrl.user(opening.text)))
         await ctx.sleep(ctx.rng.random())
+        await ctx.resource(Thinker, level="replay").call("think")
         if ctx.task.data["asks"]:
             solved = await ctx.gather(*ctx.spawn(Solve, {"problem": ours.text}, n=2))
             left.reward(sum(child.rewards["left"] for child in solved))
@@ -92,6 +103,8 @@ class WatchedEngine(ScriptedEngine):
         super().__init__(say, versions=versions, seconds_per_token=TOKEN_S, seeded_logprobs=True, **options)
         self.known = dict(known)
         """By request: tokens that must not be sampled again."""
+        self.samplers: dict[str, dict[int, int]] = {}
+        """By request: the step of the version that sampled each token, as the engine told it."""
         self.parked: Callable[[], tuple[str, ...]] = tuple
         self.asked: dict[str, float] = {}
         """By request: when it was first made."""
@@ -116,6 +129,7 @@ class WatchedEngine(ScriptedEngine):
         self.known[name] = request.sampled_before
 
         def watched(name: str, token_ids: Any, logprobs: Any, version: PolicyVersion) -> None:
+            self._told(name, self.known[name], len(token_ids), version)
             self.known[name] += len(token_ids)
             if on_delta is not None:
                 on_delta(name, token_ids, logprobs, version)
@@ -125,8 +139,14 @@ class WatchedEngine(ScriptedEngine):
     def end(self, call: Any) -> Completion:
         completion = super().end(call)
         if not call.future.cancelled() and call.future.exception() is None:
-            self.known[call.request.request_id] = call.request.sampled_before + len(completion.token_ids)
+            name, before = call.request.request_id, call.request.sampled_before
+            self.known[name] = before + len(completion.token_ids)
+            for start, stop, version in completion.spans:
+                self._told(name, before + start, stop - start, version)
         return completion
+
+    def _told(self, name: str, start: int, count: int, version: PolicyVersion) -> None:
+        self.samplers.setdefault(name, {}).update(dict.fromkeys(range(start, start + count), version.step))
 
 
 def _belongs(name: str, episodes: Collection[str]) -> bool:
@@ -142,9 +162,10 @@ Turn = tuple[bytes, bytes, bytes, str]
 class Life:
     """One process: the real parts over what the journal holds."""
 
-    journal: MemoryJournal
+    journal: MemoryJournal | SqliteJournal
     engine: WatchedEngine
     run_seed: int
+    episode_timeout_s: float = LONGEST_RUN_S
     failure: asyncio.Future[None] = field(init=False)
     """Gets an error no episode can be blamed for."""
     dispatcher: Dispatcher = field(init=False)
@@ -170,7 +191,7 @@ class Life:
             sampling=SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=(STOP_TOKEN,)),
             limits=Limits(max_turns=8, max_tokens=MAX_TOKENS, max_context=1 << 16),
             tool_timeout_s=60.0,
-            episode_timeout_s=LONGEST_RUN_S,
+            episode_timeout_s=self.episode_timeout_s,
             max_staleness={"left": 1, "right": 3},
         )
         self.runner = EpisodeRunner(
@@ -202,6 +223,7 @@ class Life:
         """The journal's writer: a round every 200 ms, the partition before the control log, and time to die between."""
         while True:
             await asyncio.sleep(0.2)
+            assert isinstance(self.journal, MemoryJournal)
             queued = len(self.journal.records)
             await self.journal.turn_log("0").flush()
             await asyncio.sleep(0.02)
@@ -209,16 +231,35 @@ class Life:
 
     def on_disk(self) -> tuple[MemoryJournal, dict[str, int]]:
         """What a kill leaves: the journal, and by request the tokens that are on disk."""
+        assert isinstance(self.journal, MemoryJournal)
         journal = self.journal.after_crash()
         log = journal.turn_log("0")
-        known: dict[str, int] = {}
-        for entry in (*log.entries, *(item for item in log.partials if not isinstance(item, tuple))):
-            name = f"{entry.episode_id}.{entry.attempt}.{entry.call_id}"
-            body = decode_partial(entry.body) if entry in log.partials else entry.decode()
-            if isinstance(body, Partial | TurnEntry):
-                start = body.start if isinstance(body, Partial) else 0
-                known[name] = max(known.get(name, 0), start + len(body.token_ids) // 4)
-        return journal, known
+        return journal, tokens_on_disk(log, {entry.episode_id for entry in log.entries})
+
+
+def tokens_on_disk(log: TurnLog, episodes: Collection[str]) -> dict[str, int]:
+    """By request: how many of its tokens are in the journal, in an entry or in partials."""
+    known: dict[str, int] = {}
+    for episode in episodes:
+        for entry in log.read(episode, 0):
+            body = entry.decode()
+            if isinstance(body, TurnEntry):
+                known[request_name(entry)] = len(body.token_ids) // 4
+        for entry in log.read_partials(episode, 0):
+            partial = decode_partial(entry.body)
+            name = request_name(entry)
+            known[name] = max(known.get(name, 0), partial.start + len(partial.token_ids) // 4)
+    return known
+
+
+def request_name(entry: JournalEntry) -> str:
+    """The id of the engine calls of a turn."""
+    return f"{entry.episode_id}.{entry.attempt}.{entry.call_id}"
+
+
+def episode_of(name: str) -> str:
+    """Whose call a request is."""
+    return name.rsplit(".0.", 1)[0]
 
 
 @dataclass(kw_only=True)
@@ -236,6 +277,7 @@ class InterruptedRun:
     _step: int = 0
     _current: list[tuple[float, PolicyVersion]] = field(default_factory=list)
     _asked: dict[str, float] = field(default_factory=dict)
+    _samplers: dict[str, dict[int, int]] = field(default_factory=dict)
     _rng: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -257,11 +299,14 @@ class InterruptedRun:
                 killed = await self._live(life, disturbed=disturbed)
                 self.resampled += engine.resampled
                 self._asked = {**engine.asked, **self._asked}
+                for name, samplers in engine.samplers.items():
+                    self._samplers.setdefault(name, {}).update(samplers)
                 if killed is None:
                     break
                 journal, known = killed
                 versions = {version.policy: version for _, version in self._current}
         assert engine.sessions == 0, f"{engine.sessions} sessions are left open"
+        assert isinstance(life.journal, MemoryJournal)
         return self._turns(life.journal)
 
     async def _live(self, life: Life, *, disturbed: bool) -> tuple[MemoryJournal, dict[str, int]] | None:
@@ -323,7 +368,7 @@ class InterruptedRun:
         return False
 
     async def _park(self, life: Life) -> None:
-        episodes = sorted({name.split(".0.")[0] for name in life.engine.asked})
+        episodes = sorted({episode_of(name) for name in life.engine.asked})
         episode = self._rng.choice(episodes or ["nobody"])
         if not life.worker.park(episode):
             return
@@ -352,28 +397,32 @@ class InterruptedRun:
             for entry in journal.turn_log("0").read(header.episode_id, 0):
                 body = entry.decode()
                 if isinstance(body, TurnEntry):
-                    name = f"{entry.episode_id}.{entry.attempt}.{entry.call_id}"
+                    name = request_name(entry)
                     asked = self._asked[name]
                     opened.setdefault(body.seat, asked)
                     since = asked if self.refresh in ("token", "turn") else opened[body.seat]
                     self._check_spans(name, body, since)
-                    turns[name] = (body.context_ids, body.token_ids, body.logprobs, body.finish_reason)
+                    turns[name] = what_was_said(body)
         return turns
 
     def _check_spans(self, name: str, turn: TurnEntry, since: float) -> None:
-        """They cover the tokens and name versions that were current between `since` and the turn's end."""
-        at, until = 0, turn.started + turn.seconds
+        """They name who sampled each token, and nobody who was not current between `since` and the turn's end."""
+        until = turn.started + turn.seconds
         for span in turn.spans:
-            assert span.start == at < span.stop, f"{name}: {turn.spans}"
-            at = span.stop
             own = [(time, version.step) for time, version in self._current if version.policy == turn.policy]
             begins = [time for time, step in own if step == span.step]
             ends = min((time for time, step in own if step > span.step), default=LONGEST_RUN_S)
             assert begins, f"{name}: step {span.step} was never served"
             assert begins[0] <= until, f"{name}: step {span.step} came later"
             assert ends >= since, f"{name}: step {span.step} was gone before"
-        assert at == len(turn.token_ids) // 4, f"{name}: {turn.spans}"
+        told = [self._samplers[name][n] for n in range(len(turn.token_ids) // 4)]
+        assert told == [span.step for span in turn.spans for _ in range(span.start, span.stop)], f"{name}: {turn.spans}"
         assert list(turn.spans) == sorted(turn.spans, key=lambda span: span.step), f"{name}: {turn.spans}"
+
+
+def what_was_said(turn: TurnEntry) -> Turn:
+    """What no interruption may change."""
+    return turn.context_ids, turn.token_ids, turn.logprobs, turn.finish_reason
 
 
 @cache

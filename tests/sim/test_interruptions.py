@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from typing import Any
 
 import pytest
 
+from agentrl.core.errors import EngineLostError
+from agentrl.core.records import PolicyVersion
+from agentrl.journal.entries import TurnEntry
+from agentrl.testing import MemoryJournal
+from agentrl.testing.memory_journal import EpisodeEnd
 from agentrl.testing.plugin import SimulatedLoop
-from tests.sim.interrupted_run import check_schedule
+from tests.sim.interrupted_run import POLICIES, TOKEN_S, Life, WatchedEngine, check_schedule, request_name
 
 pytestmark = pytest.mark.sim
 
@@ -17,3 +24,71 @@ def test_interrupted_turns_are_those_of_the_undisturbed_run(simulated_loop: Simu
     for seed in simulated_loop.seeds():
         did += check_schedule(seed).did
     assert len(did) == 7 or len(simulated_loop.seeds()) < 20, f"the schedules did only {did}"
+
+
+def life(journal: MemoryJournal | None = None, **options: Any) -> Life:
+    """The first process of a run; called in the loop."""
+    engine = WatchedEngine({policy: PolicyVersion(policy, 0, 0) for policy in POLICIES}, {})
+    return Life(journal=journal or MemoryJournal(), engine=engine, run_seed=0, **options)
+
+
+def test_an_engine_that_stays_away_ends_the_run_after_two_minutes(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        one = life()
+        await asyncio.sleep(0.5)
+        one.engine.lose()
+        with pytest.raises(EngineLostError, match="gone"):
+            await one.failure
+        waited = asyncio.get_running_loop().time() - 0.5
+        assert waited == pytest.approx(1 + 2 + 4 + 8 + 16 + 3 * 30)
+        await one.worker.cancel()
+
+    simulated_loop.run(main)
+
+
+def test_the_time_of_a_parked_episode_stands_still(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> Counter[str | None]:
+        one = life(episode_timeout_s=30.0)
+        await asyncio.sleep(0.5)
+        assert one.worker.park("e0")
+        await asyncio.sleep(100.0)
+        assert one.engine.in_flight == 0
+        assert one.worker.unpark() == ("e0",)
+        await asyncio.sleep(1.0)
+        one.engine.hold_calls()
+        await one.worker.drain()
+        return Counter(end.header.drop_reason for end in one.journal.of_kind(EpisodeEnd))
+
+    for ends in simulated_loop.run(main):
+        assert ends == {None: 9, "episode_timeout": 1}, "the parked one, whose time ran on after it had come back"
+
+
+def test_turns_that_end_at_once_write_no_partials(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        one = life()
+        await one.worker.drain()
+        log = one.journal.turn_log("0")
+        await log.flush()
+        written = {request_name(item) for item in log.partials if not isinstance(item, tuple)}
+        seconds = {request_name(e): b.seconds for e in log.entries if isinstance(b := e.decode(), TurnEntry)}
+        assert {name for name, taken in seconds.items() if taken > 0.4 + TOKEN_S} <= written
+        assert written <= {name for name, taken in seconds.items() if taken > 0.2 - TOKEN_S}
+        assert len(written) < len(seconds)
+        assert {item[2] for item in log.partials if isinstance(item, tuple)} == {
+            name.rpartition(".0.")[2] for name in written
+        }
+
+    simulated_loop.run(main)
+
+
+def test_a_failed_attempt_leaves_no_partials(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        one = life(episode_timeout_s=1.3)
+        await one.worker.drain()
+        log = one.journal.turn_log("0")
+        await log.flush()
+        assert any(not isinstance(item, tuple) for item in log.partials)
+        for end in one.journal.of_kind(EpisodeEnd):
+            assert not log.read_partials(end.header.episode_id, 0)
+
+    simulated_loop.run(main)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.core.errors import EngineError
+from agentrl.core.errors import EngineError, EngineLostError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
@@ -220,5 +220,50 @@ def test_two_calls_of_one_id_are_refused() -> None:
             await engine.open("t", "policy").generate(request("a"))
         engine.release_held()
         await first
+
+    simulate(main, seed=0)
+
+
+def test_a_call_that_waits_out_a_pause_can_be_aborted() -> None:
+    async def main() -> None:
+        engine = make(seconds_per_token=1.0)
+        await engine.pause()
+        calls = [asyncio.ensure_future(engine.open("s", "policy").generate(request(name))) for name in ("a", "b")]
+        await asyncio.sleep(1)
+        engine.abort("a")
+        assert said(await calls[0]) == ([], "abort", [])
+        await engine.resume()
+        assert said(await calls[1]) == (TEN, "stop", [(0, 10, 0)])
+
+    simulate(main, seed=0)
+
+
+def test_a_lost_engine_fails_what_runs_and_what_waits_and_takes_new_sessions_when_it_is_back() -> None:
+    async def main() -> None:
+        engine, told = make(seconds_per_token=0.1), list[int]()
+        session = engine.open("s", "policy")
+        running = asyncio.ensure_future(
+            session.generate(request("a"), lambda name, tokens, logprobs, version: told.extend(tokens))
+        )
+        await asyncio.sleep(0.55)
+        await engine.pause()
+        waiting = asyncio.ensure_future(engine.open("t", "policy").generate(request("b")))
+        await asyncio.sleep(1)
+        engine.lose()
+        for call in (running, waiting):
+            with pytest.raises(EngineLostError):
+                await call
+        assert told == TEN[:4]
+        with pytest.raises(EngineLostError):
+            engine.open("u", "policy")
+        engine.restore()
+        with pytest.raises(EngineLostError):
+            await session.generate(request("c"))
+        session.close()
+        again = engine.open("s", "policy")
+        assert said(await again.generate(request("a"))) == (TEN, "stop", [(0, 10, 0)])
+        again.close()
+        again.close()
+        assert (engine.sessions, engine.in_flight) == (0, 0)
 
     simulate(main, seed=0)

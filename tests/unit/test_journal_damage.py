@@ -10,6 +10,7 @@ import pytest
 
 from agentrl.core.errors import JournalError
 from agentrl.core.records import PolicyVersion
+from agentrl.journal.entries import JournalEntry
 from agentrl.journal.reader import EntryKey, TurnReader
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import SqliteJournal
@@ -129,3 +130,23 @@ def test_a_changed_control_row_is_found(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="'e0': a record in `trajectories`"):
         list(log.ready_units({"policy": PolicyVersion("policy", 0, 0)}))
     log.close()
+
+
+@pytest.mark.parametrize("change", ["body = x'00'", "asked = 'text'", "call = 'r#1'", "attempt = 'one'"])
+def test_a_changed_partial_is_left_out(tmp_path: Path, change: str) -> None:
+    async def main() -> None:
+        journal = SqliteJournal(tmp_path)
+        log = journal.turn_log("w0")
+        for number in range(3):
+            log.append_partial(JournalEntry("e0", 0, "r#0", b"asked", bytes([number])))
+        await log.flush()
+        await journal.close()
+        with sqlite3.connect(tmp_path / "turns-w0.db") as connection:
+            connection.execute(f"UPDATE partials SET {change} WHERE id = 2")
+        connection.close()
+        reader = TurnReader(tmp_path)
+        found = [entry.body for entry in reader.partials("turns-w0.db", "e0", 0)]
+        reader.close()
+        assert found == [b"\x00", b"\x02"]
+
+    asyncio.run(main())

@@ -1,0 +1,236 @@
+"""A turn that is cut goes on where it was, under the version its session is due, with all that a trainer needs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import agentrl
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import EngineError
+from agentrl.core.ports import Engine, Refresh, SamplingParams
+from agentrl.core.records import Completion, EpisodeSpec, MaskKind, Row, SeatBinding, Task
+from agentrl.engines.embedded import EmbeddedEngine
+from agentrl.environment.base import Limits
+from agentrl.journal.rows import trajectories
+from agentrl.rollout.episode import RolloutSettings
+from agentrl.rollout.partials import joined
+from agentrl.rollout.plain_format import PlainFormat
+from agentrl.rollout.runner import EpisodeRunner
+from agentrl.rollout.worker import AsyncioWorker
+from agentrl.testing import MemoryJournal
+from tests.contract.engine_kinds import (
+    START,
+    MakeEngine,
+    ModelZoo,
+    load_engine,
+    plain_logprobs,
+    prompt,
+    request,
+    until,
+    version,
+    write_adapter,
+)
+from tests.contract.test_engine_capture import plain_routing
+
+OLD, NEW = START["solver"], version(1)
+TOKENS = 60
+
+
+async def cut_and_continued(engine: Engine, update: Any, *, new_session: bool) -> Completion:
+    """A turn whose call is aborted, and that goes on after an update, in its session or in another one."""
+    session = engine.open("a", "solver")
+    beside = engine.open("pace", "proposer")
+    running = asyncio.ensure_future(session.generate(request("r", prompt(12), seed=3, max_tokens=200)))
+    await beside.generate(request("pace", prompt(3), max_tokens=6))
+    engine.abort("r")
+    first = await running
+    count = len(first.token_ids)
+    assert 0 < count < 200
+    if new_session:
+        session.close()
+        session = engine.open("b", "solver")
+    await update()
+    context = np.concatenate([prompt(12), first.token_ids])
+    rest = await session.generate(request("r", context, seed=3, max_tokens=200 - count, sampled_before=count))
+    session.close()
+    beside.close()
+    return joined([first, rest])
+
+
+@pytest.mark.parametrize("refresh", ["token", "turn"])
+@pytest.mark.parametrize("new_session", [False, True])
+def test_after_an_update_a_cut_turn_goes_on_under_the_new_version(
+    make_engine: MakeEngine, refresh: str, new_session: bool
+) -> None:
+    async def main() -> None:
+        engine = make_engine(refresh=refresh)
+        turn = await cut_and_continued(
+            engine, lambda: engine.update(make_engine.publish(NEW, seed=1)), new_session=new_session
+        )
+        assert [span.version for span in turn.spans] == [OLD, NEW]
+        assert turn.spans[-1].stop == len(turn.token_ids) == 200
+        assert turn.finish_reason == "length"
+        await engine.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("refresh", ["lazy", "episode"])
+@pytest.mark.parametrize("new_session", [False, True])
+def test_a_leased_turn_goes_on_under_its_version_as_long_as_its_session_lives(
+    zoo: ModelZoo, tmp_path: Path, refresh: Refresh, new_session: bool
+) -> None:
+    async def main() -> None:
+        engine = load_engine(zoo, refresh=refresh)
+        weights = write_adapter(tmp_path / "a", NEW, zoo.load(), seed=1)
+        turn = await cut_and_continued(engine, lambda: engine.update(weights), new_session=new_session)
+        assert [span.version for span in turn.spans] == ([OLD, NEW] if new_session else [OLD])
+        await engine.close()
+
+    asyncio.run(main())
+
+
+# --- episodes ---------------------------------------------------------------------------------------------------------
+
+
+class SmallFormat(PlainFormat):
+    """Bytes folded into a small vocabulary; no turn ends before its limit."""
+
+    stop_token_ids: tuple[int, ...] = ()
+
+    def start(self, messages: Any, tools: Any) -> list[int]:
+        return [3 + token % 90 for token in super().start(messages, tools)]
+
+    def extend(self, messages: Any, *, after: Any) -> list[int]:
+        return [3 + token % 90 for token in super().extend(messages, after="length")]
+
+
+class TwoTurns(agentrl.Environment):
+    """The first is short, the second is cut."""
+
+    seats = ("solver",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("solver").act(agentrl.user("begin"), max_tokens=4)
+        await ctx.agent("solver").act(agentrl.user("go on"))
+        ctx.agent("solver").reward(1.0)
+
+
+SPEC = EpisodeSpec(
+    episode_id="e0",
+    environment="two-turns",
+    task=Task(id="t", data={}),
+    seed=7,
+    seats={"solver": SeatBinding("solver")},
+    group_id="g0",
+)
+
+
+class Host:
+    """Of an episode without children."""
+
+    def spawn(self, *arguments: Any) -> Any:
+        raise EngineError("no children here")
+
+    def readmit(self, spec: EpisodeSpec) -> None:
+        raise EngineError("no second attempt here")
+
+    def measured(self, spec: EpisodeSpec, header: Any, metrics: Any) -> None:
+        pass
+
+
+def worker_over(engine: Engine, journal: MemoryJournal, sampling: dict[str, Any]) -> AsyncioWorker:
+    settings = RolloutSettings(
+        sampling=SamplingParams(max_tokens=TOKENS, **sampling),
+        limits=Limits(max_turns=4, max_tokens=TOKENS, max_context=256),
+        tool_timeout_s=60.0,
+        episode_timeout_s=600.0,
+    )
+    runner = EpisodeRunner(
+        engine=engine,
+        chat_format=SmallFormat(),
+        store=journal,
+        log=journal.turn_log("0"),
+        host=Host(),
+        clock=SystemClock(),
+        settings=settings,
+    )
+    return AsyncioWorker(
+        runner, environments={"two-turns": TwoTurns}, data_attempts=1, on_failure=lambda error: pytest.fail(str(error))
+    )
+
+
+def moe_engine(zoo: ModelZoo) -> EmbeddedEngine:
+    return load_engine(zoo, "qwen3_moe", capture_routing=True, capture_mask=True)
+
+
+async def interrupted(zoo: ModelZoo, how: str, sampling: dict[str, Any]) -> Row:
+    """The row of the episode, interrupted in its second turn."""
+    engine, journal = moe_engine(zoo), MemoryJournal()
+    worker = worker_over(engine, journal, sampling)
+    journal.admit(SPEC)
+    worker.submit(SPEC, lambda header: None)
+    if how != "nothing":
+        await until(lambda: engine.stats.sampled_tokens > 4 + 20)
+    if how == "abort":
+        engine.abort("e0.0.r#1")
+    elif how in ("park", "update", "kill"):
+        worker.park("e0")
+        await until(lambda: bool(journal.turn_log("0").partials_on_disk))
+    if how == "update":
+        await engine.pause()
+        await engine.update(zoo.full(NEW, "qwen3_moe", seed=1))
+        await engine.resume()
+    if how == "kill":
+        journal = journal.after_crash()
+        await worker.cancel()
+        await engine.close()
+        engine = moe_engine(zoo)
+        worker = worker_over(engine, journal, sampling)
+        worker.submit(SPEC, lambda header: None, resume=True)
+    worker.unpark()
+    await worker.drain()
+    await engine.close()
+    (trajectory,) = trajectories(journal.turn_log("0").read("e0", 0))
+    (row,) = trajectory.rows
+    return row
+
+
+@pytest.mark.parametrize("how", ["abort", "park", "kill"])
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 5}])
+def test_a_cut_turn_is_the_turn_it_would_have_been(zoo: ModelZoo, how: str, sampling: dict[str, Any]) -> None:
+    whole = asyncio.run(interrupted(zoo, "nothing", sampling))
+    row = asyncio.run(interrupted(zoo, how, sampling))
+    assert row.token_ids.tolist() == whole.token_ids.tolist()
+    np.testing.assert_allclose(row.behavior_logprobs, whole.behavior_logprobs, atol=1e-5)
+    assert row.expert_routing is not None
+    assert whole.expert_routing is not None
+    assert row.expert_routing.tolist() == whole.expert_routing.tolist()
+    assert {span.version for span in row.spans} == {OLD}
+    assert row.sampling_mask is not None
+    assert whole.sampling_mask is not None
+    missing = row.sampling_mask.counts == MaskKind.MISSING
+    assert missing.any() == (how == "kill" and bool(sampling))
+    assert row.sampling_mask.counts[~missing].tolist() == whole.sampling_mask.counts[~missing].tolist()
+
+
+def test_a_turn_parked_over_an_update_is_sampled_by_both_versions(zoo: ModelZoo) -> None:
+    row = asyncio.run(interrupted(zoo, "update", {}))
+    assert [span.version for span in row.spans] == [OLD, OLD, NEW]
+    for seed, span in zip((0, 0, 1), row.spans, strict=True):
+        scores = plain_logprobs(zoo.load("qwen3_moe", seed), row.token_ids)
+        positions = np.arange(span.start, span.stop)
+        np.testing.assert_allclose(
+            row.behavior_logprobs[positions], scores[positions - 1, row.token_ids[positions]], atol=2e-4
+        )
+    assert row.expert_routing is not None
+    at = row.spans[-1].start
+    newer = plain_routing(zoo.load("qwen3_moe", 1), row.token_ids)
+    assert np.array_equal(row.expert_routing[at:-1], newer[at:-1])
+    older = plain_routing(zoo.load("qwen3_moe", 0), row.token_ids)
+    assert np.array_equal(row.expert_routing[: at - 1], older[: at - 1])

@@ -1,0 +1,143 @@
+"""The pieces of a turn: how they become one completion, and which of those on disk a resumed turn goes on from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import EngineError
+from agentrl.core.ports import SamplingParams
+from agentrl.core.records import Completion, MaskKind, PolicyVersion, SamplingMask, VersionSpan
+from agentrl.journal.entries import JournalEntry, Span
+from agentrl.journal.partials import Partial, encode_partial
+from agentrl.rollout.calls import Call
+from agentrl.rollout.partials import EpisodePartials, PartialTurn, joined, part
+from agentrl.testing import MemoryTurnLog, make_completion
+
+ASKED = b"question"
+CALL = Call("r#1", ASKED, None)
+SAMPLING = SamplingParams(max_tokens=8, stop_token_ids=(2,))
+
+
+def version(step: int) -> PolicyVersion:
+    return PolicyVersion("policy", 0, step)
+
+
+def routing(start: int, *values: int) -> dict[str, object]:
+    return {"expert_routing": np.array(values, np.uint8).reshape(-1, 1, 1), "routing_start": start}
+
+
+def piece(tokens: Sequence[int], step: int = 0, reason: str = "abort", **fields: object) -> Completion:
+    whole = (VersionSpan(0, len(tokens), version(step)),) if tokens else ()
+    return Completion(
+        token_ids=np.array(tokens, np.int32),
+        logprobs=-np.array(tokens, np.float32),
+        finish_reason=reason,  # type: ignore[arg-type]
+        spans=whole,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def test_pieces_become_one_completion_whose_spans_are_shifted_and_merged() -> None:
+    first = make_completion(
+        [5, 6, 7], finish_reason="abort", spans=[VersionSpan(0, 1, version(0)), VersionSpan(1, 3, version(1))]
+    )
+    whole = joined([first, piece([]), piece([8], 1), piece([9, 2], 3, "stop")])
+    assert whole.token_ids.tolist() == [5, 6, 7, 8, 9, 2]
+    assert whole.logprobs.tolist() == [-0.5, -0.5, -0.5, -8, -9, -2]
+    assert [(start, stop, version.step) for start, stop, version in whole.spans] == [(0, 1, 0), (1, 4, 1), (4, 6, 3)]
+    assert whole.finish_reason == "stop"
+    assert whole.sampling_mask is None
+    assert whole.expert_routing is None
+
+
+def test_kept_sets_are_concatenated_and_a_piece_without_had_none() -> None:
+    mask = SamplingMask(counts=np.array([2, -1], np.int32), token_ids=np.array([5, 6], np.int32))
+    other = SamplingMask(counts=np.array([1], np.int32), token_ids=np.array([7], np.int32))
+    whole = joined([piece([5, 6], sampling_mask=mask), piece([9]), piece([7], sampling_mask=other)])
+    assert whole.sampling_mask is not None
+    assert whole.sampling_mask.counts.tolist() == [2, MaskKind.MISSING, MaskKind.NONE, 1]
+    assert whole.sampling_mask.token_ids.tolist() == [5, 6, 7]
+
+
+def test_routing_of_the_call_that_sampled_counts_and_a_later_one_fills_in_what_is_before() -> None:
+    whole = joined([piece([5, 6], **routing(3, 30, 31)), piece([7], **routing(0, 1, 2, 3, 4, 5, 6))])
+    assert whole.routing_start == 0
+    assert whole.expert_routing is not None
+    assert whole.expert_routing[:, 0, 0].tolist() == [1, 2, 3, 30, 31, 6]
+    with pytest.raises(EngineError, match="position 4"):
+        joined([piece([5], **routing(3, 30)), piece([7], **routing(5, 5))])
+
+
+def test_a_part_keeps_the_spans_inside() -> None:
+    whole = joined([piece([5, 6], 0), piece([7, 8], 1)])
+    assert part(whole, 1, 3).spans == (VersionSpan(0, 1, version(0)), VersionSpan(1, 2, version(1)))
+    assert part(whole, 2, 2).spans == ()
+
+
+def row(
+    start: int, tokens: Sequence[int], *, asked: bytes = ASKED, step: int = 0, body: bytes | None = None
+) -> JournalEntry:
+    partial = Partial(
+        start=start,
+        token_ids=np.array(tokens, "<i4").tobytes(),
+        logprobs=np.zeros(len(tokens), "<f4").tobytes(),
+        spans=(Span(0, len(tokens), 0, step),),
+    )
+    return JournalEntry("e0", 0, "r#1", asked, encode_partial(partial) if body is None else body)
+
+
+def recalled(*rows: JournalEntry, masked: bool = False) -> PartialTurn:
+    """The turn that goes on from partials on disk."""
+    log = MemoryTurnLog("turns-0.db")
+    for entry in rows:
+        log.append_partial(entry)
+    asyncio.run(log.flush())
+    partials = EpisodePartials(log, "e0", 0, clock=SystemClock(), kept=True, resumed=True)
+    return partials.turn(CALL, "policy", masked=masked)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sampled"),
+    [
+        ([row(0, [5, 6]), row(2, [7], step=1)], 3),
+        ([row(2, [7])], 0),
+        ([row(0, [5, 6]), row(3, [7])], 2),
+        ([row(0, [5, 6], asked=b"another!")], 0),
+        ([row(0, [5, 6]), row(2, [7], asked=b"another!")], 2),
+        ([row(0, [5, 6]), row(2, [], body=b"\x93rotten"), row(2, [7])], 2),
+        ([row(0, [5, 6], body=encode_partial(Partial(0, b"123", b"123", (Span(0, 1, 0, 0),))))], 0),
+        ([row(0, [5, 6], body=encode_partial(Partial(0, b"1234" * 2, b"1234" * 2, (Span(1, 2, 0, 0),))))], 0),
+    ],
+)
+def test_a_resumed_turn_goes_on_from_what_is_whole_and_follows_on(rows: list[JournalEntry], sampled: int) -> None:
+    turn = recalled(*rows)
+    assert turn.sampled == sampled
+    assert turn.finish_reason(SAMPLING) is None
+
+
+def test_tokens_read_back_are_not_trained_where_kept_sets_are_recorded() -> None:
+    (whole,) = recalled(row(0, [5, 6]), masked=True).pieces
+    assert whole.sampling_mask is not None
+    assert whole.sampling_mask.counts.tolist() == [MaskKind.MISSING] * 2
+
+
+def test_a_turn_that_was_all_on_disk_is_not_asked_for_again() -> None:
+    turn = recalled(row(0, [5, 2]))
+    assert turn.finish_reason(SAMPLING) == "stop"
+    assert turn.whole("stop").finish_reason == "stop"
+    assert recalled(row(0, [5] * 8)).finish_reason(SAMPLING) == "length"
+
+
+def test_where_routing_is_recorded_its_last_token_is() -> None:
+    turn = recalled(row(0, [5, 2]))
+    assert turn.give_back_last()
+    assert turn.sampled == 1
+    assert turn.finish_reason(SAMPLING) is None
+    turn.ended(piece([2], reason="stop", **routing(0, 1, 2, 3)))
+    assert turn.finish_reason(SAMPLING) == "stop"
+    assert not turn.give_back_last()
