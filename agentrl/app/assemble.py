@@ -214,6 +214,7 @@ def attach_worker(
         runner,
         environments={name_of(environment): environment},
         data_attempts=config.data_attempts,
+        infrastructure_attempts=config.infrastructure_attempts,
         on_failure=on_failure,
     )
     dispatcher.on_collapse = on_failure

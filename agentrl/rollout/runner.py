@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from agentrl.core import ids
@@ -33,6 +33,9 @@ from agentrl.journal.port import JournalStore, TurnLog
 from agentrl.rollout.calls import BEGIN, CallJournal, enter_branch
 from agentrl.rollout.context import LiveContext
 from agentrl.rollout.episode import LiveEpisode, RolloutSettings, Services
+
+GRACE_S = 5.0
+"""How long a program that was cancelled may take to end, before it is left behind."""
 
 
 class EpisodeRunner:
@@ -55,13 +58,20 @@ class EpisodeRunner:
         self._store = store
         self._log = log
         self._code_hashes: dict[type[Environment], str] = {}
+        self._running: dict[tuple[str, int], LiveContext] = {}
 
     async def run(
-        self, spec: EpisodeSpec, environment: type[Environment], recorded: Iterable[JournalEntry] = ()
+        self,
+        spec: EpisodeSpec,
+        environment: type[Environment],
+        recorded: Iterable[JournalEntry] = (),
+        *,
+        on_stuck: Callable[[], None] | None = None,
     ) -> EpisodeHeader:
         """Run one attempt to its commit; `recorded` entries of an earlier execution are replayed first.
 
-        Must be called in a task of its own: the task owns the episode's root branch.
+        Must be called in a task of its own: the task owns the episode's root branch. `on_stuck` is called when its
+        program swallows the cancellation at its deadline and goes on.
 
         Raises:
             EpisodeError: the episode cannot go on, with its drop reason. Other exceptions are the environment's.
@@ -76,17 +86,17 @@ class EpisodeRunner:
         enter_branch(ids.ROOT_BRANCH)
         self._begin(journal, spec, environment)
         episode = LiveEpisode(spec, journal, self._services)
-        context = LiveContext(episode)
+        context = self._running[spec.episode_id, spec.attempt] = LiveContext(episode)
         try:
             try:
-                await self._play(environment, context)
+                await self._play(environment, context, on_stuck or _nobody)
                 stop_reason: StopReason = context.stop_reason or "completed"
             except LimitReachedError as limit:
                 stop_reason = limit.stop_reason
             if stop_reason != "completed":
                 self._reward_truncated(context, environment)
         finally:
-            context.close()
+            self.leave(spec)
         header = EpisodeHeader(
             episode_id=spec.episode_id,
             group_id=spec.group_id,
@@ -105,6 +115,12 @@ class EpisodeRunner:
         self.host.measured(spec, header, episode.metrics)
         return header
 
+    def leave(self, spec: EpisodeSpec) -> None:
+        """Take everything from an attempt that ended, or is to count as ended: nothing it still does is heard."""
+        context = self._running.pop((spec.episode_id, spec.attempt), None)
+        if context is not None:
+            context.close()
+
     def recorded(self, spec: EpisodeSpec) -> list[JournalEntry]:
         """What the journal holds of an attempt."""
         return self._log.read(spec.episode_id, spec.attempt)
@@ -115,16 +131,25 @@ class EpisodeRunner:
         await _whatever_happens(self._store.commit_episode(spec, header, b"", {}, valid_unicode(detail)))
         return header
 
-    async def _play(self, environment: type[Environment], context: LiveContext) -> None:
+    async def _play(self, environment: type[Environment], context: LiveContext, on_stuck: Callable[[], None]) -> None:
         """The program of the episode, within its time. The commit is outside: what is on disk is what is told."""
         limit = self._services.settings.episode_timeout_s
+        overdue = asyncio.get_running_loop().call_later(limit + GRACE_S, on_stuck)
         try:
             async with asyncio.timeout(limit) as deadline:
                 await environment().run(context)
         except TimeoutError:
-            if deadline.expired():
-                raise EpisodeError(f"the episode took longer than {limit:g} s", reason="episode_timeout") from None
-            raise
+            if not deadline.expired():
+                raise
+        finally:
+            overdue.cancel()
+        if deadline.expired():  # also where the program swallowed the cancellation and returned
+            raise EpisodeError(f"the episode took longer than {limit:g} s", reason="episode_timeout")
+
+    async def reread(self, spec: EpisodeSpec) -> list[JournalEntry]:
+        """What the journal holds of an attempt that runs, once it is on disk."""
+        await self._log.flush()
+        return self.recorded(spec)
 
     def _begin(self, journal: CallJournal, spec: EpisodeSpec, environment: type[Environment]) -> None:
         code_hash = self._code_hashes.get(environment)
@@ -153,6 +178,10 @@ class EpisodeRunner:
             for agent in context.agents.values():
                 if agent.turns and not agent.rewards:
                     agent.reward(value)
+
+
+def _nobody() -> None:
+    """Nobody minds a stuck program."""
 
 
 async def _whatever_happens(commit: Coroutine[Any, Any, None]) -> None:
