@@ -102,6 +102,8 @@ class RaySession:
                 # Ray opens its own directory to everyone; the one around it stays private.
                 _temp_dir=str(self._directory / "ray"),
             )
+            # Ray prints a page on our standard output when one of its processes dies; we say it in a line.
+            ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
 
     def addresses(self) -> set[str]:
         """The addresses of the session's nodes: loopback alone for a local one."""

@@ -20,10 +20,11 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
 BLOCKED_S = 1.0
+_MAX_CALLERS = 5
 _PACKAGE = __file__.rpartition("/observe/")[0]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -101,32 +102,39 @@ class _Watch:
             frame = sys._current_frames().get(self._owner) if seconds > self._repeated_s else None
             if frame is None or frame.f_globals.get("__name__") in ("selectors", "asyncio.base_events"):
                 continue
-            found = _user_frame(frame)
-            place = (found.f_code.co_filename, found.f_lineno)
+            stack = _user_frames(frame)
+            place = (stack[0].f_code.co_filename, stack[0].f_lineno)
             is_blocked = seconds > self._longest_s or self._blocked_at.setdefault(place, mark) < mark
             if is_blocked and place not in self._told:
                 self._told.add(place)
-                self._tell(self._described(found, seconds))
+                self._tell(self._described(stack, seconds))
 
-    def _described(self, frame: FrameType, seconds: float) -> str:
-        file, number = frame.f_code.co_filename, frame.f_lineno
+    def _described(self, stack: Sequence[FrameType], seconds: float) -> str:
+        file, number = stack[0].f_code.co_filename, stack[0].f_lineno
         task = asyncio.current_task(self._loop)
         name = "" if task is None or task.get_name().startswith("Task-") else f" in episode {task.get_name()}"
+        callers = "".join(f", called from {_place(frame)}" for frame in stack[1:_MAX_CALLERS])
         return (
-            f"the event loop has been blocked for {seconds:.1f} s{name} by {file}:{number} in {frame.f_code.co_name}: "
-            f"`{linecache.getline(file, number).strip()}`. No episode goes on meanwhile: await it (`ctx.sleep`, "
-            "`ctx.effect` with an async function), or mark the tool @tool(external=True), which runs it in a thread"
+            f"the event loop has been blocked for {seconds:.1f} s{name} by {_place(stack[0])}: "
+            f"`{linecache.getline(file, number).strip()}`{callers}. No episode goes on meanwhile: await it "
+            "(`ctx.sleep`, `ctx.effect` with an async function), or mark the tool @tool(external=True), which runs it "
+            "in a thread"
         )
 
 
-def _user_frame(innermost: FrameType) -> FrameType:
-    """The innermost frame that is neither ours nor a library's; the innermost where all are."""
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _user_frames(innermost: FrameType) -> list[FrameType]:
+    """The frames that are neither ours nor a library's, innermost first; the innermost where all are."""
+    frames: list[FrameType] = []
     frame: FrameType | None = innermost
     while frame is not None:
         if is_users(frame.f_code.co_filename):
-            return frame
+            frames.append(frame)
         frame = frame.f_back
-    return innermost
+    return frames or [innermost]
 
 
 def is_users(file: str) -> bool:

@@ -50,6 +50,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("episodes/ready", "episodes", "committed and waiting to be trained"),
     Metric("episodes/trained", "episodes", "trained since the run began"),
     Metric("episodes/dropped", "episodes", "dropped since the run began, whatever the reason"),
+    Metric("episodes/superseded", "episodes", "ends told twice, or of an attempt that another replaced: ignored"),
     Metric("episodes/tokens", "tokens", "mean sampled tokens of the episodes that ended during the step"),
     Metric(
         "tool/<outcome>",

@@ -65,8 +65,9 @@ class Dispatcher:
     """Who waits for a child that was resumed before its parent asked for it."""
     _useless_in_a_row: Counter[str] = field(default_factory=Counter)
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Of the training episodes that ended since the run began, growing: `episodes`, `tokens`, `turns`, how they kept
-    the format, `units of POLICY`, `tokens of POLICY`, and `metric NAME` for what they counted themselves."""
+    """Of the training episodes that ended since the run began, growing: `episodes`, `tokens`, `turns`, `superseded`
+    ends that were ignored, how they kept the format, `units of POLICY`, `tokens of POLICY`, and `metric NAME` for what
+    they counted themselves."""
     _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
 
     def __post_init__(self) -> None:
@@ -253,6 +254,10 @@ class Dispatcher:
 
     def _end(self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None] | None, header: EpisodeHeader) -> None:
         if spec.purpose == "train":
+            running = self._running.get(spec.episode_id)
+            if running is None or running.attempt != header.attempt:
+                self.sums["superseded"] += 1  # told twice, or of an attempt that another has replaced
+                return
             del self._running[spec.episode_id]
             on_end = self._parents.pop(spec.episode_id, on_end)
             if on_end is None and spec.parent_id is not None:

@@ -119,6 +119,8 @@ def of_ended(sums: Mapping[str, float]) -> dict[str, float]:
     if sums["episodes"]:
         metrics["episodes/turns"] = sums["turns"] / sums["episodes"]
         metrics["episodes/tokens"] = sums["tokens"] / sums["episodes"]
+    if sums["superseded"]:
+        metrics["episodes/superseded"] = sums["superseded"]
     if not sums["committed"]:
         return metrics
     metrics["format/episodes"] = sums["committed"]

@@ -230,7 +230,13 @@ class CallJournal:
         return Performing(self, call, memoised)
 
     def write(self, call: Call, body: EntryBody) -> None:
-        """Append the entry of a call that was performed."""
+        """Append the entry of a call that was performed.
+
+        Raises:
+            UnstructuredConcurrencyError: the episode has ended, and its journal is another's to continue.
+        """
+        if self._ended:
+            raise UnstructuredConcurrencyError(f"episode {self._episode_id}, call {call.call_id}: it ended meanwhile")
         if self._cancelled:
             self.settle()
         entry = JournalEntry(self._episode_id, self._attempt, call.call_id, call.asked, encode_body(body))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from agentrl.core import ids
@@ -35,6 +35,9 @@ from agentrl.rollout.context import LiveContext
 from agentrl.rollout.episode import LiveEpisode, RolloutSettings, Services
 from agentrl.rollout.parking import Parking
 from agentrl.rollout.partials import EpisodePartials
+
+GRACE_S = 5.0
+"""How long a program that was cancelled may take to end, before it is left behind."""
 
 
 class EpisodeRunner:
@@ -60,13 +63,13 @@ class EpisodeRunner:
         self._store = store
         self._log = log
         self._code_hashes: dict[type[Environment], str] = {}
-        self._running: dict[str, CallJournal] = {}
+        self._running: dict[tuple[str, int], LiveContext] = {}
 
     def stop(self, episode_id: str) -> None:
         """Say that a running episode is about to be cancelled to go on another time: it did not cancel itself."""
-        journal = self._running.get(episode_id)
-        if journal is not None:
-            journal.stop()
+        for (running, _), context in self._running.items():
+            if running == episode_id:
+                context.episode.journal.stop()
 
     async def run(
         self,
@@ -75,10 +78,12 @@ class EpisodeRunner:
         recorded: Iterable[JournalEntry] = (),
         *,
         answers: Iterable[JournalEntry] = (),
+        on_stuck: Callable[[], None] | None = None,
     ) -> EpisodeHeader:
         """Run one attempt to its commit; `recorded` entries of an earlier execution are replayed first.
 
-        `answers` are what the outside world would say if it were asked again; see `CallJournal`.
+        `answers` are what the outside world would say if it were asked again; see `CallJournal`. `on_stuck` is called
+        when the program swallows the cancellation at its deadline and goes on.
 
         Must be called in a task of its own: the task owns the episode's root branch.
 
@@ -93,7 +98,6 @@ class EpisodeRunner:
             )
         journal = CallJournal(self._log, spec.episode_id, spec.attempt, recorded, seed=spec.seed, answers=answers)
         resumed = journal.written > 0
-        self._running[spec.episode_id] = journal
         journal.enter(ids.ROOT_BRANCH).begin()
         self._begin(journal, spec, environment)
         partials = EpisodePartials(
@@ -105,10 +109,10 @@ class EpisodeRunner:
             resumed=resumed,
         )
         episode = LiveEpisode(spec, journal, self._services, partials)
-        context = LiveContext(episode)
+        context = self._running[spec.episode_id, spec.attempt] = LiveContext(episode)
         try:
             try:
-                await self._play(environment, context, episode)
+                await self._play(environment, context, on_stuck or _nobody)
                 stop_reason: StopReason = context.stop_reason or "completed"
             except LimitReachedError as limit:
                 stop_reason = limit.stop_reason
@@ -116,8 +120,7 @@ class EpisodeRunner:
                 self._reward_truncated(context, environment)
             journal.finish()
         finally:
-            context.close()
-            del self._running[spec.episode_id]
+            self.leave(spec)
         header = EpisodeHeader(
             episode_id=spec.episode_id,
             group_id=spec.group_id,
@@ -137,6 +140,12 @@ class EpisodeRunner:
         self.host.measured(spec, header, episode.metrics)
         return header
 
+    def leave(self, spec: EpisodeSpec) -> None:
+        """Take everything from an attempt that ended, or is to count as ended: nothing it still does is heard."""
+        context = self._running.pop((spec.episode_id, spec.attempt), None)
+        if context is not None:
+            context.close()
+
     def recorded(self, spec: EpisodeSpec) -> list[JournalEntry]:
         """What the journal holds of an attempt."""
         return self._log.read(spec.episode_id, spec.attempt)
@@ -151,20 +160,23 @@ class EpisodeRunner:
         await _whatever_happens(self._store.commit_episode(spec, header, b"", {}, valid_unicode(detail)))
         return header
 
-    async def _play(self, environment: type[Environment], context: LiveContext, episode: LiveEpisode) -> None:
+    async def _play(self, environment: type[Environment], context: LiveContext, on_stuck: Callable[[], None]) -> None:
         """The program of the episode, within its time. The commit is outside: what is on disk is what is told."""
         limit = self._services.settings.episode_timeout_s
+        overdue = asyncio.get_running_loop().call_later(limit + GRACE_S, on_stuck)
         try:
             async with asyncio.timeout(limit) as deadline:
-                episode.limit = deadline
-                self.parking.begin(episode.spec.episode_id, episode)
+                context.episode.limit = deadline
+                self.parking.begin(context.episode.spec.episode_id, context.episode)
                 await environment().run(context)
         except TimeoutError:
-            if deadline.expired():
-                raise EpisodeError(f"the episode took longer than {limit:g} s", reason="episode_timeout") from None
-            raise
+            if not deadline.expired():
+                raise
         finally:
-            episode.limit = None
+            context.episode.limit = None
+            overdue.cancel()
+        if deadline.expired():  # also where the program swallowed the cancellation and returned
+            raise EpisodeError(f"the episode took longer than {limit:g} s", reason="episode_timeout")
 
     def _begin(self, journal: CallJournal, spec: EpisodeSpec, environment: type[Environment]) -> None:
         code_hash = self._code_hashes.get(environment)
@@ -192,6 +204,10 @@ class EpisodeRunner:
             for agent in context.agents.values():
                 if agent.turns and not agent.rewards:
                     agent.reward(value)
+
+
+def _nobody() -> None:
+    """Nobody minds a stuck program."""
 
 
 async def _whatever_happens(commit: Coroutine[Any, Any, None]) -> None:

@@ -2,20 +2,30 @@
 
 This is one of the two places where foreign errors stop (the other is the cluster's supervision): whatever an
 environment raises becomes a retry or a drop with a reason, never a reward and never the end of the run.
+
+An environment that raises begins again, `data_attempts` times; an episode under which the engine is lost again and
+again, however long its turn waited (`turn_sampler.py`), is dropped. A program that swallows its cancellation is left
+behind: it may run on, nothing it does counts, and nobody waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
-from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError, StorageError
+from agentrl.core.errors import (
+    EngineError,
+    EngineLostError,
+    EnvironmentDefinitionError,
+    EpisodeError,
+    StorageError,
+)
 from agentrl.core.records import EpisodeHeader, EpisodeSpec
 from agentrl.environment.base import Environment, described
 from agentrl.environment.registry import resolve
 from agentrl.journal.entries import JournalEntry
-from agentrl.rollout.runner import EpisodeRunner
+from agentrl.rollout.runner import GRACE_S, EpisodeRunner
 
 OnEnd = Callable[[EpisodeHeader], None]
 
@@ -43,16 +53,16 @@ class AsyncioWorker:
         self._loaded: set[str] = set()
         self._data_attempts = data_attempts
         self._on_failure = on_failure
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], EpisodeSpec] = {}
+        """With the attempt each is at."""
+        self._reading = asyncio.Lock()
         self.last_failure = ""
         """What the last dropped episode said, for people."""
 
     def submit(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool = False) -> None:
         """Start an episode in a task of its own."""
         self._runner.parking.admit(spec.episode_id)
-        task = asyncio.get_running_loop().create_task(self._run(spec, on_end, resume=resume), name=spec.episode_id)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        self._start(spec, self._run(spec, on_end, resume=resume))
 
     def park(self, episode_id: str) -> bool:
         """See `core.ports.Worker.park`."""
@@ -72,38 +82,81 @@ class AsyncioWorker:
         for task in list(self._tasks):
             self._runner.stop(task.get_name())
             task.cancel()
-        await self.drain()
+        if self._tasks:
+            _, stuck = await asyncio.wait(self._tasks, timeout=GRACE_S)
+            for task in stuck:
+                self._leave_behind(task)
+
+    def _start(self, spec: EpisodeSpec, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=spec.episode_id)
+        self._tasks[task] = spec
+        task.add_done_callback(self._ended)
 
     async def _run(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool) -> None:
-        recorded = self._runner.recorded(spec) if resume else ()
-        on_end(await self._attempts(spec, recorded))
+        recorded: Sequence[JournalEntry] = ()
+        if resume:
+            async with self._reading:  # one after another, and the loop goes on in between
+                recorded = self._runner.recorded(spec)
+                await asyncio.sleep(0)
+        header = await self._attempts(spec, recorded, on_end)
+        if header is not None:
+            on_end(header)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
         self._runner.parking.leave(task.get_name())
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if self._tasks.pop(task, None) is None:
+            task.cancelled() or task.exception()  # it was left behind: nobody wants to know
+        elif not task.cancelled() and (error := task.exception()) is not None:
             self._on_failure(error)
 
-    async def _attempts(self, spec: EpisodeSpec, recorded: Sequence[JournalEntry]) -> EpisodeHeader:
+    def _leave_behind(self, task: asyncio.Task[None]) -> None:
+        self._runner.leave(self._tasks.pop(task))
+        asyncio._unregister_task(task)  # else the end of the event loop would wait for it
+
+    def _stuck(self, task: asyncio.Task[None], on_end: OnEnd) -> None:
+        """The program of an episode was cancelled at its deadline, and goes on."""
+        spec = self._tasks[task]
+        self._leave_behind(task)
+        self._start(spec, self._drop_stuck(spec, on_end))
+
+    async def _drop_stuck(self, spec: EpisodeSpec, on_end: OnEnd) -> None:
+        detail = (
+            f"run() was cancelled at its deadline, swallowed the cancellation, and was left behind {GRACE_S:g} s later"
+        )
+        self.last_failure = detail
+        on_end(await self._runner.drop(spec, "episode_timeout", detail, 0.0))
+
+    async def _attempts(
+        self, spec: EpisodeSpec, recorded: Sequence[JournalEntry], on_end: OnEnd
+    ) -> EpisodeHeader | None:
+        """Attempts until one commits or the episode is dropped; None where it was left behind."""
         started = self._runner.clock.monotonic()
         environment = self._environment(spec.environment)
+        task = asyncio.current_task()
+        assert task is not None
         attempt = 0
         while True:
             try:
-                return await self._runner.run(spec, environment, recorded)
+                return await self._runner.run(spec, environment, recorded, on_stuck=lambda: self._stuck(task, on_end))
+            except EngineLostError as error:
+                reason, detail = "engine_lost", str(error)
             except (StorageError, EngineError, EnvironmentDefinitionError):
                 raise
             except EpisodeError as error:
                 reason, detail = error.reason, str(error)
             except Exception as error:  # noqa: BLE001 - the boundary: an environment may raise anything
                 reason, detail = "environment_error", described(error)
+                attempt += 1
             self._runner.forget(spec)
-            attempt += 1
-            if reason != "environment_error" or attempt >= self._data_attempts:
+            if task not in self._tasks:
+                return None
+            if reason == "environment_error" and attempt < self._data_attempts:
+                spec, recorded = _next_attempt(spec), ()
+                self._tasks[task] = spec
+                self._runner.host.readmit(spec)
+            else:
                 self.last_failure = detail
                 return await self._runner.drop(spec, reason, detail, self._runner.clock.monotonic() - started)
-            spec, recorded = _next_attempt(spec), ()
-            self._runner.host.readmit(spec)
 
     def _environment(self, name: str) -> type[Environment]:
         environment = self._environments.get(name)

@@ -173,7 +173,6 @@ def test_a_dead_ray_ends_the_group_and_another_can_be_started(model: Path, tmp_p
 _DEAD_RAY = """
 import asyncio, os, signal, sys
 from pathlib import Path
-import ray
 from agentrl.cluster.trainer_pool import RayTrainerPool
 from agentrl.core.errors import TrainerLostError
 from agentrl.core.records import PolicyVersion
@@ -194,6 +193,7 @@ async def main():
         if step == 1:
             await pool.publish("policy", PolicyVersion("policy", 0, 1))
             await pool.save(str(directory / "checkpoint"))
+            import ray
             [process] = [i.process for i in ray._private.worker._global_node.all_processes[name]]
             os.kill(process.pid, signal.SIGKILL)
             try:

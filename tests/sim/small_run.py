@@ -85,6 +85,7 @@ class SmallRun:
     config: RunConfig = field(default_factory=config_for)
     environment: type[agentrl.Environment] = Guess
     script: Callable[[GenerateRequest, str, PolicyVersion], list[int]] = guess
+    engine_class: type[ScriptedEngine] = ScriptedEngine
     engine_options: dict[str, Any] = field(default_factory=lambda: {"seconds_per_token": 0.05})
     trainer_options: dict[str, Any] = field(default_factory=lambda: {"step_seconds": 0.7, "publish_seconds": 0.1})
     journal: MemoryJournal = field(default_factory=MemoryJournal)
@@ -103,7 +104,7 @@ class SmallRun:
     async def run(self) -> Outcome:
         """Assemble and run to the end."""
         policies = list(self.config.policies)
-        engine = ScriptedEngine(
+        engine = self.engine_class(
             self.script, versions={name: PolicyVersion(name, 0, 0) for name in policies}, **self.engine_options
         )
         trainable = [name for name in policies if self.config.policies[name].trainable]

@@ -40,6 +40,22 @@ def test_code_that_blocks_the_loop_is_named_once_with_its_line() -> None:
     assert "in block: `heard.wait()" in said
 
 
+def test_an_episode_that_blocks_the_loop_is_named_with_its_stack() -> None:
+    async def block(heard: threading.Event) -> None:
+        def think() -> None:
+            heard.wait()
+
+        async def run() -> None:
+            think()
+
+        await asyncio.get_running_loop().create_task(run(), name="e7")
+
+    [said] = told_during(block)
+    assert "in episode e7 by" in said
+    assert "in think: `heard.wait()`, called from" in said
+    assert " in run" in said
+
+
 def test_an_error_nobody_awaits_is_named_with_its_line() -> None:
     async def lose(heard: threading.Event) -> None:
         async def fail() -> None:
