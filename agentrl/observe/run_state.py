@@ -6,6 +6,7 @@ says about bounds. Knows neither terminals nor HTML.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -122,12 +123,13 @@ def read_metrics(path: Path, state: RunState) -> None:
     """
     try:
         with open_regular(path) as file:
-            end = size_of(file)
-            file.seek(max(end - MAX_METRICS_BYTES, 0))
-            while file.tell() < end and (line := file.readline(MAX_LINE_BYTES)):
-                _take(line, state)
+            file.seek(max(size_of(file) - MAX_METRICS_BYTES, 0))
+            lines = io.BytesIO(file.read(MAX_METRICS_BYTES))
     except OSError:
         return
+    for line in lines:
+        if line.startswith(b"{") and len(line) <= MAX_LINE_BYTES:
+            _take(line, state)
 
 
 def _take(line: bytes, state: RunState) -> None:

@@ -100,13 +100,9 @@ class EpisodeRunner:
         resumed = journal.written > 0
         journal.enter(ids.ROOT_BRANCH).begin()
         self._begin(journal, spec, environment)
+        kept = spec.purpose == "train"
         partials = EpisodePartials(
-            self._log,
-            spec.episode_id,
-            spec.attempt,
-            clock=self.clock,
-            kept=spec.purpose == "train",
-            resumed=resumed,
+            self._log, spec.episode_id, spec.attempt, clock=self.clock, kept=kept, resumed=resumed
         )
         episode = LiveEpisode(spec, journal, self._services, partials)
         context = self._running[spec.episode_id, spec.attempt] = LiveContext(episode)
@@ -121,7 +117,15 @@ class EpisodeRunner:
             journal.finish()
         finally:
             self.leave(spec)
-        header = EpisodeHeader(
+        header = self._header(context, stop_reason, self.clock.monotonic() - started)
+        partials.forget()
+        await _whatever_happens(self._store.commit_episode(spec, header, journal.digest, episode.metrics))
+        self.host.measured(spec, header, episode.metrics)
+        return header
+
+    def _header(self, context: LiveContext, stop_reason: StopReason, seconds: float) -> EpisodeHeader:
+        spec, agents = context.episode.spec, context.agents.values()
+        return EpisodeHeader(
             episode_id=spec.episode_id,
             group_id=spec.group_id,
             attempt=spec.attempt,
@@ -129,16 +133,12 @@ class EpisodeRunner:
             parent_id=spec.parent_id,
             stop_reason=stop_reason,
             drop_reason=None,
-            turns=sum(len(agent.turns) for agent in context.agents.values()),
-            tokens=sum(len(turn.completion.token_ids) for agent in context.agents.values() for turn in agent.turns),
-            seconds=self.clock.monotonic() - started,
-            trajectories=tuple(agent.header() for agent in context.agents.values() if agent.turns),
-            location=DataLocation(self._log.name, journal.written),
+            turns=sum(len(agent.turns) for agent in agents),
+            tokens=sum(len(turn.completion.token_ids) for agent in agents for turn in agent.turns),
+            seconds=seconds,
+            trajectories=tuple(agent.header() for agent in agents if agent.turns),
+            location=DataLocation(self._log.name, context.episode.journal.written),
         )
-        partials.forget()
-        await _whatever_happens(self._store.commit_episode(spec, header, journal.digest, episode.metrics))
-        self.host.measured(spec, header, episode.metrics)
-        return header
 
     def leave(self, spec: EpisodeSpec) -> None:
         """Take everything from an attempt that ended, or is to count as ended: nothing it still does is heard."""

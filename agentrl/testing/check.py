@@ -228,7 +228,6 @@ async def execute(
     """An episode over a prefix: its header and entries, or what went wrong; `sums` gets those of the `Dispatcher`."""
     journal, clock, signal = MemoryJournal(), SystemClock(), Signal()
     engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)})
-    chat_format = PlainFormat()
     dispatcher = Dispatcher(
         environment=spec.environment,
         seats=environment.seats,
@@ -242,7 +241,7 @@ async def execute(
     log = journal.turn_log("check")
     runner = EpisodeRunner(
         engine=engine,
-        chat_format=chat_format,
+        chat_format=PlainFormat(),
         store=journal,
         log=log,
         host=dispatcher,
@@ -262,9 +261,8 @@ async def execute(
     journal.admit(spec)
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            header = await asyncio.get_running_loop().create_task(
-                runner.run(spec, environment, recorded, answers=answers)
-            )
+            running = runner.run(spec, environment, recorded, answers=answers)
+            header = await asyncio.get_running_loop().create_task(running)
         await dispatcher.worker.drain()
     except TimeoutError:
         return f"run() did not end within {TIMEOUT_S:g} s"

@@ -174,7 +174,7 @@ class Life:
 
     def __post_init__(self) -> None:
         self.failure = asyncio.get_running_loop().create_future()
-        past: Past = past_of(self.journal, {})
+        past: Past = past_of(self.journal, {}, group_size=GROUP_SIZE)
         self.dispatcher = Dispatcher(
             environment=name_of(Talk),
             seats=POLICIES,
