@@ -163,18 +163,19 @@ class EpisodeRunner:
     async def _play(self, environment: type[Environment], context: LiveContext, on_stuck: Callable[[], None]) -> None:
         """The program of the episode, within its time. The commit is outside: what is on disk is what is told."""
         limit = self._services.settings.episode_timeout_s
-        overdue = asyncio.get_running_loop().call_later(limit + GRACE_S, on_stuck)
         try:
             async with asyncio.timeout(limit) as deadline:
-                context.episode.limit = deadline
-                self.parking.begin(context.episode.spec.episode_id, context.episode)
-                await environment().run(context)
+                overdue = _Overdue(deadline, on_stuck)
+                try:
+                    context.episode.limit = deadline
+                    self.parking.begin(context.episode.spec.episode_id, context.episode)
+                    await environment().run(context)
+                finally:
+                    context.episode.limit = None
+                    overdue.cancel()
         except TimeoutError:
             if not deadline.expired():
                 raise
-        finally:
-            context.episode.limit = None
-            overdue.cancel()
         if deadline.expired():  # also where the program swallowed the cancellation and returned
             raise EpisodeError(f"the episode took longer than {limit:g} s", reason="episode_timeout")
 
@@ -208,6 +209,27 @@ class EpisodeRunner:
 
 def _nobody() -> None:
     """Nobody minds a stuck program."""
+
+
+class _Overdue:
+    """Calls `on_stuck` when a deadline, which may be put off, has passed by `GRACE_S`; until it is cancelled."""
+
+    def __init__(self, deadline: asyncio.Timeout, on_stuck: Callable[[], None]) -> None:
+        self._deadline = deadline
+        self._on_stuck = on_stuck
+        self._loop = asyncio.get_running_loop()
+        self._look()
+
+    def _look(self) -> None:
+        now, when = self._loop.time(), self._deadline.when()
+        if when is not None and now >= when + GRACE_S:
+            self._on_stuck()
+            return
+        self._timer = self._loop.call_at((now if when is None else when) + GRACE_S, self._look)
+
+    def cancel(self) -> None:
+        """Look no more."""
+        self._timer.cancel()
 
 
 async def _whatever_happens(commit: Coroutine[Any, Any, None]) -> None:
