@@ -101,6 +101,7 @@ class EpisodeRunner:
                 self._reward_truncated(context, environment)
         finally:
             context.close()
+            episode.agents.clear()  # each knows its episode: without the circle both are freed at once
         header = EpisodeHeader(
             episode_id=spec.episode_id,
             group_id=spec.group_id,
