@@ -61,7 +61,8 @@ class TurnSampler:
         while (reason := turn.finish_reason(sampling)) is None or (
             capabilities.expert_routing and turn.give_back_last()
         ):
-            await self._passage(call)
+            if episode.services.parking.is_parked(episode.spec.episode_id):
+                await self._passage(call)
             try:
                 turn.ended(await self._ask(turn, call, context, sampling))
             except EngineLostError:
@@ -96,11 +97,9 @@ class TurnSampler:
 
     async def _passage(self, call: Call) -> None:
         """While the episode is parked: hold nothing, have everything on disk, wait."""
-        parking, episode_id = self._episode.services.parking, self._episode.spec.episode_id
-        if parking.is_parked(episode_id):
-            self.close()
-            await self._episode.partials.flush()
-            await parking.passage(episode_id, call.call_id)
+        self.close()
+        await self._episode.partials.flush()
+        await self._episode.services.parking.passage(self._episode.spec.episode_id, call.call_id)
 
     async def _ask(self, turn: PartialTurn, call: Call, context: Int32Array, sampling: SamplingParams) -> Completion:
         """One engine call, for what the turn lacks."""
