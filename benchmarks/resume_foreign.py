@@ -10,7 +10,8 @@ the environment and its resources must be those of the first process.
 The class of an environment: `replay`, where every resumption gave the same; `pinned`, where one ended in an error by
 name (the episode is restarted or dropped); `SILENT`, where one came back as something else and nobody said so. An
 environment that draws chance from outside plays on differently even where it came back exactly: for one whose second
-undisturbed run differs from the first, a resumption counts as silent if its state differs where the prefix ends.
+undisturbed run differs from the first, a resumption counts as silent if its state differs where the prefix ends (and
+the prefix holds a turn: before the first one, nothing has come of the episode).
 `snapshot`: as `replay`, its state restored instead of made again. `unmodified_share`: of all, those that come back as
 they were written. `silent_mismatches`: environments of the class SILENT. Not counted: remedies, which are pinned
 environments with a state that can be told and taken, and traps, which break the documented rules on purpose.
@@ -213,13 +214,14 @@ def resume(case: Case, games: Sequence[Played], *, quick: bool) -> Verdict:
         repeats: bool | None = None
         for cut in _cuts(len(before.entries), quick=quick):
             after = play(case, task, before.entries[:cut])
+            has_turns = any(isinstance(entry.decode(), TurnEntry) for entry in before.entries[:cut])
             found = _compared(before, after)
             came_back = all(before.trail.get(seed) in (state, None) for seed, state in after.trail.items())
             resumed += 1
             named += after.error is not None
             if found and repeats is None:
                 repeats = not _compared(before, play(case, task))
-            is_silent = bool(found) and after.error is None and (repeats or not came_back)
+            is_silent = bool(found) and after.error is None and (repeats or (has_turns and not came_back))
             silent += is_silent
             chance += bool(found) and after.error is None and not is_silent
             if found and (not cause or (is_silent and silent == 1)):

@@ -75,14 +75,23 @@ class Repl(Tool):
     @agentrl.tool
     def python(self, code: str) -> str:
         """Run some code and show what it prints."""
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(code, self.names)
-        return printed.getvalue()
+        return run_python(code, self.names)
+
+
+class ReplWithChance(Repl):
+    """The same, with code that draws from the global generator."""
 
 
 class ReplWithSets(Repl):
     """The same, with code that prints sets of strings and objects at an address."""
+
+
+def run_python(code: str, names: dict[str, Any]) -> str:
+    """What some code prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, names)
+    return printed.getvalue()
 
 
 def shell(command: str, directory: str) -> str:
@@ -121,13 +130,13 @@ PYTHON = (
     "rows = [*locals().get('rows', []), x]",
     "print(x, sum(rows))",
     "print({n: n * n for n in range(x % 7)})",
-    "import random; x += random.randint(0, 9)",
     "def double(n): return 2 * n",
     "print(double(x))",
     "print(1 / 0)",
 )
 SQL_OF_CHANCE = ("select random()", "select strftime('%f', 'now')")
 SHELL_OF_THE_HOUR = ("date +%N", "pwd", "ls -i")
+PYTHON_OF_CHANCE = ("import random; x = random.randint(0, 9)", "rows = [random.random() for _ in range(3)]")
 PYTHON_OF_ADDRESSES = ("print({'pen', 'book', 'cup'})", "print(object())")
 
 
@@ -155,6 +164,7 @@ def tool_cases() -> list[Case]:
         case(Shell, "run_command", "command", SHELL, kept),
         case(ShellWithClock, "run_command", "command", (*SHELL, *SHELL_OF_THE_HOUR), kept),
         case(Repl, "python", "code", PYTHON, values),
+        case(ReplWithChance, "python", "code", (*PYTHON, *PYTHON_OF_CHANCE), values),
         case(ReplWithSets, "python", "code", (*PYTHON, *PYTHON_OF_ADDRESSES), values),
     ]
 
@@ -238,11 +248,38 @@ class ShellSnapshot(Tool):
         return str(await self.directory.call("run_command", command))
 
 
+class Interpreter:
+    """Python that keeps its variables, as a resource: its draws are its own."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {}
+
+    def python(self, code: str) -> str:
+        """Run some code; its errors are for the policy to read."""
+        try:
+            return run_python(code, self.names)
+        except Exception as error:  # noqa: BLE001 - whatever the policy's code raises
+            return f"error: {error}"
+
+
+class ReplResource(Tool):
+    """The Python tool with chance again, its interpreter a resource."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        self.interpreter = ctx.resource(Interpreter, level="replay")
+        await super().run(ctx)
+
+    @agentrl.tool
+    async def python(self, code: str) -> str:
+        """Run some code and show what it prints."""
+        return str(await self.interpreter.call("python", code))
+
+
 def remedy_cases() -> list[Case]:
     """What was pinned, with a state that can be told and taken."""
     task = [agentrl.Task(id=f"try-{number}", data={}) for number in range(3)]
 
-    def case(name: str, environment: type[Tool], policy: Policy, state: Any) -> Case:
+    def case(name: str, environment: type[Tool], policy: Policy, state: Any, level: str = "snapshot") -> Case:
         return Case(
             name=name,
             family="remedy",
@@ -251,12 +288,14 @@ def remedy_cases() -> list[Case]:
             tasks=task,
             state=state,
             foreign=False,
-            level="snapshot",
+            level=level,
         )
 
     sql = calls(("query", {"sql": (*SQL, *SQL_OF_CHANCE)}))
     commands = calls(("run_command", {"command": (*SHELL, *SHELL_OF_THE_HOUR)}))
+    code = calls(("python", {"code": (*PYTHON, *PYTHON_OF_CHANCE)}))
     return [
+        case("repl with chance, resource", ReplResource, code, lambda env: None, "replay"),
         case("sql with chance, snapshot", SqlSnapshot, sql, lambda env: env.database.state()),
         case("shell with clock, snapshot", ShellSnapshot, commands, lambda env: env.directory.state()),
     ]

@@ -14,27 +14,29 @@ from typing import Any
 
 
 class GlobalRandom:
-    """The state of `random` and `numpy.random` as one game sees it; everyone else's stays as it was."""
+    """The state of `random` and `numpy.random` as one object sees it; everyone else's stays as it was."""
 
     def __init__(self, seed: int) -> None:
-        import numpy as np
-
-        self._python = random.Random(seed).getstate()
-        self._numpy = np.random.MT19937(seed)
+        self._seed = seed
+        self._states: tuple[Any, Any] | None = None
+        """Of `random` and `numpy.random`, from the first use on."""
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Within: the game's own state."""
-        from numpy.random import get_state, set_state
+        """Within: the object's own state."""
+        from numpy.random import MT19937, get_state, set_state
         from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
+        if self._states is None:
+            self._states = random.Random(self._seed).getstate(), MT19937(self._seed)
+        own_python, own_numpy = self._states
         python, numpy, generator = random.getstate(), get_state(legacy=False), get_bit_generator()
-        random.setstate(self._python)
-        set_bit_generator(self._numpy)  # a hundred times cheaper than setting a state
+        random.setstate(own_python)
+        set_bit_generator(own_numpy)  # a hundred times cheaper than setting a state
         try:
             yield
         finally:
-            self._python = random.getstate()
+            self._states = random.getstate(), own_numpy
             random.setstate(python)
             set_bit_generator(generator)
             if numpy["has_gauss"]:  # the second half of a normal draw, which the swap forgot

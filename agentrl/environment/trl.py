@@ -6,7 +6,6 @@ drawn from `ctx.rng`, so that what it draws is the same when the episode is exec
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -76,21 +75,21 @@ class TrlEnvironment(ToolEnvironment):
         own_random = GlobalRandom(ctx.rng.getrandbits(32))
         with own_random.swapped_in():
             self.instance = self.wrapped()
-        methods = self._methods = _OwnRandom(self.instance, own_random)
-        observation = await _maybe_await(methods.reset(**self._row(ctx.task.data)))
+        observation = await awaited_under(own_random, self.instance.reset, **self._row(ctx.task.data))
         text = self.prompt(ctx.task) + (observation if isinstance(observation, str) else "")
         pending: list[Message] = [user(text)]
         try:
             while pending:
                 turn = await agent.act(*pending)
-                pending = [await run_tool(ctx, methods, tools, call) for call in turn.tool_calls]
+                calls = turn.tool_calls
+                pending = [await run_tool(ctx, self.instance, tools, call, own_random=own_random) for call in calls]
         except LimitReachedError as limit:
             ctx.truncate(limit)
         if not hasattr(self.instance, "get_reward"):
             raise EnvironmentDefinitionError(
                 f"{self.wrapped.__qualname__} has no get_reward(): agentrl needs the reward from the class"
             )
-        value = await _maybe_await(methods.get_reward())
+        value = await awaited_under(own_random, self.instance.get_reward)
         if value is None:
             raise RewardError(f"{self.wrapped.__qualname__}.get_reward returned None; return a number")
         agent.reward(value)
@@ -100,30 +99,6 @@ class TrlEnvironment(ToolEnvironment):
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return dict(data)
         return {parameter.name: data[parameter.name] for parameter in parameters if parameter.name in data}
-
-
-class _OwnRandom:
-    """An object whose methods run under a global random state of its own."""
-
-    def __init__(self, instance: object, own_random: GlobalRandom) -> None:
-        self._instance = instance
-        self._random = own_random
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._instance, name)
-
-        @functools.wraps(method)
-        def call(*arguments: Any, **named: Any) -> Any:
-            if inspect.iscoroutinefunction(method):
-                return awaited_under(self._random, method, *arguments, **named)
-            with self._random.swapped_in():
-                return method(*arguments, **named)
-
-        return call
-
-
-async def _maybe_await(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
 
 
 def adapt_trl(wrapped: type) -> type[TrlEnvironment]:
