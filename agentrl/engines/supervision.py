@@ -125,20 +125,28 @@ class Supervisor:
             process = self._process = await self._supervised.launch()
         except OSError as error:
             return f"could not be started ({error.strerror})"
+        welcoming = asyncio.get_running_loop().create_task(self._welcome(process), name=f"welcome {self._name}")
+        try:
+            code = await process.wait()
+            if self._failure is None:
+                self._serving.clear()
+            how = f"died ({_cause(code)})"
+            await self._supervised.died(how)
+            return how
+        finally:
+            welcoming.cancel()
+            await asyncio.wait({welcoming})
+
+    async def _welcome(self, process: Process) -> None:
         try:
             await self._supervised.welcome()
-            self._serving.set()
+            if process.returncode is None:
+                self._serving.set()
         except EngineLostError:
             self.kill()
         except AgentRLError as error:
             self._give_up(error)
             self.kill()
-        code = await process.wait()
-        if self._failure is None:
-            self._serving.clear()
-        how = f"died ({_cause(code)})"
-        await self._supervised.died(how)
-        return how
 
     def _give_up(self, error: AgentRLError) -> None:
         if self._failure is None:

@@ -133,6 +133,23 @@ def test_a_process_that_dies_again_and_again_is_given_up_and_an_answer_starts_th
     asyncio.run(main())
 
 
+def test_a_process_that_dies_before_it_serves_is_replaced() -> None:
+    async def main() -> None:
+        clock = NoWaiting()
+        engine = ProcessEngine(SCRIPTED, START, clock=clock)
+        while engine.supervisor.process_id is None:
+            await asyncio.sleep(0)
+        kill(engine)
+        completion = await engine.open("s", "solver").generate(request("s", prompt(3)))
+        assert len(completion.token_ids) == 8
+        assert engine.supervisor.losses == 1
+        await engine.close()
+        closing = ProcessEngine(SCRIPTED, START, clock=clock)
+        await closing.close()
+
+    asyncio.run(main())
+
+
 def zoo_less_weights():  # type: ignore[no-untyped-def]
     from agentrl.core.records import WeightsRef
 

@@ -1,0 +1,270 @@
+"""Real processes, really killed: nothing acknowledged is lost, nothing is trained twice, the run gets to its end.
+
+    python -m benchmarks.chaos [--quick] [--scripted 1000] [--real 100] [--directory DIR] [--seed 0]
+
+A run lives until it is killed, in one of its processes and at a random instant, recovery included, and goes on until it
+has taken all its steps; then another begins. After each kill an oracle (`chaos_oracle.py`) judges the run directory.
+Now and then the orchestrator is stopped, a second process tries to open its run, and it goes on.
+
+Figures: `kills` and by role, `lost`, `twice`, `ledger_errors`, `runs` that got to their end, `pauses` and the second
+writers that were not refused, `reward_rise` of the real runs (mean of the last ten steps less the first five).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.chaos_oracle import Verdict, judge
+from benchmarks.report import Report
+
+ROOT = Path(__file__).parents[1]
+ROLES = {"engine": "process_host", "trainer": "chaos_trainer", "rank": "TrainerRank", "node": "gcs_server/gcs_server"}
+"""What a process's command line contains, by role; the raylet is a node's other half."""
+GIVEN_UP = 70
+"""The exit code of a run whose budget of losses was used up: it is resumed, as its user would."""
+
+
+@dataclass(slots=True)
+class Kind:
+    """How runs of one kind are killed."""
+
+    name: str
+    steps: int
+    weights: dict[str, int]
+    """How often each role is killed, relative to the others."""
+    calm_s: float
+    """Mean time between two kills."""
+    start_s: float
+    """About how long a life takes to start: kills of the orchestrator in recovery fall into it."""
+
+
+SCRIPTED = Kind("scripted", 40, {"orchestrator": 35, "engine": 30, "trainer": 30, "pause": 5}, 1.2, 2.5)
+REAL = Kind("real", 60, {"orchestrator": 40, "engine": 25, "rank": 20, "node": 10, "pause": 5}, 15.0, 20.0)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was done, and what came of it."""
+
+    kills: Counter[str] = field(default_factory=Counter)
+    pauses: int = 0
+    second_writers: int = 0
+    given_up: int = 0
+    runs: int = 0
+    verdict: Verdict = field(default_factory=Verdict)
+    unexplained: list[str] = field(default_factory=list)
+    rises: list[float] = field(default_factory=list)
+
+
+class Chaos:
+    """Runs of one kind, killed until there were enough kills."""
+
+    def __init__(self, kind: Kind, root: Path, seed: int, tally: Tally) -> None:
+        self._kind = kind
+        self._root = root
+        self._rng = random.Random(f"{kind.name} {seed}")
+        self._tally = tally
+        self._killed = 0
+
+    def run(self, kills: int) -> None:
+        """Kill `kills` times, and let the last run get to its end."""
+        number = 0
+        while self._killed < kills:
+            directory = self._root / f"{self._kind.name}-{number}"
+            directory.mkdir()
+            self._one_run(directory, number, kills)
+            number += 1
+
+    def _one_run(self, directory: Path, number: int, kills: int) -> None:
+        resume = False
+        while True:
+            process = self._start(directory, number, resume=resume)
+            try:
+                code = self._one_life(process, directory, kills)
+            finally:
+                process.kill()
+                process.wait()
+            resume = (directory / "run" / "config.json").exists()
+            self._judge(directory, ended=code == 0)
+            if code == 0:
+                self._end(directory)
+                return
+            if code == GIVEN_UP:
+                self._tally.given_up += 1
+            elif code != -signal.SIGKILL:
+                self._tally.unexplained.append(f"{directory.name}: exit code {code}: {_tail(directory)}")
+                return
+
+    def _start(self, directory: Path, number: int, *, resume: bool) -> subprocess.Popen[bytes]:
+        command = ["benchmarks.chaos_run", self._kind.name, str(directory), str(number), str(self._kind.steps)]
+        with (directory / "said.txt").open("ab") as said:
+            return subprocess.Popen(
+                [sys.executable, "-m", *command, *(["resume"] if resume else [])],
+                cwd=ROOT,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def _one_life(self, process: subprocess.Popen[bytes], directory: Path, kills: int) -> int:
+        """Kill processes of a life until it ends; its exit code."""
+        early = self._rng.random() < 0.25
+        while True:
+            mean = self._kind.calm_s
+            wait = self._rng.random() * self._kind.start_s if early else self._rng.expovariate(1 / mean)
+            try:
+                return process.wait(timeout=wait if self._killed < kills else 300)
+            except subprocess.TimeoutExpired:
+                pass
+            if self._killed >= kills:
+                self._tally.unexplained.append(f"{directory.name} hung: {_tail(directory)}")
+                return 1
+            role = "orchestrator" if early else self._draw()
+            early = False
+            if role == "pause":
+                self._pause(process, directory)
+                continue
+            victims = [process.pid] if role == "orchestrator" else processes_of(process.pid).get(role, [])
+            if not victims:
+                continue  # it is just being replaced: another role, another instant
+            self._killed += 1
+            self._tally.kills[role] += 1
+            for victim in victims:
+                _kill(victim, signal.SIGKILL)
+            if role == "orchestrator":
+                return process.wait()
+            self._judge(directory, ended=False)
+
+    def _draw(self) -> str:
+        roles = list(self._kind.weights)
+        return self._rng.choices(roles, list(self._kind.weights.values()))[0]
+
+    def _pause(self, process: subprocess.Popen[bytes], directory: Path) -> None:
+        """A stopped orchestrator still holds its run: a second one is refused, and changes nothing."""
+        if not (directory / "run" / "journal" / "run.lock").exists() or _holder(directory) != process.pid:
+            return
+        _kill(process.pid, signal.SIGSTOP)
+        self._tally.pauses += 1
+        try:
+            second = self._start(directory, 0, resume=True)
+            if second.wait(timeout=300) != 2:
+                self._tally.second_writers += 1
+        finally:
+            _kill(process.pid, signal.SIGCONT)
+
+    def _judge(self, directory: Path, *, ended: bool) -> None:
+        verdict = judge(directory, ended=ended)
+        if ended and set(verdict.steps.values()) != {self._kind.steps}:
+            verdict.lost.add(f"steps at the end: {verdict.steps}")
+        self._tally.verdict.add(verdict, directory.name)
+
+    def _end(self, directory: Path) -> None:
+        self._tally.runs += 1
+        connection = sqlite3.connect(directory / "run" / "journal" / "control.db")
+        query = "SELECT step, avg(value) FROM metrics WHERE name = 'reward/mean' GROUP BY step ORDER BY step"
+        rewards = [value for _, value in connection.execute(query)]
+        connection.close()
+        self._tally.rises.append(sum(rewards[-10:]) / len(rewards[-10:]) - sum(rewards[:5]) / len(rewards[:5]))
+
+
+def processes_of(parent: int) -> dict[str, list[int]]:
+    """The descendants of a process, by role."""
+    parents: dict[int, int] = {}
+    commands: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                commands[int(entry.name)] = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
+            except OSError:
+                continue
+    found: dict[str, list[int]] = {}
+    for pid, command in commands.items():
+        above = pid
+        while above > 1 and above != parent:
+            above = parents.get(above, 0)
+        if above == parent:
+            for role, mark in ROLES.items():
+                if mark in command:
+                    found.setdefault(role, []).append(pid)
+    return found
+
+
+def _holder(directory: Path) -> int:
+    text = (directory / "run" / "journal" / "run.lock").read_text().strip()
+    return int(text) if text.isdecimal() else 0
+
+
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _tail(directory: Path) -> str:
+    return " | ".join((directory / "said.txt").read_text(errors="replace").splitlines()[-4:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--scripted", type=int, default=None)
+    parser.add_argument("--real", type=int, default=None)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", type=Path, default=None, help="where the runs are left, to be looked at")
+    options = parser.parse_args()
+    scripted = (20 if options.quick else 1000) if options.scripted is None else options.scripted
+    real = (0 if options.quick else 100) if options.real is None else options.real
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # take the runs along
+    tally = Tally()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
+        root = options.directory or Path(scratch)
+        root.mkdir(exist_ok=True)
+        Chaos(SCRIPTED, root, options.seed, tally).run(scripted)
+        tally.rises.clear()
+        Chaos(REAL, root, options.seed, tally).run(real)
+    faults = tally.verdict
+    for fault in sorted([*faults.lost, *faults.twice, *faults.ledger_errors, *tally.unexplained]):
+        print(fault)
+    report = Report(
+        "chaos",
+        quick=options.quick,
+        repeats=1,
+        compared_with="nothing lost, nothing twice",
+        figures={
+            "kills": tally.kills.total(),
+            "lost": len(faults.lost),
+            "twice": len(faults.twice),
+            "ledger_errors": len(faults.ledger_errors),
+            "runs": tally.runs,
+            "runs_unexplained": len(tally.unexplained),
+            "budgets_used_up": tally.given_up,
+            "pauses": tally.pauses,
+            "second_writers": tally.second_writers,
+            "reward_rise": min(tally.rises) if tally.rises else None,
+            "seconds": time.monotonic() - started,
+            **{f"kills_{role}": float(count) for role, count in sorted(tally.kills.items())},
+        },
+    )
+    report.print()
+    wrong = faults.lost | faults.twice | faults.ledger_errors | set(tally.unexplained)
+    return 1 if wrong or tally.second_writers else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

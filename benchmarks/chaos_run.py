@@ -1,0 +1,248 @@
+"""One life of a chaos run: `python -m benchmarks.chaos_run scripted|real DIRECTORY SEED STEPS [resume]`.
+
+A whole run as `agentrl.train` makes it. `scripted`: the scripted engine and a trainer that digests, each in a process
+of its own, playing a game with child episodes and two policies. `real`: the calculator, the tiny model, the embedded
+engine in a process of its own, Ray. What is acknowledged is appended to `acknowledged.jsonl` beside the run, after the
+acknowledgement, for an oracle that trusts nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import agentrl
+from agentrl.app.parts import Adapters
+from agentrl.app.training import run_training
+from agentrl.config.run import RunConfig
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import AgentRLError, TrainerLostError
+from agentrl.core.ports import ChatFormat, Engine, GenerateRequest
+from agentrl.core.records import PolicyVersion, StepReport, Task, TrainBatch, WeightsRef
+from agentrl.engines.process import EngineProgram, ProcessEngine
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.journal.store import SqliteJournal
+from agentrl.orchestrator.manifest import CheckpointWriter
+from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
+
+ROOT = Path(__file__).parents[1]
+POLICIES = ["asker", "solver"]
+
+
+class Guess(agentrl.Environment):
+    """Guess a digit in up to three turns."""
+
+    seats = ("solver",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        solver = ctx.agent("solver")
+        message = agentrl.user("Guess a digit.")
+        for _ in range(3):
+            turn = await solver.act(message)
+            await ctx.sleep(0.05 * ctx.rng.random())
+            if turn.text.strip(".") == ctx.task.data["digit"]:
+                return solver.reward(1.0)
+            message = agentrl.user("no")
+        return solver.reward(0.0)
+
+
+class Ask(agentrl.Environment):
+    """Name a digit; two children guess it."""
+
+    seats = ("asker",)
+    fan_out = {"Guess": 2}  # noqa: RUF012 (declared, never changed)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        asker = ctx.agent("asker")
+        turn = await asker.act(agentrl.user("Name a digit."))
+        noted = await ctx.effect("note", lambda: turn.text.strip("."))
+        children = await ctx.gather(*ctx.spawn(Guess, {"digit": noted}, n=2))
+        await asker.act(agentrl.user(f"{[child.reward for child in children]}"))
+        asker.reward(float(sum(child.reward or 0.0 for child in children)))
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        return [Task(id=f"task-{number}", data={}) for number in range(16)]
+
+
+def scripted(versions: Mapping[str, PolicyVersion]) -> ScriptedEngine:
+    """The engine of the scripted runs, at four milliseconds a token."""
+
+    def digit(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        return [*b"......"[: request.seed % 7], ord(str(request.seed // 7 % 10)), STOP_TOKEN]
+
+    return ScriptedEngine(digit, versions=versions, seconds_per_token=0.004)
+
+
+class PipeTrainer:
+    """`benchmarks.chaos_trainer`, as the port."""
+
+    def __init__(self, config: RunConfig, directory: Path) -> None:
+        self._directory = directory
+        self._process: asyncio.subprocess.Process | None = None
+        self._one_at_a_time = asyncio.Lock()
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        async with self._one_at_a_time:
+            try:
+                process.stdin.write(json.dumps([method, *arguments]).encode() + b"\n")
+                await process.stdin.drain()
+                answer = await process.stdout.readline()
+                return json.loads(answer)
+            except (ConnectionError, ValueError) as error:
+                raise TrainerLostError(f"the trainer died in {method}") from error
+
+    async def start(self, resume_from: str | None = None) -> None:
+        command = ["-m", "benchmarks.chaos_trainer", str(os.getpid()), str(self._directory), *POLICIES]
+        pipe = asyncio.subprocess.PIPE
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, stdin=pipe, stdout=pipe, cwd=ROOT, limit=1 << 26
+        )
+        await self._ask("start", resume_from)
+
+    async def forward_backward(self, batch: TrainBatch) -> None:
+        units = [[unit.episode_id, unit.attempt] for unit in batch.units]
+        await self._ask("forward_backward", batch.policy, batch.step_id, units)
+
+    async def optim_step(self, policy: str, step_id: int) -> StepReport:
+        answer = await self._ask("optim_step", policy, step_id)
+        return StepReport(
+            step_id=step_id,
+            policy=policy,
+            started_from=PolicyVersion(*answer["started_from"]),
+            loss=0.0,
+            grad_norm=0.0,
+            samples=answer["samples"],
+            tokens=0,
+            seconds=0.01,
+            metrics={},
+            input_digest=answer["digest"],
+        )
+
+    async def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
+        answer = await self._ask("publish", policy, version)
+        return WeightsRef(version=version, path=answer["path"], kind="full", sha256=answer["sha256"])
+
+    async def save(self, directory: str) -> None:
+        await self._ask("save", directory)
+
+    async def close(self) -> None:
+        if self._process is not None:
+            if self._process.returncode is None:
+                self._process.kill()
+            await self._process.wait()
+
+
+def acknowledging(file: Path) -> None:
+    """Append to `file` whatever this process is promised to be on disk, once it is."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def say(*what: Any) -> None:
+        os.write(descriptor, (json.dumps(what) + "\n").encode())
+
+    commit, write, record = SqliteJournal.commit_episode, CheckpointWriter.write, SqliteJournal.record_version
+
+    async def commit_episode(self: Any, spec: Any, header: Any, *rest: Any) -> None:
+        await commit(self, spec, header, *rest)
+        if spec.purpose == "train":
+            say("commit", header.episode_id, header.attempt, header.drop_reason)
+
+    async def write_checkpoint(self: Any, *arguments: Any) -> Path:
+        path = await write(self, *arguments)
+        say("checkpoint", path.name)
+        return path
+
+    def record_version(self: Any, weights: WeightsRef, parent: Any) -> None:
+        say("version", *weights.version, weights.sha256)
+        record(self, weights, parent)
+
+    for owner, method in ((SqliteJournal, commit_episode), (SqliteJournal, record_version)):
+        setattr(owner, method.__name__, method)
+    CheckpointWriter.write = write_checkpoint  # type: ignore[method-assign]
+
+
+class Hurried(SystemClock):
+    """Waits a tenth of the time between attempts: chaos is in a hurry."""
+
+    async def sleep(self, seconds: float) -> None:
+        await super().sleep(seconds / 10 if seconds >= 1 else seconds)
+
+
+async def scripted_engine(config: RunConfig, versions: Mapping[str, PolicyVersion]) -> Engine:
+    program = EngineProgram("benchmarks.chaos_run:scripted", {})
+    attempts = config.infrastructure_attempts
+    return await ProcessEngine(program, versions, attempts=attempts, clock=Hurried()).ready()
+
+
+def scripted_format(config: RunConfig) -> ChatFormat:
+    return PlainFormat()
+
+
+def scripted_config(directory: str, seed: int, steps: int) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "run",
+            "directory": directory,
+            "seed": seed,
+            "steps": steps,
+            "environment": {"id": "unused"},
+            "model": {"path": "unused"},
+            "policies": {
+                "asker": {"step_size": 8, "max_staleness": 1},
+                "solver": {"step_size": 16, "max_staleness": 1},
+            },
+            "credit": {"group_size": 4},
+            "checkpoint": {"every": 2, "keep": 2},
+            "evaluation": {"tasks": 0},
+        }
+    )
+
+
+def real_config(directory: str, seed: int, steps: int) -> RunConfig:
+    from agentrl.config.load import load
+
+    overrides = [
+        "name=run",
+        f"directory={directory}",
+        f"seed={seed}",
+        f"steps={steps}",
+        "engine.own_process=true",
+        "checkpoint.every=2",
+        "evaluation.tasks=0",
+        "policies.solver.step_size=32",
+    ]
+    return load(ROOT / "examples" / "01_tool_use.toml", overrides)
+
+
+def main() -> int:
+    kind, directory, seed, steps, *resume = sys.argv[1:]
+    acknowledging(Path(directory) / "acknowledged.jsonl")
+    environment: type[agentrl.Environment]
+    make: Callable[[str, int, int], RunConfig]
+    if kind == "scripted":
+        environment, make = Ask, scripted_config
+        adapters = Adapters(engine=scripted_engine, trainer=PipeTrainer, chat_format=scripted_format, clock=Hurried())
+    else:
+        from agentrl.environment.registry import resolve
+
+        environment, make, adapters = resolve("calculator"), real_config, Adapters(clock=Hurried())
+    config = make(directory, int(seed), int(steps))
+    try:
+        asyncio.run(run_training(config, environment, adapters=adapters, resume=bool(resume)))
+    except AgentRLError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
