@@ -200,6 +200,7 @@ def attach_worker(
         ),
         tool_timeout_s=config.environment.tool_timeout_s,
         episode_timeout_s=config.episode_timeout_s,
+        on_code_change=config.environment.on_code_change,
     )
     runner = EpisodeRunner(
         engine=engine,

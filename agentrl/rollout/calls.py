@@ -30,7 +30,7 @@ from agentrl.journal.entries import (
     encode_body,
 )
 from agentrl.rollout.branches import Branch, ReplayOrder, current_branch
-from agentrl.rollout.recorded_words import REMEDY, in_words, shortened
+from agentrl.rollout.recorded_words import REMEDY, in_words, on_one_line
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -126,7 +126,7 @@ class CallJournal:
 
     # --- an act, in order ---------------------------------------------------------------------------------------------
 
-    def open(self, asked: bytes = b"", told: Callable[[], object] | None = None) -> Call:
+    def open(self, asked: bytes = b"", told: Callable[[], str] | None = None) -> Call:
         """The next call of the calling branch.
 
         Args:
@@ -165,7 +165,7 @@ class CallJournal:
             return Call(call_id, asked, None, branch, number)
         body = entry.decode()
         if entry.asked != asked:
-            now = "something else" if told is None else shortened(told())
+            now = "something else" if told is None else on_one_line(told())
             self.mismatch(call_id, f"the journal holds {in_words(body)}", f"the code now asks {now}")
         return Call(call_id, asked, body, branch, number)
 

@@ -7,7 +7,7 @@ environment sees of it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from agentrl.core import ids
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from agentrl.rollout.calls import CallJournal
 
 
+OnCodeChange = Literal["try", "restart", "drop"]
+"""What becomes of an episode whose environment was edited since it was recorded."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
     """What is the same for every episode of a worker."""
@@ -27,6 +31,7 @@ class RolloutSettings:
     limits: Limits
     tool_timeout_s: float
     episode_timeout_s: float
+    on_code_change: OnCodeChange = "try"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,14 @@ from collections.abc import Callable, Sequence
 
 from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError, StorageError
 from agentrl.core.records import EpisodeHeader, EpisodeSpec
-from agentrl.environment.base import Environment, described
+from agentrl.environment.base import Environment, described, place_of
 from agentrl.environment.registry import resolve
 from agentrl.journal.entries import JournalEntry
 from agentrl.rollout.runner import EpisodeRunner
+
+MAX_ATTEMPTS = 8
+"""Attempts of an episode over all lives of a run, where what ends them is no fault of its environment: a resource died
+with its process, the code changed."""
 
 OnEnd = Callable[[EpisodeHeader], None]
 
@@ -77,18 +81,23 @@ class AsyncioWorker:
     async def _attempts(self, spec: EpisodeSpec, recorded: Sequence[JournalEntry]) -> EpisodeHeader:
         started = self._runner.clock.monotonic()
         environment = self._environment(spec.environment)
-        attempt = 0
+        failures = 0
         while True:
+            begin_again = False
             try:
                 return await self._runner.run(spec, environment, recorded)
             except (StorageError, EngineError, EnvironmentDefinitionError):
                 raise
             except EpisodeError as error:
-                reason, detail = error.reason, str(error)
+                reason, detail, begin_again = error.reason, f"{error}{place_of(error.__cause__)}", error.begin_again
             except Exception as error:  # noqa: BLE001 - the boundary: an environment may raise anything
                 reason, detail = "environment_error", described(error)
-            attempt += 1
-            if reason != "environment_error" or attempt >= self._data_attempts:
+            if begin_again:
+                begin_again = spec.attempt + 1 < MAX_ATTEMPTS
+            elif reason == "environment_error":
+                failures += 1
+                begin_again = failures < self._data_attempts
+            if not begin_again:
                 self.last_failure = detail
                 return await self._runner.drop(spec, reason, detail, self._runner.clock.monotonic() - started)
             spec, recorded = _next_attempt(spec), ()
