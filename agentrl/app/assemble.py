@@ -251,6 +251,7 @@ def attach_worker(
         tool_timeout_s=config.environment.tool_timeout_s,
         episode_timeout_s=config.episode_timeout_s,
         max_staleness={name: policy.max_staleness for name, policy in config.policies.items()},
+        on_code_change=config.environment.on_code_change,
     )
     runner = EpisodeRunner(
         engine=engine,

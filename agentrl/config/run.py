@@ -48,6 +48,9 @@ class EnvironmentConfig(Section):
     """Passed to the environment's task source."""
     tool_timeout_s: Seconds = 30.0
     """A tool call longer than this becomes a timeout observation: a hanging tool costs one turn, not the run."""
+    on_code_change: Literal["try", "restart", "drop"] = "try"
+    """What becomes of an unfinished episode on `--resume` when the environment's file was edited: replay it and begin
+    again only where it departs from what was recorded, begin again at once, or drop it."""
 
 
 class ModelConfig(Section):

@@ -21,6 +21,7 @@ from agentrl.core.records import Completion, Message, PolicyVersion, ToolSpec, T
 from agentrl.environment.base import Agent, LimitReachedError
 from agentrl.journal.entries import RewardEntry, Span, TurnEntry, asked_hash
 from agentrl.rollout.conversation import Conversation
+from agentrl.rollout.recorded_words import shortened
 from agentrl.rollout.turn_entries import completion_of, message_data
 from agentrl.rollout.turn_sampler import TurnSampler
 
@@ -97,7 +98,7 @@ class LiveAgent(Agent):
         journal = self._episode.journal
         call = journal.open(
             asked_hash(context_bytes, sampling.max_tokens.to_bytes(4, "little")),
-            lambda: " / ".join(message.content for message in messages),
+            lambda: f"a turn of {self.seat} asked {shortened(' / '.join(message.content for message in messages))}",
         )
         await journal.reach(call)
         recorded = journal.recall(call, TurnEntry)

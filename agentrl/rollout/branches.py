@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,9 @@ class Branch:
     __slots__ = (
         "_key",
         "_rng",
+        "awaits_cancellation",
         "calls",
+        "children",
         "is_blocked",
         "is_dismissed",
         "is_open",
@@ -43,7 +45,7 @@ class Branch:
         "patches",
         "path",
         "resources",
-        "was_cancelled",
+        "task",
     )
 
     def __init__(self, path: str, key: StreamKey = (0, 0)) -> None:
@@ -57,10 +59,14 @@ class Branch:
         """The effect or external tool the branch is in the middle of: it may make no calls of its own."""
         self.is_blocked = False
         """Nothing but another branch of the episode can wake it."""
+        self.awaits_cancellation = False
+        """It waits at a call that the journal knows to have been cancelled."""
         self.is_dismissed = False
-        """The gather it belongs to has cancelled it, as it did when its calls were recorded."""
-        self.was_cancelled = False
-        """It was dismissed while it waited for a call that the journal knows to have ended before."""
+        """The gather it belongs to no longer wants it; it ends where the journal says it did, else now."""
+        self.children: Sequence[Branch] = ()
+        """Branches it waits for, unless the journal knows that it got them all."""
+        self.task: asyncio.Task[object] | None = None
+        """What runs it, also before it has begun."""
         self.patches: dict[str, bool] = {}
         self._key = key
         self._rng: random.Random | None = None
@@ -88,11 +94,6 @@ class Branch:
             self._key = key
             if self._rng is not None:
                 self._rng.setstate(stream(*key, self.path).getstate())
-
-    def take_cancellation(self) -> bool:
-        """Whether a cancellation is still owed to the code of the branch; it is then no longer."""
-        owed, self.was_cancelled = self.was_cancelled, False
-        return owed and self.owner is not None and self.owner.cancelling() > 0
 
 
 _branch: ContextVar[Branch] = ContextVar("agentrl_branch")
@@ -135,13 +136,14 @@ class ReplayOrder:
         stray: makes the error of a recorded call that nobody asks for.
     """
 
-    __slots__ = ("_left", "_open", "_queue", "_stray", "_waiting")
+    __slots__ = ("_dismissed", "_left", "_open", "_queue", "_stray", "_waiting")
 
     def __init__(self, recorded: Iterable[str], stray: Callable[[str], Exception]) -> None:
         self._queue = deque(recorded)
         self._left = set(self._queue)
         self._stray = stray
         self._open: set[Branch] = set()
+        self._dismissed: set[Branch] = set()
         self._waiting: dict[Branch, tuple[int, asyncio.Future[None]]] = {}
 
     @property
@@ -161,7 +163,20 @@ class ReplayOrder:
         """A branch has ended."""
         branch.is_open = False
         self._open.discard(branch)
+        self._dismissed.discard(branch)
         self.look()
+
+    def dismiss(self, branch: Branch, *, now: bool = False) -> None:
+        """Cancel a branch: now, or once what is recorded of it has come back."""
+        if not branch.is_open or (branch.is_dismissed and not now):
+            return
+        branch.is_dismissed = True
+        if now or branch.awaits_cancellation or not self.has_under(branch.path):
+            self._cancel(branch)
+        else:
+            self._dismissed.add(branch)
+            for child in branch.children:
+                self.dismiss(child)
 
     def take(self, call_id: str) -> None:
         """A recorded call came back."""
@@ -169,6 +184,8 @@ class ReplayOrder:
             self._left.discard(call_id)
             while self._queue and self._queue[0] not in self._left:
                 self._queue.popleft()
+            for branch in [branch for branch in self._dismissed if not self.has_under(branch.path)]:
+                self._cancel(branch)
             self.look()
 
     def is_due(self, branch: Branch, number: int) -> bool:
@@ -180,6 +197,10 @@ class ReplayOrder:
             return False
         rest = call_id[len(path) + 1 :]
         return call_id[len(path)] == "#" or int(rest.partition(".")[0]) > number
+
+    def forgive(self, branch: Branch) -> None:
+        """A branch was cancelled where the journal says so: once is enough."""
+        self._dismissed.discard(branch)
 
     async def wait(self, branch: Branch, number: int) -> None:
         """Wait until call `number` of a branch is due. Where other branches are open, what is ready of them runs first.
@@ -207,9 +228,16 @@ class ReplayOrder:
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._release)
 
+    def _cancel(self, branch: Branch) -> None:
+        self._dismissed.discard(branch)
+        branch.is_blocked = False
+        if branch.task is not None:
+            branch.task.cancel()
+        self.look()
+
     def _release(self) -> None:
         """Wake whoever is due: one branch while there is something recorded, then all; first every branch begins."""
-        if not all(branch.owner for branch in self._open):
+        if not all(branch.owner or (branch.task and branch.task.cancelling()) for branch in self._open):
             return
         due = [branch for branch, (number, _) in self._waiting.items() if self.is_due(branch, number)]
         if self._queue and due:

@@ -30,7 +30,7 @@ from agentrl.journal.entries import (
     encode_body,
 )
 from agentrl.rollout.branches import Branch, ReplayOrder, current_branch
-from agentrl.rollout.recorded_words import REMEDY, in_words, shortened
+from agentrl.rollout.recorded_words import REMEDY, in_words, on_one_line
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -126,7 +126,7 @@ class CallJournal:
 
     # --- an act, in order ---------------------------------------------------------------------------------------------
 
-    def open(self, asked: bytes = b"", told: Callable[[], object] | None = None) -> Call:
+    def open(self, asked: bytes = b"", told: Callable[[], str] | None = None) -> Call:
         """The next call of the calling branch.
 
         Args:
@@ -165,51 +165,49 @@ class CallJournal:
             return Call(call_id, asked, None, branch, number)
         body = entry.decode()
         if entry.asked != asked:
-            now = "something else" if told is None else shortened(told())
+            now = "something else" if told is None else on_one_line(told())
             self.mismatch(call_id, f"the journal holds {in_words(body)}", f"the code now asks {now}")
         return Call(call_id, asked, body, branch, number)
 
-    async def reach(self, call: Call) -> None:
+    async def reach(self, call: Call, *, cancelled: bool = False) -> None:
         """Wait until it is the call's turn: replay has come to it or, where it is new, has come to its end.
 
+        `cancelled`: the caller was cancelled in the middle of the call; it comes here to have that recorded.
+
         Raises:
-            asyncio.CancelledError: the call is cancelled, now or in the journal. A branch that is cancelled because a
-                sibling failed is so at the call the journal names, not at one that the journal knows to have ended.
+            asyncio.CancelledError: the call is cancelled, now or in the journal.
             ReplayMismatchError: the recorded call that is next is made no more.
         """
-        branch = call.branch
-        assert branch is not None
-        owed = branch.was_cancelled and branch.take_cancellation()
-        if call.recorded is None:
-            try:
-                if owed:
-                    raise asyncio.CancelledError
-                await self._order.wait(branch, call.number)
-            except asyncio.CancelledError:
+        assert call.branch is not None
+        if isinstance(call.recorded, CancelEntry):
+            await self._reach_cancelled(call, call.branch, cancelled=cancelled)
+        try:
+            if cancelled:
+                raise asyncio.CancelledError
+            await self._order.wait(call.branch, call.number)
+        except asyncio.CancelledError:
+            if call.recorded is None:
                 self.cancel(call)
-                raise
-        elif isinstance(call.recorded, CancelEntry):
-            owed = await self._wait(branch, call.number, was_cancelled=True) or owed
-            if not owed:
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.get_running_loop().create_future()  # until the canceller of then comes again
-            self._take(call.call_id)
-            raise asyncio.CancelledError
-        else:
-            branch.was_cancelled = await self._wait(branch, call.number, was_cancelled=False) or owed
+            raise
 
-    async def _wait(self, branch: Branch, number: int, *, was_cancelled: bool) -> bool:
-        """Wait for a recorded call's turn, through a cancellation that the journal knows to come; whether it came."""
-        came = False
+    async def _reach_cancelled(self, call: Call, branch: Branch, *, cancelled: bool) -> NoReturn:
+        """Wait for the turn of a call that was cancelled, and for its canceller, in whatever order they come."""
         while True:
             try:
-                await self._order.wait(branch, number)
+                await self._order.wait(branch, call.number)
+                break
             except asyncio.CancelledError:
-                if self._stopped or not (was_cancelled or branch.is_dismissed):
+                cancelled = True
+                if self._stopped:
                     raise
-                came = True
-            else:
-                return came
+        if not (cancelled or branch.is_dismissed):
+            branch.awaits_cancellation = True
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.get_running_loop().create_future()
+            branch.awaits_cancellation = False
+        self._order.forgive(branch)
+        self._take(call.call_id)
+        raise asyncio.CancelledError
 
     def recall(self, call: Call, kind: type[Body]) -> Body | None:
         """The recorded body of a call, which must be of a kind; it has then come back.
@@ -303,6 +301,11 @@ class CallJournal:
         """A branch has begun."""
         self._order.look()
 
+    def dismiss(self, branches: Iterable[Branch]) -> None:
+        """Cancel branches, each where the journal says that it was, else now."""
+        for branch in branches:
+            self._order.dismiss(branch, now=self._stopped)
+
     def leave(self, branch: Branch) -> None:
         """A branch has ended."""
         self._order.leave(branch)
@@ -310,8 +313,12 @@ class CallJournal:
     # --- cancellation and the end -------------------------------------------------------------------------------------
 
     def cancel(self, call: Call) -> None:
-        """A call was cancelled in flight; recorded once it is known that the episode itself did it."""
-        if not self._stopped:
+        """A call was cancelled in flight; recorded once it is known that the episode itself did it.
+
+        One of a branch that ends during replay is not: it was not when the rest was recorded.
+        """
+        replaying = self._order.next_id is not None and call.branch is not None and call.branch.is_dismissed
+        if not self._stopped and not replaying:
             self._cancelled.append(call)
 
     def settle(self) -> None:

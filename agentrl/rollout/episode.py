@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from agentrl.core import ids
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from agentrl.rollout.partials import EpisodePartials
 
 
+OnCodeChange = Literal["try", "restart", "drop"]
+"""What becomes of an episode whose environment was edited since it was recorded."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
     """What is the same for every episode of a worker."""
@@ -33,6 +37,7 @@ class RolloutSettings:
     episode_timeout_s: float
     max_staleness: Mapping[str, int] = field(default_factory=dict)
     """By policy, for the order in which parked episodes go on; 0 where absent."""
+    on_code_change: OnCodeChange = "try"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

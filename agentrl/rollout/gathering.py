@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core import ids
 from agentrl.core.errors import ReplayMismatchError
-from agentrl.journal.entries import CancelEntry, OrderEntry
+from agentrl.journal.entries import OrderEntry
 from agentrl.rollout.branches import current_branch
 
 if TYPE_CHECKING:
@@ -28,17 +28,18 @@ async def gather(journal: CallJournal, awaitables: Sequence[Awaitable[Any]]) -> 
     """See `EpisodeContext.gather`."""
     branch, call = current_branch(), journal.open()
     gathering = _Gathering(journal, branch, call, awaitables)
+    cancelled = False
     try:
         await gathering.wait()
     except asyncio.CancelledError:
-        branch.was_cancelled = True  # told to `reach`, which records it in its turn
+        cancelled = True
         if journal.is_stopped:
             raise
     finally:
         await gathering.end()
     if isinstance(gathering.error, ReplayMismatchError):
         raise gathering.error
-    await journal.reach(call)
+    await journal.reach(call, cancelled=cancelled)
     if journal.recall(call, OrderEntry) is None:
         journal.write(call, OrderEntry(tuple(gathering.finished)))
     if gathering.error is not None:
@@ -67,49 +68,34 @@ class _Gathering:
             loop.create_task(self._run(index, awaitable), context=contextvars.copy_context())
             for index, awaitable in enumerate(awaitables)
         ]
+        for own, task in zip(self._branches, self.tasks, strict=True):
+            own.task = task
+        if not isinstance(call.recorded, OrderEntry):
+            branch.children = self._branches
+            if branch.is_dismissed:
+                journal.dismiss(self._branches)
 
     async def wait(self) -> None:
-        """Until all have returned, or one has failed; no cancellation comes before where the journal knows better."""
-        branch, ended = self._branch, isinstance(self._call.recorded, OrderEntry)
-        branch.is_blocked = True
-        if not ended and branch.was_cancelled and branch.take_cancellation():
-            raise asyncio.CancelledError
-        while self.error is None and not all(task.done() for task in self.tasks):
-            try:
-                await asyncio.wait(self.tasks, return_when=asyncio.FIRST_EXCEPTION)
-            except asyncio.CancelledError:
-                if not (ended and branch.is_dismissed) or self._journal.is_stopped:
-                    raise
-                branch.was_cancelled = True
+        """Until all have returned, or one has failed."""
+        self._branch.is_blocked = True
+        if self.tasks:
+            await asyncio.wait(self.tasks, return_when=asyncio.FIRST_EXCEPTION)
 
     async def end(self) -> None:
         """Cancel what still runs, and wait for it."""
         running = [task for task in self.tasks if not task.done()]
         if running:
-            was_cancelled = isinstance(self._call.recorded, CancelEntry)
-            for own in self._branches:
-                own.is_dismissed = self.error is not None or was_cancelled or self._branch.is_dismissed
-            await self._dismiss()
+            self._journal.dismiss(self._branches)
             self._is_ending = self._branch.is_blocked = True
             await asyncio.wait(running)
         self._branch.is_blocked = False
+        self._branch.children = ()
         for own, task, awaitable in zip(self._branches, self.tasks, self._awaitables, strict=True):
             self._journal.leave(own)
             if own.owner is None and inspect.iscoroutine(awaitable):
                 awaitable.close()
             if not task.cancelled():
                 task.exception()  # asked for: the first of them is raised, the rest belong to nobody
-
-    async def _dismiss(self) -> None:
-        """Cancel; those that have not begun never will, unless they had when this was recorded."""
-        for own, task in zip(self._branches, self.tasks, strict=True):
-            if own.owner is None and own.is_open and not self._journal.holds(own):
-                task.cancel()
-                self._journal.leave(own)
-        while any(own.owner is None and own.is_open for own in self._branches):
-            await asyncio.sleep(0)
-        for task in self.tasks:
-            task.cancel()
 
     async def _run(self, index: int, awaitable: Awaitable[Any]) -> Any:
         own = self._branches[index]

@@ -24,6 +24,12 @@ def shortened(value: object) -> str:
     return text if len(text) <= CHARACTERS else f"{text[: CHARACTERS - 1]}…"
 
 
+def on_one_line(text: str) -> str:
+    """Text with what cannot be printed escaped, at most twice `CHARACTERS` long."""
+    shown = valid_unicode(text)[: 2 * CHARACTERS]
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)
+
+
 def in_words(body: EntryBody) -> str:
     """What an entry records."""
     match body:

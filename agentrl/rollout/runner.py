@@ -145,6 +145,7 @@ class EpisodeRunner:
         context = self._running.pop((spec.episode_id, spec.attempt), None)
         if context is not None:
             context.close()
+            context.episode.agents.clear()  # each knows its episode: without the circle both are freed at once
 
     def recorded(self, spec: EpisodeSpec) -> list[JournalEntry]:
         """What the journal holds of an attempt."""
@@ -198,6 +199,14 @@ class EpisodeRunner:
                 parent_id=spec.parent_id,
             )
         )
+        policy = self._services.settings.on_code_change
+        if journal.code_hash_then != code_hash and policy != "try":
+            raise EpisodeError(
+                f"episode {spec.episode_id} was recorded by other code ({journal.code_hash_then}) than there is now "
+                f"({code_hash}), and environment.on_code_change is {policy!r}",
+                reason="code_changed",
+                begin_again=policy == "restart",
+            )
 
     def _reward_truncated(self, context: LiveContext, environment: type[Environment]) -> None:
         value = environment.truncated_reward

@@ -22,10 +22,14 @@ from agentrl.core.errors import (
     StorageError,
 )
 from agentrl.core.records import EpisodeHeader, EpisodeSpec
-from agentrl.environment.base import Environment, described
+from agentrl.environment.base import Environment, described, place_of
 from agentrl.environment.registry import resolve
 from agentrl.journal.entries import JournalEntry
 from agentrl.rollout.runner import GRACE_S, EpisodeRunner
+
+MAX_ATTEMPTS = 8
+"""Attempts of an episode over all lives of a run, where what ends them is no fault of its environment: a resource died
+with its process, the code changed."""
 
 OnEnd = Callable[[EpisodeHeader], None]
 
@@ -134,8 +138,9 @@ class AsyncioWorker:
         environment = self._environment(spec.environment)
         task = asyncio.current_task()
         assert task is not None
-        attempt = 0
+        failures = 0
         while True:
+            begin_again = False
             try:
                 return await self._runner.run(spec, environment, recorded, on_stuck=lambda: self._stuck(task, on_end))
             except EngineLostError as error:
@@ -143,20 +148,23 @@ class AsyncioWorker:
             except (StorageError, EngineError, EnvironmentDefinitionError):
                 raise
             except EpisodeError as error:
-                reason, detail = error.reason, str(error)
+                reason, detail, begin_again = error.reason, f"{error}{place_of(error.__cause__)}", error.begin_again
             except Exception as error:  # noqa: BLE001 - the boundary: an environment may raise anything
                 reason, detail = "environment_error", described(error)
-                attempt += 1
             self._runner.forget(spec)
             if task not in self._tasks:
                 return None
-            if reason == "environment_error" and attempt < self._data_attempts:
-                spec, recorded = _next_attempt(spec), ()
-                self._tasks[task] = spec
-                self._runner.host.readmit(spec)
-            else:
+            if begin_again:
+                begin_again = spec.attempt + 1 < MAX_ATTEMPTS
+            elif reason == "environment_error":
+                failures += 1
+                begin_again = failures < self._data_attempts
+            if not begin_again:
                 self.last_failure = detail
                 return await self._runner.drop(spec, reason, detail, self._runner.clock.monotonic() - started)
+            spec, recorded = _next_attempt(spec), ()
+            self._tasks[task] = spec
+            self._runner.host.readmit(spec)
 
     def _environment(self, name: str) -> type[Environment]:
         environment = self._environments.get(name)

@@ -179,7 +179,7 @@ def check(program: list[Any], seed: int) -> int:
     return len(whole.entries)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(program=PROGRAMS, seed=st.integers(0, 1 << 16))
 def test_random_programs_resume_from_every_entry(program: list[Any], seed: int) -> None:
     check(msgspec.json.decode(msgspec.json.encode(program)), seed)
@@ -190,7 +190,7 @@ SEQUENTIAL = st.lists(
 )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(program=SEQUENTIAL, seed=st.integers(0, 1 << 16))
 def test_programs_without_races_come_to_the_same_end(program: list[Any], seed: int) -> None:
     stage = Stage(environment=Program, data={"program": [["catch", program]]})

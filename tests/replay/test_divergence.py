@@ -1,0 +1,200 @@
+"""Code that does something else when it is run again: what the error says, and what becomes of the episode."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar
+
+import pytest
+
+import agentrl
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import ReplayMismatchError
+from agentrl.core.ports import SamplingParams
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.environment.base import Limits
+from agentrl.journal.entries import Begin, JournalEntry, PatchEntry, ResourceEntry, encode_body
+from agentrl.rollout.episode import OnCodeChange, RolloutSettings
+from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
+from agentrl.rollout.runner import EpisodeRunner
+from agentrl.rollout.worker import MAX_ATTEMPTS, AsyncioWorker
+from agentrl.testing import MemoryJournal
+from tests.replay.executions import NoChildren, Stage, digits
+
+
+class Edited(agentrl.Environment):
+    """Does what the class attribute says, as if it had been edited between two lives."""
+
+    version: ClassVar[str] = "first"
+
+    @classmethod
+    def source(cls) -> str:
+        return cls.version
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent, version = ctx.agent("agent"), self.version
+        if version == "patched" and ctx.patched("greeting"):
+            await agent.act(agentrl.system("be kind"))
+        await agent.act(agentrl.user("hello\x1b[2J" if version == "asks" else "hello"))
+        if version == "tool":
+            await ctx.call_tool("t", {"n": 1}, lambda: "x", external=False, timeout_s=None)
+        elif version != "short":
+            await agent.act(agentrl.user("again"))
+        for number in range(2):
+            if version == "patched" and ctx.patched("greeting"):
+                await agent.act(agentrl.user(f"patched {number}"))
+        agent.reward(2.0 if version == "reward" else 1.0)
+
+
+@pytest.fixture(autouse=True)
+def _unedited() -> None:
+    Edited.version = "first"
+
+
+def recorded() -> list[JournalEntry]:
+    Edited.version = "first"
+    return Stage(environment=Edited).play().entries
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        ("asks", ["call r#0", "a turn of agent asked 'hello'", r"now asks a turn of agent asked 'hello\x1b[2J'"]),
+        ("tool", ["call r#1", "asked 'again'", "now asks t({'n': 1})"]),
+        ("short", ["call r#1", "asked 'again'", "now asks a reward of 1.0"]),
+        ("reward", ["call r#2", "RewardEntry", "now asks a reward of 2.0"]),
+    ],
+)
+def test_a_mismatch_names_call_and_both_values_and_the_code(version: str, words: list[str]) -> None:
+    entries = recorded()
+    Edited.version = version
+    again = Stage(environment=Edited).play(entries)
+    assert isinstance(again.error, ReplayMismatchError)
+    for word in [*words, "The code has changed since"]:
+        assert word in str(again.error).replace('"', "'"), str(again.error)
+    assert again.error.begin_again
+    assert again.engine_calls == 0
+
+
+def test_without_a_change_of_code_it_is_nondeterminism() -> None:
+    entries = recorded()
+    begin = entries[0].decode()
+    assert isinstance(begin, Begin)
+    tampered = [JournalEntry("e0", 0, "r#0", b"elsewher", entries[1].body)]
+    error = Stage(environment=Edited).play([entries[0], *tampered]).error
+    assert isinstance(error, ReplayMismatchError)
+    assert not error.begin_again
+    assert error.reason == "nondeterminism"
+    assert "The code is the same" in str(error)
+    assert "ctx.rng" in str(error)
+
+
+def test_calls_the_code_no_longer_makes_are_named() -> None:
+    whole = Stage(environment=Edited).play()
+    Edited.version = "short"
+    more = [*whole.entries[:2], JournalEntry("e0", 0, "r#9", b"", encode_body(PatchEntry("x")))]
+    error = Stage(environment=Edited).play(more).error
+    assert error is not None
+    assert "call r#9: the journal holds a PatchEntry, the code now makes no such call" in str(error)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 4])
+def test_a_patch_runs_only_where_nothing_is_replayed(cut: int) -> None:
+    entries = recorded()[:cut]
+    Edited.version = "patched"
+    again = Stage(environment=Edited).play(entries)
+    assert again.error is None
+    asked = [body.messages[-1]["content"] for body in again.bodies.values() if hasattr(body, "messages")]
+    whole = ["be kind", "hello", "again", "patched 0", "patched 1"]
+    assert asked == (whole if cut == 1 else ["hello", "again"])
+    assert ("r@greeting" in again.bodies) is (cut == 1)
+    once_more = Stage(environment=Edited).play(again.entries)
+    assert once_more.error is None
+    assert once_more.transcript == again.transcript
+
+
+class Pinned(agentrl.Environment):
+    """Lives by a resource that dies with its process."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        value = await ctx.resource(lambda: [1]).call("pop")
+        await ctx.agent("agent").act(agentrl.user(str(value)))
+        ctx.agent("agent").reward(1.0)
+
+
+class Readmitting(NoChildren):
+    """A host that counts attempts."""
+
+    def __init__(self) -> None:
+        self.attempts: list[int] = []
+
+    def readmit(self, spec: EpisodeSpec) -> None:
+        self.attempts.append(spec.attempt)
+
+
+async def resumed(
+    environment: type[agentrl.Environment], entries: list[JournalEntry], policy: OnCodeChange, attempt: int = 0
+) -> tuple[EpisodeHeader, list[int], str]:
+    journal = MemoryJournal()
+    log = journal.turn_log("0")
+    for entry in entries:
+        log.append(JournalEntry(entry.episode_id, attempt, entry.call_id, entry.asked, entry.body))
+    await log.flush()
+    host = Readmitting()
+    runner = EpisodeRunner(
+        engine=ScriptedEngine(digits, versions={"policy": PolicyVersion("policy", 0, 0)}),
+        chat_format=PlainFormat(),
+        store=journal,
+        log=log,
+        host=host,
+        clock=SystemClock(),
+        settings=RolloutSettings(
+            sampling=SamplingParams(max_tokens=256, stop_token_ids=(STOP_TOKEN,)),
+            limits=Limits(max_turns=100, max_tokens=256, max_context=1 << 16),
+            tool_timeout_s=60.0,
+            episode_timeout_s=60.0,
+            on_code_change=policy,
+        ),
+    )
+    failures: list[BaseException] = []
+    worker = AsyncioWorker(runner, environments={}, data_attempts=1, on_failure=failures.append)
+    ended: list[EpisodeHeader] = []
+    import dataclasses
+
+    spec = dataclasses.replace(Stage(environment=environment).spec, attempt=attempt)
+    worker.submit(spec, ended.append, resume=True)
+    await worker.drain()
+    assert not failures, failures
+    return ended[0], host.attempts, worker.last_failure
+
+
+@pytest.mark.parametrize(
+    ("version", "policy", "attempt", "reason"),
+    [
+        ("first", "drop", 0, None),
+        ("asks", "try", 1, None),
+        ("asks", "restart", 1, None),
+        ("asks", "drop", 0, "code_changed"),
+        ("first\n", "try", 0, None),
+        ("first\n", "restart", 1, None),
+    ],
+)
+def test_on_code_change(version: str, policy: OnCodeChange, attempt: int, reason: str | None) -> None:
+    entries = recorded()[:2]
+    Edited.version = version
+    header, attempts, _ = asyncio.run(resumed(Edited, entries, policy))
+    assert header.drop_reason == reason
+    assert attempts == [attempt][: attempt != 0]
+    assert header.attempt == attempt
+
+
+def test_a_lost_resource_begins_the_episode_again_but_not_for_ever() -> None:
+    entries = Stage(environment=Pinned).play().entries
+    assert any(isinstance(entry.decode(), ResourceEntry) for entry in entries)
+    header, attempts, _ = asyncio.run(resumed(Pinned, entries, "try"))
+    assert header.drop_reason is None
+    assert attempts == [1]
+    last: Any = asyncio.run(resumed(Pinned, entries, "try", attempt=MAX_ATTEMPTS - 1))
+    assert last[0].drop_reason == "resource_lost"
+    assert "is pinned and died with its process" in last[2]
