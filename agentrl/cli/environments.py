@@ -43,7 +43,7 @@ def env_check(options: argparse.Namespace) -> int:
     with waiting(f"checking {options.id}", sys.stderr):
         report = check_environment(options.id)
     if options.json:
-        print_json({"id": options.id, "passed": report.passed, "text": report.text})
+        print_json({"id": options.id, "passed": report.passed, "class": report.resume_class, "text": report.text})
     else:
         sys.stdout.write(safe(report.text).rstrip("\n") + "\n")
     return 0 if report.passed else 1

@@ -101,6 +101,7 @@ class EpisodeRunner:
             if stop_reason != "completed":
                 self._reward_truncated(context, environment)
             journal.finish()
+            self.finished(context)
         finally:
             context.close()
             del self._running[spec.episode_id]
@@ -121,6 +122,9 @@ class EpisodeRunner:
         await _whatever_happens(self._store.commit_episode(spec, header, journal.digest, episode.metrics))
         self.host.measured(spec, header, episode.metrics)
         return header
+
+    def finished(self, context: LiveContext) -> None:
+        """Called when a program has returned, before its commit: for who compares executions."""
 
     def recorded(self, spec: EpisodeSpec) -> list[JournalEntry]:
         """What the journal holds of an attempt."""
