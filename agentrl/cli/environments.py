@@ -41,14 +41,14 @@ def env_check(options: argparse.Namespace) -> int:
     from agentrl import check_environment
     from agentrl.observe.progress import waiting
 
-    def check() -> tuple[bool, str]:
+    def check() -> tuple[bool, str | None, str]:
         report = check_environment(options.id)
-        return report.passed, report.text
+        return report.passed, report.resume_class, report.text
 
     answer, problem = run_apart(check, meanwhile=waiting(f"checking {options.id}", sys.stderr))
-    passed, text = answer or (False, f"{options.id}: the check came to no end: {problem}")
+    passed, resume_class, text = answer or (False, None, f"{options.id}: the check came to no end: {problem}")
     if options.json:
-        print_json({"id": options.id, "passed": passed, "text": text})
+        print_json({"id": options.id, "passed": passed, "class": resume_class, "text": text})
     else:
         sys.stdout.write(safe(text).rstrip("\n") + "\n")
     return 0 if passed else CheckFailedError.exit_code

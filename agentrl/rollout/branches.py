@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -75,6 +76,15 @@ class Branch:
         """Make the running task the branch's owner."""
         self.owner = asyncio.current_task()
         _branch.set(self)
+
+    @contextmanager
+    def inside(self, memoised: str | None) -> Iterator[None]:
+        """Within: the branch is in the middle of something that is not run again, if that is named."""
+        self.memoised = memoised
+        try:
+            yield
+        finally:
+            self.memoised = None
 
     @property
     def key(self) -> StreamKey:

@@ -44,7 +44,8 @@ class LiveResource(Resource):
         self._restore: Any = None
         """What the object must be set to before its next call."""
         self.name = name
-        with self._random(current_branch().key).swapped_in():
+        branch = current_branch()
+        with branch.inside(self._reaches_outside()), self._random(branch.key).swapped_in():
             self._object = factory()
         if level == "snapshot" and not (hasattr(self._object, "get_state") and hasattr(self._object, "set_state")):
             raise EnvironmentDefinitionError(
@@ -84,7 +85,7 @@ class LiveResource(Resource):
         value, problem, state = None, None, None
         cause: Exception | None = None
         own = self._random(self._key_of(call))
-        with journal.performing(call):
+        with journal.performing(call, self._reaches_outside()):
             try:
                 with own.swapped_in():
                     self._restored()
@@ -144,6 +145,10 @@ class LiveResource(Resource):
             reason="resource_lost",
             begin_again=True,
         )
+
+    def _reaches_outside(self) -> str | None:
+        """Its name, where its calls are never made again."""
+        return None if self._level == "replay" else self.name
 
     def _key_of(self, call: Call) -> StreamKey:
         assert call.branch is not None

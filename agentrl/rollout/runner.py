@@ -115,6 +115,7 @@ class EpisodeRunner:
             if stop_reason != "completed":
                 self._reward_truncated(context, environment)
             journal.finish()
+            self.finished(context)
         finally:
             self.leave(spec)
         header = self._header(context, stop_reason, self.clock.monotonic() - started)
@@ -146,6 +147,9 @@ class EpisodeRunner:
         if context is not None:
             context.close()
             context.episode.agents.clear()  # each knows its episode: without the circle both are freed at once
+
+    def finished(self, context: LiveContext) -> None:
+        """Called when a program has returned, before its commit: for who compares executions."""
 
     def recorded(self, spec: EpisodeSpec) -> list[JournalEntry]:
         """What the journal holds of an attempt."""

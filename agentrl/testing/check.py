@@ -1,8 +1,9 @@
 """The environment checker: run an environment with a random policy, kill it at every entry, and compare.
 
 What it proves, on a few tasks: the class is well formed, its tasks are stable and serialisable, its rewards are
-numbers, and executing `run()` again over any prefix of its journal gives the same episode, the outside world (effects,
-external tools, clocks) answering as it did. It runs the environment's code; it needs no model and no torch.
+numbers, its own code touches nothing outside, and executing `run()` again over any prefix of its journal gives the same
+episode (transcript, reward, final state of resources), the outside world (effects, external tools, clocks) answering as
+it did. It runs the environment's code; it needs no model and no torch.
 """
 
 from __future__ import annotations
@@ -18,37 +19,34 @@ from typing import Any
 
 import msgspec
 
-from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError
-from agentrl.core.ports import GenerateRequest, SamplingParams
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task
+from agentrl.core.ports import GenerateRequest
+from agentrl.core.records import EpisodeSpec, PolicyVersion, SeatBinding, Task
 from agentrl.core.rng import stream
-from agentrl.credit.advantages import ADVANTAGES
-from agentrl.engines.scripted import Script, ScriptedEngine
-from agentrl.environment.base import Environment, Limits, described
+from agentrl.engines.scripted import Script
+from agentrl.environment.base import Environment, ResourceLevel, described
 from agentrl.environment.registry import name_of, resolve
 from agentrl.environment.tools import ToolEnvironment
-from agentrl.journal.entries import EffectEntry, JournalEntry, ToolEntry, TurnEntry, ValueEntry
+from agentrl.journal.entries import EffectEntry, JournalEntry, ResourceEntry, ToolEntry, TurnEntry, ValueEntry
 from agentrl.observe.blocked import watch_loop
-from agentrl.orchestrator.buffer import EpisodeBuffer
-from agentrl.orchestrator.dispatch import Dispatcher
-from agentrl.orchestrator.signal import Signal
-from agentrl.rollout.episode import RolloutSettings
-from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
-from agentrl.rollout.runner import EpisodeRunner
-from agentrl.rollout.worker import AsyncioWorker
+from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.rollout.recorded_words import REMEDY, shortened
+from agentrl.testing.execution import POLICY, RESOURCE_LOST, Executed, execute
 from agentrl.testing.format_check import TASKS as FORMAT_TASKS
 from agentrl.testing.format_check import Outcome, format_findings
-from agentrl.testing.memory_journal import MemoryJournal
-from agentrl.testing.suspects import REMEDY, suspects
+from agentrl.testing.outside import seen_outside
+from agentrl.testing.sim import simulate
+from agentrl.testing.suspects import suspects
 
-POLICY = "random"
-MAX_TURNS = 8
 MAX_CUTS = 64
 """Prefixes tried per episode; longer journals are cut at evenly spaced entries."""
-TIMEOUT_S = 30.0
 REPEATED_S = 0.3
 """What blocks the loop for so long, twice, is named."""
+_PROVED = {
+    "replay": " with the same outcome",
+    "snapshot": " with the same outcome, resources from their snapshots",
+    "pinned": ", its pinned resources lost each time, as declared: such episodes begin again",
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,6 +60,8 @@ class EnvironmentReport:
     resumptions: int = 0
     """How often an episode was executed again from a prefix of its journal."""
     rewards: list[float] = field(default_factory=list)
+    resume_class: ResourceLevel = "replay"
+    """How it was seen to come back: run again and compared, from snapshots of its resources, or not at all."""
 
     @property
     def passed(self) -> bool:
@@ -78,7 +78,7 @@ class EnvironmentReport:
         mean = sum(self.rewards) / len(self.rewards) if self.rewards else 0.0
         return (
             f"{self.environment}: passed. {self.episodes} episodes of a random policy (mean reward {mean:.2f}), "
-            f"killed and resumed {self.resumptions} times with the same outcome: class `replay`."
+            f"killed and resumed {self.resumptions} times{_PROVED[self.resume_class]}: class `{self.resume_class}`."
         )
 
 
@@ -126,6 +126,43 @@ def _missing_awaits(told: list[str]) -> Iterator[None]:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
+def replay_always(
+    environment: str | type, *, tasks: Sequence[Task] | None = None, episodes: int = 2, schedules: Sequence[int] = (0,)
+) -> EnvironmentReport:
+    """Play episodes in virtual time, under one schedule per seed, and run each again from every entry of its journal.
+
+    What `check_environment` does once as it comes, this does under shuffled schedules, which finds branches that share
+    state without a call between. External tools must be coroutines: a thread cannot be simulated.
+
+    Args:
+        environment: as for `check_environment`.
+        tasks: tasks to play; default: the first training tasks.
+        episodes: how many.
+        schedules: seeds of the simulated loop.
+    """
+    report = EnvironmentReport(environment=environment if isinstance(environment, str) else environment.__qualname__)
+    found = resolve(environment)
+    script = _random_policy(found)
+    chosen = list(tasks) if tasks is not None else _tasks(found, episodes, report)
+    for number, task in enumerate(chosen[:episodes]):
+        spec = _spec(found, task, number, 0)
+
+        async def main(spec: EpisodeSpec = spec) -> str | None:
+            first = await execute(found, spec, script)
+            if isinstance(first, str):
+                return first
+            report.episodes += 1
+            report.rewards.append(first.header.reward or 0.0)
+            return await resume_everywhere(found, spec, script, first, report)
+
+        for schedule in schedules:
+            problem = simulate(main, seed=schedule)
+            if problem:
+                report.findings.append(f"task {task.id!r}, schedule {schedule}: {problem}")
+                return report
+    return report
+
+
 def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: int, report: EnvironmentReport) -> None:
     def play(task: Task, number: int, script: Script) -> Outcome | str:
         sums: dict[str, float] = {}
@@ -133,7 +170,7 @@ def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: i
         outcome = asyncio.run(execute(environment, spec, script, sums=sums))
         if isinstance(outcome, str):
             return outcome
-        return Outcome(reward=outcome[0].reward or 0.0, broken=sums["broken turns"] > 0)
+        return Outcome(reward=outcome.header.reward or 0.0, broken=sums["broken turns"] > 0)
 
     has_tools = issubclass(environment, ToolEnvironment)
     report.findings += format_findings(play, tasks, _random_policy(environment), has_tools=has_tools)
@@ -176,32 +213,55 @@ async def _check_episode(
 ) -> None:
     spec = _spec(environment, task, number, seed)
     script = _random_policy(environment)
-    with watch_loop(told.append, repeated_s=REPEATED_S):
+    with watch_loop(told.append, repeated_s=REPEATED_S), seen_outside() as reached:
         first = await execute(environment, spec, script)
+    report.findings += [f"task {task.id!r}: {text}" for text in reached]
     if isinstance(first, str):
         report.findings.append(f"task {task.id!r}: {first}")
         return
     report.episodes += 1
-    header, entries = first
-    unrewarded = [t.seat for t in header.trajectories if t.reward is None]
+    unrewarded = [t.seat for t in first.header.trajectories if t.reward is None]
     if unrewarded:
         report.findings.append(
             f"task {task.id!r}: seat {unrewarded[0]!r} acted but was given no reward; call agent.reward(…) in run()"
         )
-    report.rewards.append(header.reward or 0.0)
+    report.rewards.append(first.header.reward or 0.0)
     if told:  # what blocks would block once more for every entry
         return
+    problem = await resume_everywhere(environment, spec, script, first, report)
+    if problem:
+        report.findings.append(f"task {task.id!r}, {problem}")
+
+
+async def resume_everywhere(
+    environment: type[Environment], spec: EpisodeSpec, script: Script, first: Executed, report: EnvironmentReport
+) -> str | None:
+    """Kill an episode at every entry, resume and compare; what differed, in words."""
+    entries = first.entries
     for cut in _cuts(len(entries)):
-        again = await execute(
-            environment, spec, script, entries[:cut], answers=list(filter(_is_from_outside, entries[cut:]))
-        )
+        answers = [entry for entry in entries[cut:] if _is_from_outside(entry)]
+        again = await execute(environment, spec, script, entries[:cut], answers=answers)
         report.resumptions += 1
-        problem = again if isinstance(again, str) else _difference(entries, again[1], header, again[0])
+        if isinstance(again, str):
+            problem, remedy = again, ""
+            if RESOURCE_LOST in again and _has_pinned(entries[:cut]):
+                continue  # as declared: the episode begins again
+        else:
+            problem, remedy = _difference(first, again) or "", f". {REMEDY}{suspects(environment)}"
         if problem:
-            remedy = "" if isinstance(again, str) else f". {REMEDY}{suspects(environment)}"
-            cause = f"killed after entry {cut} of {len(entries)} and run again: {problem}{remedy}"
-            report.findings.append(f"task {task.id!r}, {cause}")
-            return
+            return f"killed after entry {cut} of {len(entries)} and run again: {problem}{remedy}"
+    report.resume_class = _weaker(report.resume_class, entries)
+    return None
+
+
+def _has_pinned(entries: Sequence[JournalEntry]) -> bool:
+    return any(isinstance(body := entry.decode(), ResourceEntry) and body.level == "pinned" for entry in entries)
+
+
+def _weaker(known: ResourceLevel, entries: Sequence[JournalEntry]) -> ResourceLevel:
+    """The weakest of the levels an environment was seen to live by."""
+    levels = {body.level for entry in entries if isinstance(body := entry.decode(), ResourceEntry)} | {known}
+    return "pinned" if "pinned" in levels else "snapshot" if "snapshot" in levels else "replay"
 
 
 def _spec(environment: type[Environment], task: Task, number: int, seed: int) -> EpisodeSpec:
@@ -215,80 +275,35 @@ def _spec(environment: type[Environment], task: Task, number: int, seed: int) ->
     )
 
 
-async def execute(
-    environment: type[Environment],
-    spec: EpisodeSpec,
-    script: Script,
-    recorded: Sequence[JournalEntry] = (),
-    *,
-    answers: Sequence[JournalEntry] = (),
-    sums: dict[str, float] | None = None,
-    max_turns: int = MAX_TURNS,
-) -> tuple[EpisodeHeader, list[JournalEntry]] | str:
-    """An episode over a prefix: its header and entries, or what went wrong; `sums` gets those of the `Dispatcher`."""
-    journal, clock, signal = MemoryJournal(), SystemClock(), Signal()
-    engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)})
-    dispatcher = Dispatcher(
-        environment=spec.environment,
-        seats=environment.seats,
-        policy_of=lambda seat: POLICY,
-        run_seed=spec.seed,
-        group_size=1,
-        buffer=EpisodeBuffer((), ADVANTAGES["none"]),
-        store=journal,
-        signal=signal,
-    )
-    log = journal.turn_log("check")
-    runner = EpisodeRunner(
-        engine=engine,
-        chat_format=PlainFormat(),
-        store=journal,
-        log=log,
-        host=dispatcher,
-        clock=clock,
-        settings=RolloutSettings(
-            sampling=SamplingParams(max_tokens=256, stop_token_ids=(STOP_TOKEN,)),
-            limits=Limits(max_turns=max_turns, max_tokens=256, max_context=1 << 20),
-            tool_timeout_s=TIMEOUT_S,
-            episode_timeout_s=TIMEOUT_S,
-        ),
-    )
-    failures: list[BaseException] = []
-    dispatcher.worker = AsyncioWorker(runner, environments={}, data_attempts=1, on_failure=failures.append)
-    dispatcher.on_collapse = failures.append
-    for entry in recorded:
-        log.append(entry)
-    journal.admit(spec)
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            running = runner.run(spec, environment, recorded, answers=answers)
-            header = await asyncio.get_running_loop().create_task(running)
-        await dispatcher.worker.drain()
-    except TimeoutError:
-        return f"run() did not end within {TIMEOUT_S:g} s"
-    except AgentRLError as error:
-        return str(error)
-    except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is the finding
-        return f"run() raised {described(error)}"
-    if failures:
-        return f"a child episode failed: {failures[0]}"
-    if sums is not None:
-        sums.update(dispatcher.sums)
-    return header, log.read(spec.episode_id, spec.attempt)
-
-
-def _difference(
-    before: Sequence[JournalEntry], after: Sequence[JournalEntry], first: EpisodeHeader, second: EpisodeHeader
-) -> str | None:
-    if first.reward != second.reward or first.stop_reason != second.stop_reason:
-        return f"reward {second.reward} ({second.stop_reason}) instead of {first.reward} ({first.stop_reason})"
-    then = {entry.call_id: entry for entry in before}
-    now = {entry.call_id: entry for entry in after}
+def _difference(first: Executed, again: Executed) -> str | None:
+    before, after = first.header, again.header
+    if before.reward != after.reward or before.stop_reason != after.stop_reason:
+        return f"reward {after.reward} ({after.stop_reason}) instead of {before.reward} ({before.stop_reason})"
+    then = {entry.call_id: entry for entry in first.entries}
+    now = {entry.call_id: entry for entry in again.entries}
     for call_id in sorted(then.keys() | now.keys()):
         if call_id not in now or call_id not in then:
             return f"call {call_id} is {'missing' if call_id not in now else 'new'}"
         if then[call_id].asked != now[call_id].asked:
             return f"call {call_id} asks something else ({_told(then[call_id])} → {_told(now[call_id])})"
+        was, came = _result(then[call_id]), _result(now[call_id])
+        if was != came:
+            return f"call {call_id} returned {shortened(came)} instead of {shortened(was)}"
+    for name, state in first.states.items():
+        if again.states.get(name) != state:
+            return f"{name} ends as {shortened(again.states.get(name))} instead of {shortened(state)}"
+    return None
+
+
+def _result(entry: JournalEntry) -> object:
+    """What came back to the program: the same whenever it is run."""
+    match entry.decode():
+        case ToolEntry(observation=observation):
+            return observation
+        case ResourceEntry(value=value, error=error):
+            return (value, error)
+        case TurnEntry(token_ids=token_ids):
+            return token_ids
     return None
 
 

@@ -14,7 +14,7 @@ from agentrl.core.records import EpisodeSpec, SeatBinding
 from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.entries import TurnEntry
 from agentrl.rollout.plain_format import STOP_TOKEN
-from agentrl.testing.check import POLICY, execute
+from agentrl.testing.execution import POLICY, execute
 
 if TYPE_CHECKING:
     from agentrl.core.ports import GenerateRequest
@@ -66,8 +66,8 @@ def play(environment: str | type, task: Task, replies: Sequence[str | Mapping[st
     outcome = asyncio.run(execute(found, spec, script))
     if isinstance(outcome, str):
         raise CheckFailedError(f"{spec.environment}: {outcome}")
-    header, entries = outcome
-    turns = [body for entry in entries if isinstance(body := entry.decode(), TurnEntry)]
+    header = outcome.header
+    turns = [body for entry in outcome.entries if isinstance(body := entry.decode(), TurnEntry)]
     told = tuple("\n".join(str(message["content"]) for message in turn.messages) for turn in turns)
     return Played(reward=header.reward or 0.0, told=told, stop_reason=header.stop_reason or "")
 

@@ -1,4 +1,4 @@
-"""The pytest plugin, active wherever agentrl is installed: the `simulated_loop` fixture.
+"""The pytest plugin, active wherever agentrl is installed: the fixtures `simulated_loop` and `always_replay`.
 
 `AGENTRL_SIM_SEED=n` runs seed n alone, with the schedule of the failure that printed it; `AGENTRL_SIM_SEEDS=n` widens
 every test to seeds 0 … n-1.
@@ -7,10 +7,13 @@ every test to seeds 0 … n-1.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
+
+if TYPE_CHECKING:
+    from agentrl.core.records import Task
 
 T = TypeVar("T")
 
@@ -63,6 +66,23 @@ def simulated_loop() -> SimulatedLoop:
     if seed is not None:
         return SimulatedLoop(range(seed, seed + 1), is_fixed=True)
     return SimulatedLoop(range(_number("AGENTRL_SIM_SEEDS") or DEFAULT_SEEDS))
+
+
+@pytest.fixture
+def always_replay(simulated_loop: SimulatedLoop) -> Callable[..., None]:
+    """Plays an environment under simulated schedules and runs it again from every entry; see `replay_always`.
+
+    Example:
+        >>> def test_my_environment_resumes(always_replay):
+        ...     always_replay(MyEnvironment)
+    """
+    from agentrl.testing.check import replay_always
+
+    def check(environment: str | type, *, tasks: Sequence[Task] | None = None, episodes: int = 2) -> None:
+        report = replay_always(environment, tasks=tasks, episodes=episodes, schedules=simulated_loop.seeds(0))
+        assert report.passed, report.text
+
+    return check
 
 
 def pytest_configure(config: pytest.Config) -> None:

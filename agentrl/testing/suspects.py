@@ -8,10 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from agentrl.environment.base import Environment
 
-REMEDY = (
-    "run() must do the same when it is run again: randomness through ctx.rng, time through ctx.now(), the outside "
-    "world through ctx.effect()"
-)
 _STRAY = re.compile(
     r"\b(?:random\.(?!Random\b|default_rng\(\w)\w+|time\.(?:time|monotonic|perf_counter)|uuid\.uuid[14]|os\.urandom"
     r"|secrets\.\w+|datetime\.(?:now|utcnow|today))\("

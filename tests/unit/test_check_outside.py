@@ -1,0 +1,204 @@
+"""The checker sees environments that touch the outside, proves how they come back, and replays them always."""
+
+from __future__ import annotations
+
+import random
+import socket
+import sqlite3
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+import agentrl
+from agentrl.testing.check import check_environment
+
+
+class Tasks(agentrl.ToolEnvironment):
+    """A tool environment with one task."""
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        return [agentrl.Task(id="t", data={"question": "?"})]
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return len(episode.turns) / 10
+
+
+def _act(kind: str) -> str:
+    where = Path(tempfile.gettempdir()) / "agentrl-test-outside"
+    if kind == "write":
+        where.write_text("x")
+    elif kind == "process":
+        subprocess.run(["true"], check=True)
+    elif kind == "network":
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect_ex(str(where) + ".socket")
+    elif kind == "database":
+        sqlite3.connect(str(where) + ".db").close()
+    elif kind == "remove":
+        (where.with_suffix(".none")).unlink(missing_ok=True)
+    elif kind == "read":
+        Path(__file__).read_text()
+        sqlite3.connect(":memory:").close()
+        Path("/dev/null").write_text("x")
+    return "ok"
+
+
+class Reaching(Tasks):
+    """Touches the outside in a tool that says it does not."""
+
+    kind: ClassVar[str] = ""
+
+    @agentrl.tool
+    def reach(self) -> str:
+        """Reach."""
+        return _act(self.kind)
+
+
+class Declared(Reaching):
+    """Does so where it may."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.effect("reach", lambda: _act(self.kind))
+        await ctx.resource(Reacher, level="snapshot").call("reach", self.kind)
+        await super().run(ctx)
+
+    @agentrl.tool(external=True)
+    async def reach(self) -> str:
+        """Reach."""
+        return _act(self.kind)
+
+
+class Reacher:
+    """A resource that reaches outside, from its making on."""
+
+    def __init__(self) -> None:
+        _act(Declared.kind)
+
+    def reach(self, kind: str) -> str:
+        return _act(kind)
+
+    def get_state(self) -> int:
+        return 0
+
+    def set_state(self, state: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("write", "opens '"),
+        ("process", "starts a process"),
+        ("network", "uses the network"),
+        ("database", "opens the database"),
+        ("remove", "changes files"),
+    ],
+)
+def test_a_tool_that_reaches_outside_is_found(kind: str, words: str) -> None:
+    Reaching.kind = Declared.kind = kind
+    report = check_environment(Reaching)
+    assert not report.passed
+    assert words in report.text
+    assert "_act (test_check_outside.py:" in report.text
+    assert "external=True" in report.text
+    declared = check_environment(Declared)
+    assert declared.passed, declared.text
+    assert declared.resume_class == "snapshot"
+
+
+def test_reading_is_no_reaching() -> None:
+    Reaching.kind = "read"
+    report = check_environment(Reaching)
+    assert report.passed, report.text
+
+
+class Dice:
+    """A stateful object."""
+
+    def __init__(self) -> None:
+        self.rolled: list[int] = []
+
+    def roll(self) -> int:
+        self.rolled.append(random.randint(1, 6))
+        return self.rolled[-1]
+
+    def get_state(self) -> list[int]:
+        return self.rolled
+
+    def set_state(self, state: list[int]) -> None:
+        self.rolled = list(state)
+
+
+class Rolling(agentrl.Environment):
+    """Rolls dice of a level."""
+
+    level: ClassVar[Any] = "replay"
+    dice: ClassVar[type] = Dice
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        dice = ctx.resource(self.dice, level=self.level)
+        for _ in range(3):
+            await ctx.agent("agent").act(agentrl.user(str(await dice.call("roll"))))
+        ctx.agent("agent").reward(1.0)
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        return [agentrl.Task(id=f"{number}", data={}) for number in range(4)]
+
+
+@pytest.mark.parametrize("level", ["replay", "snapshot", "pinned"])
+def test_the_class_that_was_proved_is_told(level: str) -> None:
+    Rolling.level = level
+    report = check_environment(Rolling)
+    assert report.passed, report.text
+    assert report.resume_class == level
+    assert f"class `{level}`" in report.text
+
+
+class Forgetful(Dice):
+    """Loses what it had when it is set."""
+
+    def set_state(self, state: list[int]) -> None:
+        self.rolled = []
+
+
+class Rolled(Rolling):
+    level = "snapshot"
+    dice = Forgetful
+
+
+def test_a_final_state_that_differs_is_found() -> None:
+    report = check_environment(Rolled)
+    assert not report.passed
+    assert "ends as [" in report.text
+
+
+class Sharing(agentrl.Environment):
+    """Branches that look at each other before their first call."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        seen: list[int] = []
+
+        async def look(index: int) -> None:
+            seen.append(index)
+            await ctx.agent("agent", index).act(agentrl.user(str(seen)))
+
+        await ctx.gather(*(look(index) for index in range(4)))
+        for index in range(4):
+            ctx.agent("agent", index).reward(1.0)
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        return [agentrl.Task(id="t", data={})]
+
+
+def test_always_replay_finds_what_one_schedule_hides(always_replay: Callable[..., None]) -> None:
+    Rolling.level = "replay"
+    always_replay(Rolling)
+    with pytest.raises(AssertionError, match="asks something else"):
+        always_replay(Sharing)
