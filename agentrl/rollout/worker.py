@@ -91,7 +91,7 @@ class AsyncioWorker:
             async with self._reading:  # one after another, and the loop goes on in between
                 recorded = self._runner.recorded(spec)
                 await asyncio.sleep(0)
-        header = await self._attempts(spec, recorded, on_end)
+        header = await self._attempts(spec, recorded, on_end, resume=resume)
         if header is not None:
             on_end(header)
 
@@ -119,14 +119,17 @@ class AsyncioWorker:
         on_end(await self._runner.drop(spec, "episode_timeout", detail, 0.0))
 
     async def _attempts(
-        self, spec: EpisodeSpec, recorded: Sequence[JournalEntry], on_end: OnEnd
+        self, spec: EpisodeSpec, recorded: Sequence[JournalEntry], on_end: OnEnd, *, resume: bool
     ) -> EpisodeHeader | None:
-        """Attempts until one commits or the episode is dropped; None where it was left behind."""
+        """Attempts until one commits or the episode is dropped; None where it was left behind.
+
+        A killed process may have written entries of a further attempt whose admission never reached the disk.
+        """
         started = self._runner.clock.monotonic()
         environment = self._environment(spec.environment)
         task = asyncio.current_task()
         assert task is not None
-        attempt = losses = 0
+        losses = 0
         while True:
             try:
                 return await self._runner.run(spec, environment, recorded, on_stuck=lambda: self._stuck(task, on_end))
@@ -139,14 +142,13 @@ class AsyncioWorker:
                 reason, detail = error.reason, str(error)
             except Exception as error:  # noqa: BLE001 - the boundary: an environment may raise anything
                 reason, detail = "environment_error", described(error)
-                attempt += 1
             if task not in self._tasks:
                 return None
             if reason == "engine_lost" and losses < self._infrastructure_attempts:
                 recorded = await self._runner.reread(spec)
-            elif reason == "environment_error" and attempt < self._data_attempts:
-                spec, recorded = _next_attempt(spec), ()
-                self._tasks[task] = spec
+            elif reason == "environment_error" and spec.attempt + 1 < self._data_attempts:
+                self._tasks[task] = spec = _next_attempt(spec)
+                recorded = self._runner.recorded(spec) if resume else ()
                 self._runner.host.readmit(spec)
             else:
                 self.last_failure = detail
