@@ -24,7 +24,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 PINS := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 
-.PHONY: help setup demo test check sim oldest wheel-demo docs-config docs fmt clean
+.PHONY: help setup demo test check sim chaos oldest wheel-demo docs-config docs fmt clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -46,6 +46,9 @@ check: $(DEV_STAMP)  ## format, lint, types, layers and the fast tests: no Ray, 
 
 sim: $(DEV_STAMP)  ## the simulated loop over many more seeds (SEEDS=2000)
 	@AGENTRL_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -m sim -o timeout=3600 tests/sim
+
+chaos: $(DEV_STAMP)  ## 1,000 real kills of scripted runs and 100 of the main job, judged one by one; up to two hours
+	@$(BIN)/python -m benchmarks.chaos
 
 oldest: $(DEV_STAMP)  ## the core at the oldest versions pyproject.toml allows, in an environment of its own
 	@$(BIN)/python -m benchmarks.installation oldest

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.chaos_oracle import Verdict, judge
@@ -224,6 +224,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--scripted", type=int, default=None)
     parser.add_argument("--real", type=int, default=None)
+    parser.add_argument("--real-steps", type=int, default=REAL.steps)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, default=None, help="where the runs are left, to be looked at")
     options = parser.parse_args()
@@ -237,7 +238,7 @@ def main() -> int:
         root.mkdir(exist_ok=True)
         Chaos(SCRIPTED, root, options.seed, tally).run(scripted)
         tally.rises.clear()
-        Chaos(REAL, root, options.seed, tally).run(real)
+        Chaos(replace(REAL, steps=options.real_steps), root, options.seed, tally).run(real)
     faults = tally.verdict
     for fault in sorted([*faults.lost, *faults.twice, *faults.ledger_errors, *tally.unexplained]):
         print(fault)

@@ -57,12 +57,14 @@ class Dispatcher:
     """Called when too many training episodes in a row were dropped."""
     _bindings: dict[str, SeatBinding] = field(init=False)
     _running: dict[str, EpisodeSpec] = field(default_factory=dict)
-    _resumed: set[str] = field(default_factory=set)
-    """Episodes of an earlier life that go on in this one: the journal may know children they are yet to ask for."""
     _held: list[EpisodeSpec] = field(default_factory=list)
-    """Those of them that cannot go on yet."""
+    """Episodes of an earlier life that cannot go on yet."""
+    _children: dict[str, dict[str, EpisodeHeader]] = field(default_factory=dict)
+    """How children of running parents ended, by parent: one that is executed again asks for them again."""
     _parents: dict[str, Callable[[EpisodeHeader], None]] = field(default_factory=dict)
     """Who waits for a child that was resumed before its parent asked for it."""
+    _resumed: set[str] = field(default_factory=set)
+    """Episodes that went on in this life, and their children: the journal may hold entries of them, admitted or not."""
     _useless_in_a_row: Counter[str] = field(default_factory=Counter)
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of the training episodes that ended since the run began, growing: `episodes`, `tokens`, `turns`, `superseded`
@@ -80,7 +82,7 @@ class Dispatcher:
 
     def running(self) -> Iterable[str]:
         """Ids of the training episodes in flight, children included."""
-        return self._running.keys()
+        return (name for name, spec in self._running.items() if spec.purpose == "train")
 
     def admit_group(self, task: Task) -> None:
         """Start a root group: `group_size` episodes of one task."""
@@ -147,7 +149,7 @@ class Dispatcher:
         for index, task in enumerate(tasks):
             episode_id = ids.child_episode_id(parent.episode_id, parent.attempt, spawn_call, index)
             episode_ids.append(episode_id)
-            if self._rejoin(episode_id, partial(on_end, index)):
+            if self._rejoin(parent.episode_id, episode_id, partial(on_end, index)):
                 continue
             spec = EpisodeSpec(
                 episode_id=episode_id,
@@ -160,12 +162,12 @@ class Dispatcher:
                 purpose=parent.purpose,
                 parent_id=parent.episode_id,
             ).pinned(parent.pins)
-            self._start(spec, partial(on_end, index), resume=parent.episode_id in self._resumed)
+            self._start(spec, partial(on_end, index))
         return SpawnedGroup(group_id=group_id, episode_ids=tuple(episode_ids))
 
-    def _rejoin(self, episode_id: str, on_end: Callable[[EpisodeHeader], None]) -> bool:
-        """Whether a resumed parent's child lives already; its end is then told to the parent, once it comes."""
-        ended = self.ended_children.get(episode_id)
+    def _rejoin(self, parent_id: str, episode_id: str, on_end: Callable[[EpisodeHeader], None]) -> bool:
+        """Whether a child of a parent that is executed again lives already; its end is told once it comes."""
+        ended = self._children.get(parent_id, {}).get(episode_id) or self.ended_children.get(episode_id)
         if ended is not None:
             asyncio.get_running_loop().call_soon(on_end, ended)
             return True
@@ -177,8 +179,7 @@ class Dispatcher:
     def readmit(self, spec: EpisodeSpec) -> None:
         """A further attempt of a running episode begins."""
         self.store.admit(spec)
-        if spec.purpose == "train":
-            self._running[spec.episode_id] = spec
+        self._running[spec.episode_id] = spec
 
     async def evaluate(self, tasks: Sequence[Task], pins: Mapping[str, PolicyVersion]) -> list[EpisodeHeader]:
         """Run each task once, outside buffer and ledger; `pins` fixes policies at versions."""
@@ -200,6 +201,8 @@ class Dispatcher:
         running, self._running = self._running, {}
         headers = []
         for spec in running.values():
+            if spec.purpose != "train":
+                continue
             header = dropped_header(spec, reason)
             self._record(self.buffer.end(spec, header))
             headers.append((spec, header))
@@ -243,25 +246,27 @@ class Dispatcher:
         group = f"g{number - number % self.group_size}"
         return self._root_spec(task, "train", number, group, self.group_size, self.pins_of(number))
 
-    def _start(
-        self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None] | None, *, resume: bool = False
-    ) -> None:
-        """Admit and run; with `resume`, the journal may hold entries of it although its admission was lost."""
+    def _start(self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None] | None) -> None:
+        """Admit and run."""
         self.store.admit(spec)
-        if spec.purpose == "train":
-            self._admit(spec)
+        self._admit(spec)
+        resume = spec.parent_id in self._resumed
+        if resume:
+            self._resumed.add(spec.episode_id)
         self.worker.submit(spec, partial(self._end, spec, on_end), resume=resume)
 
     def _end(self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None] | None, header: EpisodeHeader) -> None:
+        running = self._running.get(spec.episode_id)
+        if running is None or running.attempt != header.attempt:
+            self.sums["superseded"] += 1  # told twice, or of an attempt that another has replaced
+            return
+        del self._running[spec.episode_id]
+        self._resumed.discard(spec.episode_id)
+        self._children.pop(spec.episode_id, None)
+        if spec.parent_id in self._running:
+            self._children.setdefault(spec.parent_id, {})[spec.episode_id] = header
+        on_end = self._parents.pop(spec.episode_id, on_end)
         if spec.purpose == "train":
-            running = self._running.get(spec.episode_id)
-            if running is None or running.attempt != header.attempt:
-                self.sums["superseded"] += 1  # told twice, or of an attempt that another has replaced
-                return
-            del self._running[spec.episode_id]
-            on_end = self._parents.pop(spec.episode_id, on_end)
-            if on_end is None and spec.parent_id is not None:
-                self.ended_children[spec.episode_id] = header
             self._record(self.buffer.end(spec, header))
             self._count(header)
             self._guard(spec, header)
@@ -270,7 +275,8 @@ class Dispatcher:
         self.signal.notify()
 
     def _admit(self, spec: EpisodeSpec) -> None:
-        self.buffer.admit(spec)
+        if spec.purpose == "train":
+            self.buffer.admit(spec)
         self._running[spec.episode_id] = spec
 
     def _record(self, drops: Sequence[UnitDrop]) -> None:

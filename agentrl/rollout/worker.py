@@ -102,7 +102,7 @@ class AsyncioWorker:
             async with self._reading:  # one after another, and the loop goes on in between
                 recorded = self._runner.recorded(spec)
                 await asyncio.sleep(0)
-        header = await self._attempts(spec, recorded, on_end)
+        header = await self._attempts(spec, recorded, on_end, resume=resume)
         if header is not None:
             on_end(header)
 
@@ -131,9 +131,12 @@ class AsyncioWorker:
         on_end(await self._runner.drop(spec, "episode_timeout", detail, 0.0))
 
     async def _attempts(
-        self, spec: EpisodeSpec, recorded: Sequence[JournalEntry], on_end: OnEnd
+        self, spec: EpisodeSpec, recorded: Sequence[JournalEntry], on_end: OnEnd, *, resume: bool
     ) -> EpisodeHeader | None:
-        """Attempts until one commits or the episode is dropped; None where it was left behind."""
+        """Attempts until one commits or the episode is dropped; None where it was left behind.
+
+        A killed process may have written entries of a further attempt whose admission never reached the disk.
+        """
         started = self._runner.clock.monotonic()
         environment = self._environment(spec.environment)
         task = asyncio.current_task()
@@ -162,7 +165,8 @@ class AsyncioWorker:
             if not begin_again:
                 self.last_failure = detail
                 return await self._runner.drop(spec, reason, detail, self._runner.clock.monotonic() - started)
-            spec, recorded = _next_attempt(spec), ()
+            spec = _next_attempt(spec)
+            recorded = self._runner.recorded(spec) if resume else ()  # its admission may be all that was lost of it
             self._tasks[task] = spec
             self._runner.host.readmit(spec)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import agentrl
 from agentrl.app.assemble import Parts, Past, assemble, pinned_policies
@@ -35,6 +35,20 @@ class Guess(agentrl.Environment):
                 return
             message = agentrl.user("no")
         guesser.reward(0.0)
+
+
+class Ask(Guess):
+    """Two children guess for their parent, which takes its time before it asks for them."""
+
+    fan_out: ClassVar[dict[str, int]] = {"Guess": 2}
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        guesser = ctx.agent("guesser")
+        for _ in range(2):
+            await guesser.act(agentrl.user("Think."))
+        children = await ctx.gather(*ctx.spawn(Guess, dict(ctx.task.data), n=2))
+        await guesser.act(agentrl.user("And?"))
+        guesser.reward(sum(child.reward or 0.0 for child in children))
 
 
 TASKS = [Task(id=f"digit-{digit}", data={"digit": str(digit)}) for digit in range(10)]

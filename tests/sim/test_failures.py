@@ -18,7 +18,7 @@ from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.turn_sampler import LOST_IN_A_ROW
 from agentrl.testing.memory_journal import EpisodeEnd
 from agentrl.testing.plugin import SimulatedLoop
-from tests.sim.small_run import Guess, SmallRun, config_for
+from tests.sim.small_run import Ask, Guess, SmallRun, config_for
 
 pytestmark = pytest.mark.sim
 
@@ -129,6 +129,17 @@ def test_an_episode_whose_engine_is_lost_goes_on_from_its_last_entry(simulated_l
         # `e<k>.<attempt>.<call>`: no environment was blamed, and a turn that was sampled is not asked for again.
         assert all(request_id.split(".")[1] == "0" for request_id in engine.asked)
         assert max(engine.asked.values()) == 2
+
+    simulated_loop.run(main)
+
+
+def test_a_parent_that_is_executed_again_finds_its_children(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        run = SmallRun(engine_class=FlakyEngine, environment=Ask)
+        await run.run()  # the journal refuses a call that is journaled twice
+        units = Counter(unit.episode_id for batch in run.trainer.batches for unit in batch.units)
+        assert max(units.values()) == 1
+        assert any("~" in episode_id for episode_id in units)
 
     simulated_loop.run(main)
 

@@ -12,9 +12,12 @@ import pytest
 from agentrl.app.assemble import Past, past_of
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.entries import TurnEntry
+from agentrl.journal.port import StepRow
+from agentrl.orchestrator.loop import Orchestrator
 from agentrl.testing import MemoryJournal
+from agentrl.testing.memory_journal import Admission
 from agentrl.testing.plugin import SimulatedLoop
-from tests.sim.small_run import SmallRun, config_for
+from tests.sim.small_run import Ask, SmallRun, config_for
 
 pytestmark = pytest.mark.sim
 
@@ -96,3 +99,44 @@ def test_turns_that_were_recorded_are_not_sampled_again(simulated_loop: Simulate
         return sum(1 for key in before if key[0] in {spec.episode_id for spec in second.past.unfinished})
 
     assert sum(simulated_loop.run(main)) > 0, "no episode was stopped between two turns"
+
+
+def test_children_whose_admission_was_lost_go_on_from_their_entries(simulated_loop: SimulatedLoop) -> None:
+    """The turns reach the disk before the control log: a kill in between leaves entries of unadmitted children."""
+    moments = itertools.count(2.0, 0.3)
+
+    async def main() -> None:
+        moment = next(moments)
+        first = SmallRun(config=config_for(steps=12, step_size=12), environment=Ask)
+        survivors: list[MemoryJournal] = []
+
+        async def crash(orchestrator: Orchestrator) -> None:
+            await asyncio.sleep(moment)
+            while not _unadmitted(first.journal):
+                await first.journal.flush()
+                await asyncio.sleep(0.03)
+            log = first.journal.turn_log("0")
+            log.on_disk = len(log.entries)
+            survivors.append(first.journal.after_crash())
+            orchestrator.stop()
+
+        tasks: list[asyncio.Task[None]] = []
+        first.during = lambda orchestrator: tasks.append(asyncio.get_running_loop().create_task(crash(orchestrator)))
+        await first.run()
+        [journal] = survivors
+        steps = [record for record in journal.records if isinstance(record, StepRow)]
+        trained = Counter(unit.episode_id for record in steps for unit in record.batch.units)
+        second = second_life(first, journal, len(steps))
+        second.environment = Ask
+        await second.run()  # its journal refuses a call that is journaled twice
+        assert max((trained + trained_in(second)).values()) == 1
+        assert len(steps) + len(second.trainer.batches) == 12
+
+    simulated_loop.run(main)
+
+
+def _unadmitted(journal: MemoryJournal) -> set[str]:
+    """Children with entries, whose admission is not on disk."""
+    admitted = {record.spec.episode_id for record in journal.on_disk() if isinstance(record, Admission)}
+    entries = journal.turn_log("0").entries
+    return {entry.episode_id for entry in entries if "~" in entry.episode_id} - admitted
