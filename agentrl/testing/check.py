@@ -204,9 +204,8 @@ async def execute(
     max_turns: int = MAX_TURNS,
 ) -> tuple[EpisodeHeader, list[JournalEntry]] | str:
     """An episode over a prefix: its header and entries, or what went wrong; `sums` gets those of the `Dispatcher`."""
-    journal, clock, signal = MemoryJournal(), SystemClock(), Signal()
+    journal = MemoryJournal()
     engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)})
-    chat_format = PlainFormat()
     dispatcher = Dispatcher(
         environment=spec.environment,
         seats=environment.seats,
@@ -215,16 +214,16 @@ async def execute(
         group_size=1,
         buffer=EpisodeBuffer((), ADVANTAGES["none"]),
         store=journal,
-        signal=signal,
+        signal=Signal(),
     )
     log = journal.turn_log("check")
     runner = EpisodeRunner(
         engine=engine,
-        chat_format=chat_format,
+        chat_format=PlainFormat(),
         store=journal,
         log=log,
         host=dispatcher,
-        clock=clock,
+        clock=SystemClock(),
         settings=RolloutSettings(
             sampling=SamplingParams(max_tokens=256, stop_token_ids=(STOP_TOKEN,)),
             limits=Limits(max_turns=max_turns, max_tokens=256, max_context=1 << 20),
@@ -240,9 +239,8 @@ async def execute(
     journal.admit(spec)
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            header = await asyncio.get_running_loop().create_task(
-                runner.run(spec, environment, recorded, answers=answers)
-            )
+            run = runner.run(spec, environment, recorded, answers=answers)
+            header = await asyncio.get_running_loop().create_task(run)
         await dispatcher.worker.drain()
     except TimeoutError:
         return f"run() did not end within {TIMEOUT_S:g} s"
