@@ -50,6 +50,7 @@ from benchmarks.resume_foreign_tools import remedy_cases, tool_cases, trap_cases
 from benchmarks.resume_foreign_trl import trl_cases
 
 TURNS = 240
+QUICK_TURNS = 40
 QUICK_CUTS = 4
 VARYING = ("seconds", "started", "cached_tokens")
 """Fields of entries that say how long something took or what the engine still had."""
@@ -159,7 +160,7 @@ class _Observer:
         return digest([self._environment.__dict__, self._made])
 
 
-def play(case: Case, task: agentrl.Task, recorded: Sequence[JournalEntry] = ()) -> Played:
+def play(case: Case, task: agentrl.Task, recorded: Sequence[JournalEntry] = (), *, quick: bool) -> Played:
     """An execution of a case over a prefix."""
     observer = _Observer(case)
     environment = observer.environment()
@@ -172,7 +173,7 @@ def play(case: Case, task: agentrl.Task, recorded: Sequence[JournalEntry] = ()) 
         group_id="g0",
     )
     script = observer.script(every=not recorded)
-    outcome = asyncio.run(execute(environment, spec, script, recorded, max_turns=TURNS))
+    outcome = asyncio.run(execute(environment, spec, script, recorded, max_turns=QUICK_TURNS if quick else TURNS))
     if isinstance(outcome, str):
         return Played(name=case.name, error=outcome)
     header, entries = outcome
@@ -193,15 +194,19 @@ def play(case: Case, task: agentrl.Task, recorded: Sequence[JournalEntry] = ()) 
 
 def first(chosen: Sequence[Case], folder: Path, *, quick: bool) -> None:
     """Play every task of every case once and write down how it went."""
-    played = [[play(case, task) for task in _tasks(case, quick=quick)] for case in chosen]
-    (folder / "played").write_bytes(msgspec.msgpack.encode(played))
+    played = [[play(case, task, quick=quick) for task in _tasks(case, quick=quick)] for case in reversed(chosen)]
+    (folder / "played").write_bytes(msgspec.msgpack.encode(played[::-1]))
 
 
 def second(chosen: Sequence[Case], folder: Path, *, quick: bool) -> None:
-    """Resume every case from every cut, in another order than they were played."""
+    """Resume every case from every cut, in another order than they were played; a row of the table for each."""
     before = msgspec.msgpack.decode((folder / "played").read_bytes(), type=list[list[Played]])
-    verdicts = [resume(case, games, quick=quick) for case, games in zip(chosen[::-1], before[::-1], strict=True)]
-    (folder / "verdicts").write_bytes(msgspec.msgpack.encode(verdicts[::-1]))
+    verdicts = []
+    print(f"{'environment':42} {'family':11} turns entries resumed  named chance silent  class")
+    for case, games in zip(chosen, before, strict=True):
+        verdicts.append(resume(case, games, quick=quick))
+        show(case, games, verdicts[-1])
+    (folder / "verdicts").write_bytes(msgspec.msgpack.encode(verdicts))
 
 
 def resume(case: Case, games: Sequence[Played], *, quick: bool) -> Verdict:
@@ -213,14 +218,14 @@ def resume(case: Case, games: Sequence[Played], *, quick: bool) -> Verdict:
             return Verdict(name=case.name, resumed=0, named=1, silent=0, cause=f"was not played: {before.error}")
         repeats: bool | None = None
         for cut in _cuts(len(before.entries), quick=quick):
-            after = play(case, task, before.entries[:cut])
+            after = play(case, task, before.entries[:cut], quick=quick)
             has_turns = any(isinstance(entry.decode(), TurnEntry) for entry in before.entries[:cut])
             found = _compared(before, after)
             came_back = all(before.trail.get(seed) in (state, None) for seed, state in after.trail.items())
             resumed += 1
             named += after.error is not None
             if found and repeats is None:
-                repeats = not _compared(before, play(case, task))
+                repeats = not _compared(before, play(case, task, quick=quick))
             is_silent = bool(found) and after.error is None and (repeats or (has_turns and not came_back))
             silent += is_silent
             chance += bool(found) and after.error is None and not is_silent
@@ -283,7 +288,7 @@ def _shown(entry: JournalEntry) -> str:
 def main() -> None:
     """Run the study, or be one of its processes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="four cuts of each episode")
+    parser.add_argument("--quick", action="store_true", help="one short episode each, cut four times")
     parser.add_argument("--only", help="one environment, by its name in the table")
     parser.add_argument("--process", choices=["first", "second"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -304,34 +309,32 @@ def main() -> None:
             command = [sys.executable, "-m", "benchmarks.resume_foreign", *options]
             command += ["--process", process, "--folder", folder]
             subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": hash_seed})
-        played = msgspec.msgpack.decode((Path(folder) / "played").read_bytes(), type=list[list[Played]])
         verdicts = msgspec.msgpack.decode((Path(folder) / "verdicts").read_bytes(), type=list[Verdict])
-    report(chosen, played, verdicts, quick=arguments.quick)
-
-
-def report(
-    chosen: Sequence[Case], played: Sequence[Sequence[Played]], verdicts: Sequence[Verdict], *, quick: bool
-) -> None:
-    """The table and the line of figures."""
-    print(f"{'environment':42} {'family':11} turns entries resumed  named chance silent  class")
-    classes: list[str] = []
-    for case, games, found in zip(chosen, played, verdicts, strict=True):
-        kind = "SILENT" if found.silent else "pinned" if found.named else case.level
-        if case.foreign:
-            classes.append(kind)
-        length = f"{sum(game.turns for game in games):5} {sum(len(game.entries) for game in games):7}"
-        counts = f"{found.resumed:7} {found.named:6} {found.chance:6} {found.silent:6}"
-        print(f"{case.name:42} {case.family:11} {length} {counts}  {kind}")
-        if found.cause:
-            print(f"    {' '.join(found.cause.split())[:300]}; {found.checker}")
+    classes = [kind_of(case, found) for case, found in zip(chosen, verdicts, strict=True) if case.foreign]
     figures: dict[str, float | None] = {
         "environments": len(classes),
-        "unmodified_share": classes.count("replay") / len(classes) if classes else None,
+        "unmodified_share": sum(kind in {"replay", "snapshot"} for kind in classes) / max(1, len(classes)),
         "silent_mismatches": classes.count("SILENT"),
         "resumptions": sum(found.resumed for found in verdicts),
     }
-    line = Report("resume_foreign", quick=quick, repeats=1, compared_with="the undisturbed episodes", figures=figures)
+    line = Report(
+        "resume_foreign", quick=arguments.quick, repeats=1, compared_with="the undisturbed episodes", figures=figures
+    )
     line.print()
+
+
+def kind_of(case: Case, found: Verdict) -> str:
+    """The class of an environment."""
+    return "SILENT" if found.silent else "pinned" if found.named else case.level
+
+
+def show(case: Case, games: Sequence[Played], found: Verdict) -> None:
+    """A row of the table."""
+    length = f"{sum(game.turns for game in games):5} {sum(len(game.entries) for game in games):7}"
+    counts = f"{found.resumed:7} {found.named:6} {found.chance:6} {found.silent:6}"
+    print(f"{case.name:42} {case.family:11} {length} {counts}  {kind_of(case, found)}", flush=True)
+    if found.cause:
+        print(f"    {' '.join(found.cause.split())[:300]}; {found.checker}")
 
 
 if __name__ == "__main__":
