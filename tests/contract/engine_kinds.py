@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +21,7 @@ from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.embedded import EmbeddedEngine
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.testing import simulate
 
 if TYPE_CHECKING:
     from agentrl.core.records import Completion, Float32Array, Int32Array
@@ -169,6 +170,10 @@ class MakeEngine(Protocol):
         """Weights that the engine accepts as `version`."""
         ...
 
+    def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a test, in virtual time where the engine waits for nothing real."""
+        ...
+
 
 class MakeScripted:
     """Replies keyed by the seed, half a millisecond a token."""
@@ -192,6 +197,10 @@ class MakeScripted:
         """No file is read."""
         return WeightsRef(version=version, path="", kind="full", sha256="")
 
+    def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """In virtual time: a slow machine does not end a call early."""
+        simulate(main, seed=0)
+
 
 class MakeEmbedded:
     """A tiny Qwen3."""
@@ -209,6 +218,10 @@ class MakeEmbedded:
     def publish(self, version: PolicyVersion, seed: int) -> WeightsRef:
         """Full weights of another random model."""
         return self._zoo.full(version, seed=seed)
+
+    def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """In real time: a thread computes."""
+        asyncio.run(main())
 
 
 def load_engine(zoo: ModelZoo, architecture: str = "qwen3", **options: Any) -> EmbeddedEngine:
