@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +21,7 @@ from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.embedded import EmbeddedEngine
 from agentrl.engines.process import EngineProgram, ProcessEngine
+from agentrl.testing import simulate
 from tests.contract.scripted_program import VOCABULARY, scripted_engine
 
 if TYPE_CHECKING:
@@ -169,6 +170,10 @@ class MakeEngine(Protocol):
         """Weights that the engine accepts as `version`."""
         ...
 
+    def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a test, in virtual time where the engine waits for nothing real."""
+        ...
+
 
 class MakeScripted:
     """Replies keyed by the seed, half a millisecond a token."""
@@ -181,6 +186,10 @@ class MakeScripted:
     def publish(self, version: PolicyVersion, seed: int) -> WeightsRef:
         """No file is read."""
         return WeightsRef(version=version, path="", kind="full", sha256="")
+
+    def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """In virtual time: a slow machine does not end a call early."""
+        simulate(main, seed=0)
 
 
 class MakeEmbedded:
@@ -200,6 +209,10 @@ class MakeEmbedded:
         """Full weights of another random model."""
         return self._zoo.full(version, seed=seed)
 
+    def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """In real time: a thread computes."""
+        asyncio.run(main())
+
 
 class MakeProcess:
     """An engine of another kind, in a process of its own."""
@@ -213,6 +226,10 @@ class MakeProcess:
     def __call__(self, *, max_context: int = 512, refresh: Any = "token", slots: int = 16) -> Engine:
         options = {"max_context": max_context, "refresh": refresh, "slots": slots, **self._arguments}
         return ProcessEngine(EngineProgram(self._factory, options), START)
+
+    def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """In real time: another process computes."""
+        asyncio.run(main())
 
 
 def load_engine(zoo: ModelZoo, architecture: str = "qwen3", **options: Any) -> EmbeddedEngine:

@@ -42,7 +42,7 @@ def test_a_completion_says_what_was_sampled_by_whom(make_engine: MakeEngine) -> 
         assert completion.prompt_tokens == 20
         await engine.close()
 
-    asyncio.run(main())
+    make_engine.run(main)
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_company(make_engine: MakeEngine) -> None:
@@ -58,7 +58,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_company(make_engine: MakeEngi
         assert different.token_ids.tolist() != alone[0].token_ids.tolist()
         await engine.close()
 
-    asyncio.run(main())
+    make_engine.run(main)
 
 
 def test_a_stop_token_ends_the_call_and_is_returned(make_engine: MakeEngine) -> None:
@@ -73,7 +73,7 @@ def test_a_stop_token_ends_the_call_and_is_returned(make_engine: MakeEngine) -> 
         assert stopped.token_ids.tolist() == expected
         await engine.close()
 
-    asyncio.run(main())
+    make_engine.run(main)
 
 
 def test_the_context_limit_ends_the_call(make_engine: MakeEngine) -> None:
@@ -86,7 +86,7 @@ def test_the_context_limit_ends_the_call(make_engine: MakeEngine) -> None:
         assert (len(full.token_ids), full.finish_reason, full.spans) == (0, "length", ())
         await engine.close()
 
-    asyncio.run(main())
+    make_engine.run(main)
 
 
 def test_an_abort_returns_the_partial(make_engine: MakeEngine) -> None:
@@ -107,7 +107,7 @@ def test_an_abort_returns_the_partial(make_engine: MakeEngine) -> None:
         assert spans(partial) == [(0, count, str(SOLVER))]
         await engine.close()
 
-    asyncio.run(main())
+    make_engine.run(main)
 
 
 @pytest.mark.parametrize("other_session", [False, True])
@@ -134,7 +134,7 @@ def test_a_turn_continued_after_an_abort_samples_what_it_would_have(
         np.testing.assert_allclose([*partial.logprobs, *rest.logprobs], whole.logprobs, atol=1e-5)
         await engine.close()
 
-    asyncio.run(main())
+    make_engine.run(main)
 
 
 def test_a_cancelled_call_gives_its_place_back(make_engine: MakeEngine) -> None:
@@ -150,7 +150,7 @@ def test_a_cancelled_call_gives_its_place_back(make_engine: MakeEngine) -> None:
         assert len(after.token_ids) == 8
         await engine.close()
 
-    asyncio.run(main())
+    make_engine.run(main)
 
 
 def test_an_update_in_flight_gives_spans_of_both_versions(make_engine: MakeEngine) -> None:
@@ -170,7 +170,7 @@ def test_an_update_in_flight_gives_spans_of_both_versions(make_engine: MakeEngin
         assert spans(untouched) == [(0, 8, str(START["proposer"]))]
         await engine.close()
 
-    asyncio.run(main())
+    make_engine.run(main)
 
 
 def test_refresh_turn_never_changes_weights_inside_a_call(make_engine: MakeEngine) -> None:
@@ -186,7 +186,7 @@ def test_refresh_turn_never_changes_weights_inside_a_call(make_engine: MakeEngin
         assert spans(await session.generate(request("b", prompt(4)))) == [(0, 8, str(NEWER))]
         await engine.close()
 
-    asyncio.run(main())
+    make_engine.run(main)
 
 
 def test_a_pause_changes_nothing_but_the_time(make_engine: MakeEngine) -> None:
@@ -212,7 +212,7 @@ def test_a_pause_changes_nothing_but_the_time(make_engine: MakeEngine) -> None:
         np.testing.assert_allclose(completion.logprobs, free.logprobs, atol=1e-5)
         await engine.close()
 
-    asyncio.run(main())
+    make_engine.run(main)
 
 
 def test_a_pinned_session_stays_on_its_version(make_engine: MakeEngine) -> None:
@@ -232,7 +232,7 @@ def test_a_pinned_session_stays_on_its_version(make_engine: MakeEngine) -> None:
             engine.open("late", "solver", pin=NEWER)
         await engine.close()
 
-    asyncio.run(main())
+    make_engine.run(main)
 
 
 def test_what_is_not_served_is_refused_by_name(make_engine: MakeEngine) -> None:
@@ -246,7 +246,7 @@ def test_what_is_not_served_is_refused_by_name(make_engine: MakeEngine) -> None:
             await engine.update(make_engine.publish(PolicyVersion("critic", 0, 1), seed=1))
         await engine.close()
 
-    asyncio.run(main())
+    make_engine.run(main)
 
 
 def test_scores_are_logprobs_of_the_tokens_given_those_before(make_engine: MakeEngine) -> None:
@@ -260,7 +260,7 @@ def test_scores_are_logprobs_of_the_tokens_given_those_before(make_engine: MakeE
         assert by_version.tolist() == scored.tolist()
         await engine.close()
 
-    asyncio.run(main())
+    make_engine.run(main)
 
 
 def test_a_closed_engine_fails_calls_and_closes_again(make_engine: MakeEngine) -> None:
@@ -278,7 +278,7 @@ def test_a_closed_engine_fails_calls_and_closes_again(make_engine: MakeEngine) -
         session.close()
         await engine.close()
 
-    asyncio.run(main())
+    make_engine.run(main)
 
 
 def test_busy_seconds_grow_with_work(make_engine: MakeEngine) -> None:
@@ -289,4 +289,4 @@ def test_busy_seconds_grow_with_work(make_engine: MakeEngine) -> None:
         assert engine.busy_seconds() > before
         await engine.close()
 
-    asyncio.run(main())
+    make_engine.run(main)

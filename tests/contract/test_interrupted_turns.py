@@ -77,7 +77,7 @@ def test_after_an_update_a_cut_turn_goes_on_under_the_new_version(
         assert turn.finish_reason == "length"
         await engine.close()
 
-    asyncio.run(main())
+    make_engine.run(main)
 
 
 @pytest.mark.parametrize("refresh", ["lazy", "episode"])
