@@ -184,6 +184,9 @@ class LiveContext(EpisodeContext):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            for awaitable in awaitables:
+                if inspect.iscoroutine(awaitable):  # one whose branch never began would complain of it
+                    awaitable.close()
             raise
         if self._journal.expect(opened, OrderEntry) is None:
             self._journal.write(opened, OrderEntry(tuple(finished)))
