@@ -98,7 +98,8 @@ class EpisodeRunner:
             turns=sum(len(agent.turns) for agent in context.agents.values()),
             tokens=sum(len(turn.completion.token_ids) for agent in context.agents.values() for turn in agent.turns),
             seconds=self.clock.monotonic() - started,
-            trajectories=tuple(agent.header() for agent in context.agents.values() if agent.turns),
+            # By seat and index, as the journal gives them back: a step's rows are in one order in every life of a run.
+            trajectories=tuple(agent.header() for _, agent in sorted(context.agents.items()) if agent.turns),
             location=DataLocation(self._log.name, journal.written),
         )
         await _whatever_happens(self._store.commit_episode(spec, header, journal.digest, episode.metrics))
