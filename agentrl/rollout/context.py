@@ -183,10 +183,10 @@ class LiveContext(EpisodeContext):
         except BaseException:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             for awaitable in awaitables:
-                if inspect.iscoroutine(awaitable):  # one whose branch never began would complain of it
-                    awaitable.close()
+                if inspect.iscoroutine(awaitable) and inspect.getcoroutinestate(awaitable) == inspect.CORO_CREATED:
+                    awaitable.close()  # its branch never begins, and it would complain of that
+            await asyncio.gather(*tasks, return_exceptions=True)
             raise
         if self._journal.expect(opened, OrderEntry) is None:
             self._journal.write(opened, OrderEntry(tuple(finished)))
