@@ -137,7 +137,8 @@ class EpisodeRunner:
             turns=sum(len(agent.turns) for agent in agents),
             tokens=sum(len(turn.completion.token_ids) for agent in agents for turn in agent.turns),
             seconds=seconds,
-            trajectories=tuple(agent.header() for agent in agents if agent.turns),
+            # By seat and index, as the journal gives them back: a step's rows are in one order in every life of a run.
+            trajectories=tuple(agent.header() for _, agent in sorted(context.agents.items()) if agent.turns),
             location=DataLocation(self._log.name, context.episode.journal.written),
         )
 

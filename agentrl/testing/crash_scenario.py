@@ -57,7 +57,8 @@ class Machine:
     def after_crash(self, fate: Fate, *, seed: int = 0) -> Machine:
         """What the next process finds; nothing here changes."""
         disk = self.disk.after_crash(fate, seed=seed)
-        return Machine(disk=disk, journal=self.journal.after_crash(fate, disk), life=self.life + 1)
+        journal = self.journal.after_crash(fate, disk, seed=seed)
+        return Machine(disk=disk, journal=journal, life=self.life + 1)
 
 
 def babble(request: GenerateRequest, policy: str, version: PolicyVersion) -> Sequence[int]:
@@ -181,10 +182,7 @@ class CrashScenario:
         """Run a life in a simulated loop of its own until it ends; what ended it, None for the end of the run."""
         loop = SimLoop(seed)
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            try:
-                return runner.run(self._until_its_end(machine, loop))
-            except Exception as error:  # noqa: BLE001 - a mutant, or an environment under test, may raise anything
-                return error
+            return runner.run(self._until_its_end(machine, loop))
 
     async def _until_its_end(self, machine: Machine, loop: SimLoop) -> BaseException | None:
         crashed: asyncio.Future[None] = loop.create_future()

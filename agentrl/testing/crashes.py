@@ -5,18 +5,19 @@ checkpoint and version protocols. Since a crash leaves nothing but the disk, tha
 operation, what each fate would have left; from there the run goes on, in a process of its own, to its end.
 `crash_oracle` judges.
 
-The fourth fate, `twice`, draws one of the others, and a second crash in the life that follows; over all operations each
-operation of a recovery has its turn.
+The fourth fate, `twice`, is a second crash in the life that follows: after a kill or another fate, at an operation and
+with a fate drawn for each crash point, so that over all of them each operation of a recovery has its turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.core.errors import CheckFailedError
 from agentrl.core.ids import key64
+from agentrl.core.rng import stream
 from agentrl.testing import crash_oracle
 from agentrl.testing.crash_scenario import EMPTY_TASKS, CrashScenario, Machine, babble
 from agentrl.testing.sim_disk import SimulatedCrashError
@@ -27,10 +28,9 @@ if TYPE_CHECKING:
     from agentrl.environment.base import Environment
     from agentrl.testing.sim_disk import Fate
 
-FATES = ("kill", "lost", "kept", "twice")
-_DISK_FATES: tuple[Fate, ...] = ("kill", "lost", "kept", "mixed")
-_RECOVERY = 40
-"""Operations of a life among which the second crash is placed."""
+DISK_FATES: tuple[Fate, ...] = ("kill", "lost", "kept", "mixed")
+RECOVERY = 40
+"""Operations of a life among which a second crash is placed; its recovery takes about thirty."""
 _MAX_LIVES = 8
 
 
@@ -65,13 +65,20 @@ class CrashReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Crash:
-    """A moment at which the process died, and what it left."""
+class _Point:
+    """An operation, and what a crash instead of it finds."""
 
     operation: int
     name: str
     acknowledged: Sequence[tuple[str, int]]
-    survivor: Machine
+    survivors: Mapping[Fate, Machine]
+
+
+class _Second(NamedTuple):
+    """A crash in the life after a crash."""
+
+    operation: int
+    fate: Fate
 
 
 def crash_test(
@@ -97,7 +104,13 @@ def crash_test(
 
 
 def crash_everywhere(
-    scenario: CrashScenario, *, share: int = 1, seed: int = 0, fates: Sequence[str] = FATES, enough: int = 1 << 30
+    scenario: CrashScenario,
+    *,
+    share: int = 1,
+    seed: int = 0,
+    where: str = "",
+    every_recovery: bool = False,
+    enough: int = 1 << 30,
 ) -> CrashReport:
     """Crash a scenario at each operation.
 
@@ -105,86 +118,109 @@ def crash_everywhere(
         scenario: the run.
         share: every `share`-th crash point only, the first one drawn from the seed.
         seed: of the schedules, of what is torn, and of second crashes.
-        fates: of `FATES`.
+        where: only operations whose name contains this.
+        every_recovery: kill, and then crash the recovery at each of its operations, with each fate.
         enough: stop at this many violations.
 
     Raises:
         CheckFailedError: the run fails by itself, without any crash.
     """
-    report, undisturbed, crashes = _undisturbed(scenario, share, seed, fates)
-    for crash, fate in crashes:
-        report.crashes += 1
-        salt = key64(seed, crash.operation, fate)
-        for what in _after(scenario, crash, undisturbed, report, twice=fate == "twice", salt=salt):
-            report.violations.append(Violation(operation=crash.operation, name=crash.name, fate=fate, what=what))
+
+    def wanted(number: int, name: str) -> bool:
+        return number % share == seed % share and where in name
+
+    report, undisturbed, points = _undisturbed(scenario, wanted, seed)
+    for point in points:
+        for first, second in _every_recovery() if every_recovery else _fates(point, seed):
+            salt = key64(seed, point.operation, first, second)
+            for what in _after(scenario, point, first, second, undisturbed, report, salt):
+                fate = first if second is None else f"{first}, then {second.fate} at operation {second.operation}"
+                found = Violation(operation=point.operation, name=point.name, fate=fate, what=what)
+                report.violations.append(found)
         if len(report.violations) >= enough:
             break
     return report
 
 
 def _undisturbed(
-    scenario: CrashScenario, share: int, seed: int, fates: Sequence[str]
-) -> tuple[CrashReport, crash_oracle.Finished, list[tuple[_Crash, str]]]:
-    """The run nothing happens to, and what each crash in it would have left."""
+    scenario: CrashScenario, wanted: Callable[[int, str], bool], seed: int
+) -> tuple[CrashReport, crash_oracle.Finished, list[_Point]]:
+    """The run nothing happens to, and what a crash at each operation finds."""
     machine = scenario.new_machine()
     report = CrashReport(operations=[])
-    crashes: list[tuple[_Crash, str]] = []
+    points: list[_Point] = []
 
     def look(number: int, name: str) -> None:
         report.operations.append(name)
-        if number % share != seed % share:
-            return
-        for fate in fates:
-            disk_fate = _DISK_FATES[key64(seed, number) % len(_DISK_FATES)] if fate == "twice" else fate
-            crashes.append((_crashed(machine, number, name, disk_fate, seed), fate))  # type: ignore[arg-type]
+        if wanted(number, name):
+            points.append(_point(machine, number, name, seed))
 
     machine.disk.before = look
     ended = scenario.run(machine, seed=seed)
     machine.disk.before = None
-    look(machine.disk.operations + 1, "the end")
-    report.operations.pop()
     if ended is not None:
         raise CheckFailedError(f"the run fails without any crash: {type(ended).__name__}: {ended}") from ended
+    if wanted(machine.disk.operations + 1, "the end"):
+        points.append(_point(machine, machine.disk.operations + 1, "the end", seed))
     undisturbed = crash_oracle.finished(machine, steps=scenario.config.steps, trainable=scenario.trainable)
     if undisturbed.violations:
         raise CheckFailedError(f"the run breaks its promises without any crash: {'; '.join(undisturbed.violations)}")
-    return report, undisturbed, crashes
+    return report, undisturbed, points
 
 
-def _crashed(machine: Machine, number: int, name: str, fate: Fate, seed: int) -> _Crash:
-    survivor = machine.after_crash(fate, seed=key64(seed, number, fate))
-    return _Crash(operation=number, name=name, acknowledged=tuple(machine.journal.acknowledged), survivor=survivor)
+def _point(machine: Machine, number: int, name: str, seed: int) -> _Point:
+    return _Point(
+        operation=number,
+        name=name,
+        acknowledged=tuple(machine.journal.acknowledged),
+        survivors={fate: machine.after_crash(fate, seed=key64(seed, number, fate)) for fate in DISK_FATES},
+    )
+
+
+def _fates(point: _Point, seed: int) -> Iterator[tuple[Fate, _Second | None]]:
+    """The four fates of a crash point."""
+    for fate in ("kill", "lost", "kept"):
+        yield fate, None
+    draw = stream("second crash", seed, point.operation).randrange
+    first: Fate = "kill" if draw(2) else DISK_FATES[draw(len(DISK_FATES))]
+    operation = 1 + point.operation % RECOVERY
+    yield first, _Second(operation=operation, fate=DISK_FATES[draw(len(DISK_FATES))])
+
+
+def _every_recovery() -> Iterator[tuple[Fate, _Second]]:
+    for operation in range(1, RECOVERY + 1):
+        for fate in DISK_FATES:
+            yield "kill", _Second(operation=operation, fate=fate)
 
 
 def _after(
     scenario: CrashScenario,
-    crash: _Crash,
+    point: _Point,
+    first: Fate,
+    second: _Second | None,
     undisturbed: crash_oracle.Finished,
     report: CrashReport,
-    *,
-    twice: bool,
     salt: int,
 ) -> Iterator[str]:
-    """What is wrong with the crash and with the lives that follow it."""
-    yield from crash_oracle.lost(crash.acknowledged, crash.survivor)
-    machine = crash.survivor
-    again = 1 + crash.operation % _RECOVERY if twice else 0
+    """What is wrong with a crash and with the lives that follow it."""
+    report.crashes += 1
+    machine = point.survivors[first].after_crash("kill")  # a copy: this point is crashed at again
+    machine.life = 1
+    yield from crash_oracle.lost(point.acknowledged, machine)
     for life in range(_MAX_LIVES):
         recorded = crash_oracle.turns_on_disk(machine)
-        following: list[_Crash] = []
-        if again:
-            fate = _DISK_FATES[salt % len(_DISK_FATES)]
-            _crash_at(machine, again, fate, salt, following)
+        if second is not None:
+            _crash_at(machine, second.operation)
         ended = scenario.run(machine, seed=(salt + life) % (1 << 31))
         yield from crash_oracle.sampled_again(recorded, machine)
         yield from (f"resumed: a checkpoint is damaged: {reason}" for reason in machine.rejected)
         if ended is None:
             break
-        if isinstance(ended, SimulatedCrashError) and following:
+        if isinstance(ended, SimulatedCrashError) and second is not None:
             report.crashes += 1
-            again = 0
-            yield from crash_oracle.lost(following[0].acknowledged, following[0].survivor)
-            machine = following[0].survivor
+            dead, machine = machine, machine.after_crash(second.fate, seed=salt)
+            second = None
+            yield from crash_oracle.lost(dead.journal.acknowledged, machine)
         elif isinstance(ended, scenario.expected):
             machine = machine.after_crash("kill")
         else:
@@ -198,12 +234,11 @@ def _after(
     yield from crash_oracle.compared(found, undisturbed)
 
 
-def _crash_at(machine: Machine, operation: int, fate: Fate, salt: int, following: list[_Crash]) -> None:
+def _crash_at(machine: Machine, operation: int) -> None:
     """Let the next life crash at an operation."""
 
     def look(number: int, name: str) -> None:
         if number == operation:
-            following.append(_crashed(machine, number, name, fate, salt))
             machine.disk.crash()
 
     machine.disk.before = look

@@ -13,7 +13,8 @@ What a crash leaves is its fate:
 | `kept` | the same                                               | all: the file system got round to them     |
 | `mixed`| the same                                               | of each directory, all or those synced     |
 
-A transaction of a journal that was under way is undone by `kill` and `lost`; otherwise it landed, and nobody was told.
+A transaction of a journal that was under way is undone by `kill`; with the others it may have landed, and nobody was
+told. So the journal may know of files that are gone, and files may be there of which it does not know.
 """
 
 from __future__ import annotations
@@ -114,6 +115,10 @@ class SimDisk:
             self.crash()
         code = errno.ENOSPC if fault.kind == "full" else errno.EIO
         raise OSError(code, os.strerror(code), name if path is None else str(path))
+
+    def plan(self, fault: Fault) -> None:
+        """One more thing that goes wrong."""
+        self._faults[fault.operation] = fault
 
     def crash(self) -> None:
         """End the process here: raise, now and at every later operation."""

@@ -11,6 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import JournalError, StorageError
+from agentrl.core.rng import stream
 from agentrl.journal.writer import FLUSH_SECONDS, LINGER_SECONDS
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal, MemoryTurnLog
 from agentrl.testing.sim_disk import SimDisk
@@ -114,10 +115,10 @@ class SimJournal(MemoryJournal):
             self._round.cancel()
         self._round = loop.call_later(seconds, self._commit_all)
 
-    def after_crash(self, fate: Fate = "kill", disk: SimDisk | None = None) -> SimJournal:
-        """The journal another process opens, on the disk it finds."""
+    def after_crash(self, fate: Fate = "kill", disk: SimDisk | None = None, *, seed: int = 0) -> SimJournal:
+        """The journal another process opens, on the disk it finds; `seed` draws whether a transaction landed."""
         survivor = type(self)(disk or SimDisk(), flush_seconds=self.flush_seconds)
-        lands = self._landing if fate in ("kept", "mixed") else None
+        lands = self._landing if fate != "kill" and stream("landed", seed).random() < 0.5 else None
         survivor.records = self.records[: None if lands == _CONTROL else self._on_disk]
         survivor._on_disk = len(survivor.records)
         ends = (record for record in survivor.records if isinstance(record, EpisodeEnd))

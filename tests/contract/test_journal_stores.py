@@ -147,6 +147,8 @@ def test_units_are_ready_until_they_are_consumed_or_dropped(run: Callable[[Scena
         ready = list(journal.ready_units({"policy": first}))
         assert [header for _, header in ready] == [headers[2]]
         assert [spec.episode_id for spec, _ in ready] == ["e2"]
+        without_manifest = [spec.episode_id for spec, _ in journal.ready_units({})]
+        assert without_manifest == ["e0", "e2", "e3"], "before the first checkpoint nothing was consumed"
 
     run(scenario)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +27,9 @@ from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.manifest import CheckpointWriter
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
-from agentrl.testing import make_episode_header
-from agentrl.testing.crash_scenario import CHECKPOINTS, RUN, CrashScenario, Machine
-from agentrl.testing.sim_disk import SimDisk
-from agentrl.testing.sim_journal import SimJournal, SimTurnLog
+from agentrl.testing import CrashScenario, SimDisk, SimJournal, make_episode_header
+from agentrl.testing.crash_scenario import CHECKPOINTS, RUN, Machine
+from agentrl.testing.sim_journal import SimTurnLog
 
 
 class Talk(agentrl.Environment):
@@ -74,9 +74,9 @@ class CursorWriter(CheckpointWriter):
         self.disk = disk
 
     async def write(self, trainer: Trainer, versions: Mapping[str, PolicyVersion], ledger: Ledger) -> Path:
-        if not self.disk.names(self.cursor):
+        with contextlib.suppress(FileExistsError):
             self.disk.make_directory(self.cursor)
-            self.disk.sync(RUN)
+        self.disk.sync(RUN)
         path = self.cursor / f"{len(self.disk.names(self.cursor)):03d}"
         self.disk.write(path, json.dumps(versions).encode())
         self.disk.sync(path)
@@ -194,12 +194,12 @@ class RewardOnInfrastructureError(FailingEngine):
         worker._runner = ForgivingRunner(worker._runner, machine)  # type: ignore[assignment]
 
 
-MUTANTS: tuple[type[CrashScenario], ...] = (
-    AcknowledgeBeforeCommit,
-    CursorInItsOwnFile,
-    NoSyncBeforeRename,
-    GlobalCallCounter,
-    VersionReuse,
-    RewardOnInfrastructureError,
-)
-"""Each breaks one rule of the protocol; the enumeration must notice every one."""
+MUTANTS: dict[type[CrashScenario], str] = {
+    AcknowledgeBeforeCommit: "acknowledged",
+    CursorInItsOwnFile: "ledger",
+    NoSyncBeforeRename: "resumed",
+    GlobalCallCounter: "dropped",
+    VersionReuse: "resumed",
+    RewardOnInfrastructureError: "rewards",
+}
+"""Each breaks one rule of the protocol; the check of `agentrl.testing.crash_oracle` that notices it."""

@@ -37,9 +37,9 @@ class Talk(agentrl.Environment):
 def test_agents_rows_and_rewards() -> None:
     played = play(Talk, ["h1", "g1", "g2", "h2"])
     assert [(t.seat, t.index, t.reward) for t in played.header.trajectories] == [
-        ("host", 0, 1.5),
         ("guest", 0, -1.0),
         ("guest", 1, 0.25),
+        ("host", 0, 1.5),
     ]
     assert [entry.turn for entry in played.entries if isinstance(entry, RewardEntry)] == [0, None, None, None]
     assert [entry.row for entry in played.entries if isinstance(entry, TurnEntry)] == [0, 0, 0, 1]

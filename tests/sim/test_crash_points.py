@@ -1,0 +1,63 @@
+"""A run dies at any operation, of the journal or of the disk, and goes on as promised; mutants of it are noticed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from agentrl.core.errors import StorageError
+from agentrl.testing import CrashScenario, Fault, crash_everywhere, crash_test
+from agentrl.testing.crash_oracle import compared, finished
+from tests.sim.crash_cases import MUTANTS, FailingEngine, Talk
+
+pytestmark = pytest.mark.sim
+
+EVERY_POINT = "AGENTRL_SIM_SEEDS" in os.environ
+SHARE = 1 if EVERY_POINT else 12
+"""Every twelfth crash point, unless many seeds are asked for."""
+
+
+def test_a_run_that_dies_at_any_operation_goes_on_as_promised() -> None:
+    report = crash_test(Talk, share=SHARE)
+    assert len(report.operations) > 250
+    assert {name.split()[0] for name in report.operations} == {"commit", "make", "remove", "rename", "sync", "write"}
+    assert report.crashes > 4 * len(report.operations) // SHARE
+    assert not report.violations, report
+
+
+@pytest.mark.parametrize(
+    "operation", ["rename /run/checkpoints", "sync /run/checkpoints/step", "sync /run/versions/left"]
+)
+def test_a_recovery_that_dies_at_any_operation_is_recovered_from(operation: str) -> None:
+    report = crash_everywhere(CrashScenario(Talk), where=operation, every_recovery=True, share=1 if EVERY_POINT else 7)
+    assert not report.violations, report
+
+
+def test_an_engine_that_fails_after_the_crash_ends_the_run_and_not_an_episode() -> None:
+    report = crash_everywhere(FailingEngine(Talk), share=2 * SHARE, seed=1)
+    assert not report.violations, report
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_of_the_protocol_is_noticed(mutant: type[CrashScenario]) -> None:
+    report = crash_everywhere(mutant(Talk), share=5, enough=1)
+    assert {violation.what.split(":")[0] for violation in report.violations} == {MUTANTS[mutant]}, report
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_full_disk_ends_the_run_by_name_and_nothing_is_lost(seed: int) -> None:
+    scenario = CrashScenario(Talk)
+    undisturbed = scenario.new_machine()
+    assert scenario.run(undisturbed, seed=seed) is None
+    expected = finished(undisturbed, steps=3, trainable=scenario.trainable)
+    for operation in range(1 + seed, undisturbed.disk.operations, 3 * SHARE):
+        machine = scenario.new_machine()
+        machine.disk.plan(Fault(operation=operation, kind="full"))
+        ended = scenario.run(machine, seed=seed)
+        if ended is not None:  # what was to be removed may stay
+            assert isinstance(ended, StorageError), f"operation {operation}: {ended!r}"
+            machine = machine.after_crash("kill")
+            assert scenario.run(machine, seed=seed) is None
+        found = finished(machine, steps=3, trainable=scenario.trainable)
+        assert [*found.violations, *compared(found, expected)] == [], f"operation {operation}"

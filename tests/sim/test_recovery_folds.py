@@ -1,0 +1,86 @@
+"""What a resumed run takes over is the same from the simulated journal and from SQLite, wherever the run died."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.app.assemble import Past, past_of
+from agentrl.core.records import PolicyVersion
+from agentrl.journal.store import SqliteJournal
+from agentrl.orchestrator.manifest import newest
+from agentrl.testing import CrashScenario, SimJournal
+from agentrl.testing.crash_scenario import CHECKPOINTS, Machine
+from agentrl.testing.memory_journal import Admission, EpisodeEnd, MetricRow, Publication, UnitDrop
+from tests.sim.crash_cases import Talk
+
+pytestmark = pytest.mark.sim
+
+POINTS = (20, 60, 118, 126, 150, 210, 250, 286)
+"""Operations to die at: before the first checkpoint, between a step and its record, after the last."""
+
+
+def survivors() -> list[Machine]:
+    """What a run that died twice left: the second time in the middle of a lineage of its own."""
+    scenario = CrashScenario(Talk)
+    left = []
+    for first, second in zip(POINTS, reversed(POINTS), strict=True):
+        machine = scenario.new_machine()
+        for operation in (first, second):
+            machine.disk.before = lambda number, _, disk=machine.disk, at=operation: number == at and disk.crash()
+            scenario.run(machine, seed=first)
+            machine = machine.after_crash("kill")
+            left.append(machine.after_crash("kill"))  # a copy, since this one lives on
+    return left
+
+
+async def written(records: SimJournal, directory: Path) -> SqliteJournal:
+    journal = SqliteJournal(directory)
+    for name, log in records.turn_logs.items():
+        for entry in log.entries:
+            journal.turn_log(name).append(entry)
+    for record in records.on_disk():
+        match record:
+            case Admission():
+                journal.admit(record.spec)
+            case EpisodeEnd():
+                await journal.commit_episode(record.spec, record.header, record.digest, record.metrics, record.detail)
+            case UnitDrop():
+                journal.record_drop(record.episode_id, record.attempt, record.policy, record.reason)
+            case Publication():
+                journal.record_version(record.weights, record.parent)
+            case MetricRow():
+                journal.record_metrics(record.policy, record.step, record.values)
+            case _:
+                journal.record_step(record)
+    await journal.flush()
+    return journal
+
+
+def taken_over(past: Past) -> dict[str, Any]:
+    return {
+        "ended": [(spec, header.episode_id, header.trajectories) for spec, header in past.ended],
+        "resolved": past.resolved,
+        "unfinished": list(past.unfinished),
+        "next": (past.next_number, past.next_evaluation),
+    }
+
+
+def test_both_journals_are_folded_alike(tmp_path: Path) -> None:
+    async def compare(machine: Machine, directory: Path) -> int:
+        manifest, _ = newest(CHECKPOINTS, disk=machine.disk)
+        versions: dict[str, PolicyVersion] = {} if manifest is None else dict(manifest.versions)
+        journal = await written(machine.journal, directory)
+        try:
+            assert taken_over(past_of(journal, versions)) == taken_over(past_of(machine.journal, versions))
+            assert journal.parents() == machine.journal.parents()
+            assert journal.highest_lineage() == machine.journal.highest_lineage()
+        finally:
+            await journal.close()
+        return machine.journal.highest_lineage() if manifest else -1
+
+    lineages = {asyncio.run(compare(machine, tmp_path / str(n))) for n, machine in enumerate(survivors())}
+    assert lineages == {-1, 0, 1}

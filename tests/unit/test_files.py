@@ -1,0 +1,133 @@
+"""A directory is put in place whole or not at all, on the machine's disk and on the simulated one alike."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from agentrl.core.files import LOCAL, Disk, place, remove_leftovers, staged
+from agentrl.orchestrator.retention import versions_in
+from agentrl.testing import Fault, SimDisk, SimulatedCrashError
+
+
+@pytest.fixture(params=["local", "simulated"])
+def disk_and_root(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Disk, Path]:
+    if request.param == "local":
+        return LOCAL, tmp_path
+    disk = SimDisk()
+    disk.make_directory(Path("/run"))
+    return disk, Path("/run")
+
+
+def build(disk: Disk, target: Path, content: bytes, *, unless_same: str | None = None) -> None:
+    with staged(target, disk=disk) as staging:
+        disk.make_directory(staging / "policy")
+        disk.write(staging / "policy" / "weights", content)
+        disk.write(staging / "state", b"1")
+        place(staging, target, disk=disk, unless_same=unless_same)
+
+
+def test_a_directory_is_placed_with_its_parents_and_nothing_else_is_left(disk_and_root: tuple[Disk, Path]) -> None:
+    disk, root = disk_and_root
+    target = root / "versions" / "policy" / "0.1"
+    build(disk, target, b"weights")
+    assert disk.files(root / "versions") == {"policy/0.1/policy/weights": 7, "policy/0.1/state": 1}
+    assert disk.read(target / "policy" / "weights", limit=7) == b"weights"
+    with pytest.raises(ValueError, match="7 bytes; at most 6"):
+        disk.read(target / "policy" / "weights", limit=6)
+    assert disk.names(target.parent) == ["0.1"]
+
+
+def test_what_is_there_is_never_replaced(disk_and_root: tuple[Disk, Path]) -> None:
+    disk, root = disk_and_root
+    build(disk, root / "0.1", b"weights")
+    build(disk, root / "0.1", b"weights", unless_same="policy/weights")
+    for same in ("policy/weights", "missing", None):
+        with pytest.raises(FileExistsError):
+            build(disk, root / "0.1", b"other", unless_same=same)
+    assert disk.read(root / "0.1" / "policy" / "weights", limit=99) == b"weights"
+    assert disk.names(root) == ["0.1"]
+
+
+def test_a_build_that_fails_leaves_nothing_and_leftovers_can_be_cleared(disk_and_root: tuple[Disk, Path]) -> None:
+    disk, root = disk_and_root
+
+    def fail() -> None:
+        with staged(root / "0.1", disk=disk) as staging:
+            disk.write(staging / "state", b"1")
+            raise ValueError("halfway")
+
+    with pytest.raises(ValueError, match="halfway"):
+        fail()
+    assert disk.names(root) == []
+    disk.make_directory(root / ".tmp-0.1")
+    disk.write(root / ".tmp-0.1" / "state", b"1")
+    build(disk, root / "0.2", b"weights")
+    remove_leftovers(root, disk=disk)
+    assert disk.names(root) == ["0.2"]
+
+
+def test_versions_are_ordered_by_lineage_and_step(disk_and_root: tuple[Disk, Path]) -> None:
+    disk, root = disk_and_root
+    for name in ("0.10", "0.9", "1.2", "elsewhere", "1", ".tmp-2.0"):
+        disk.make_directory(root / name)
+    assert versions_in(root, disk=disk) == [(0, 9), (0, 10), (1, 2)]
+    assert versions_in(root / "missing", disk=disk) == []
+
+
+def test_links_are_no_files(tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text("secret")
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "link").symlink_to(tmp_path / "outside")
+    (inside / "folder").symlink_to(tmp_path)
+    assert LOCAL.files(inside) == {}
+    with pytest.raises(OSError, match="symbolic links"):
+        LOCAL.digest(inside / "link")
+
+
+def test_a_power_cut_leaves_what_was_synced() -> None:
+    disk, root = SimDisk(), Path("/")
+    disk.write(root / "synced", b"whole")
+    disk.sync(root / "synced")
+    disk.sync(root)
+    disk.write(root / "named", b"content that is torn")
+    disk.sync(root)
+    disk.write(root / "new", b"content")
+    disk.sync(root / "new")
+    assert disk.after_crash("kill").names(root) == ["named", "new", "synced"]
+    assert disk.after_crash("kill").after_crash("lost").names(root) == ["named", "synced"], "a kill syncs nothing"
+    lost, kept = disk.after_crash("lost"), disk.after_crash("kept")
+    assert lost.names(root) == ["named", "synced"]
+    assert kept.read(root / "new", limit=99) == b"content"
+    for survivor in (lost, kept):
+        assert survivor.read(root / "synced", limit=99) == b"whole"
+        assert survivor.read(root / "named", limit=99) != b"content that is torn"
+
+
+def test_a_rename_is_kept_or_lost_as_one() -> None:
+    disk = SimDisk()
+    with staged(Path("/run/0.1"), disk=disk) as staging:
+        disk.write(staging / "weights", b"weights")
+        disk.sync(staging / "weights")
+        disk.sync(staging)
+        disk.sync(staging.parent)
+        disk.rename(staging, Path("/run/0.1"))
+        assert disk.after_crash("lost").files(Path("/run")) == {".tmp-0.1/weights": 7}
+        assert disk.after_crash("kept").files(Path("/run")) == {"0.1/weights": 7}
+
+
+def test_faults_happen_where_they_are_planned() -> None:
+    disk = SimDisk(faults=[Fault(operation=1, kind="full"), Fault(operation=2, kind="broken")])
+    disk.plan(Fault(operation=4, kind="crash"))
+    for code in (errno.ENOSPC, errno.EIO):
+        with pytest.raises(OSError, match="/run") as caught:
+            disk.make_directory(Path("/run"))
+        assert caught.value.errno == code
+    disk.make_directory(Path("/run"))
+    for _ in range(2):
+        with pytest.raises(SimulatedCrashError):
+            disk.sync(Path("/"))
+    assert disk.operations == 4
