@@ -179,7 +179,8 @@ def check(program: list[Any], seed: int) -> int:
     return len(whole.entries)
 
 
-@settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.timeout(600)
+@settings(max_examples=12, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(program=PROGRAMS, seed=st.integers(0, 1 << 16))
 def test_random_programs_resume_from_every_entry(program: list[Any], seed: int) -> None:
     check(msgspec.json.decode(msgspec.json.encode(program)), seed)
