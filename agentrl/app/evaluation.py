@@ -84,7 +84,9 @@ async def _evaluate(
     async with contextlib.AsyncExitStack() as stack:
         store = SqliteJournal(journal, info={"name": f"evaluate {policy or config.model.path}"})
         stack.push_async_callback(store.close)
-        engine = await make_engine(config, {known: PolicyVersion(known, 0, 0) for known in config.policies})
+        engine = await make_engine(
+            config, {known: PolicyVersion(known, 0, 0) for known in config.policies}, lambda line: None
+        )
         stack.push_async_callback(engine.close)
         if adapter is not None:
             await engine.update(adapter)

@@ -89,7 +89,7 @@ async def _life(lasting: Lasting, *, resume: bool) -> Orchestrator:
         await trainer.start(None if manifest is None else str(manifest.directory))
         observer.phase("loading the engine")
         versions = _starting_versions(config, manifest, lineage=store.highest_lineage() + 1)
-        engine = await lasting.adapters.engine(config, versions)
+        engine = await lasting.adapters.engine(config, versions, observer.warn)
         stack.push_async_callback(engine.close)
         weights = {
             name: await trainer.publish(name, versions[name]) for name in versions if config.policies[name].trainable
