@@ -30,8 +30,13 @@ from benchmarks.chaos_oracle import Verdict, judge
 from benchmarks.report import Report
 
 ROOT = Path(__file__).parents[1]
-ROLES = {"engine": "process_host", "trainer": "chaos_trainer", "rank": "TrainerRank", "node": "gcs_server/gcs_server"}
-"""What a process's command line contains, by role; the raylet is a node's other half."""
+ROLES = {
+    "engine": ("process_host",),
+    "trainer": ("chaos_trainer",),
+    "rank": ("ray::TrainerRank",),
+    "node": ("src/ray/gcs/gcs_server ", "src/ray/raylet/raylet "),
+}
+"""What the command lines of a role's processes contain."""
 GIVEN_UP = 70
 """The exit code of a run whose budget of losses was used up: it is resumed, as its user would."""
 
@@ -51,7 +56,7 @@ class Kind:
 
 
 SCRIPTED = Kind("scripted", 40, {"orchestrator": 35, "engine": 30, "trainer": 30, "pause": 5}, 1.2, 2.5)
-REAL = Kind("real", 60, {"orchestrator": 40, "engine": 25, "rank": 20, "node": 10, "pause": 5}, 15.0, 20.0)
+REAL = Kind("real", 60, {"orchestrator": 40, "engine": 25, "rank": 20, "node": 10, "pause": 5}, 8.0, 20.0)
 
 
 @dataclass(slots=True)
@@ -77,6 +82,9 @@ class Chaos:
         self._rng = random.Random(f"{kind.name} {seed}")
         self._tally = tally
         self._killed = 0
+        self._next = [role for role in kind.weights if role != "pause"]
+        """Whose turn it is: each role once, then by weight."""
+        self._rng.shuffle(self._next)
 
     def run(self, kills: int) -> None:
         """Kill `kills` times, and let the last run get to its end."""
@@ -121,10 +129,11 @@ class Chaos:
 
     def _one_life(self, process: subprocess.Popen[bytes], directory: Path, kills: int) -> int:
         """Kill processes of a life until it ends; its exit code."""
-        early = self._rng.random() < 0.25
+        early = not self._next and self._rng.random() < 0.25
+        again = False
         while True:
-            mean = self._kind.calm_s
-            wait = self._rng.random() * self._kind.start_s if early else self._rng.expovariate(1 / mean)
+            wait = self._rng.random() * self._kind.start_s if early else self._rng.expovariate(1 / self._kind.calm_s)
+            wait = 0.5 if again else wait
             try:
                 return process.wait(timeout=wait if self._killed < kills else 300)
             except subprocess.TimeoutExpired:
@@ -138,8 +147,10 @@ class Chaos:
                 self._pause(process, directory)
                 continue
             victims = [process.pid] if role == "orchestrator" else processes_of(process.pid).get(role, [])
-            if not victims:
-                continue  # it is just being replaced: another role, another instant
+            again = not victims
+            if again:  # it is being started: a moment later, then
+                self._next.append(role)
+                continue
             self._killed += 1
             self._tally.kills[role] += 1
             for victim in victims:
@@ -149,6 +160,8 @@ class Chaos:
             self._judge(directory, ended=False)
 
     def _draw(self) -> str:
+        if self._next:
+            return self._next.pop()
         roles = list(self._kind.weights)
         return self._rng.choices(roles, list(self._kind.weights.values()))[0]
 
@@ -199,8 +212,8 @@ def processes_of(parent: int) -> dict[str, list[int]]:
         while above > 1 and above != parent:
             above = parents.get(above, 0)
         if above == parent:
-            for role, mark in ROLES.items():
-                if mark in command:
+            for role, marks in ROLES.items():
+                if any(mark in command for mark in marks):
                     found.setdefault(role, []).append(pid)
     return found
 

@@ -177,10 +177,12 @@ class Hurried(SystemClock):
         await super().sleep(seconds / 10 if seconds >= 1 else seconds)
 
 
-async def scripted_engine(config: RunConfig, versions: Mapping[str, PolicyVersion]) -> Engine:
+async def scripted_engine(
+    config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None]
+) -> Engine:
     program = EngineProgram("benchmarks.chaos_run:scripted", {})
     attempts = config.infrastructure_attempts
-    return await ProcessEngine(program, versions, attempts=attempts, clock=Hurried()).ready()
+    return await ProcessEngine(program, versions, attempts=attempts, clock=Hurried(), tell=tell).ready()
 
 
 def scripted_format(config: RunConfig) -> ChatFormat:

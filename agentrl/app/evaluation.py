@@ -134,7 +134,9 @@ async def _evaluate(
         evaluated = ", ".join(weights.path for weights in given) or config.model.path
         store = SqliteJournal(journal, info={"name": journal.parent.name, "evaluated": evaluated})
         stack.push_async_callback(store.close)
-        engine = await make_engine(config, {known: PolicyVersion(known, 0, 0) for known in config.policies})
+        engine = await make_engine(
+            config, {known: PolicyVersion(known, 0, 0) for known in config.policies}, lambda line: None
+        )
         stack.push_async_callback(engine.close)
         for weights in given:
             try:

@@ -90,7 +90,7 @@ async def _life(lasting: Lasting) -> Orchestrator:
         await trainer.start(recovery.start_from)
         observer.phase("loading the engine")
         versions = recovery.first_versions(config, store, directory.versions)
-        engine = await lasting.adapters.engine(config, versions)
+        engine = await lasting.adapters.engine(config, versions, observer.warn)
         stack.push_async_callback(engine.close)
         trainable = {name: version for name, version in versions.items() if config.policies[name].trainable}
         weights = await recovery.serve(config, trainable, trainer, engine, store)

@@ -26,8 +26,8 @@ def load_config(config: RunConfig | str | Path) -> RunConfig:
     return load(Path(config), [])
 
 
-async def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion]) -> Engine:
-    """The engine a configuration asks for, in this process or in one of its own."""
+async def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None]) -> Engine:
+    """The engine a configuration asks for, in this process or in one of its own, whose deaths are told."""
     section = config.engine
     adapted = [policy for policy in config.policies.values() if policy.lora is not None]
     arguments: dict[str, Any] = {
@@ -48,7 +48,7 @@ async def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion]) 
 
         arguments["model_path"] = config.model.path
         program = EngineProgram("agentrl.engines.embedded:EmbeddedEngine.load", arguments)
-        return await ProcessEngine(program, versions, attempts=config.infrastructure_attempts).ready()
+        return await ProcessEngine(program, versions, attempts=config.infrastructure_attempts, tell=tell).ready()
     from agentrl.engines.embedded import EmbeddedEngine
 
     return await asyncio.to_thread(EmbeddedEngine.load, config.model.path, versions=versions, **arguments)
@@ -76,7 +76,7 @@ def make_chat_format(config: RunConfig) -> ChatFormat:
 class Adapters:
     """Who makes the adapters of a run: by default what its configuration asks for, anew in each life of the run."""
 
-    engine: Callable[[RunConfig, Mapping[str, PolicyVersion]], Awaitable[Engine]] = make_engine
+    engine: Callable[[RunConfig, Mapping[str, PolicyVersion], Callable[[str], None]], Awaitable[Engine]] = make_engine
     trainer: Callable[[RunConfig, Path], Trainer] = make_trainer
     chat_format: Callable[[RunConfig], ChatFormat] = make_chat_format
     clock: Clock = field(default_factory=SystemClock)

@@ -120,7 +120,7 @@ class RaySession:
 
         node = ray._private.worker._global_node
         gone: list[str] = [name for name, _ in node.dead_processes()] if node is not None else []
-        return ", ".join(name for name in gone if name in ("raylet", "gcs_server"))
+        return " and ".join(name for name in gone if name in ("raylet", "gcs_server"))
 
     def stop(self) -> None:
         """Shut down what `start` started. Idempotent."""

@@ -53,6 +53,7 @@ class ProcessEngine:
         versions: the version each policy begins at.
         attempts: how often in a row the process may die with no call answered in between.
         clock: where waits between attempts come from.
+        tell: takes a line for people when the process died; nobody is told where it is None.
     """
 
     capabilities: EngineCapabilities
@@ -65,6 +66,7 @@ class ProcessEngine:
         *,
         attempts: int = 5,
         clock: Clock | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         self._program = program
         self._first_versions = dict(versions)
@@ -76,7 +78,11 @@ class ProcessEngine:
         self._connection: _Connection | None = None
         self._busy_before = 0.0
         self.supervisor = Supervisor(
-            "the engine's process", self, budget=RetryBudget(attempts), clock=clock or SystemClock()
+            "the engine's process",
+            self,
+            budget=RetryBudget(attempts),
+            clock=clock or SystemClock(),
+            tell=tell or (lambda line: None),
         )
 
     async def ready(self) -> ProcessEngine:

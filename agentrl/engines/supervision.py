@@ -18,6 +18,7 @@ from agentrl.core.errors import AgentRLError, EngineError, EngineLostError
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
+    from collections.abc import Callable
 
     from agentrl.core.budget import RetryBudget
     from agentrl.core.clock import Clock
@@ -52,15 +53,25 @@ class Supervisor:
     Args:
         name: what the child is called in messages.
         budget: of losses in a row.
+        tell: takes a line for people, when a child died and another is started.
     """
 
-    def __init__(self, name: str, supervised: Supervised, *, budget: RetryBudget, clock: Clock) -> None:
+    def __init__(
+        self,
+        name: str,
+        supervised: Supervised,
+        *,
+        budget: RetryBudget,
+        clock: Clock,
+        tell: Callable[[str], None],
+    ) -> None:
         self.losses = 0
         """How often a child died."""
         self._name = name
         self._supervised = supervised
         self._budget = budget
         self._clock = clock
+        self._tell = tell
         self._process: Process | None = None
         self._serving = asyncio.Event()
         self._failure: AgentRLError | None = None
@@ -113,6 +124,7 @@ class Supervisor:
                 if wait is None:
                     self._give_up(EngineError(f"{self._name} {how}, {self.losses} times; it is not started again"))
                     return
+                self._tell(f"{self._name} {how}; it is started again in {wait:g} s")
                 await self._clock.sleep(wait)
         finally:
             self.kill()

@@ -34,8 +34,9 @@ def test_fifty_kills_lose_nothing_and_train_nothing_twice(repository: Path) -> N
 
 @pytest.mark.ray
 def test_three_kills_of_the_main_job_lose_nothing(repository: Path) -> None:
-    figures = figures_of(repository, "--scripted=0", "--real=3", "--real-steps=8")
+    figures = figures_of(repository, "--scripted=0", "--real=3", "--real-steps=20")
     assert (figures["kills"], figures["runs"]) == (3, 1)
+    assert sum(name.startswith("kills_") for name in figures) == 3, "three processes, one after the other"
     assert figures["lost"] == figures["twice"] == figures["ledger_errors"] == 0
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,7 +53,9 @@ class Lives:
         self.trainers.append(trainer)
         return trainer
 
-    async def engine(self, config: RunConfig, versions: Mapping[str, PolicyVersion]) -> Engine:
+    async def engine(
+        self, config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None]
+    ) -> Engine:
         return ScriptedEngine(guess, versions=versions)
 
     def run(self, path: Path, *, resume: bool = False, checkpoint: int = 2, attempts: int = 5) -> Run:
