@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentrl.app.assemble import Past, attach_worker, make_dispatcher
+from agentrl.app.beside import given_weights, play_beside
 from agentrl.app.parts import held_out, load_config, make_engine
-from agentrl.config.run import LoraConfig, RunConfig
-from agentrl.core.clock import SystemClock
+from agentrl.config.run import RunConfig
 from agentrl.core.errors import CheckFailedError, InputError, RunDirectoryError
-from agentrl.core.files import sha256_of
-from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
-from agentrl.credit.advantages import ADVANTAGES
+from agentrl.core.records import EpisodeHeader, PolicyVersion, Task
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import resolve
-from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.evaluation import evaluation_metrics
-from agentrl.orchestrator.signal import Signal
 
 
 def evaluate(
@@ -70,17 +64,7 @@ async def _evaluate(
     from agentrl.journal.store import SqliteJournal
     from agentrl.rollout.chat_format import TemplateFormat
 
-    adapter: WeightsRef | None = None
-    name = next(iter(config.policies))
-    if policy is not None and (Path(policy) / "adapter_config.json").exists():
-        file = Path(policy) / "adapter_model.safetensors"
-        digest = sha256_of(file)
-        adapter = WeightsRef(version=PolicyVersion(name, 0, 1), path=str(policy), kind="adapter", sha256=digest)
-        rank = int(json.loads((Path(policy) / "adapter_config.json").read_text(encoding="utf-8"))["r"])
-        adapted = config.policies[name].model_copy(update={"lora": LoraConfig(rank=rank)})
-        config = config.model_copy(update={"policies": {**config.policies, name: adapted}})
-    elif policy is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(policy)})})
+    config, adapter = given_weights(config, next(iter(config.policies)), policy)
     chat_format = TemplateFormat.load(config.model.path, tool_call_format=config.model.tool_call_format)
     async with contextlib.AsyncExitStack() as stack:
         store = SqliteJournal(journal, info={"name": f"evaluate {policy or config.model.path}"})
@@ -89,20 +73,6 @@ async def _evaluate(
         stack.push_async_callback(engine.close)
         if adapter is not None:
             await engine.update(adapter)
-        failure: asyncio.Future[list[EpisodeHeader]] = asyncio.get_running_loop().create_future()
-
-        def fail(error: BaseException) -> None:
-            if not failure.done():
-                failure.set_exception(error)
-
-        buffer = EpisodeBuffer((), ADVANTAGES[config.credit.advantage])
-        dispatcher = make_dispatcher(config, environment, buffer, store, Signal(), past=Past())
-        attach_worker(config, environment, dispatcher, engine, chat_format, store, SystemClock(), fail)
-        episodes = asyncio.get_running_loop().create_task(dispatcher.evaluate(tasks, {}))
-        try:
-            first, _ = await asyncio.wait({episodes, failure}, return_when=asyncio.FIRST_COMPLETED)
-            return first.pop().result()
-        finally:
-            episodes.cancel()
-            failure.cancel()
-            await dispatcher.worker.cancel()
+        return await play_beside(
+            config, environment, engine, chat_format, store, lambda dispatcher: dispatcher.evaluate(tasks, {})
+        )

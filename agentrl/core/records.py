@@ -209,6 +209,19 @@ class SeatBinding(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForkPoint:
+    """Where a fork leaves its parent: at a call of one of its attempts. All before it is read where it was written."""
+
+    journal: str
+    """The parent's journal directory, relative to the fork's own; `.` where they are the same."""
+    partition: str
+    episode_id: str
+    attempt: int
+    call_id: str
+    """The first call that is the fork's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeSpec:
     """Everything a worker needs to run an episode, in this process or another."""
 
@@ -223,6 +236,8 @@ class EpisodeSpec:
     attempt: int = 0
     purpose: Purpose = "train"
     parent_id: str | None = None
+    fork: ForkPoint | None = None
+    """Of a fork: where its recorded prefix lies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

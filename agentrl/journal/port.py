@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, StepReport, TrainBatch, WeightsRef
+    from agentrl.core.records import (
+        EpisodeHeader,
+        EpisodeSpec,
+        ForkPoint,
+        PolicyVersion,
+        StepReport,
+        TrainBatch,
+        WeightsRef,
+    )
     from agentrl.journal.entries import JournalEntry
 
 
@@ -47,6 +55,14 @@ class TurnLog(Protocol):
 
     def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
         """Entries on disk of an episode, in the order they were appended."""
+        ...
+
+    def prefix(self, point: ForkPoint) -> list[JournalEntry]:
+        """The entries before a fork point, wherever they lie; see `journal.forks`.
+
+        Raises:
+            JournalError: they cannot be read.
+        """
         ...
 
 

@@ -93,7 +93,7 @@ class AsyncioWorker:
             except Exception as error:  # noqa: BLE001 - the boundary: an environment may raise anything
                 reason, detail = "environment_error", described(error)
             if begin_again:
-                begin_again = spec.attempt + 1 < MAX_ATTEMPTS
+                begin_again = spec.fork is None and spec.attempt + 1 < MAX_ATTEMPTS
             elif reason == "environment_error":
                 failures += 1
                 begin_again = failures < self._data_attempts

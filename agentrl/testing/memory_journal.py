@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.records import PolicyVersion
+from agentrl.journal.forks import prefix_of
 from agentrl.journal.port import StepRow
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, WeightsRef
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, WeightsRef
     from agentrl.journal.entries import JournalEntry
 
 R = TypeVar("R")
@@ -125,6 +126,10 @@ class MemoryTurnLog:
     def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
         """Entries on disk of an episode, in the order they were appended."""
         return [e for e in self.entries[: self.on_disk] if e.episode_id == episode_id and e.attempt == attempt]
+
+    def prefix(self, point: ForkPoint) -> list[JournalEntry]:
+        """The entries before a fork point of this partition."""
+        return prefix_of(".", point, lambda _, at: self.read(at.episode_id, at.attempt))
 
 
 class MemoryJournal:
