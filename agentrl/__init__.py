@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentrl.app.evaluation import evaluate
+    from agentrl.app.forks import fork
     from agentrl.app.training import Run, train
     from agentrl.config.run import RunConfig
     from agentrl.core.errors import AgentRLError
@@ -60,6 +61,7 @@ _HOME = {
     "Turn": "core.records",
     "check_environment": "testing.check",
     "evaluate": "app.evaluation",
+    "fork": "app.forks",
     "gym_environment": "environment.gym",
     "make": "environment.registry",
     "register": "environment.registry",
@@ -91,6 +93,7 @@ __all__ = [
     "Turn",
     "check_environment",
     "evaluate",
+    "fork",
     "gym_environment",
     "make",
     "register",

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
-from agentrl.app.assemble import Past, attach_worker, make_dispatcher
+from agentrl.app.beside import load_weights, play_beside, weights_in, with_weights
 from agentrl.app.parts import held_out, load_config, make_chat_format, make_engine
-from agentrl.config.run import LoraConfig, RunConfig
-from agentrl.core.clock import SystemClock
-from agentrl.core.errors import CheckFailedError, EngineError, InputError, RunDirectoryError
-from agentrl.core.files import sha256_of
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import CheckFailedError, InputError, RunDirectoryError
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
-from agentrl.credit.advantages import ADVANTAGES
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import resolve
 from agentrl.observe.metrics import JsonlSink
-from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.evaluation import evaluation_metrics
-from agentrl.orchestrator.signal import Signal
 
 Directory = str | Path
 
@@ -51,8 +44,8 @@ def evaluate(
         CheckFailedError: an episode was dropped.
     """
     config = load_config(config)
-    given = [_weights(name, Path(path)) for name, path in _by_policy(config, policy).items()]
-    config = _with_adapters(config, given)
+    given = [weights_in(name, path) for name, path in _by_policy(config, policy).items()]
+    config = with_weights(config, given)
     chosen = resolve(environment if environment is not None else config.environment.id)
     chosen_tasks = list(tasks) if tasks is not None else held_out(config, chosen)
     if not chosen_tasks:
@@ -91,35 +84,6 @@ def _by_policy(config: RunConfig, policy: Directory | Mapping[str, Directory] | 
     return {names[0]: policy}
 
 
-def _weights(name: str, directory: Path) -> WeightsRef:
-    kinds: dict[str, Literal["full", "adapter"]] = {"model.safetensors": "full", "adapter_model.safetensors": "adapter"}
-    for file, kind in kinds.items():
-        if (directory / file).is_file():
-            digest = sha256_of(directory / file)
-            return WeightsRef(version=PolicyVersion(name, 0, 1), path=str(directory), kind=kind, sha256=digest)
-    raise InputError(
-        f"{directory}: no weights there (neither {' nor '.join(kinds)}); give a run's policies/NAME. Another base "
-        "model is given by model.path"
-    )
-
-
-def _with_adapters(config: RunConfig, given: Sequence[WeightsRef]) -> RunConfig:
-    """The configuration with an engine that can serve what is given, however the policies are trained."""
-    policies = dict(config.policies)
-    for weights in given:
-        lora = None
-        if weights.kind == "adapter":
-            file = Path(weights.path) / "adapter_config.json"
-            try:
-                lora = LoraConfig(rank=json.loads(file.read_text(encoding="utf-8"))["r"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise InputError(f"{file}: not the configuration of a LoRA adapter ({error!r})") from error
-        name = weights.version.policy
-        policies[name] = policies[name].model_copy(update={"lora": lora})
-    engine = config.engine.model_copy(update={"refresh": "token"})  # any weights will do: none come while it runs
-    return config.model_copy(update={"policies": policies, "engine": engine})
-
-
 async def _evaluate(
     config: RunConfig,
     environment: type[Environment],
@@ -138,25 +102,7 @@ async def _evaluate(
             config, {known: PolicyVersion(known, 0, 0) for known in config.policies}, lambda line: None
         )
         stack.push_async_callback(engine.close)
-        for weights in given:
-            try:
-                await engine.update(weights)
-            except EngineError as error:
-                raise InputError(f"{weights.path} does not fit {config.model.path}: {error}") from error
-        failure: asyncio.Future[list[EpisodeHeader]] = asyncio.get_running_loop().create_future()
-
-        def fail(error: BaseException) -> None:
-            if not failure.done():
-                failure.set_exception(error)
-
-        buffer = EpisodeBuffer((), ADVANTAGES[config.credit.advantage])
-        dispatcher = make_dispatcher(config, environment, buffer, store, Signal(), past=Past())
-        attach_worker(config, environment, dispatcher, engine, chat_format, store, SystemClock(), fail)
-        episodes = asyncio.get_running_loop().create_task(dispatcher.evaluate(tasks, {}))
-        try:
-            first, _ = await asyncio.wait({episodes, failure}, return_when=asyncio.FIRST_COMPLETED)
-            return first.pop().result()
-        finally:
-            episodes.cancel()
-            failure.cancel()
-            await dispatcher.worker.cancel()
+        await load_weights(config, engine, given)
+        return await play_beside(
+            config, environment, engine, chat_format, store, lambda dispatcher: dispatcher.evaluate(tasks, {})
+        )

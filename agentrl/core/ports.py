@@ -248,10 +248,12 @@ class EpisodeHost(Protocol):
         tasks: Sequence[Task],
         spawn_call: str,
         on_end: Callable[[int, EpisodeHeader], None],
+        known: Sequence[str] = (),
     ) -> SpawnedGroup:
         """Admit and start one child episode per task, a group; `on_end(index, header)` is called once for each.
 
-        A child that lives already (its parent was resumed) is not started again.
+        A child that lives already (its parent was resumed) is not started again. `known` are the ids of children that
+        the parent of a fork spawned by this call: those that ended or still run are shared, the others started anew.
         """
         ...
 

@@ -210,6 +210,19 @@ class SeatBinding(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForkPoint:
+    """Where a fork leaves its parent: at a call of one of its attempts. All before it is read where it was written."""
+
+    journal: str
+    """The parent's journal directory, relative to the fork's own; `.` where they are the same."""
+    partition: str
+    episode_id: str
+    attempt: int
+    call_id: str
+    """The first call that is the fork's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeSpec:
     """Everything a worker needs to run an episode, in this process or another."""
 
@@ -226,6 +239,8 @@ class EpisodeSpec:
     parent_id: str | None = None
     pins: Mapping[str, PolicyVersion] = field(default_factory=dict)
     """Policies that play at a fixed version, in the episode's children too."""
+    fork: ForkPoint | None = None
+    """Of a fork: where its recorded prefix lies."""
 
     def pinned(self, pins: Mapping[str, PolicyVersion]) -> EpisodeSpec:
         """The same episode with policies at other versions."""

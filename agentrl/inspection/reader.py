@@ -16,7 +16,8 @@ from agentrl.core.records import PolicyVersion
 from agentrl.inspection.ledger import RunLedger, run_ledger
 from agentrl.inspection.showable import check_showable
 from agentrl.inspection.where import Column, parse
-from agentrl.journal.entries import EntryBody, JournalEntry
+from agentrl.journal.entries import Begin, EntryBody, JournalEntry
+from agentrl.journal.forks import read_prefix
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.rows import decode_entries
 from agentrl.journal.run_log import SqliteRunLog
@@ -322,7 +323,18 @@ class RunReader:
                 entries += self._turns.read(partition, line.episode, line.attempt, entries=count, digest=digest)
             except JournalError as error:
                 problems.append(str(error))
-        return entries, problems
+        try:
+            return self._with_prefix(entries), problems
+        except JournalError as error:
+            return entries, [*problems, str(error)]
+
+    def _with_prefix(self, entries: list[JournalEntry]) -> list[JournalEntry]:
+        """A fork's entries: its own beginning, then what it took over, then what is its own."""
+        begin = decode_entries(entries[:1])[0] if entries else None
+        if not isinstance(begin, Begin) or begin.fork is None:
+            return entries
+        inherited = [entry for entry in read_prefix(self.journal, begin.fork) if entry.call_id != "begin"]
+        return [entries[0], *inherited, *entries[1:]]
 
 
 def runs(directory: str | Path) -> list[RunLine]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core.errors import JournalError
+from agentrl.core.records import ForkPoint
 
 if TYPE_CHECKING:
     from agentrl.journal.entries import EntryBody
@@ -33,6 +34,8 @@ def check_showable(body: EntryBody, where: str) -> None:
                 below += value.values()
             elif isinstance(value, msgspec.Struct):
                 below += [getattr(value, name) for name in value.__struct_fields__]
+            elif isinstance(value, ForkPoint):
+                below += [value.journal, value.partition, value.episode_id, value.attempt, value.call_id]
             elif isinstance(value, list | tuple):
                 below += value
             elif not isinstance(value, str | int | float | bytes | datetime | None):

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from agentrl.core.records import ForkPoint
+
 FORMAT = 0
 """Journal format; 0 until the first release. Another value is refused by name."""
 
@@ -23,18 +25,6 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     stop: int
     lineage: int
     step: int
-
-
-class ForkRef(msgspec.Struct, frozen=True, array_like=True):
-    """Where the recorded prefix of a fork lies: an attempt's entries before one of its calls. Nothing is copied."""
-
-    journal: str
-    """The parent's journal directory, relative to the fork's own; `.` where it is the same."""
-    partition: str
-    episode_id: str
-    attempt: int
-    call_id: str
-    """The first call that is the fork's own."""
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
@@ -50,7 +40,8 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     group_id: str
     group_size: int
     parent_id: str | None
-    fork: ForkRef | None = None
+    fork: ForkPoint | None = None
+    """Where its recorded prefix lies."""
 
 
 class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, StepReport, TrainBatch, WeightsRef
+    from agentrl.core.records import (
+        EpisodeHeader,
+        EpisodeSpec,
+        ForkPoint,
+        PolicyVersion,
+        StepReport,
+        TrainBatch,
+        WeightsRef,
+    )
     from agentrl.journal.entries import JournalEntry
 
 
@@ -59,6 +67,14 @@ class TurnLog(Protocol):
 
     def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
         """Whole partials on disk of an episode, in the order they were appended; a damaged one is left out."""
+        ...
+
+    def prefix(self, point: ForkPoint) -> list[JournalEntry]:
+        """The entries before a fork point, wherever they lie; see `journal.forks`.
+
+        Raises:
+            JournalError: they cannot be read.
+        """
         ...
 
 

@@ -19,6 +19,7 @@ from agentrl.core.errors import EpisodeError, InputError
 from agentrl.core.ids import is_safe_name
 from agentrl.journal import control
 from agentrl.journal.checksums import entry_checksum
+from agentrl.journal.forks import read_prefix
 from agentrl.journal.lock import RunLock
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.run_log import SqliteRunLog, UnitKey
@@ -28,7 +29,7 @@ from agentrl.journal.writer import Database, GroupCommitWriter, insert_rows
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, WeightsRef
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import StepRow
 
@@ -112,6 +113,10 @@ class SqliteTurnLog:
     def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
         """Entries on disk of an episode, in the order they were appended."""
         return self._reader.read(self.name, episode_id, attempt)
+
+    def prefix(self, point: ForkPoint) -> list[JournalEntry]:
+        """The entries before a fork point."""
+        return read_prefix(self.database.path.parent, point)
 
     def append_partial(self, entry: JournalEntry) -> None:
         """Queue tokens of a turn that has not ended."""

@@ -65,6 +65,8 @@ class Dispatcher:
     """Who waits for a child that was resumed before its parent asked for it."""
     _resumed: set[str] = field(default_factory=set)
     """Episodes that went on in this life, and their children: the journal may hold entries of them, admitted or not."""
+    _sharers: dict[str, list[Callable[[EpisodeHeader], None]]] = field(default_factory=dict)
+    """Forks that wait for a child of their parent."""
     _useless_in_a_row: Counter[str] = field(default_factory=Counter)
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of the training episodes that ended since the run began, growing: `episodes`, `tokens`, `turns`, `superseded`
@@ -140,6 +142,7 @@ class Dispatcher:
         tasks: Sequence[Task],
         spawn_call: str,
         on_end: Callable[[int, EpisodeHeader], None],
+        known: Sequence[str] = (),
     ) -> SpawnedGroup:
         """Start child episodes of a running one; children of an admitted parent are always admitted."""
         name = resolve(environment).__name__
@@ -148,6 +151,10 @@ class Dispatcher:
         episode_ids = []
         for index, task in enumerate(tasks):
             episode_id = ids.child_episode_id(parent.episode_id, parent.attempt, spawn_call, index)
+            shared = known[index] if index < len(known) else episode_id
+            if shared != episode_id and self._share(parent, shared, partial(on_end, index)):
+                episode_ids.append(shared)
+                continue
             episode_ids.append(episode_id)
             if self._rejoin(parent.episode_id, episode_id, partial(on_end, index)):
                 continue
@@ -176,6 +183,13 @@ class Dispatcher:
             return True
         return False
 
+    def _share(self, fork: EpisodeSpec, episode_id: str, on_end: Callable[[EpisodeHeader], None]) -> bool:
+        """Whether the child of a fork's parent has ended or still runs; its end is told to both."""
+        if episode_id not in self._running:
+            return fork.fork is not None and self._rejoin(fork.fork.episode_id, episode_id, on_end)
+        self._sharers.setdefault(episode_id, []).append(on_end)
+        return True
+
     def readmit(self, spec: EpisodeSpec) -> None:
         """A further attempt of a running episode begins."""
         self.store.admit(spec)
@@ -193,6 +207,18 @@ class Dispatcher:
             ends.append(future)
             self._start(spec, partial(_settle, future))
         self._evaluating = ends
+        return await asyncio.gather(*ends)
+
+    async def play_forks(
+        self, specs: Sequence[EpisodeSpec], ended_children: Mapping[str, EpisodeHeader]
+    ) -> list[EpisodeHeader]:
+        """Run forks to their ends, outside buffer and ledger; their parents' ended children are taken over."""
+        self.ended_children = {**self.ended_children, **ended_children}
+        ends: list[asyncio.Future[EpisodeHeader]] = []
+        for spec in specs:
+            future: asyncio.Future[EpisodeHeader] = asyncio.get_running_loop().create_future()
+            ends.append(future)
+            self._start(spec, partial(_settle, future))
         return await asyncio.gather(*ends)
 
     async def end_running(self, reason: str) -> None:
@@ -270,8 +296,8 @@ class Dispatcher:
             self._record(self.buffer.end(spec, header))
             self._count(header)
             self._guard(spec, header)
-        if on_end is not None:
-            on_end(header)
+        for tell in ([on_end] if on_end is not None else []) + self._sharers.pop(spec.episode_id, []):
+            tell(header)
         self.signal.notify()
 
     def _admit(self, spec: EpisodeSpec) -> None:

@@ -153,16 +153,18 @@ class LiveContext(EpisodeContext):
         if not isinstance(task, Task):
             task = Task(id=f"{self.task.id}~{opened.call_id}", data=dict(task))
         children = tuple(LiveChild(self._journal) for _ in range(n))
+        recorded = self._journal.recall(opened, SpawnEntry)
         group = self._services.host.spawn(
             self._spec,
             name_of(environment),
             [task] * n,
             opened.call_id,
             lambda index, header: children[index].end(header),
+            recorded.children if recorded is not None and self._spec.fork is not None else (),
         )
         for child, episode_id in zip(children, group.episode_ids, strict=True):
             child.episode_id = episode_id
-        if self._journal.recall(opened, SpawnEntry) is None:
+        if recorded is None:
             self._journal.write(opened, SpawnEntry(name_of(environment), group.group_id, group.episode_ids))
         return children
 

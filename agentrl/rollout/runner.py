@@ -96,13 +96,21 @@ class EpisodeRunner:
             raise EnvironmentDefinitionError(
                 f"episode {spec.episode_id}: seat {missing[0]!r} is bound to no policy; add it to [seats]"
             )
-        journal = CallJournal(self._log, spec.episode_id, spec.attempt, recorded, seed=spec.seed, answers=answers)
+        inherited = self._log.prefix(spec.fork) if spec.fork is not None else ()
+        journal = CallJournal(
+            self._log,
+            spec.episode_id,
+            spec.attempt,
+            recorded,
+            seed=spec.seed,
+            inherited=inherited,
+            answers=answers,
+        )
         resumed = journal.written > 0
         journal.enter(ids.ROOT_BRANCH).begin()
         self._begin(journal, spec, environment)
-        kept = spec.purpose == "train"
         partials = EpisodePartials(
-            self._log, spec.episode_id, spec.attempt, clock=self.clock, kept=kept, resumed=resumed
+            self._log, spec.episode_id, spec.attempt, clock=self.clock, kept=spec.purpose == "train", resumed=resumed
         )
         episode = LiveEpisode(spec, journal, self._services, partials)
         context = self._running[spec.episode_id, spec.attempt] = LiveContext(episode)
@@ -202,6 +210,7 @@ class EpisodeRunner:
                 group_id=spec.group_id,
                 group_size=spec.group_size,
                 parent_id=spec.parent_id,
+                fork=spec.fork,
             )
         )
         policy = self._services.settings.on_code_change

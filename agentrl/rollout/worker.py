@@ -158,7 +158,7 @@ class AsyncioWorker:
             if task not in self._tasks:
                 return None
             if begin_again:
-                begin_again = spec.attempt + 1 < MAX_ATTEMPTS
+                begin_again = spec.fork is None and spec.attempt + 1 < MAX_ATTEMPTS
             elif reason == "environment_error":
                 failures += 1
                 begin_again = failures < self._data_attempts

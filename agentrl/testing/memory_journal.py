@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.records import PolicyVersion
+from agentrl.journal.forks import prefix_of
 from agentrl.journal.port import StepRow
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, WeightsRef
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, WeightsRef
     from agentrl.journal.entries import JournalEntry
 
 R = TypeVar("R")
@@ -149,6 +150,10 @@ class MemoryTurnLog:
             elif item[:2] == (episode_id, attempt):
                 found = [entry for entry in found if item[2] not in (None, entry.call_id)]
         return found
+
+    def prefix(self, point: ForkPoint) -> list[JournalEntry]:
+        """The entries before a fork point of this partition."""
+        return prefix_of(".", point, lambda _, at: self.read(at.episode_id, at.attempt))
 
 
 class MemoryJournal:

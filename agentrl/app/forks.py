@@ -1,0 +1,251 @@
+"""`fork`: an episode of a run, played on from one of its turns, again and otherwise.
+
+A fork takes over what was recorded before the turn, by reference, and goes its own way from there: its own sampling
+seeds, its own random streams, its own effects. Forks are kept in a journal of their own, `RUN/forks`, which is read
+like a run; the run itself, which may be going on, is not touched. They are neither trained nor counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from agentrl.app.beside import load_weights, play_beside, weights_in, with_weights
+from agentrl.app.parts import make_chat_format, make_engine
+from agentrl.config.run import RunConfig
+from agentrl.core import ids
+from agentrl.core.errors import InputError, JournalError
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding, Task, WeightsRef
+from agentrl.environment.base import Environment
+from agentrl.environment.registry import name_of, resolve
+from agentrl.inspection.reader import RunReader
+from agentrl.journal.entries import Begin, JournalEntry, TurnEntry
+from agentrl.journal.forks import read_prefix
+from agentrl.journal.reader import TurnReader
+from agentrl.journal.rows import decode_entries
+from agentrl.journal.run_log import SqliteRunLog
+
+FORKS = "forks"
+"""Directory of a run's forks, inside the run's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parent:
+    """An episode to be forked, at one of its turns."""
+
+    begin: Begin
+    point: ForkPoint
+    """Its journal is an absolute path."""
+    turns: Sequence[TurnEntry]
+    """Those before the fork point, and the one there."""
+    ancestors: Mapping[str, str]
+    """Journal directory by episode id: of the parent, and of what it was forked from."""
+
+
+def fork(
+    run: str | Path,
+    episode_id: str,
+    *,
+    at: int,
+    n: int = 1,
+    attempt: int | None = None,
+    policy: str | Path | None = None,
+    environment: type | None = None,
+) -> list[EpisodeHeader]:
+    """Play an episode on from one of its turns, which is sampled anew; nothing is trained.
+
+    Children that the episode had got the results of, or that ended since, are taken over; others are started anew.
+
+    Args:
+        run: the run's directory, or `RUN/forks` to fork a fork.
+        episode_id: as `agentrl episode list` shows it.
+        at: the turn, from 0 over all agents in the order they were recorded; negative numbers count from the end.
+        n: how many forks.
+        attempt: which attempt of the episode; default: the newest.
+        policy: a directory of trained weights, full or an adapter, for the policy that takes the turn; default: each
+            policy's weights as of that turn, if they are still on disk.
+        environment: a class, in place of the one the episode names.
+
+    Returns:
+        How the forks ended. They lie in `RUN/forks`, which `agentrl episode show` reads like a run.
+
+    Raises:
+        InputError: there is no such episode or turn, or the weights are gone.
+        JournalError: the episode cannot be read.
+    """
+    path = Path(run)
+    reader = RunReader(path)
+    try:
+        info = reader.info()
+        journal = reader.journal
+    finally:
+        reader.close()
+    parent = find_parent(journal, episode_id, attempt, at)
+    config = RunConfig.model_validate(info.get("config") or {})
+    chosen = resolve(environment if environment is not None else parent.begin.environment)
+    where = path if info.get("forks") else path / FORKS
+    return asyncio.run(_fork(config, chosen, parent, where, n, policy))
+
+
+def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) -> Parent:
+    """The turn of an episode to fork at.
+
+    Raises:
+        InputError: there is no such episode or turn.
+        JournalError: it cannot be read.
+    """
+    partition, own = _entries(journal, episode_id, attempt)
+    begin = decode_entries(own[:1])[0]
+    if not isinstance(begin, Begin):
+        raise JournalError(f"{journal}: the entries of episode {episode_id} lack their beginning")
+    points = _points(journal, partition, own[0], begin)
+    whole = own if begin.fork is None else [*read_prefix(journal, begin.fork), *own]
+    turns = [(entry, body) for entry in whole if isinstance(body := entry.decode(), TurnEntry)]
+    if not -len(turns) <= at < len(turns):
+        raise InputError(f"episode {episode_id} has {len(turns)} turns, so there is no turn {at} to fork it at")
+    at %= len(turns)
+    entry = turns[at][0]
+    point = replace(points[entry.episode_id], call_id=entry.call_id)
+    directories = {name: known.journal for name, known in points.items()}
+    return Parent(begin=begin, point=point, turns=[body for _, body in turns[: at + 1]], ancestors=directories)
+
+
+def fork_spec(parent: Parent, number: int, journal: Path, environment: type[Environment], n: int) -> EpisodeSpec:
+    """Fork `number` of an episode, to be written to a journal directory; one of `n`."""
+    begin, episode_id = parent.begin, ids.episode_id("f", number)
+    return EpisodeSpec(
+        episode_id=episode_id,
+        environment=name_of(environment),
+        task=Task(id=begin.task_id, data=begin.task),
+        seed=ids.key64("fork", begin.seed, episode_id, parent.point.episode_id, parent.point.call_id),
+        seats={seat: SeatBinding(policy) for seat, policy in begin.seats.items()},
+        group_id=f"{parent.point.episode_id}.{parent.point.attempt}.{parent.point.call_id}",
+        group_size=n,
+        purpose="fork",
+        fork=replace(parent.point, journal=os.path.relpath(parent.point.journal, journal)),
+    )
+
+
+async def _fork(
+    config: RunConfig,
+    environment: type[Environment],
+    parent: Parent,
+    where: Path,
+    n: int,
+    policy: str | Path | None,
+) -> list[EpisodeHeader]:
+    from agentrl.journal.store import SqliteJournal
+
+    forked = parent.turns[-1].policy
+    given = [] if policy is None else [weights_in(forked, policy)]
+    given += _recorded_weights(parent, leave_out=None if policy is None else forked)
+    config = with_weights(config, given)
+    chat_format = make_chat_format(config)
+    async with contextlib.AsyncExitStack() as stack:
+        info = {"name": f"forks of {where.parent.name}", "forks": True, "config": config.model_dump(mode="json")}
+        store = SqliteJournal(where / "journal", info=info)
+        stack.push_async_callback(store.close)
+        engine = await make_engine(config, {known: PolicyVersion(known, 0, 0) for known in config.policies})
+        stack.push_async_callback(engine.close)
+        await load_weights(config, engine, given)
+        first = store.next_number("f")
+        specs = [fork_spec(parent, first + index, where / "journal", environment, n) for index in range(n)]
+        ended = ended_children(parent)
+        return await play_beside(
+            config, environment, engine, chat_format, store, lambda dispatcher: dispatcher.play_forks(specs, ended)
+        )
+
+
+def _entries(journal: Path, episode_id: str, attempt: int | None) -> tuple[str, list[JournalEntry]]:
+    """The partition of an episode's attempt and its own entries."""
+    log, turns = SqliteRunLog(journal), TurnReader(journal)
+    try:
+        attempts = [row[0] for row in log.rows("SELECT attempt FROM admissions WHERE episode = ?", episode_id)]
+        if not attempts or (attempt is not None and attempt not in attempts):
+            name = episode_id if attempt is None else f"{episode_id}, attempt {attempt}"
+            raise InputError(f"{journal.parent}: no episode {name}; `agentrl episode list {journal.parent}` shows them")
+        for partition in sorted(path.name for path in journal.glob("turns-*.db")):
+            entries = turns.read(partition, episode_id, max(attempts) if attempt is None else attempt)
+            if entries:
+                return partition, entries
+    finally:
+        log.close()
+        turns.close()
+    raise InputError(f"{journal.parent}: episode {episode_id} has no entries yet; fork it later")
+
+
+def _points(journal: Path, partition: str, first: JournalEntry, begin: Begin) -> dict[str, ForkPoint]:
+    """Where an episode and what it was forked from lie, by episode id; call ids are not looked at."""
+    directory = os.path.abspath(journal)
+    points = {first.episode_id: _point(directory, partition, first)}
+    while begin.fork is not None:
+        if begin.fork.episode_id in points:
+            raise JournalError(f"{journal}: the forks of {first.episode_id} refer to each other in a circle")
+        directory = os.path.normpath(os.path.join(directory, begin.fork.journal))
+        points[begin.fork.episode_id] = replace(begin.fork, journal=directory)
+        _, entries = _entries(Path(directory), begin.fork.episode_id, begin.fork.attempt)
+        found = decode_entries(entries[:1])[0]
+        assert isinstance(found, Begin)
+        begin = found
+    return points
+
+
+def _point(directory: str, partition: str, entry: JournalEntry) -> ForkPoint:
+    return ForkPoint(
+        journal=directory,
+        partition=partition,
+        episode_id=entry.episode_id,
+        attempt=entry.attempt,
+        call_id=entry.call_id,
+    )
+
+
+def ended_children(parent: Parent) -> dict[str, EpisodeHeader]:
+    """How the children of an episode, and of what it was forked from, ended; those that run are left out."""
+    ended: dict[str, EpisodeHeader] = {}
+    for episode_id, directory in parent.ancestors.items():
+        log = SqliteRunLog(Path(directory))
+        try:
+            ended.update(log.ended_children({episode_id}))
+        finally:
+            log.close()
+    return ended
+
+
+def _recorded_weights(parent: Parent, *, leave_out: str | None) -> list[WeightsRef]:
+    """The weights each policy had last used by the turn; none for what had not left the base model."""
+    newest = {turn.policy: turn.spans[-1] for turn in parent.turns if turn.spans and turn.policy != leave_out}
+    found = []
+    for policy, span in newest.items():
+        version = PolicyVersion(policy, span.lineage, span.step)
+        for directory in parent.ancestors.values():
+            reference = _published(Path(directory), version)
+            if reference is not None:
+                found.append(reference)
+                break
+        else:
+            if version.step > 0:
+                raise InputError(
+                    f"the weights of {policy} at step {version.step} (lineage {version.lineage}), which took the turn, "
+                    "are no longer on disk; give policy= a directory, such as RUN/policies/NAME"
+                )
+    return found
+
+
+def _published(journal: Path, version: PolicyVersion) -> WeightsRef | None:
+    log = SqliteRunLog(journal)
+    try:
+        rows = log.rows(
+            "SELECT path, kind, sha256 FROM versions WHERE policy = ? AND lineage = ? AND step = ?", *version
+        )
+    finally:
+        log.close()
+    for path, kind, sha256 in rows:
+        for directory in (Path(path), journal.parent / "versions" / Path(path).name):
+            if directory.is_dir() and kind in ("full", "adapter"):
+                return WeightsRef(version=version, path=str(directory), kind=kind, sha256=sha256)
+    return None

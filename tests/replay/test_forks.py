@@ -1,0 +1,313 @@
+"""Forks: the prefix read where it was written, a stream of their own, children shared."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+
+import agentrl
+from agentrl.app.forks import Parent, ended_children, find_parent, fork_spec
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import InputError, JournalError
+from agentrl.core.ports import GenerateRequest, SamplingParams
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task
+from agentrl.credit.advantages import ADVANTAGES
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.environment.base import Limits
+from agentrl.environment.registry import name_of
+from agentrl.inspection.reader import RunReader
+from agentrl.journal.entries import SpawnEntry, TurnEntry
+from agentrl.journal.store import SqliteJournal
+from agentrl.orchestrator.buffer import EpisodeBuffer
+from agentrl.orchestrator.dispatch import Dispatcher
+from agentrl.orchestrator.signal import Signal
+from agentrl.rollout.episode import RolloutSettings
+from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
+from agentrl.rollout.runner import EpisodeRunner
+from agentrl.rollout.worker import AsyncioWorker
+
+T = TypeVar("T")
+
+
+class Dice:
+    """A resource."""
+
+    def __init__(self) -> None:
+        self.rolled: list[int] = []
+
+    def roll(self) -> list[int]:
+        self.rolled.append(random.randint(1, 1_000_000))
+        return list(self.rolled)
+
+    def get_state(self) -> list[int]:
+        return self.rolled
+
+    def set_state(self, state: list[int]) -> None:
+        self.rolled = list(state)
+
+
+class Walk(agentrl.Environment):
+    """Four turns, each told what was drawn, rolled and counted outside."""
+
+    outside: ClassVar[int] = 0
+    level: ClassVar[Any] = "snapshot"
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        dice, agent, rng = ctx.resource(Dice, level=self.level), ctx.agent("agent"), ctx.rng
+        for number in range(4):
+            drawn = rng.randint(1, 1_000_000)
+            rolled = await dice.call("roll")
+            count = await ctx.effect("count", self.count)
+            await agent.act(agentrl.user(f"turn {number}: {drawn} {rolled} {count}"))
+        agent.reward(1.0)
+
+    def count(self) -> int:
+        Walk.outside += 1
+        return Walk.outside
+
+
+class Leaf(agentrl.Environment):
+    """A child; one that is told to waits until it may end."""
+
+    seats = ("leaf",)
+    may_end: ClassVar[asyncio.Event]
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("leaf").act(agentrl.user(str(ctx.task.data["kind"])))
+        if ctx.task.data["kind"] == "slow":
+            await Leaf.may_end.wait()
+        ctx.agent("leaf").reward(1.0)
+
+
+class Parenting(agentrl.Environment):
+    """A child that is gathered before the second turn, one that is not, and one after it."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("agent")
+        (early,) = ctx.spawn(Leaf, {"kind": "quick"})
+        (slow,) = ctx.spawn(Leaf, {"kind": "slow"})
+        await agent.act(agentrl.user("first"))
+        first = (await ctx.gather(early))[0]
+        await agent.act(agentrl.user(f"second {first.episode_id}"))
+        (late,) = ctx.spawn(Leaf, {"kind": "quick"})
+        results = await ctx.gather(slow, late)
+        ctx.metric("children", len(results))
+        await agent.act(agentrl.user(" ".join(result.episode_id for result in results)))
+        agent.reward(1.0)
+
+
+def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+    return [*str(request.seed % 100_000).encode(), STOP_TOKEN]
+
+
+@dataclass
+class World:
+    """A run directory in use."""
+
+    directory: Path
+    store: SqliteJournal
+    dispatcher: Dispatcher
+    failures: list[BaseException] = field(default_factory=list)
+
+    @property
+    def journal(self) -> Path:
+        return self.directory / "journal"
+
+    async def fork(self, parent: Parent, environment: type[agentrl.Environment], n: int = 1) -> list[EpisodeHeader]:
+        first = self.store.next_number("f")
+        specs = [fork_spec(parent, first + index, self.journal, environment, n) for index in range(n)]
+        headers = await self.dispatcher.play_forks(specs, ended_children(parent))
+        assert not self.failures, self.failures
+        assert all(header.drop_reason is None for header in headers), self.dispatcher.worker.last_failure
+        return headers
+
+    async def play(self, environment: type[agentrl.Environment], episode_id: str = "e0") -> None:
+        spec = EpisodeSpec(
+            episode_id=episode_id,
+            environment=name_of(environment),
+            task=Task(id="t", data={}),
+            seed=3,
+            seats={seat: SeatBinding("policy") for seat in environment.seats},
+            group_id="g",
+            purpose="train",
+        )
+        self.dispatcher.restore((), [spec])
+        self.store.admit(spec)
+        await self.dispatcher.worker.drain()
+        assert not self.failures, self.failures
+
+
+@asynccontextmanager
+async def opened(directory: Path) -> AsyncIterator[World]:
+    store = SqliteJournal(directory / "journal", info={"name": directory.name})
+    failures: list[BaseException] = []
+    dispatcher = Dispatcher(
+        environment="unused",
+        seats=("agent",),
+        policy_of=lambda seat: "policy",
+        run_seed=0,
+        group_size=1,
+        buffer=EpisodeBuffer(["policy"], ADVANTAGES["none"]),
+        store=store,
+        signal=Signal(),
+    )
+    runner = EpisodeRunner(
+        engine=ScriptedEngine(script, versions={"policy": PolicyVersion("policy", 0, 0)}),
+        chat_format=PlainFormat(),
+        store=store,
+        log=store.turn_log("0"),
+        host=dispatcher,
+        clock=SystemClock(),
+        settings=RolloutSettings(
+            sampling=SamplingParams(max_tokens=64, stop_token_ids=(STOP_TOKEN,)),
+            limits=Limits(max_turns=100, max_tokens=64, max_context=1 << 16),
+            tool_timeout_s=60.0,
+            episode_timeout_s=60.0,
+        ),
+    )
+    dispatcher.worker = AsyncioWorker(runner, environments={}, data_attempts=1, on_failure=failures.append)
+    dispatcher.on_collapse = failures.append
+    try:
+        yield World(directory, store, dispatcher, failures)
+    finally:
+        await dispatcher.worker.cancel()
+        await store.close()
+
+
+def within(directory: Path, play: Callable[[World], Coroutine[Any, Any, T]]) -> T:
+    async def main() -> T:
+        async with opened(directory) as world:
+            return await play(world)
+
+    return asyncio.run(main())
+
+
+def conversation(run: Path, episode_id: str) -> list[tuple[str, str]]:
+    """What was asked and said, turn by turn, as a reader sees it."""
+    reader = RunReader(run)
+    view = reader.episode(episode_id)
+    reader.close()
+    assert view.problems == []
+    return [(str(b.messages[-1]["content"]), b.text) for _, b in view.entries if isinstance(b, TurnEntry)]
+
+
+@pytest.mark.parametrize("level", ["replay", "snapshot"])
+@pytest.mark.parametrize("at", [0, 2, -1])
+def test_a_fork_shares_what_came_before_and_goes_its_own_way(tmp_path: Path, at: int, level: str) -> None:
+    Walk.level = level
+    within(tmp_path / "run", lambda world: world.play(Walk))
+    parent = find_parent(tmp_path / "run" / "journal", "e0", None, at)
+    performed = Walk.outside
+    first, second = within(tmp_path / "forks", lambda world: world.fork(parent, Walk, 2))
+    number = at % 4
+    assert Walk.outside == performed + 2 * (3 - number), "effects before the turn are remembered"
+    whole = conversation(tmp_path / "run", "e0")
+    forks = [conversation(tmp_path / "forks", header.episode_id) for header in (first, second)]
+    for turns in forks:
+        assert len(turns) == 4
+        assert turns[:number] == whole[:number]
+        assert turns[number][0] == whole[number][0], "the turn is asked the same"
+        assert turns[number][1] != whole[number][1], "and sampled anew"
+    later = [[asked for asked, _ in turns[number + 1 :]] for turns in (whole, *forks)]
+    assert number == 3 or len({str(asked) for asked in later}) == 3, "draws and dice are each fork's own"
+    assert first.turns == 4
+    assert first.reward == 1.0
+
+
+def test_forks_of_forks_of_an_earlier_life_in_a_directory_that_was_moved(tmp_path: Path) -> None:
+    Walk.level = "snapshot"
+    within(tmp_path / "old" / "run", lambda world: world.play(Walk))
+    parent = find_parent(tmp_path / "old" / "run" / "journal", "e0", None, 1)
+    forks = tmp_path / "old" / "run" / "forks"
+    within(forks, lambda world: world.fork(parent, Walk))
+    shutil.move(tmp_path / "old", tmp_path / "new")
+    run, forks = tmp_path / "new" / "run", tmp_path / "new" / "run" / "forks"
+    own = find_parent(forks / "journal", "f0", None, 3)
+    assert own.point.episode_id == "f0"
+    taken_over = find_parent(forks / "journal", "f0", None, 0)
+    assert taken_over.point.episode_id == "e0"
+    within(forks, lambda world: world.fork(own, Walk))
+    within(forks, lambda world: world.fork(taken_over, Walk))
+    whole, first = conversation(run, "e0"), conversation(forks, "f0")
+    second, third = conversation(forks, "f1"), conversation(forks, "f2")
+    assert first[:1] == whole[:1]
+    assert second[:3] == first[:3]
+    assert second[3][0] == first[3][0]
+    assert second[3][1] != first[3][1]
+    assert third[0][0] == whole[0][0]
+    assert third[0][1] != whole[0][1]
+    reader = RunReader(forks)
+    assert sorted(line.episode for line in reader.episodes("purpose = 'fork'")) == ["f0", "f1", "f2"]
+    reader.close()
+
+
+def test_children_are_shared_and_later_ones_new(tmp_path: Path) -> None:
+    async def play(world: World) -> list[EpisodeHeader]:
+        Leaf.may_end = asyncio.Event()
+        running = asyncio.get_running_loop().create_task(world.play(Parenting))
+        while not conversation_so_far(world, "e0", 2):
+            await asyncio.sleep(0.01)
+        await world.store.flush()
+        parent = find_parent(world.journal, "e0", None, 1)
+        forking = asyncio.get_running_loop().create_task(world.fork(parent, Parenting))
+        while not conversation_so_far(world, "f0", 1):
+            await asyncio.sleep(0.01)
+        Leaf.may_end.set()
+        await running
+        return await forking
+
+    def conversation_so_far(world: World, episode_id: str, turns: int) -> bool:
+        entries = world.store.turn_log("0").read(episode_id, 0)
+        return sum(isinstance(entry.decode(), TurnEntry) for entry in entries) >= turns
+
+    (header,) = within(tmp_path / "run", play)
+    assert header.reward == 1.0
+    whole, forked = conversation(tmp_path / "run", "e0"), conversation(tmp_path / "run", "f0")
+    assert forked[:1] == whole[:1]
+    assert forked[1][0] == whole[1][0]
+    slow, late = whole[2][0].split()
+    assert forked[2][0].split() == [slow, late.replace("e0~", "f0~")]
+    reader = RunReader(tmp_path / "run")
+    spawned = [body for _, body in reader.episode("f0").entries if isinstance(body, SpawnEntry)]
+    assert [entry.children[0][:2] for entry in spawned] == ["e0", "e0", "f0"]
+    reader.close()
+
+
+def test_what_cannot_be_forked_is_said(tmp_path: Path) -> None:
+    Walk.level = "snapshot"
+    run = tmp_path / "run"
+    within(run, lambda world: world.play(Walk))
+    with pytest.raises(InputError, match="has 4 turns, so there is no turn 4"):
+        find_parent(run / "journal", "e0", None, 4)
+    with pytest.raises(InputError, match="no episode e9"):
+        find_parent(run / "journal", "e9", None, 0)
+    parent = find_parent(run / "journal", "e0", None, 1)
+    within(tmp_path / "forks", lambda world: world.fork(parent, Walk))
+    shutil.rmtree(run)
+    reader = RunReader(tmp_path / "forks")
+    view = reader.episode("f0")
+    assert any("there is no such file" in problem for problem in view.problems), view.problems
+    reader.close()
+    with pytest.raises(JournalError):
+        find_parent(tmp_path / "forks" / "journal", "f0", None, 1)
+
+
+def test_a_fork_over_a_pinned_resource_is_dropped_by_name(tmp_path: Path) -> None:
+    Walk.level = "pinned"
+
+    async def play(world: World) -> list[EpisodeHeader]:
+        await world.play(Walk)
+        await world.store.flush()
+        parent = find_parent(world.journal, "e0", None, 1)
+        return await world.dispatcher.play_forks([fork_spec(parent, 0, world.journal, Walk, 1)], {})
+
+    (header,) = within(tmp_path / "run", play)
+    assert header.drop_reason == "resource_lost"
