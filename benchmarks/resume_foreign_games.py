@@ -135,12 +135,13 @@ def _legal(rarely: str = "") -> Policy:
     return policy
 
 
-def _pettingzoo(identifier: str, *, kind: str = "aec", fold: str = "", board: bool = False) -> Case:
+def _pettingzoo(identifier: str, *, kind: str = "aec", fold: str = "", board: bool = False, turns: int = 256) -> Case:
     class Played(agentrl.PettingZooEnvironment):
         """A classic game."""
 
         seats = ("first", "second")
         illegal_reward = -1000.0
+        max_turns = turns
 
         def make(self, task: agentrl.Task) -> Any:
             import pettingzoo
@@ -162,7 +163,7 @@ def pettingzoo_cases() -> list[Case]:
         _pettingzoo("leduc_holdem-v4", fold="2"),
         _pettingzoo("texas_holdem-v4", fold="2"),
         _pettingzoo("texas_holdem_no_limit-v6", fold="0"),
-        _pettingzoo("chess-v6", board=True),
+        _pettingzoo("chess-v6", board=True, turns=64),
         _pettingzoo("rps-v2", kind="parallel"),
     ]
 
