@@ -149,7 +149,8 @@ async def _fork(
         info = {"name": f"forks of {where.parent.name}", "forks": True, "config": config.model_dump(mode="json")}
         store = SqliteJournal(where / "journal", info=info)
         stack.push_async_callback(store.close)
-        engine = await make_engine(config, {known: PolicyVersion(known, 0, 0) for known in config.policies})
+        versions = {known: PolicyVersion(known, 0, 0) for known in config.policies}
+        engine = await make_engine(config, versions, lambda death: None)
         stack.push_async_callback(engine.close)
         await load_weights(config, engine, given)
         first = store.next_number("f")
