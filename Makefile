@@ -9,7 +9,7 @@ PYTHON ?=
 VENV := .venv
 BIN := $(VENV)/bin
 RUN_EXTRAS := train,ray,calculator
-DEV_EXTRAS := $(RUN_EXTRAS),dev
+DEV_EXTRAS := $(RUN_EXTRAS),games,dev
 SEEDS ?= 2000
 
 # What `make demo` runs; it prints the learning curve and writes runs/demo/summary.json.

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
         user,
     )
     from agentrl.environment.gym import GymEnvironment, gym_environment
+    from agentrl.environment.pettingzoo_games import PettingZooEnvironment
     from agentrl.environment.registry import make, register, spec
+    from agentrl.environment.textarena_games import TextArenaEnvironment
     from agentrl.environment.tools import ToolEnvironment, ToolEpisode, tool
     from agentrl.testing.check import check_environment
 
@@ -47,10 +49,12 @@ _HOME = {
     "GymEnvironment": "environment.gym",
     "LimitReachedError": "environment.base",
     "Message": "core.records",
+    "PettingZooEnvironment": "environment.pettingzoo_games",
     "Run": "app.training",
     "RunConfig": "config.run",
     "Task": "core.records",
     "TaskSource": "environment.base",
+    "TextArenaEnvironment": "environment.textarena_games",
     "ToolCall": "core.records",
     "ToolEnvironment": "environment.tools",
     "ToolEpisode": "environment.tools",
@@ -77,10 +81,12 @@ __all__ = [
     "GymEnvironment",
     "LimitReachedError",
     "Message",
+    "PettingZooEnvironment",
     "Run",
     "RunConfig",
     "Task",
     "TaskSource",
+    "TextArenaEnvironment",
     "ToolCall",
     "ToolEnvironment",
     "ToolEpisode",

@@ -1,4 +1,8 @@
-"""Classes written for TRL's `environment_factory` run unchanged: `reset(**row)`, `get_reward()`, methods as tools."""
+"""Classes written for TRL's `environment_factory` run unchanged: `reset(**row)`, `get_reward()`, methods as tools.
+
+They draw from the global random generators as they like: each instance runs under a state of its own (`GlobalRandom`),
+drawn from `ctx.rng`, so that what it draws is the same when the episode is executed again.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any, ClassVar
 from agentrl.core.errors import EnvironmentDefinitionError, RewardError
 from agentrl.core.records import Message, Task
 from agentrl.environment.base import EpisodeContext, LimitReachedError, Split, TaskSource, user
+from agentrl.environment.global_random import GlobalRandom, awaited_under
 from agentrl.environment.tools import BoundTool, ToolEnvironment, ToolEpisode, bind_tools, run_tool
 
 _RESERVED = {"reset", "get_reward", "tasks"}
@@ -28,8 +33,8 @@ class TrlEnvironment(ToolEnvironment):
 
     wrapped: ClassVar[type]
 
-    def __init__(self) -> None:
-        self.instance = type(self).wrapped()
+    instance: Any
+    """The wrapped class's object, from the start of `run` on."""
 
     def prompt(self, task: Task) -> str:
         """The row's prompt: a string, or the last message of a list of messages."""
@@ -67,20 +72,24 @@ class TrlEnvironment(ToolEnvironment):
         """Reset, converse, and ask the instance for its reward."""
         tools = self.tool_table()
         agent = ctx.agent(self.seats[0], tools=[bound.spec for bound in tools.values()])
-        observation = await _maybe_await(self.instance.reset(**self._row(ctx.task.data)))
+        own_random = GlobalRandom(ctx.rng.getrandbits(32))
+        with own_random.swapped_in():
+            self.instance = self.wrapped()
+        observation = await awaited_under(own_random, self.instance.reset, **self._row(ctx.task.data))
         text = self.prompt(ctx.task) + (observation if isinstance(observation, str) else "")
         pending: list[Message] = [user(text)]
         try:
             while pending:
                 turn = await agent.act(*pending)
-                pending = [await run_tool(ctx, self.instance, tools, call) for call in turn.tool_calls]
+                calls = turn.tool_calls
+                pending = [await run_tool(ctx, self.instance, tools, call, own_random=own_random) for call in calls]
         except LimitReachedError as limit:
             ctx.truncate(limit)
         if not hasattr(self.instance, "get_reward"):
             raise EnvironmentDefinitionError(
                 f"{self.wrapped.__qualname__} has no get_reward(): agentrl needs the reward from the class"
             )
-        value = await _maybe_await(self.instance.get_reward())
+        value = await awaited_under(own_random, self.instance.get_reward)
         if value is None:
             raise RewardError(f"{self.wrapped.__qualname__}.get_reward returned None; return a number")
         agent.reward(value)
@@ -90,10 +99,6 @@ class TrlEnvironment(ToolEnvironment):
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return dict(data)
         return {parameter.name: data[parameter.name] for parameter in parameters if parameter.name in data}
-
-
-async def _maybe_await(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
 
 
 def adapt_trl(wrapped: type) -> type[TrlEnvironment]:

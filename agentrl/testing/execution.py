@@ -64,6 +64,7 @@ async def execute(
     *,
     answers: Sequence[JournalEntry] = (),
     sums: dict[str, float] | None = None,
+    max_turns: int = MAX_TURNS,
 ) -> Executed | str:
     """An episode over a prefix: what came of it, or what went wrong.
 
@@ -74,9 +75,10 @@ async def execute(
         recorded: the entries before the kill.
         answers: what the outside world answered after it, and answers again.
         sums: gets those of the `Dispatcher`.
+        max_turns: of an agent.
     """
     journal, failures = MemoryJournal(), list[BaseException]()
-    dispatcher, runner = _parts(environment, spec, script, journal, failures)
+    dispatcher, runner = _parts(environment, spec, script, journal, failures, max_turns)
     log = journal.turn_log("check")
     for entry in recorded:
         log.append(entry)
@@ -107,6 +109,7 @@ def _parts(
     script: Script,
     journal: MemoryJournal,
     failures: list[BaseException],
+    max_turns: int,
 ) -> tuple[Dispatcher, _StateRunner]:
     dispatcher = Dispatcher(
         environment=spec.environment,
@@ -127,7 +130,7 @@ def _parts(
         clock=LoopClock() if isinstance(asyncio.get_running_loop(), SimLoop) else SystemClock(),
         settings=RolloutSettings(
             sampling=SamplingParams(max_tokens=256, stop_token_ids=(STOP_TOKEN,)),
-            limits=Limits(max_turns=MAX_TURNS, max_tokens=256, max_context=1 << 20),
+            limits=Limits(max_turns=max_turns, max_tokens=256, max_context=1 << 20),
             tool_timeout_s=TIMEOUT_S,
             episode_timeout_s=TIMEOUT_S,
         ),

@@ -1,0 +1,98 @@
+"""TextArena games as environments: what the game tells a player is its next message, what it says is the action.
+
+Owns: `TextArenaEnvironment`, and which of the game's messages a player has not read yet.
+Does not own: turn-taking and rewards (`games.py`). Imports TextArena only when a game is made.
+Invariants: a seat reads each message addressed to it once, its own actions not at all: its conversation holds them;
+TextArena's own rule for illegal actions holds (by default one is forgiven, the next ends the game for that player).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from agentrl.core.records import Task
+from agentrl.environment.games import Game, GameEnvironment, Position
+
+if TYPE_CHECKING:
+    import textarena
+
+
+class TextArenaEnvironment(GameEnvironment):
+    """A seat for each player of the game, player 0 first.
+
+    Example:
+        class Poker(agentrl.TextArenaEnvironment):
+            seats = ("first", "second")
+
+            def make(self, task):
+                return textarena.make("KuhnPoker-v0")
+    """
+
+    # --- override these ---------------------------------------------------------------------------------------------
+
+    env: textarena.Env
+    """The game, from its reset on; `rewards` may look at it."""
+
+    @abstractmethod
+    def make(self, task: Task) -> textarena.Env:
+        """A fresh game; it is reset with `task.data["seed"]` and a player for each seat."""
+
+    # --- machinery --------------------------------------------------------------------------------------------------
+
+    def game(self, task: Task) -> Game:
+        """The task's game."""
+        return _TextArenaGame(self, task)
+
+
+class _TextArenaGame(Game):
+    """One game. Its observation wrappers, which repeat the whole conversation at every turn, are passed by."""
+
+    def __init__(self, environment: TextArenaEnvironment, task: Task) -> None:
+        self._environment = environment
+        self._task = task
+        self._inner: Any = None
+
+    def reset(self) -> Position:
+        """Make and reset the game."""
+        import textarena
+
+        env = self._environment.env = self._environment.make(self._task)
+        env.reset(num_players=len(self._environment.seats), seed=int(self._task.data["seed"]))
+        while isinstance(env, textarena.Wrapper):
+            env = env.env
+        self._inner = env
+        return self._asked()
+
+    def step(self, text: str) -> Position:
+        """Say `text` to the game."""
+        over, _ = self._environment.env.step(action=text)
+        if not over:
+            return self._asked(legal=not getattr(self._inner.state, "error_count", 0))
+        rewards, info = self._environment.env.close()
+        players = range(len(self._environment.seats))
+        illegal = [player for player in players if (info or {}).get(player, {}).get("invalid_move")]
+        return Position(
+            player=None,
+            observation="",
+            legal=not illegal,
+            rewards=[float((rewards or {}).get(player, 0.0)) for player in players],
+            illegal=illegal,
+            truncated=False,
+        )
+
+    def _asked(self, *, legal: bool = True) -> Position:
+        player, messages = self._inner.get_observation()
+        return Position(
+            player=int(player),
+            observation=messages if isinstance(messages, str) else self._told(player, messages),
+            legal=legal,
+            rewards=[0.0] * len(self._environment.seats),
+            illegal=[],
+            truncated=False,
+        )
+
+    def _told(self, player: int, messages: Any) -> str:
+        names = self._inner.state.role_mapping
+        others = [m for m in messages if m[0] != player or m[2].name != "PLAYER_ACTION"]
+        return "\n".join(f"[{names.get(sender, f'Player {sender}')}] {text}" for sender, text, _ in others)
