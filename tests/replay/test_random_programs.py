@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import agentrl
@@ -189,7 +189,7 @@ def check(program: list[Any], seed: int) -> int:
     derandomize=True,
     deadline=None,
     suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate],
+    phases=PHASES,
 )
 @given(program=PROGRAMS, seed=st.integers(0, 1 << 16))
 def test_random_programs_resume_from_every_entry(program: list[Any], seed: int) -> None:
@@ -206,7 +206,7 @@ SEQUENTIAL = st.lists(
     derandomize=True,
     deadline=None,
     suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate],
+    phases=PHASES,
 )
 @given(program=SEQUENTIAL, seed=st.integers(0, 1 << 16))
 def test_programs_without_races_come_to_the_same_end(program: list[Any], seed: int) -> None:
