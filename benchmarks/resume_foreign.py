@@ -42,7 +42,7 @@ from agentrl.engines.scripted import Script
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import JournalEntry, TurnEntry
 from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
-from agentrl.testing.check import POLICY, execute
+from agentrl.testing.execution import POLICY, execute
 from benchmarks.report import Report
 from benchmarks.resume_foreign_games import Case, gymnasium_cases, pettingzoo_cases, textarena_cases
 from benchmarks.resume_foreign_state import digest
@@ -176,7 +176,7 @@ def play(case: Case, task: agentrl.Task, recorded: Sequence[JournalEntry] = (), 
     outcome = asyncio.run(execute(environment, spec, script, recorded, max_turns=QUICK_TURNS if quick else TURNS))
     if isinstance(outcome, str):
         return Played(name=case.name, error=outcome)
-    header, entries = outcome
+    header, entries = outcome.header, outcome.entries
     rewards = [(t.seat, t.index, t.reward) for t in header.trajectories]
     ending = f"{rewards} {header.stop_reason}"
     return Played(

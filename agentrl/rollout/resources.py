@@ -45,8 +45,10 @@ class LiveResource(Resource):
         """What the object must be set to before its next call."""
         self.name = name
         branch = current_branch()
-        with branch.inside(self._reaches_outside()), self._random(branch.key).swapped_in():
+        own = self._random(branch.key)
+        with branch.inside(self._reaches_outside()), own.swapped_in():
             self._object = factory()
+        own.release()
         if level == "snapshot" and not (hasattr(self._object, "get_state") and hasattr(self._object, "set_state")):
             raise EnvironmentDefinitionError(
                 f"{type(self._object).__qualname__} is a snapshot resource and needs get_state() and set_state(state)"
@@ -87,13 +89,16 @@ class LiveResource(Resource):
         own = self._random(self._key_of(call))
         with journal.performing(call, self._reaches_outside()):
             try:
-                with own.swapped_in():
-                    self._restored()
+                if self._restore is not None:
+                    with own.swapped_in():
+                        self._restored()
                 value = journaled(await awaited_under(own, getattr(self._object, method), *arguments), where)
             except AgentRLError:
                 raise
             except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is what happened
                 problem, cause = error_text(error), error
+            finally:
+                own.release()
             if self._level == "snapshot":
                 state = self._new_state()
         recorded = journal.recall(call, ResourceEntry)
@@ -123,9 +128,8 @@ class LiveResource(Resource):
         return recorded.value
 
     def _restored(self) -> None:
-        if self._restore is not None:
-            self._object.set_state(self._restore)  # type: ignore[attr-defined]
-            self._restore = None
+        self._object.set_state(self._restore)  # type: ignore[attr-defined]
+        self._restore = None
 
     def _new_state(self) -> Any:
         """The state after a call; None where it is as after the call before."""

@@ -50,6 +50,23 @@ def test_a_run_leaves_its_summary_its_metrics_and_its_policy(trained: Path) -> N
     assert summary["trainer_busy_share"] > 0
 
 
+def test_an_episode_can_be_forked_at_its_turns(trained: Path) -> None:
+    import agentrl
+    from agentrl.inspection.reader import RunReader
+
+    reader = RunReader(trained)
+    line = reader.episodes("turns > 1 and purpose = 'train'", limit=1)[0]
+    reader.close()
+    first, second = agentrl.fork(trained, line.episode, at=1, n=2)
+    assert [header.purpose for header in (first, second)] == ["fork", "fork"]
+    policy = trained / "policies" / line.policies[0]
+    (again,) = agentrl.fork(trained / "forks", first.episode_id, at=-1, policy=policy)
+    forks = RunReader(trained / "forks")
+    assert {view.episode for view in forks.episodes()} == {first.episode_id, second.episode_id, again.episode_id}
+    assert forks.episode(again.episode_id).problems == []
+    forks.close()
+
+
 def test_the_policy_loads_with_from_pretrained(trained: Path) -> None:
     code = (
         "import sys; from transformers import AutoModelForCausalLM, AutoTokenizer\n"

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import agentrl
@@ -25,6 +25,9 @@ from agentrl.rollout.branches import current_branch
 from tests.replay.executions import Stage
 
 pytestmark = pytest.mark.property
+
+PHASES = [Phase.explicit, Phase.generate]
+"""No shrinking: an example takes seconds."""
 
 
 class Box:
@@ -117,8 +120,10 @@ class Program(agentrl.Environment):
             self.saw(type(error).__name__)
 
     async def within(self, seconds: float, program: list[Any]) -> None:
+        branch = current_branch()
+        apart = zlib.crc32(f"{branch.path}#{branch.calls}".encode()) % 9973 / 1e6  # no two timers at one instant
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds + apart):
                 await self.ops(program)
         except TimeoutError:
             self.saw("late")
@@ -180,7 +185,13 @@ def check(program: list[Any], seed: int) -> int:
 
 
 @pytest.mark.timeout(600)
-@settings(max_examples=12, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=25,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=PHASES,
+)
 @given(program=PROGRAMS, seed=st.integers(0, 1 << 16))
 def test_random_programs_resume_from_every_entry(program: list[Any], seed: int) -> None:
     check(msgspec.json.decode(msgspec.json.encode(program)), seed)
@@ -191,7 +202,13 @@ SEQUENTIAL = st.lists(
 )
 
 
-@settings(max_examples=20, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=20,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=PHASES,
+)
 @given(program=SEQUENTIAL, seed=st.integers(0, 1 << 16))
 def test_programs_without_races_come_to_the_same_end(program: list[Any], seed: int) -> None:
     stage = Stage(environment=Program, data={"program": [["catch", program]]})

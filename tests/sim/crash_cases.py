@@ -175,9 +175,9 @@ class ForgivingRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    async def run(self, spec: EpisodeSpec, *arguments: Any) -> EpisodeHeader:
+    async def run(self, spec: EpisodeSpec, *arguments: Any, **options: Any) -> EpisodeHeader:
         try:
-            return await self._runner.run(spec, *arguments)
+            return await self._runner.run(spec, *arguments, **options)
         except EngineError:
             log = self._machine.journal.turn_log("0")
             await log.flush()
