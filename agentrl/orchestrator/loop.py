@@ -262,7 +262,7 @@ class Orchestrator:
         self.board.advance(version)
         self.store.record_metrics(policy, version.step, metrics)
         self.observer.on_step(policy, version.step, metrics)
-        await self.retention.published(weights)
+        await self.retention.published(weights, self.evaluator.pinned)
         return True
 
     async def _watch(self) -> None:

@@ -1,16 +1,17 @@
 """Which published versions stay on disk: the newest few of each policy, and what an evaluation pins.
 
-A version's files are needed while an engine may load them again; checkpoints hold weights of their own, and the link
-`policies/NAME` points at the newest. A version that is pinned is kept by the engine in memory.
+A version's files are needed while an engine may load them again, in a process that replaces a dead one; checkpoints hold
+weights of their own, and the link `policies/NAME` points at the newest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections import defaultdict, deque
+from collections import defaultdict
+from collections.abc import Collection
 
-from agentrl.core.records import WeightsRef
+from agentrl.core.records import PolicyVersion, WeightsRef
 
 
 class VersionRetention:
@@ -22,11 +23,13 @@ class VersionRetention:
 
     def __init__(self, *, keep: int) -> None:
         self._keep = keep
-        self._published: defaultdict[str, deque[WeightsRef]] = defaultdict(deque)
+        self._published: defaultdict[str, list[WeightsRef]] = defaultdict(list)
 
-    async def published(self, weights: WeightsRef) -> None:
-        """A version became current."""
+    async def published(self, weights: WeightsRef, pinned: Collection[PolicyVersion] = ()) -> None:
+        """A version became current; those that are `pinned` stay for now."""
         versions = self._published[weights.version.policy]
         versions.append(weights)
-        while self._keep and len(versions) > self._keep:
-            await asyncio.to_thread(shutil.rmtree, versions.popleft().path, ignore_errors=True)
+        surplus = len(versions) - self._keep if self._keep else 0
+        for old in [each for each in versions[: max(surplus, 0)] if each.version not in pinned]:
+            versions.remove(old)
+            await asyncio.to_thread(shutil.rmtree, old.path, ignore_errors=True)
