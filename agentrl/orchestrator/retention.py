@@ -1,7 +1,7 @@
 """Which published versions stay on disk: the newest few of each policy, and what an evaluation pins.
 
-A version's files are needed while an engine may load them again, in a process that replaces a dead one; checkpoints hold
-weights of their own, and the link `policies/NAME` points at the newest.
+A version's files are needed while an engine may load them again, in a process that replaces a dead one; checkpoints
+hold weights of their own, and the link `policies/NAME` points at the newest.
 """
 
 from __future__ import annotations
