@@ -186,6 +186,9 @@ class Chaos:
 
     def _end(self, directory: Path) -> None:
         self._tally.runs += 1
+        faults = self._tally.verdict
+        wrong = len(faults.lost) + len(faults.twice) + len(faults.ledger_errors)
+        print(f"{directory.name}: at its end after {self._killed} kills in all, {wrong} faults", flush=True)
         connection = sqlite3.connect(directory / "run" / "journal" / "control.db")
         query = "SELECT step, avg(value) FROM metrics WHERE name = 'reward/mean' GROUP BY step ORDER BY step"
         rewards = [value for _, value in connection.execute(query)]

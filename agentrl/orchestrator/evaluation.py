@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agentrl.core.errors import CheckFailedError
 from agentrl.core.ports import Engine, Observer
@@ -28,6 +28,8 @@ class Evaluator:
     store: JournalStore
     observer: Observer
     signal: Signal
+    pinned: list[PolicyVersion] = field(default_factory=list)
+    """What the running evaluation is pinned to: kept served for it, and loaded again by an engine that is replaced."""
     _busy: bool = False
 
     async def beside(self, weights: Mapping[str, WeightsRef], stopping: Callable[[], bool]) -> None:
@@ -35,15 +37,15 @@ class Evaluator:
         if self._busy:
             return
         self._busy = True
-        kept: list[PolicyVersion] = []
         try:
             for published in weights.values():
                 await self.engine.update(published, keep=True)
-                kept.append(published.version)
-            await self.now({version.policy: version for version in kept}, stopping, pinned=True)
+                self.pinned.append(published.version)
+            await self.now({version.policy: version for version in self.pinned}, stopping, pinned=True)
         finally:
-            for version in kept:
+            for version in self.pinned:
                 self.engine.release(version)
+            self.pinned.clear()
             self._busy = False
 
     async def now(

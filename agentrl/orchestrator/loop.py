@@ -265,7 +265,7 @@ class Orchestrator:
         self.dispatcher.resume_held()
         self.store.record_metrics(policy, version.step, metrics)
         self.observer.on_step(policy, version.step, metrics)
-        await self.retention.published(weights)
+        await self.retention.published(weights, self.evaluator.pinned)
         return True
 
     async def _watch(self) -> None:

@@ -7,10 +7,11 @@ A version's files are needed while an engine may load them again; checkpoints ho
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from agentrl.core.files import LOCAL, Disk
-from agentrl.core.records import WeightsRef
+from agentrl.core.records import PolicyVersion, WeightsRef
 
 _NAME = re.compile(r"(\d+)\.(\d+)")
 
@@ -27,14 +28,17 @@ class VersionRetention:
         self._keep = keep
         self._disk = disk
 
-    async def published(self, weights: WeightsRef) -> None:
-        """A version became current."""
+    async def published(self, weights: WeightsRef, pinned: Collection[PolicyVersion] = ()) -> None:
+        """A version became current; those that are `pinned` stay for now."""
         if self._keep:
-            await self._disk.apart(lambda: self._prune(Path(weights.path).parent))
+            policy = weights.version.policy
+            stay = {(version.lineage, version.step) for version in pinned if version.policy == policy}
+            await self._disk.apart(lambda: self._prune(Path(weights.path).parent, stay))
 
-    def _prune(self, directory: Path) -> None:
+    def _prune(self, directory: Path, stay: Collection[tuple[int, int]]) -> None:
         for lineage, step in versions_in(directory, disk=self._disk)[: -self._keep]:
-            self._disk.remove_tree(directory / f"{lineage}.{step}")
+            if (lineage, step) not in stay:
+                self._disk.remove_tree(directory / f"{lineage}.{step}")
 
 
 def versions_in(directory: Path, *, disk: Disk = LOCAL) -> list[tuple[int, int]]:
