@@ -225,7 +225,7 @@ class ReplayOrder:
         loop = asyncio.get_running_loop()
         due: asyncio.Future[None] = loop.create_future()
         self._waiting[branch] = (number, due)
-        branch.is_blocked = True
+        branch.is_blocked = branch.task is None or not branch.task.cancelling()  # a cancellation is about to wake it
         loop.call_soon(self._release)
         try:
             await due

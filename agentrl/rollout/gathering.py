@@ -28,15 +28,9 @@ async def gather(journal: CallJournal, awaitables: Sequence[Awaitable[Any]]) -> 
     """See `EpisodeContext.gather`."""
     branch, call = current_branch(), journal.open()
     gathering = _Gathering(journal, branch, call, awaitables)
-    cancelled = False
-    try:
-        await gathering.wait()
-    except asyncio.CancelledError:
-        cancelled = True
-        if journal.is_stopped:
-            raise
-    finally:
-        await gathering.end()
+    cancelled = await gathering.settled()
+    if journal.is_stopped and cancelled:
+        raise asyncio.CancelledError
     if isinstance(gathering.error, ReplayMismatchError):
         raise gathering.error
     await journal.reach(call, cancelled=cancelled)
@@ -75,19 +69,28 @@ class _Gathering:
             if branch.is_dismissed:
                 journal.dismiss(self._branches)
 
-    async def wait(self) -> None:
-        """Until all have returned, or one has failed."""
+    async def settled(self) -> bool:
+        """Wait until all have returned, or one has failed and the others are cancelled; whether this was cancelled."""
+        cancelled = False
         self._branch.is_blocked = True
-        if self.tasks:
-            await asyncio.wait(self.tasks, return_when=asyncio.FIRST_EXCEPTION)
-
-    async def end(self) -> None:
-        """Cancel what still runs, and wait for it."""
+        try:
+            if self.tasks:
+                await asyncio.wait(self.tasks, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            cancelled = True
         running = [task for task in self.tasks if not task.done()]
         if running:
             self._journal.dismiss(self._branches)
             self._is_ending = self._branch.is_blocked = True
-            await asyncio.wait(running)
+        while not all(task.done() for task in running):
+            try:
+                await asyncio.wait(running)
+            except asyncio.CancelledError:
+                cancelled = True  # once more: they are ending already
+        self._end()
+        return cancelled
+
+    def _end(self) -> None:
         self._branch.is_blocked = False
         self._branch.children = ()
         for own, task, awaitable in zip(self._branches, self.tasks, self._awaitables, strict=True):
