@@ -116,7 +116,7 @@ class ScriptedEngine:
         self._constant: dict[int, Float32Array] = {}
         self._calls: dict[str, _Call] = {}
         self._waiting: dict[str, asyncio.Future[None]] = {}
-        self._paused = False
+        self.paused = False
         self._lost = False
         self.life = 0
         """Grows by one with every `lose`; sessions belong to one life."""
@@ -150,7 +150,7 @@ class ScriptedEngine:
     async def wait_to_run(self, request_id: str) -> bool:
         """Wait while the engine is paused; False: the call was aborted meanwhile."""
         waiting = self._waiting
-        while self._paused and not self.closed:
+        while self.paused and not self.closed:
             gate = waiting[request_id] = asyncio.get_running_loop().create_future()
             try:
                 await gate
@@ -229,7 +229,7 @@ class ScriptedEngine:
 
     def _go_on(self, call: _Call) -> None:
         """Run until all is said, or until there is something to deliver."""
-        if self._holding or self._paused:
+        if self._holding or self.paused:
             return
         loop = asyncio.get_running_loop()
         call.since = loop.time()
@@ -311,15 +311,15 @@ class ScriptedEngine:
 
     async def pause(self) -> None:
         """See `agentrl.core.ports.Engine.pause`."""
-        self._paused = True
+        self.paused = True
         for call in self._calls.values():
             self._stop(call)
 
     async def resume(self) -> None:
         """See `agentrl.core.ports.Engine.resume`."""
-        if not self._paused:
+        if not self.paused:
             return
-        self._paused = False
+        self.paused = False
         _let_go(self._waiting.values())
         for call in self._calls.values():
             self._go_on(call)
@@ -339,7 +339,7 @@ class ScriptedEngine:
         self._lost = True
         self.life += 1
         self.sessions = 0
-        self._paused = False
+        self.paused = False
         _let_go(self._waiting.values())
         for call in self._calls.values():
             if not call.future.done():
@@ -381,31 +381,27 @@ class ScriptedSession:
         self._pin = pin
         self._lease: PolicyVersion | None = None
         self.life = engine.life
-        self._call: str | None = None
+        self._call = ""
         self.closed = False
 
     async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
         """See `agentrl.core.ports.EngineSession.generate`."""
         engine, pin = self._engine, self._pin
+        self._call = request.request_id
+        if engine.paused and not await engine.wait_to_run(request.request_id):
+            return engine.nothing(request)
         engine.check_alive(request.request_id, self.life)
         if self.closed:
             raise EngineError(f"call {request.request_id}: the session is closed")
-        self._call = request.request_id
+        version = self._lease = pin or engine.version_for(self._policy, self._lease)
+        started = engine.start(request, self._policy, version, pinned=pin is not None, on_delta=on_delta)
+        if isinstance(started, Completion):
+            return started
         try:
-            if not await engine.wait_to_run(request.request_id):
-                return engine.nothing(request)
-            engine.check_alive(request.request_id, self.life)
-            version = self._lease = pin or engine.version_for(self._policy, self._lease)
-            started = engine.start(request, self._policy, version, pinned=pin is not None, on_delta=on_delta)
-            if isinstance(started, Completion):
-                return started
-            try:
-                await started.future
-            finally:
-                completion = engine.end(started)
-            return completion
+            await started.future
         finally:
-            self._call = None
+            completion = engine.end(started)
+        return completion
 
     def close(self) -> None:
         """See `agentrl.core.ports.EngineSession.close`."""
@@ -414,8 +410,7 @@ class ScriptedSession:
         self.closed = True
         if self.life == self._engine.life:
             self._engine.sessions -= 1
-        if self._call is not None:
-            self._engine.abort(self._call)
+        self._engine.abort(self._call)
 
 
 def _let_go(waiting: Iterable[asyncio.Future[None]]) -> None:

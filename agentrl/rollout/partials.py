@@ -106,10 +106,23 @@ class EpisodePartials:
 class PartialTurn:
     """One turn while it is sampled: pieces of calls that were cut, and what the running call has delivered."""
 
-    __slots__ = ("_call", "_clock", "_delivered", "_masked", "_partials", "_since", "_unwritten", "_written", "pieces")
+    __slots__ = (
+        "_call",
+        "_clock",
+        "_delivered",
+        "_masked",
+        "_partials",
+        "_since",
+        "_unwritten",
+        "_written",
+        "pieces",
+        "sampled",
+    )
 
     def __init__(self, partials: EpisodePartials, call: Call, clock: Clock, *, masked: bool) -> None:
         self.pieces: list[Completion] = []
+        self.sampled = 0
+        """Tokens in `pieces`."""
         self._partials = partials
         self._call = call
         self._clock = clock
@@ -119,15 +132,10 @@ class PartialTurn:
         self._written = 0
         self._since = clock.monotonic()
 
-    @property
-    def sampled(self) -> int:
-        """Tokens in `pieces`."""
-        return sum(len(piece.token_ids) for piece in self.pieces)
-
     def recall(self, pieces: Sequence[Completion]) -> None:
         """Begin with what was read back from disk."""
         for piece in pieces:
-            self.pieces.append(self._without_masks(piece))
+            self._add(self._without_masks(piece))
         self._written = self.sampled
 
     def on_delta(
@@ -147,10 +155,10 @@ class PartialTurn:
 
     def ended(self, completion: Completion) -> None:
         """The running call has returned; if it was cut, what is not on disk goes there at once."""
-        delivered = sum(len(piece.token_ids) for piece in self._delivered)
-        self._delivered.clear()
-        self.pieces.append(completion)
+        self._add(completion)
         if completion.finish_reason == "abort":
+            delivered = sum(len(piece.token_ids) for piece in self._delivered)
+            self._delivered.clear()
             if len(completion.token_ids) > delivered:
                 self._unwritten.append(part(completion, delivered, len(completion.token_ids)))
             self._write()
@@ -160,7 +168,7 @@ class PartialTurn:
         delivered, self._delivered = self._delivered, []
         self._write()
         if delivered:
-            self.pieces.append(self._without_masks(joined(delivered)))
+            self._add(self._without_masks(joined(delivered)))
         return bool(delivered)
 
     def finish_reason(self, sampling: SamplingParams) -> FinishReason | None:
@@ -191,12 +199,17 @@ class PartialTurn:
         if newest.finish_reason != "abort" or newest.expert_routing is not None:
             return False
         self.pieces[index] = part(newest, 0, len(newest.token_ids) - 1)
+        self.sampled -= 1
         self._written -= 1
         return True
 
     def _newest(self) -> int:
         """The last of the pieces that has tokens; the first, if none has."""
         return max((at for at, piece in enumerate(self.pieces) if len(piece.token_ids)), default=0)
+
+    def _add(self, piece: Completion) -> None:
+        self.pieces.append(piece)
+        self.sampled += len(piece.token_ids)
 
     def _write(self) -> None:
         if self._unwritten:
