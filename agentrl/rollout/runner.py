@@ -86,16 +86,7 @@ class EpisodeRunner:
             raise EnvironmentDefinitionError(
                 f"episode {spec.episode_id}: seat {missing[0]!r} is bound to no policy; add it to [seats]"
             )
-        inherited = self._log.prefix(spec.fork) if spec.fork is not None else ()
-        journal = CallJournal(
-            self._log,
-            spec.episode_id,
-            spec.attempt,
-            recorded,
-            seed=spec.seed,
-            inherited=inherited,
-            answers=answers,
-        )
+        journal = self._journal_of(spec, recorded, answers)
         self._running[spec.episode_id] = journal
         journal.enter(ids.ROOT_BRANCH).begin()
         self._begin(journal, spec, environment)
@@ -114,20 +105,7 @@ class EpisodeRunner:
         finally:
             context.close()
             del self._running[spec.episode_id]
-        header = EpisodeHeader(
-            episode_id=spec.episode_id,
-            group_id=spec.group_id,
-            attempt=spec.attempt,
-            purpose=spec.purpose,
-            parent_id=spec.parent_id,
-            stop_reason=stop_reason,
-            drop_reason=None,
-            turns=sum(len(agent.turns) for agent in context.agents.values()),
-            tokens=sum(len(turn.completion.token_ids) for agent in context.agents.values() for turn in agent.turns),
-            seconds=self.clock.monotonic() - started,
-            trajectories=tuple(agent.header() for agent in context.agents.values() if agent.turns),
-            location=DataLocation(self._log.name, journal.written),
-        )
+        header = self._header(context, journal, stop_reason, self.clock.monotonic() - started)
         await _whatever_happens(self._store.commit_episode(spec, header, journal.digest, episode.metrics))
         self.host.measured(spec, header, episode.metrics)
         return header
@@ -144,6 +122,38 @@ class EpisodeRunner:
         header = dropped_header(spec, reason, seconds=seconds)
         await _whatever_happens(self._store.commit_episode(spec, header, b"", {}, valid_unicode(detail)))
         return header
+
+    def _journal_of(
+        self, spec: EpisodeSpec, recorded: Iterable[JournalEntry], answers: Iterable[JournalEntry]
+    ) -> CallJournal:
+        return CallJournal(
+            self._log,
+            spec.episode_id,
+            spec.attempt,
+            recorded,
+            seed=spec.seed,
+            inherited=self._log.prefix(spec.fork) if spec.fork is not None else (),
+            answers=answers,
+        )
+
+    def _header(
+        self, context: LiveContext, journal: CallJournal, stop_reason: StopReason, seconds: float
+    ) -> EpisodeHeader:
+        spec, agents = context.episode.spec, context.agents.values()
+        return EpisodeHeader(
+            episode_id=spec.episode_id,
+            group_id=spec.group_id,
+            attempt=spec.attempt,
+            purpose=spec.purpose,
+            parent_id=spec.parent_id,
+            stop_reason=stop_reason,
+            drop_reason=None,
+            turns=sum(len(agent.turns) for agent in agents),
+            tokens=sum(len(turn.completion.token_ids) for agent in agents for turn in agent.turns),
+            seconds=seconds,
+            trajectories=tuple(agent.header() for agent in agents if agent.turns),
+            location=DataLocation(self._log.name, journal.written),
+        )
 
     async def _play(self, environment: type[Environment], context: LiveContext) -> None:
         """The program of the episode, within its time. The commit is outside: what is on disk is what is told."""
