@@ -75,7 +75,8 @@ def test_both_journals_are_folded_alike(tmp_path: Path) -> None:
         versions: dict[str, PolicyVersion] = {} if manifest is None else dict(manifest.versions)
         journal = await written(machine.journal, directory)
         try:
-            assert taken_over(past_of(journal, versions)) == taken_over(past_of(machine.journal, versions))
+            on_disk, in_memory = (past_of(log, versions, group_size=4) for log in (journal, machine.journal))
+            assert taken_over(on_disk) == taken_over(in_memory)
             assert journal.parents() == machine.journal.parents()
             assert journal.highest_lineage() == machine.journal.highest_lineage()
         finally:
