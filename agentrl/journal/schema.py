@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote
 
 from agentrl.core.errors import JournalError, StorageError
+<<<<<<< HEAD
 from agentrl.core.files import LOCAL
+=======
+from agentrl.core.files import sync_directory
+>>>>>>> lives
 from agentrl.journal.entries import FORMAT
 
 if TYPE_CHECKING:
@@ -100,16 +104,15 @@ def open_to_write(path: Path, kind: Kind, identity: dict[str, str], *, run: str 
         StorageError: it cannot be opened or made.
     """
     try:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
-        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        if not path.exists():
+            _make(path, kind, {"format": str(FORMAT), "kind": kind, **identity})
+        connection = _connect_to_write(path)
     except (OSError, sqlite3.Error) as error:
         raise StorageError(
             f"{path}: cannot be opened to write ({error}); check its owner and the free space"
         ) from error
     try:
         _harden(connection)
-        if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
-            _create(connection, kind, {"format": str(FORMAT), "kind": kind, **identity})
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA wal_autocheckpoint = 2000")
         _check(connection, path, kind, run)
@@ -184,13 +187,29 @@ def _harden(connection: sqlite3.Connection) -> None:
     connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
 
 
-def _create(connection: sqlite3.Connection, kind: Kind, values: dict[str, str]) -> None:
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("BEGIN IMMEDIATE")
-    for statement in _STATEMENTS[kind]:
-        connection.execute(statement)
-    connection.executemany("INSERT INTO meta VALUES (?, ?)", list(values.items()))
-    connection.execute("COMMIT")
+def _connect_to_write(path: Path) -> sqlite3.Connection:
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+
+
+def _make(path: Path, kind: Kind, values: dict[str, str]) -> None:
+    """Make a database under another name, then rename it: a process killed meanwhile leaves none, never half of one."""
+    partial = path.with_name(f".{path.name}.new")
+    for leftover in (partial, *(partial.with_name(partial.name + end) for end in ("-wal", "-shm"))):
+        leftover.unlink(missing_ok=True)
+    connection = _connect_to_write(partial)
+    try:
+        _harden(connection)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("BEGIN IMMEDIATE")
+        for statement in _STATEMENTS[kind]:
+            connection.execute(statement)
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", list(values.items()))
+        connection.execute("COMMIT")
+    finally:
+        connection.close()  # which folds the write-ahead log into the file, and syncs it
+    partial.rename(path)
+    sync_directory(path.parent)
 
 
 def _check(connection: sqlite3.Connection, path: Path, kind: Kind, run: str | None) -> None:

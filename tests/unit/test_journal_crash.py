@@ -86,6 +86,54 @@ def test_kill_9_loses_nothing_acknowledged(tmp_path: Path, after: int) -> None:
     asyncio.run(again())
 
 
+_MAKER = """
+import asyncio, os, sys
+from agentrl.journal import schema
+from agentrl.journal.store import SqliteJournal
+
+left = int(sys.argv[2])
+class Dying:
+    def __init__(self, connection): self.connection = connection
+    def __getattr__(self, name): return getattr(self.connection, name)
+    def execute(self, statement, *rest):
+        global left
+        if statement.startswith(("CREATE", "PRAGMA journal", "BEGIN", "COMMIT")):
+            left -= 1
+            if left < 0:
+                os._exit(9)
+        return self.connection.execute(statement, *rest)
+
+connect = schema._connect_to_write
+schema._connect_to_write = lambda path: Dying(connect(path))
+
+async def main():
+    journal = SqliteJournal(sys.argv[1])
+    journal.turn_log("0")
+    await journal.close()
+
+asyncio.run(main())
+"""
+
+
+def test_a_journal_whose_making_was_killed_at_any_statement_is_made_by_the_next(tmp_path: Path) -> None:
+    for number in range(40):
+        directory = tmp_path / str(number)
+        command = [sys.executable, "-c", _MAKER, str(directory), str(number)]
+        code = subprocess.run(command, check=False, timeout=60).returncode
+
+        async def again(directory: Path = directory) -> None:
+            journal = SqliteJournal(directory)
+            assert journal.next_number("e") == 0
+            await write(journal, [spec(1)])
+            await journal.close()
+
+        asyncio.run(again())
+        if code == 0:
+            break
+    assert number > 20
+    assert code == 0
+
+
 _FULL_DISK = """
 import asyncio, resource, signal, sys
 sys.path.insert(0, sys.argv[2])
