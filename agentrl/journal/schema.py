@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote
 
 from agentrl.core.errors import JournalError, StorageError
-<<<<<<< HEAD
 from agentrl.core.files import LOCAL
-=======
-from agentrl.core.files import sync_directory
->>>>>>> lives
 from agentrl.journal.entries import FORMAT
 
 if TYPE_CHECKING:
@@ -209,7 +205,7 @@ def _make(path: Path, kind: Kind, values: dict[str, str]) -> None:
     finally:
         connection.close()  # which folds the write-ahead log into the file, and syncs it
     partial.rename(path)
-    sync_directory(path.parent)
+    LOCAL.sync(path.parent)
 
 
 def _check(connection: sqlite3.Connection, path: Path, kind: Kind, run: str | None) -> None:

@@ -96,22 +96,8 @@ class EpisodeRunner:
             raise EnvironmentDefinitionError(
                 f"episode {spec.episode_id}: seat {missing[0]!r} is bound to no policy; add it to [seats]"
             )
-<<<<<<< HEAD
-        inherited = self._log.prefix(spec.fork) if spec.fork is not None else ()
-        journal = CallJournal(
-            self._log,
-            spec.episode_id,
-            spec.attempt,
-            recorded,
-            seed=spec.seed,
-            inherited=inherited,
-            answers=answers,
-        )
-        resumed = journal.written > 0
-=======
         journal = self._journal_of(spec, recorded, answers)
-        self._running[spec.episode_id] = journal
->>>>>>> reexecution
+        resumed = journal.written > 0
         journal.enter(ids.ROOT_BRANCH).begin()
         self._begin(journal, spec, environment)
         partials = EpisodePartials(
@@ -130,7 +116,6 @@ class EpisodeRunner:
             journal.finish()
             self.finished(context)
         finally:
-<<<<<<< HEAD
             self.leave(spec)
         header = self._header(context, stop_reason, self.clock.monotonic() - started)
         partials.forget()
@@ -162,14 +147,6 @@ class EpisodeRunner:
         if context is not None:
             context.close()
             context.episode.agents.clear()  # each knows its episode: without the circle both are freed at once
-=======
-            context.close()
-            del self._running[spec.episode_id]
-        header = self._header(context, journal, stop_reason, self.clock.monotonic() - started)
-        await _whatever_happens(self._store.commit_episode(spec, header, journal.digest, episode.metrics))
-        self.host.measured(spec, header, episode.metrics)
-        return header
->>>>>>> reexecution
 
     def finished(self, context: LiveContext) -> None:
         """Called when a program has returned, before its commit: for who compares executions."""
@@ -188,43 +165,18 @@ class EpisodeRunner:
         await _whatever_happens(self._store.commit_episode(spec, header, b"", {}, valid_unicode(detail)))
         return header
 
-<<<<<<< HEAD
-    async def _play(self, environment: type[Environment], context: LiveContext, on_stuck: Callable[[], None]) -> None:
-=======
     def _journal_of(
         self, spec: EpisodeSpec, recorded: Iterable[JournalEntry], answers: Iterable[JournalEntry]
     ) -> CallJournal:
+        inherited = self._log.prefix(spec.fork) if spec.fork is not None else ()
         return CallJournal(
-            self._log,
-            spec.episode_id,
-            spec.attempt,
-            recorded,
+            *(self._log, spec.episode_id, spec.attempt, recorded),
             seed=spec.seed,
-            inherited=self._log.prefix(spec.fork) if spec.fork is not None else (),
+            inherited=inherited,
             answers=answers,
         )
 
-    def _header(
-        self, context: LiveContext, journal: CallJournal, stop_reason: StopReason, seconds: float
-    ) -> EpisodeHeader:
-        spec, agents = context.episode.spec, context.agents.values()
-        return EpisodeHeader(
-            episode_id=spec.episode_id,
-            group_id=spec.group_id,
-            attempt=spec.attempt,
-            purpose=spec.purpose,
-            parent_id=spec.parent_id,
-            stop_reason=stop_reason,
-            drop_reason=None,
-            turns=sum(len(agent.turns) for agent in agents),
-            tokens=sum(len(turn.completion.token_ids) for agent in agents for turn in agent.turns),
-            seconds=seconds,
-            trajectories=tuple(agent.header() for agent in agents if agent.turns),
-            location=DataLocation(self._log.name, journal.written),
-        )
-
-    async def _play(self, environment: type[Environment], context: LiveContext) -> None:
->>>>>>> reexecution
+    async def _play(self, environment: type[Environment], context: LiveContext, on_stuck: Callable[[], None]) -> None:
         """The program of the episode, within its time. The commit is outside: what is on disk is what is told."""
         limit = self._services.settings.episode_timeout_s
         try:
