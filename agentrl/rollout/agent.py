@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, RewardError
+from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.ports import SamplingParams
 from agentrl.core.records import Completion, Message, PolicyVersion, ToolSpec, TrajectoryHeader, Turn
 from agentrl.environment.base import Agent, LimitReachedError
@@ -106,8 +106,12 @@ class LiveAgent(Agent):
             completion = completion_of(recorded)
         else:
             started = services.clock.monotonic()
-            with journal.performing(call):
-                completion = await self._sampler.sample(call, self._conversation.context(), sampling)
+            try:
+                with journal.performing(call):
+                    completion = await self._sampler.sample(call, self._conversation.context(), sampling)
+            except EngineError as error:
+                journal.fail(error)
+                raise
             self._write(call, messages, context_bytes, before, completion, services.clock.monotonic() - started)
         if completion.finish_reason == "length":
             self._episode.metric("turns/length", 1.0)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 from agentrl.core import ids
-from agentrl.core.errors import ReplayMismatchError, UnstructuredConcurrencyError
+from agentrl.core.errors import EngineError, ReplayMismatchError, UnstructuredConcurrencyError
 from agentrl.journal.checksums import EpisodeDigest
 from agentrl.journal.entries import (
     Begin,
@@ -82,6 +82,7 @@ class CallJournal:
         "_stopped",
         "code_hash",
         "code_hash_then",
+        "failure",
         "written",
     )
 
@@ -102,6 +103,8 @@ class CallJournal:
         self._digest = EpisodeDigest()
         self._ended = False
         self._stopped = False
+        self.failure: EngineError | None = None
+        """What the engine failed with; the episode ends with it, whatever its program makes of it."""
         self._cancelled: list[Call] = []
         self.code_hash = ""
         """Of the code that runs now."""
@@ -232,9 +235,12 @@ class CallJournal:
 
         Raises:
             UnstructuredConcurrencyError: the episode has ended, and its journal is another's to continue.
+            EngineError: the engine has failed under the episode.
         """
         if self._ended:
             raise UnstructuredConcurrencyError(f"episode {self._episode_id}, call {call.call_id}: it ended meanwhile")
+        if self.failure is not None:
+            raise self.failure  # what comes of an engine's failure is no part of the episode
         if self._cancelled:
             self.settle()
         entry = JournalEntry(self._episode_id, self._attempt, call.call_id, call.asked, encode_body(body))
@@ -330,6 +336,11 @@ class CallJournal:
     def stop(self) -> None:
         """The episode is about to be cancelled from outside, to go on another time: not an act of its own."""
         self._stopped = True
+
+    def fail(self, error: EngineError) -> None:
+        """The engine failed under the episode: what is cancelled because of that is no act of the episode either."""
+        self.failure = self.failure or error
+        self.stop()
         self._cancelled.clear()
 
     def finish(self) -> None:

@@ -65,11 +65,11 @@ class EpisodeRunner:
         self._code_hashes: dict[type[Environment], str] = {}
         self._running: dict[tuple[str, int], LiveContext] = {}
 
-    def stop(self, episode_id: str) -> None:
-        """Say that a running episode is about to be cancelled to go on another time: it did not cancel itself."""
-        for (running, _), context in self._running.items():
-            if running == episode_id:
-                context.episode.journal.stop()
+    def stop(self, spec: EpisodeSpec) -> None:
+        """Say that a running attempt is about to be cancelled to go on another time: it did not cancel itself."""
+        context = self._running.get((spec.episode_id, spec.attempt))
+        if context is not None:
+            context.episode.journal.stop()
 
     async def run(
         self,
@@ -185,7 +185,7 @@ class EpisodeRunner:
                 try:
                     context.episode.limit = deadline
                     self.parking.begin(context.episode.spec.episode_id, context.episode)
-                    await environment().run(context)
+                    await _program(environment, context)
                 finally:
                     context.episode.limit = None
                     overdue.cancel()
@@ -234,6 +234,18 @@ class EpisodeRunner:
 
 def _nobody() -> None:
     """Nobody minds a stuck program."""
+
+
+async def _program(environment: type[Environment], context: LiveContext) -> None:
+    """The environment's program; where the engine failed under it, it ends with that, caught or not."""
+    journal = context.episode.journal
+    try:
+        await environment().run(context)
+    except (Exception, asyncio.CancelledError):
+        if journal.failure is None:
+            raise
+    if journal.failure is not None:
+        raise journal.failure
 
 
 class _Overdue:

@@ -83,8 +83,8 @@ class AsyncioWorker:
 
     async def cancel(self) -> None:
         """Stop what is in flight. Nothing is reported or dropped: the journal knows them as unfinished."""
-        for task in list(self._tasks):
-            self._runner.stop(task.get_name())
+        for task, spec in list(self._tasks.items()):
+            self._runner.stop(spec)
             task.cancel()
         if self._tasks:
             _, stuck = await asyncio.wait(self._tasks, timeout=GRACE_S)

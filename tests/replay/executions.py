@@ -141,7 +141,7 @@ class Stage:
         if self.stop_after is not None:
             await asyncio.wait([task], timeout=self.stop_after)
             if not self.cancel_without_notice:
-                runner.stop(spec.episode_id)
+                runner.stop(spec)
             task.cancel()
         header, error = None, None
         try:
