@@ -241,7 +241,12 @@ async def _program(environment: type[Environment], context: LiveContext) -> None
     journal = context.episode.journal
     try:
         await environment().run(context)
-    except (Exception, asyncio.CancelledError):
+    except (Exception, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if journal.failure is None and isinstance(error, asyncio.CancelledError) and task and not task.cancelling():
+            raise EpisodeError(
+                "run() raised CancelledError, and nobody had cancelled it", reason="environment_error"
+            ) from error
         if journal.failure is None:
             raise
     if journal.failure is not None:

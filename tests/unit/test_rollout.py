@@ -128,6 +128,15 @@ def test_an_environment_that_raises_is_tried_again() -> None:
     assert played.header.committed
 
 
+class Cancelling(agentrl.Environment):
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        raise asyncio.CancelledError
+
+
+def test_a_program_that_raises_a_cancellation_of_its_own_is_dropped() -> None:
+    assert play(Cancelling, []).header.drop_reason == "environment_error"
+
+
 class Endless(agentrl.Environment):
     async def run(self, ctx: agentrl.EpisodeContext) -> None:
         while True:
