@@ -84,6 +84,7 @@ def _answer(call: Callable[[], Any], writing: int, life: int) -> NoReturn:
     content = encode(answer).encode() + b"\n"
     while content and os.getpid() == me:  # a process that the code forked has nothing to say
         content = content[os.write(writing, content) :]
+    sys.stdout.flush()  # what the child printed goes to standard error, also where that is no terminal
     os._exit(0)
 
 
