@@ -81,10 +81,10 @@ def _answer(call: Callable[[], Any], writing: int, life: int) -> NoReturn:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error}".removesuffix(": ")
         answer = (None, f"it was ended by {what} ({frame.filename}:{frame.lineno}, in {frame.name})")
+    sys.stdout.flush()  # what the child printed goes to standard error, before the parent ends it
     content = encode(answer).encode() + b"\n"
     while content and os.getpid() == me:  # a process that the code forked has nothing to say
         content = content[os.write(writing, content) :]
-    sys.stdout.flush()  # what the child printed goes to standard error, also where that is no terminal
     os._exit(0)
 
 
