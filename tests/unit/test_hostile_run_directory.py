@@ -216,7 +216,9 @@ def test_the_prometheus_text_has_each_series_once_and_no_escapes() -> None:
     assert all(character == "\n" or character.isprintable() for character in text)
 
 
-def test_what_is_waited_for_is_no_markup() -> None:
+def test_what_is_waited_for_is_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
