@@ -69,7 +69,7 @@ class ForgetfulJournal:
         """The one log."""
         return self._log
 
-    def admit(self, spec: EpisodeSpec) -> None:
+    def admit(self, *specs: EpisodeSpec) -> None:
         """Forgotten."""
 
     async def commit_episode(

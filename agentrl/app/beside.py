@@ -25,18 +25,24 @@ if TYPE_CHECKING:
     from agentrl.orchestrator.dispatch import Dispatcher
 
 
+GIVEN = -1
+"""Lineage of weights that were given by hand; their step is taken from their digest. No run makes such versions, and no
+others are called the same, so what was recorded with them is never taken for a run's."""
+
+
 def weights_in(policy: str, directory: str | Path) -> WeightsRef:
     """The trained weights of a policy that lie in a directory, such as a run's `policies/NAME`.
 
     Raises:
         InputError: there are none.
     """
-    directory = Path(directory)
+    directory = Path(directory).resolve()  # `policies/NAME` is a link, which will point elsewhere
     kinds: dict[str, Literal["full", "adapter"]] = {"model.safetensors": "full", "adapter_model.safetensors": "adapter"}
     for file, kind in kinds.items():
         if (directory / file).is_file():
             digest = sha256_of(directory / file)
-            return WeightsRef(version=PolicyVersion(policy, 0, 1), path=str(directory), kind=kind, sha256=digest)
+            version = PolicyVersion(policy, GIVEN, 1 + int(digest[:8], 16))
+            return WeightsRef(version=version, path=str(directory), kind=kind, sha256=digest)
     raise InputError(
         f"{directory}: no weights there (neither {' nor '.join(kinds)}); give a run's policies/NAME. Another base "
         "model is given by model.path"
@@ -64,8 +70,8 @@ def with_weights(config: RunConfig, given: Sequence[WeightsRef]) -> RunConfig:
     return config.model_copy(update={"policies": policies, "engine": engine})
 
 
-async def load_weights(config: RunConfig, engine: Engine, given: Sequence[WeightsRef]) -> None:
-    """Give an engine the weights it is to serve in place of the base model's.
+async def load_weights(config: RunConfig, engine: Engine, store: JournalStore, given: Sequence[WeightsRef]) -> None:
+    """Give an engine the weights it is to serve in place of the base model's, and let the journal say where they lie.
 
     Raises:
         InputError: they do not fit the base model.
@@ -75,6 +81,7 @@ async def load_weights(config: RunConfig, engine: Engine, given: Sequence[Weight
             await engine.update(weights)
         except EngineError as error:
             raise InputError(f"{weights.path} does not fit {config.model.path}: {error}") from error
+        store.record_version(weights, None)
 
 
 async def play_beside(

@@ -102,7 +102,7 @@ async def _evaluate(
             config, {known: PolicyVersion(known, 0, 0) for known in config.policies}, lambda line: None
         )
         stack.push_async_callback(engine.close)
-        await load_weights(config, engine, given)
+        await load_weights(config, engine, store, given)
         return await play_beside(
             config, environment, engine, chat_format, store, lambda dispatcher: dispatcher.evaluate(tasks, {})
         )

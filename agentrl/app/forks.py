@@ -142,7 +142,7 @@ async def _fork(
 
     forked = parent.turns[-1].policy
     given = [] if policy is None else [weights_in(forked, policy)]
-    given += _recorded_weights(parent, leave_out=None if policy is None else forked)
+    given += recorded_weights(parent, leave_out=None if policy is None else forked)
     config = with_weights(config, given)
     chat_format = make_chat_format(config)
     async with contextlib.AsyncExitStack() as stack:
@@ -152,7 +152,7 @@ async def _fork(
         versions = {known: PolicyVersion(known, 0, 0) for known in config.policies}
         engine = await make_engine(config, versions, lambda death: None)
         stack.push_async_callback(engine.close)
-        await load_weights(config, engine, given)
+        await load_weights(config, engine, store, given)
         first = store.next_number("f")
         specs = [fork_spec(parent, first + index, where / "journal", environment, n) for index in range(n)]
         ended = ended_children(parent)
@@ -217,7 +217,7 @@ def ended_children(parent: Parent) -> dict[str, EpisodeHeader]:
     return ended
 
 
-def _recorded_weights(parent: Parent, *, leave_out: str | None) -> list[WeightsRef]:
+def recorded_weights(parent: Parent, *, leave_out: str | None) -> list[WeightsRef]:
     """The weights each policy had last used by the turn; none for what had not left the base model."""
     newest = {turn.policy: turn.spans[-1] for turn in parent.turns if turn.spans and turn.policy != leave_out}
     found = []
@@ -231,8 +231,8 @@ def _recorded_weights(parent: Parent, *, leave_out: str | None) -> list[WeightsR
         else:
             if version.step > 0:
                 raise InputError(
-                    f"the weights of {policy} at step {version.step} (lineage {version.lineage}), which took the turn, "
-                    "are no longer on disk; give policy= a directory, such as RUN/policies/NAME"
+                    f"the weights of {policy} that took the turn, {version}, are no longer on disk; give policy= a "
+                    "directory, such as RUN/policies/NAME"
                 )
     return found
 
@@ -246,7 +246,7 @@ def _published(journal: Path, version: PolicyVersion) -> WeightsRef | None:
     finally:
         log.close()
     for path, kind, sha256 in rows:
-        for directory in (Path(path), journal.parent / "versions" / Path(path).name):
+        for directory in (Path(path), journal.parent / "versions" / version.policy / Path(path).name):
             if directory.is_dir() and kind in ("full", "adapter"):
                 return WeightsRef(version=version, path=str(directory), kind=kind, sha256=sha256)
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from agentrl.orchestrator.loop import Orchestrator, Outcome
 if TYPE_CHECKING:
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
+    from agentrl.observe.run_state import RunState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +110,7 @@ async def run_training(
             observer=observer,
         )
         orchestrator = await lives(lasting)
-        summary = _summary(config, observer, orchestrator.outcome, clock.monotonic() - started)
+        summary = _summary(config, observer.state, orchestrator.outcome, clock.monotonic() - started)
         return _concluded(directory, observer, orchestrator, summary)
 
 
@@ -152,9 +153,14 @@ async def _opened(
         yield store, observer
 
 
-def _summary(config: RunConfig, observer: RunObserver, outcome: Outcome, seconds: float) -> dict[str, Any]:
-    steps, evaluations = observer.steps, observer.evaluations
-    rewards = [values["evaluation/reward"] for _, values in evaluations]
+def _summary(config: RunConfig, state: RunState, outcome: Outcome, seconds: float) -> dict[str, Any]:
+    """What came of the whole run, all its lives: steps taken again count once. `seconds` are this process's."""
+    policies = list(state.policies.values())
+    by_step = sorted((step, number) for number, policy in enumerate(policies) for step in policy.steps)
+    steps = [policies[number].steps[step] for step, number in by_step]
+    evaluated = max(policies, key=lambda policy: (len(policy.evaluations), policy.step), default=None)
+    evaluations = sorted(evaluated.evaluations.items()) if evaluated is not None else []
+    rewards = [values["evaluation/reward"] for _, values in evaluations if "evaluation/reward" in values]
     return {
         "name": config.name,
         "interrupted": outcome.interrupted,
@@ -162,16 +168,22 @@ def _summary(config: RunConfig, observer: RunObserver, outcome: Outcome, seconds
         "reward_start": rewards[0] if rewards else None,
         "reward_end": rewards[-1] if len(rewards) > 1 else None,
         "held_out_tasks": config.evaluation.tasks,
-        "rl_seconds": steps[-1]["run/seconds"] if steps else 0.0,
+        "rl_seconds": max((sum(_column(policy.steps.values(), "step/seconds")) for policy in policies), default=0.0),
         "seconds": seconds,
         "engine_busy_share": _over_time(steps, "engine/busy_share"),
         "trainer_busy_share": _over_time(steps, "trainer/busy_share"),
-        "staleness_mean": sum(values["staleness/mean"] for values in steps) / max(len(steps), 1),
-        "rewards": [values["reward/mean"] for values in steps],
+        "staleness_mean": sum(_column(steps, "staleness/mean")) / max(len(steps), 1),
+        "rewards": _column(steps, "reward/mean"),
         "evaluations": [{"step": step, **values} for step, values in evaluations],
     }
 
 
+def _column(steps: Iterable[Mapping[str, float]], name: str) -> list[float]:
+    """A metric of each step that has it: a line of `metrics.jsonl` may be damaged."""
+    return [values[name] for values in steps if name in values]
+
+
 def _over_time(steps: Sequence[Mapping[str, float]], name: str) -> float:
-    seconds = sum(values["step/seconds"] for values in steps)
-    return sum(values[name] * values["step/seconds"] for values in steps) / seconds if seconds else 0.0
+    measured = [values for values in steps if name in values and "step/seconds" in values]
+    seconds = sum(values["step/seconds"] for values in measured)
+    return sum(values[name] * values["step/seconds"] for values in measured) / seconds if seconds else 0.0

@@ -45,6 +45,14 @@ class EngineProgram:
     """Plain values."""
 
 
+@dataclass(slots=True)
+class _Kept:
+    """A version that stays, until it was released as often as it was kept."""
+
+    weights: WeightsRef
+    times: int = 0
+
+
 class ProcessEngine:
     """See `agentrl.core.ports.Engine`. Starts its process at once; `ready` waits for it.
 
@@ -73,9 +81,11 @@ class ProcessEngine:
         self._current = dict(versions)
         self._weights: dict[str, WeightsRef] = {}
         """Of each policy that was updated."""
-        self._kept: dict[PolicyVersion, WeightsRef] = {}
+        self._kept: dict[PolicyVersion, _Kept] = {}
         self._paused = False
         self._connection: _Connection | None = None
+        self._is_welcomed = False
+        """The process has been told all; before, nothing else is."""
         self._busy_before = 0.0
         self.supervisor = Supervisor(
             "the engine's process",
@@ -110,12 +120,13 @@ class ProcessEngine:
                 env=environment,
                 start_new_session=True,
             )
-        except OSError:
+            self._is_welcomed = False
+            self._connection = await _Connection.open(ours, self.supervisor)
+        except BaseException:  # a start that is cancelled, too: the child, if there is one, ends with its connection
             ours.close()
             raise
         finally:
             theirs.close()
-        self._connection = await _Connection.open(ours, self.supervisor)
         return process
 
     async def welcome(self) -> None:
@@ -130,21 +141,34 @@ class ProcessEngine:
         if not isinstance(loaded, wire.Loaded):
             raise EngineLostError("the engine's process answered something else")
         self.capabilities = loaded.capabilities
-        for weights in sorted(self._kept.values(), key=lambda each: each.version):
-            await self._restore(connection, weights, keep=True)
-        for weights in self._weights.values():
-            await connection.update(weights, keep=weights.version in self._kept)
+        asked = {version: await self._restore(connection, version) for version in sorted(self._kept)}
+        for weights in list(self._weights.values()):
+            await connection.update(weights, keep=False)
         if self._paused:
             await connection.pause(on=True)
+        for version, times in asked.items():  # what was released meanwhile
+            for _ in range(times - self._times_kept(version)):
+                connection.tell(wire.Release(version=version))
+        self._is_welcomed = True
 
-    async def _restore(self, connection: _Connection, weights: WeightsRef, *, keep: bool) -> None:
-        """A kept version whose files are gone is kept no more: its sessions are told so by name."""
-        try:
-            await connection.update(weights, keep=keep)
-        except EngineLostError:
-            raise
-        except EngineError:
-            del self._kept[weights.version]
+    async def _restore(self, connection: _Connection, version: PolicyVersion) -> int:
+        """Keep a version as often as it was kept, which is returned; one whose files are gone is kept no more: its
+        sessions are told so by name."""
+        asked = 0
+        while asked < self._times_kept(version):
+            try:
+                await connection.update(self._kept[version].weights, keep=True)
+            except EngineLostError:
+                raise
+            except EngineError:
+                self._kept.pop(version, None)
+            else:
+                asked += 1
+        return asked
+
+    def _times_kept(self, version: PolicyVersion) -> int:
+        kept = self._kept.get(version)
+        return 0 if kept is None else kept.times
 
     async def died(self, how: str) -> None:
         """See `Supervised.died`."""
@@ -179,13 +203,18 @@ class ProcessEngine:
         """See `agentrl.core.ports.Engine.update`."""
         await self._until_answered(lambda connection: connection.update(weights, keep=keep))
         if keep:
-            self._kept[weights.version] = weights
+            self._kept.setdefault(weights.version, _Kept(weights)).times += 1
         self._current[weights.version.policy] = weights.version
         self._weights[weights.version.policy] = weights
 
     def release(self, version: PolicyVersion) -> None:
         """See `agentrl.core.ports.Engine.release`."""
-        self._kept.pop(version, None)
+        kept = self._kept.get(version)
+        if kept is None:
+            return
+        kept.times -= 1
+        if not kept.times:
+            del self._kept[version]
         self._tell(wire.Release(version=version))
 
     async def pause(self) -> None:
@@ -229,7 +258,7 @@ class ProcessEngine:
         await self.supervisor.stop()
 
     def _tell(self, message: wire.Request) -> None:
-        if self._connection is not None:
+        if self._connection is not None and self._is_welcomed:
             self._connection.tell(message)
 
     async def _until_answered(self, ask: Callable[[_Connection], Any]) -> Any:

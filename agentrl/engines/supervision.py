@@ -159,6 +159,9 @@ class Supervisor:
         except AgentRLError as error:
             self._give_up(error)
             self.kill()
+        except Exception as error:  # noqa: BLE001 - a bug of ours: whoever waits for the child must not wait for ever
+            self._give_up(EngineError(f"{self._name} could not be made ready: {type(error).__name__}: {error}"))
+            self.kill()
 
     def _give_up(self, error: AgentRLError) -> None:
         if self._failure is None:

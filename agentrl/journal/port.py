@@ -85,8 +85,8 @@ class JournalStore(Protocol):
         """The partition of a worker; created if missing."""
         ...
 
-    def admit(self, spec: EpisodeSpec) -> None:
-        """Record that an episode was admitted."""
+    def admit(self, *specs: EpisodeSpec) -> None:
+        """Record that episodes were admitted: after a crash all of them were, or none."""
         ...
 
     async def commit_episode(

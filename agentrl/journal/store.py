@@ -104,7 +104,7 @@ class SqliteTurnLog:
                 f"at most {MAX_VALUE_BYTES} fit. Shorten the observation or the value",
                 reason="too_large",
             )
-        self._writer.put(self, entry)
+        self._writer.put((self, entry))
 
     async def flush(self) -> None:
         """Wait until all appended entries are on disk."""
@@ -120,11 +120,11 @@ class SqliteTurnLog:
 
     def append_partial(self, entry: JournalEntry) -> None:
         """Queue tokens of a turn that has not ended."""
-        self._writer.put(self._partials, entry)
+        self._writer.put((self._partials, entry))
 
     def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
         """Queue the removal of a call's partials, or of all of an attempt."""
-        self._writer.put(self._partials, (episode_id, attempt, call_id))
+        self._writer.put((self._partials, (episode_id, attempt, call_id)))
 
     def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
         """Whole partials on disk of an episode, in the order they were appended; a damaged one is left out."""
@@ -183,45 +183,43 @@ class SqliteJournal:
             log = self._turn_logs[worker] = SqliteTurnLog(self.directory, worker, self._run, self._writer)
         return log
 
-    def admit(self, spec: EpisodeSpec) -> None:
-        """Record that an episode was admitted.
+    def admit(self, *specs: EpisodeSpec) -> None:
+        """Record that episodes were admitted, all of them at once.
 
         Raises:
-            InputError: the task's data cannot be serialised.
+            InputError: the data of a task cannot be serialised; none is admitted.
         """
-        self._writer.put(self._tables.admissions, control.admission_row(spec, self._clock.wall()))
+        now = self._clock.wall()
+        self._writer.put(*[(self._tables.admissions, control.admission_row(spec, now)) for spec in specs])
 
     async def commit_episode(
         self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
     ) -> None:
         """Record a committed or dropped episode once its entries are on disk; waits for the disk."""
         tables = self._tables
-        self._writer.put(
-            tables.episodes, control.episode_row(spec, header, digest, metrics, detail, self._clock.wall())
-        )
-        for row in control.trajectory_rows(header):
-            self._writer.put(tables.trajectories, row)
+        row = control.episode_row(spec, header, digest, metrics, detail, self._clock.wall())
+        trajectories = [(tables.trajectories, trajectory) for trajectory in control.trajectory_rows(header)]
+        self._writer.put((tables.episodes, row), *trajectories)
         await self._writer.wait()
 
     def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
         """Record that a committed unit will not be trained."""
-        self._writer.put(self._tables.unit_drops, (episode_id, attempt, policy, reason, self._clock.wall()))
+        self._writer.put((self._tables.unit_drops, (episode_id, attempt, policy, reason, self._clock.wall())))
 
     def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
         """Record a published version."""
-        self._writer.put(self._tables.versions, control.version_row(weights, parent, self._clock.wall()))
+        self._writer.put((self._tables.versions, control.version_row(weights, parent, self._clock.wall())))
 
     def record_step(self, row: StepRow) -> None:
         """Record an optimizer step and that its units were consumed by it."""
-        self._writer.put(self._tables.steps, control.step_row(row, self._clock.wall()))
-        for unit in control.step_unit_rows(row):
-            self._writer.put(self._tables.step_units, unit)
+        units = [(self._tables.step_units, unit) for unit in control.step_unit_rows(row)]
+        self._writer.put((self._tables.steps, control.step_row(row, self._clock.wall())), *units)
 
     def record_metrics(self, policy: str, step: int, values: Mapping[str, float]) -> None:
         """Record metric values at a step; NaN and infinity are kept as NULL."""
         now = self._clock.wall()
-        for name, value in values.items():
-            self._writer.put(self._tables.metrics, (policy, step, name, control.finite(value), now))
+        rows = [(policy, step, name, control.finite(value), now) for name, value in values.items()]
+        self._writer.put(*[(self._tables.metrics, row) for row in rows])
 
     async def flush(self) -> None:
         """Wait until everything recorded is on disk."""

@@ -3,6 +3,7 @@
 Owns: the write connections and the thread. Callers only append to a deque, which never blocks.
 A round takes all that is queued, writes the turn partitions and syncs them, then the control log and syncs it, then
 resolves the waiters; so a control row is never on disk before the entries it names, and waiters share their syncs.
+It may begin between any two calls: rows of one `put` are on disk together or not at all, rows of two are not.
 A failed round rolls back, fails its waiters and every later one: nothing after it is ever written.
 Rows go in by multi-row INSERTs: sqlite3 gives the interpreter lock away at every statement, and getting it back from
 a busy event loop can take milliseconds.
@@ -15,7 +16,7 @@ import sqlite3
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from agentrl.core.errors import StorageError
 
@@ -29,7 +30,13 @@ LINGER_SECONDS = 0.004
 _CHUNK = 32
 
 Row = Sequence[Any]
-Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
+
+
+class Waiter(NamedTuple):
+    """Who waits for a round, and in which event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[None]
 
 
 class Target(Protocol):
@@ -56,7 +63,7 @@ class GroupCommitWriter:
     """The writer thread of a process. `put`, `wait` and `close` are called from the event loop's thread."""
 
     def __init__(self, name: str) -> None:
-        self._queue: deque[tuple[Target | None, Any]] = deque()
+        self._queue: deque[Sequence[tuple[Target, Any]] | Waiter] = deque()
         self._urgent = threading.Event()
         self._closing = threading.Event()
         self._failure: str | None = None
@@ -69,9 +76,9 @@ class GroupCommitWriter:
         """Hand a database over; its connection is used and closed by the thread alone."""
         self._databases.append(database)
 
-    def put(self, target: Target, item: Any) -> None:
-        """Queue a row."""
-        self._queue.append((target, item))
+    def put(self, *rows: tuple[Target, Any]) -> None:
+        """Queue rows; those of one database come to disk in one transaction."""
+        self._queue.append(rows)
 
     async def wait(self) -> None:
         """Wait until everything queued before this call is on disk.
@@ -85,7 +92,7 @@ class GroupCommitWriter:
             raise StorageError("the journal is closed; nothing can be written to it any more")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
-        self._queue.append((None, (loop, future)))
+        self._queue.append(Waiter(loop, future))
         self._urgent.set()
         try:
             await future
@@ -129,11 +136,19 @@ class GroupCommitWriter:
 
     def _round(self) -> None:
         rows, waiters = self._take()
-        if self._failure is None and rows:
-            for database in sorted({target.database for target in rows}, key=lambda database: database.order):
-                self._failure = self._commit(database, rows)
-                if self._failure is not None:
-                    break
+        try:
+            if self._failure is None:
+                for database in sorted({target.database for target in rows}, key=lambda database: database.order):
+                    self._failure = self._commit(database, rows)
+                    if self._failure is not None:
+                        break
+        except BaseException as error:
+            self._failure = f"the journal's writer failed: {type(error).__name__}: {error}; this is a bug of agentrl"
+            raise
+        finally:  # whatever happened, nobody waits for ever
+            self._resolve(waiters)
+
+    def _resolve(self, waiters: Sequence[Waiter]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         for loop, future in waiters:
             by_loop.setdefault(loop, []).append(future)
@@ -146,13 +161,15 @@ class GroupCommitWriter:
         waiters: list[Waiter] = []
         queue = self._queue
         for _ in range(len(queue)):
-            target, item = queue.popleft()
-            if target is None:
-                waiters.append(item)
-            elif target in rows:
-                rows[target].append(item)
-            else:
-                rows[target] = [item]
+            queued = queue.popleft()
+            if isinstance(queued, Waiter):
+                waiters.append(queued)
+                continue
+            for target, item in queued:
+                if target in rows:
+                    rows[target].append(item)
+                else:
+                    rows[target] = [item]
         return rows, waiters
 
     def _commit(self, database: Database, rows: dict[Target, list[Any]]) -> str | None:

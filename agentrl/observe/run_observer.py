@@ -58,9 +58,7 @@ class RunObserver:
         clock: Clock | None = None,
     ) -> None:
         self.steps: list[dict[str, float]] = []
-        """Metrics of every optimizer step, in order."""
-        self.evaluations: list[tuple[int, Mapping[str, float]]] = []
-        """(largest step of the versions, metrics) of each evaluation."""
+        """Metrics of every optimizer step of this process, in order; those of the whole run are in `state`."""
         self.state = RunState(plan=plan, path=str(directory.path), status=Status(phase="starting"))
         read_metrics(directory.metrics, self.state)
         self._directory = directory
@@ -128,7 +126,6 @@ class RunObserver:
 
     def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
         """An evaluation ended."""
-        self.evaluations.append((max((version.step for version in versions.values()), default=0), metrics))
         for policy, version in versions.items():
             self._record(policy, version.step, metrics)
         for other in self._others:
@@ -154,7 +151,7 @@ class RunObserver:
         self._stream.write(
             f"{summary['steps']} steps in {summary['rl_seconds']:.1f} s; "
             f"engine busy {summary['engine_busy_share']:.0%}, trainer {summary['trainer_busy_share']:.0%} of the time\n"
-            if summary["steps"] or not self.state.plan.steps
+            if self.steps or not self.state.plan.steps
             else f"nothing was left to do: the run has its {self.state.plan.steps} steps; --steps=N goes on to more\n"
         )
         self._stream.write(f"run directory: {safe_line(str(self._directory.path))}\n")

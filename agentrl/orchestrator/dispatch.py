@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from agentrl.core import ids
@@ -23,6 +23,7 @@ from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
 from agentrl.orchestrator.signal import Signal
 
 PREFIX: Mapping[Purpose, str] = {"train": "e", "evaluate": "v", "replay": "p", "fork": "f"}
+OnEnd = Callable[[EpisodeHeader], None]
 FAILURES_IN_A_ROW = 32
 """Training episodes dropped one after another, before the run gives up; at least two groups."""
 
@@ -61,11 +62,11 @@ class Dispatcher:
     """Episodes of an earlier life that cannot go on yet."""
     _children: dict[str, dict[str, EpisodeHeader]] = field(default_factory=dict)
     """How children of running parents ended, by parent: one that is executed again asks for them again."""
-    _parents: dict[str, Callable[[EpisodeHeader], None]] = field(default_factory=dict)
+    _parents: dict[str, OnEnd] = field(default_factory=dict)
     """Who waits for a child that was resumed before its parent asked for it."""
     _resumed: set[str] = field(default_factory=set)
     """Episodes that went on in this life, and their children: the journal may hold entries of them, admitted or not."""
-    _sharers: dict[str, list[Callable[[EpisodeHeader], None]]] = field(default_factory=dict)
+    _sharers: dict[str, list[OnEnd]] = field(default_factory=dict)
     """Forks that wait for a child of their parent."""
     _useless_in_a_row: Counter[str] = field(default_factory=Counter)
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -88,10 +89,9 @@ class Dispatcher:
 
     def admit_group(self, task: Task) -> None:
         """Start a root group: `group_size` episodes of one task."""
-        for _ in range(self.group_size):
-            spec = self._training_spec(task, self.next_number)
-            self.next_number += 1
-            self._start(spec, None)
+        first = self.next_number
+        self.next_number += self.group_size
+        self._start([(self._training_spec(task, number), None) for number in range(first, self.next_number)])
 
     def restore(
         self,
@@ -108,8 +108,7 @@ class Dispatcher:
             lost: numbers and tasks of roots whose admission never reached the disk; entries of theirs may have.
         """
         specs = [self._training_spec(task, number) for number, task in lost]
-        for spec in specs:
-            self.store.admit(spec)
+        self.store.admit(*specs)
         unfinished = [*unfinished, *specs]
         members = Counter(spec.group_id for spec in (*(spec for spec, _ in ended), *unfinished))
         for group_id, size in members.items():
@@ -149,6 +148,7 @@ class Dispatcher:
         seats = {seat: SeatBinding(self.policy_of(f"{name}.{seat}")) for seat in resolve(environment).seats}
         group_id = f"{parent.episode_id}~{parent.attempt}.{spawn_call}"
         episode_ids = []
+        starting: list[tuple[EpisodeSpec, OnEnd]] = []
         for index, task in enumerate(tasks):
             episode_id = ids.child_episode_id(parent.episode_id, parent.attempt, spawn_call, index)
             shared = known[index] if index < len(known) else episode_id
@@ -169,10 +169,11 @@ class Dispatcher:
                 purpose=parent.purpose,
                 parent_id=parent.episode_id,
             ).pinned(parent.pins)
-            self._start(spec, partial(on_end, index))
+            starting.append((spec, partial(on_end, index)))
+        self._start(starting)
         return SpawnedGroup(group_id=group_id, episode_ids=tuple(episode_ids))
 
-    def _rejoin(self, parent_id: str, episode_id: str, on_end: Callable[[EpisodeHeader], None]) -> bool:
+    def _rejoin(self, parent_id: str, episode_id: str, on_end: OnEnd) -> bool:
         """Whether a child of a parent that is executed again lives already; its end is told once it comes."""
         ended = self._children.get(parent_id, {}).get(episode_id) or self.ended_children.get(episode_id)
         if ended is not None:
@@ -183,7 +184,7 @@ class Dispatcher:
             return True
         return False
 
-    def _share(self, fork: EpisodeSpec, episode_id: str, on_end: Callable[[EpisodeHeader], None]) -> bool:
+    def _share(self, fork: EpisodeSpec, episode_id: str, on_end: OnEnd) -> bool:
         """Whether the child of a fork's parent has ended or still runs; its end is told to both."""
         if episode_id not in self._running:
             return fork.fork is not None and self._rejoin(fork.fork.episode_id, episode_id, on_end)
@@ -196,30 +197,28 @@ class Dispatcher:
         self._running[spec.episode_id] = spec
 
     async def evaluate(self, tasks: Sequence[Task], pins: Mapping[str, PolicyVersion]) -> list[EpisodeHeader]:
-        """Run each task once, outside buffer and ledger; `pins` fixes policies at versions."""
-        loop = asyncio.get_running_loop()
-        ends: list[asyncio.Future[EpisodeHeader]] = []
-        for task in tasks:
-            number = self.next_evaluation
-            self.next_evaluation += 1
-            spec = self._root_spec(task, "evaluate", number, f"v{number}", 1, pins)
-            future: asyncio.Future[EpisodeHeader] = loop.create_future()
-            ends.append(future)
-            self._start(spec, partial(_settle, future))
-        self._evaluating = ends
-        return await asyncio.gather(*ends)
+        """Run each task once, outside buffer and ledger; `pins` fixes policies at versions.
+
+        Seeds depend on the place of a task alone: evaluations of a run differ by their weights, and by nothing else.
+        """
+        first = self.next_evaluation
+        self.next_evaluation += len(tasks)
+        specs = [
+            replace(
+                self._root_spec(task, "evaluate", first + index, f"v{first + index}", 1, pins),
+                seed=ids.key64(self.run_seed, f"evaluation {index}"),
+            )
+            for index, task in enumerate(tasks)
+        ]
+        self._evaluating = self._start_to_hear(specs)
+        return await asyncio.gather(*self._evaluating)
 
     async def play_forks(
         self, specs: Sequence[EpisodeSpec], ended_children: Mapping[str, EpisodeHeader]
     ) -> list[EpisodeHeader]:
         """Run forks to their ends, outside buffer and ledger; their parents' ended children are taken over."""
         self.ended_children = {**self.ended_children, **ended_children}
-        ends: list[asyncio.Future[EpisodeHeader]] = []
-        for spec in specs:
-            future: asyncio.Future[EpisodeHeader] = asyncio.get_running_loop().create_future()
-            ends.append(future)
-            self._start(spec, partial(_settle, future))
-        return await asyncio.gather(*ends)
+        return await asyncio.gather(*self._start_to_hear(specs))
 
     async def end_running(self, reason: str) -> None:
         """Stop every episode in flight; training episodes are dropped with `reason`."""
@@ -272,16 +271,24 @@ class Dispatcher:
         group = f"g{number - number % self.group_size}"
         return self._root_spec(task, "train", number, group, self.group_size, self.pins_of(number))
 
-    def _start(self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None] | None) -> None:
-        """Admit and run."""
-        self.store.admit(spec)
-        self._admit(spec)
-        resume = spec.parent_id in self._resumed
-        if resume:
-            self._resumed.add(spec.episode_id)
-        self.worker.submit(spec, partial(self._end, spec, on_end), resume=resume)
+    def _start(self, starting: Sequence[tuple[EpisodeSpec, OnEnd | None]]) -> None:
+        """Admit episodes, a whole group at once, and run them: a resumed run must not take a part for the group."""
+        self.store.admit(*(spec for spec, _ in starting))
+        for spec, on_end in starting:
+            self._admit(spec)
+            resume = spec.parent_id in self._resumed
+            if resume:
+                self._resumed.add(spec.episode_id)
+            self.worker.submit(spec, partial(self._end, spec, on_end), resume=resume)
 
-    def _end(self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None] | None, header: EpisodeHeader) -> None:
+    def _start_to_hear(self, specs: Sequence[EpisodeSpec]) -> list[asyncio.Future[EpisodeHeader]]:
+        """Start episodes nobody trains on; how each will have ended."""
+        loop = asyncio.get_running_loop()
+        ends: list[asyncio.Future[EpisodeHeader]] = [loop.create_future() for _ in specs]
+        self._start([(spec, partial(_settle, end)) for spec, end in zip(specs, ends, strict=True)])
+        return ends
+
+    def _end(self, spec: EpisodeSpec, on_end: OnEnd | None, header: EpisodeHeader) -> None:
         running = self._running.get(spec.episode_id)
         if running is None or running.attempt != header.attempt:
             self.sums["superseded"] += 1  # told twice, or of an attempt that another has replaced

@@ -33,12 +33,16 @@ class Evaluator:
     _busy: bool = False
 
     async def beside(self, weights: Mapping[str, WeightsRef], stopping: Callable[[], bool]) -> None:
-        """Evaluate versions that are kept served for it while training goes on; nothing if one is running."""
+        """Evaluate the newest versions, which are kept served for it while training goes on; nothing if one is running.
+
+        `weights` is read at the moment each is kept: the engine would take an older one for an update.
+        """
         if self._busy:
             return
         self._busy = True
         try:
-            for published in weights.values():
+            for policy in list(weights):
+                published = weights[policy]
                 await self.engine.update(published, keep=True)
                 self.pinned.append(published.version)
             await self.now({version.policy: version for version in self.pinned}, stopping, pinned=True)

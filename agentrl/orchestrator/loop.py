@@ -218,7 +218,7 @@ class Orchestrator:
             if plan.checkpoint_every and step % plan.checkpoint_every == 0 and step < plan.steps:
                 await self._checkpoint()
             if self.evaluator.tasks and plan.evaluate_every and step % plan.evaluate_every == 0 and step < plan.steps:
-                evaluation = self.evaluator.beside(dict(self.weights), self._is_stopping)
+                evaluation = self.evaluator.beside(self.weights, self._is_stopping)
                 loops.create_task(evaluation, name=f"evaluate {self.board.current(policy)}")
         self.signal.notify()
 

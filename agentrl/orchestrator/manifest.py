@@ -70,6 +70,11 @@ class CheckpointWriter:
             with staged(target, disk=self._disk) as staging:
                 await trainer.save(str(staging))
                 await self._disk.apart(seal)
+        except FileExistsError as error:
+            raise StorageError(
+                f"checkpoint {target}: something has this name already, and it is not touched; move it away and resume "
+                "the run"
+            ) from error
         except OSError as error:
             raise StorageError(
                 f"checkpoint {target}: {error.strerror or error}; free space and resume the run"

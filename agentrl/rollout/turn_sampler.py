@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from agentrl.core.budget import RetryBudget
 from agentrl.core.errors import EngineLostError, EpisodeError
 from agentrl.core.ports import GenerateRequest
 
@@ -24,9 +25,8 @@ if TYPE_CHECKING:
     from agentrl.rollout.partials import PartialTurn
 
 LOST_IN_A_ROW = 8
-"""How often in a row a call may find the engine gone, without a token in between, before the error is raised."""
-LONGEST_WAIT_S = 30.0
-"""Between two tries; they begin at a second and double: about two minutes in all."""
+"""How often in a row a call may find the engine gone, without a token in between, before the error is raised: about two
+minutes in all."""
 
 PRIORITY = {"train": 0, "fork": 1, "replay": 1, "evaluate": 2}
 """Engine priority by purpose; lower is served first, so that evaluation never holds up training."""
@@ -57,7 +57,7 @@ class TurnSampler:
         capabilities = episode.services.engine.capabilities
         masked = capabilities.sampling_mask and sampling.is_filtered
         turn = self.turn = episode.partials.turn(call, self._binding.policy, masked=masked)
-        lost = 0
+        budget = RetryBudget(LOST_IN_A_ROW)
         while (reason := turn.finish_reason(sampling)) is None or (
             capabilities.expert_routing and turn.give_back_last()
         ):
@@ -67,10 +67,12 @@ class TurnSampler:
                 turn.ended(await self._ask(turn, call, context, sampling))
             except EngineLostError:
                 self._session = None
-                lost = 1 if turn.lost() else lost + 1
-                if lost > LOST_IN_A_ROW:
+                if turn.lost():
+                    budget.achieved()
+                wait = budget.lost()
+                if wait is None:
                     raise
-                await episode.services.clock.sleep(min(2.0 ** (lost - 1), LONGEST_WAIT_S))
+                await episode.services.clock.sleep(wait)
         self.turn = None
         if len(turn.pieces) > 1:
             episode.metric("turns/interrupted", 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from agentrl.core.clock import LoopClock, SystemClock
 from agentrl.core.errors import AgentRLError, EpisodeError
@@ -13,6 +13,7 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import Script, ScriptedEngine
 from agentrl.environment.base import Limits, described
+from agentrl.environment.registry import name_of
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.signal import Signal
@@ -24,11 +25,15 @@ from agentrl.testing.memory_journal import MemoryJournal
 from agentrl.testing.sim import SimLoop
 
 if TYPE_CHECKING:
+    from agentrl.core.ports import Engine
     from agentrl.environment.base import Environment
     from agentrl.journal.entries import JournalEntry
+    from agentrl.journal.port import JournalStore
     from agentrl.rollout.context import LiveContext
 
 POLICY = "random"
+PARTITION = "0"
+R = TypeVar("R", bound=EpisodeRunner)
 MAX_TURNS = 8
 TIMEOUT_S = 30.0
 RESOURCE_LOST = "resource_lost: "
@@ -78,8 +83,10 @@ async def execute(
         max_turns: of one agent.
     """
     journal, failures = MemoryJournal(), list[BaseException]()
-    dispatcher, runner = _parts(environment, spec, script, journal, failures, max_turns)
-    log = journal.turn_log("check")
+    engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)})
+    settings = settings_of(max_turns=max_turns)
+    dispatcher, runner = wired(environment, engine, journal, settings, failures, runner_type=_StateRunner)
+    log = journal.turn_log(PARTITION)
     for entry in recorded:
         log.append(entry)
     journal.admit(spec)
@@ -103,38 +110,61 @@ async def execute(
     return Executed(header, log.read(spec.episode_id, spec.attempt), runner.states[spec.episode_id])
 
 
-def _parts(
+def settings_of(
+    *,
+    max_turns: int = MAX_TURNS,
+    max_tokens: int = 256,
+    max_context: int = 1 << 20,
+    tool_timeout_s: float = TIMEOUT_S,
+    episode_timeout_s: float = TIMEOUT_S,
+) -> RolloutSettings:
+    """How episodes in `PlainFormat` are sampled and limited."""
+    return RolloutSettings(
+        sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP_TOKEN,)),
+        limits=Limits(max_turns=max_turns, max_tokens=max_tokens, max_context=max_context),
+        tool_timeout_s=tool_timeout_s,
+        episode_timeout_s=episode_timeout_s,
+    )
+
+
+def wired(
     environment: type[Environment],
-    spec: EpisodeSpec,
-    script: Script,
-    journal: MemoryJournal,
+    engine: Engine,
+    store: JournalStore,
+    settings: RolloutSettings,
     failures: list[BaseException],
-    max_turns: int,
-) -> tuple[Dispatcher, _StateRunner]:
+    *,
+    data_attempts: int = 1,
+    runner_type: type[R] = EpisodeRunner,  # type: ignore[assignment]
+) -> tuple[Dispatcher, R]:
+    """The host, with its worker, and the runner of single episodes of an environment, all played by `POLICY`.
+
+    `failures` gets what no episode can be blamed for.
+    """
     dispatcher = Dispatcher(
-        environment=spec.environment,
+        environment=name_of(environment),
         seats=environment.seats,
         policy_of=lambda seat: POLICY,
-        run_seed=spec.seed,
+        run_seed=0,
         group_size=1,
         buffer=EpisodeBuffer((), ADVANTAGES["none"]),
-        store=journal,
+        store=store,
         signal=Signal(),
     )
-    runner = _StateRunner(
-        engine=ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)}),
+    runner = runner_type(
+        engine=engine,
         chat_format=PlainFormat(),
-        store=journal,
-        log=journal.turn_log("check"),
+        store=store,
+        log=store.turn_log(PARTITION),
         host=dispatcher,
         clock=LoopClock() if isinstance(asyncio.get_running_loop(), SimLoop) else SystemClock(),
-        settings=RolloutSettings(
-            sampling=SamplingParams(max_tokens=256, stop_token_ids=(STOP_TOKEN,)),
-            limits=Limits(max_turns=max_turns, max_tokens=256, max_context=1 << 20),
-            tool_timeout_s=TIMEOUT_S,
-            episode_timeout_s=TIMEOUT_S,
-        ),
+        settings=settings,
     )
-    dispatcher.worker = AsyncioWorker(runner, environments={}, data_attempts=1, on_failure=failures.append)
+    dispatcher.worker = AsyncioWorker(
+        runner,
+        environments={name_of(environment): environment},
+        data_attempts=data_attempts,
+        on_failure=failures.append,
+    )
     dispatcher.on_collapse = failures.append
     return dispatcher, runner

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, WeightsRef
     from agentrl.journal.entries import JournalEntry
 
+    PartialItem = JournalEntry | tuple[str, int, str | None]
+    """A partial, or the key of those to remove: episode, attempt and call, or all calls."""
+
 R = TypeVar("R")
 
 
@@ -93,7 +96,7 @@ class MemoryTurnLog:
     failing_flushes: Collection[int] = ()
     """Which calls of `flush`, counted from 1, raise `StorageError`."""
     flushes: int = 0
-    partials: list[JournalEntry | tuple[str, int, str | None]] = field(default_factory=list)
+    partials: list[PartialItem] = field(default_factory=list)
     """Every partial appended, and the key of every removal, in order."""
     partials_on_disk: int = 0
     """How many of those would survive a crash."""
@@ -197,9 +200,9 @@ class MemoryJournal:
             self.turn_logs[worker] = MemoryTurnLog(f"turns-{worker}.db", failing_flushes=self._failing_flushes)
         return self.turn_logs[worker]
 
-    def admit(self, spec: EpisodeSpec) -> None:
-        """Record that an episode was admitted."""
-        self._record(Admission(spec=spec))
+    def admit(self, *specs: EpisodeSpec) -> None:
+        """Record that episodes were admitted, all of them at once."""
+        self._record(*[Admission(spec=spec) for spec in specs])
 
     async def commit_episode(
         self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
@@ -357,10 +360,10 @@ class MemoryJournal:
             )
         return survivor
 
-    def _record(self, record: ControlRecord) -> None:
+    def _record(self, *records: ControlRecord) -> None:
         if self.closed:
-            raise JournalError(f"the journal is closed; refused: {record}")
-        self.records.append(record)
+            raise JournalError(f"the journal is closed; refused: {records}")
+        self.records.extend(records)
 
     def _check_entries(self, header: EpisodeHeader) -> None:
         if header.location is None:

@@ -17,11 +17,11 @@ from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal, MemoryTurn
 from agentrl.testing.sim_disk import SimDisk
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from agentrl.core.records import EpisodeHeader, EpisodeSpec
     from agentrl.journal.entries import JournalEntry
-    from agentrl.testing.memory_journal import ControlRecord
+    from agentrl.testing.memory_journal import ControlRecord, PartialItem
     from agentrl.testing.sim_disk import Fate
 
 _CONTROL = "control.db"
@@ -35,6 +35,16 @@ class SimTurnLog(MemoryTurnLog):
     def append(self, entry: JournalEntry) -> None:
         """Queue an entry."""
         super().append(entry)
+        self.journal.round_within(self.journal.flush_seconds)
+
+    def append_partial(self, entry: JournalEntry) -> None:
+        """Queue tokens of a turn that has not ended."""
+        super().append_partial(entry)
+        self.journal.round_within(self.journal.flush_seconds)
+
+    def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
+        """Queue the removal of a call's partials, or of all of an attempt."""
+        super().remove_partials(episode_id, attempt, call_id)
         self.journal.round_within(self.journal.flush_seconds)
 
     async def flush(self) -> None:
@@ -124,17 +134,27 @@ class SimJournal(MemoryJournal):
         ends = (record for record in survivor.records if isinstance(record, EpisodeEnd))
         survivor._ended = {(end.spec.episode_id, end.spec.attempt) for end in ends}
         for worker, log in self.turn_logs.items():
-            kept = log.entries[: None if lands == log.name else log.on_disk]
-            survivor.turn_logs[worker] = survivor._turn_log(log.name, kept)
+            landed = lands == log.name
+            kept = log.entries[: None if landed else log.on_disk]
+            partials = log.partials[: None if landed else log.partials_on_disk]
+            survivor.turn_logs[worker] = survivor._turn_log(log.name, kept, partials)
         return survivor
 
-    def _turn_log(self, name: str, entries: list[JournalEntry] | None = None) -> SimTurnLog:
-        log = self.turn_log_type(name, entries=entries or [], on_disk=len(entries or []))
+    def _turn_log(
+        self, name: str, entries: Sequence[JournalEntry] = (), partials: Sequence[PartialItem] = ()
+    ) -> SimTurnLog:
+        log = self.turn_log_type(
+            name,
+            entries=list(entries),
+            on_disk=len(entries),
+            partials=list(partials),
+            partials_on_disk=len(partials),
+        )
         log.journal = self
         return log
 
-    def _record(self, record: ControlRecord) -> None:
-        super()._record(record)
+    def _record(self, *records: ControlRecord) -> None:
+        super()._record(*records)
         self.round_within(self.flush_seconds)
 
     def _commit_all(self) -> None:
@@ -143,9 +163,9 @@ class SimJournal(MemoryJournal):
         try:
             if self._failure is None:
                 for log in self.turn_logs.values():
-                    if log.on_disk < len(log.entries):
+                    if log.on_disk < len(log.entries) or log.partials_on_disk < len(log.partials):
                         self._commit(log.name)
-                        log.on_disk = len(log.entries)
+                        log.on_disk, log.partials_on_disk = len(log.entries), len(log.partials)
                 if self._on_disk < len(self.records):
                     self._commit(_CONTROL)
                     self._on_disk = len(self.records)

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.core.budget import RetryBudget
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineError, EngineLostError, ModelError
-from agentrl.core.records import PolicyVersion
+from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.process import EngineProgram, ProcessEngine
+from agentrl.engines.supervision import Supervisor
 from tests.contract.engine_kinds import START, ModelZoo, check_logprobs, prompt, request, version
 
 SCRIPTED = EngineProgram("tests.contract.scripted_program:scripted_engine", {"max_context": 4096, "refresh": "token"})
@@ -33,6 +35,11 @@ class NoWaiting(SystemClock):
 def kill(engine: ProcessEngine) -> None:
     assert engine.supervisor.process_id is not None
     os.kill(engine.supervisor.process_id, signal.SIGKILL)
+
+
+def weights_of(step: int) -> WeightsRef:
+    """Of a version whose files nobody reads."""
+    return WeightsRef(version=version(step), path="", kind="full", sha256="")
 
 
 async def made(program: EngineProgram = SCRIPTED, attempts: int = 5) -> tuple[ProcessEngine, NoWaiting]:
@@ -107,6 +114,74 @@ def test_the_next_process_serves_the_versions_of_the_one_before(zoo: ModelZoo) -
     asyncio.run(main())
 
 
+def test_a_version_kept_twice_stays_until_it_was_released_twice_also_in_the_next_process() -> None:
+    """A wave of a deterministic run and an evaluation keep the same version; the evaluation ends first."""
+
+    async def main() -> None:
+        engine, _ = await made()
+        for _ in range(2):
+            await engine.update(weights_of(1), keep=True)
+        await engine.update(weights_of(2))
+        engine.release(version(1))
+        for losses, name in ((1, "a"), (2, "b")):
+            completion = await engine.open(name, "solver", pin=version(1)).generate(request(name, prompt(12)))
+            assert completion.spans[0].version == version(1)
+            kill(engine)
+            while engine.supervisor.losses < losses:
+                await asyncio.sleep(0.01)
+        engine.release(version(1))
+        with pytest.raises(EngineError, match="not served here"):
+            engine.open("c", "solver", pin=version(1))
+        engine.release(version(1))  # once too often: nobody is asked
+        completion = await engine.open("d", "solver").generate(request("d", prompt(12)))
+        assert completion.spans[0].version == version(2)
+        assert engine.supervisor.losses == 2
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_what_is_said_to_a_process_that_has_not_been_told_all_does_not_end_it() -> None:
+    async def main() -> None:
+        engine = ProcessEngine(SCRIPTED, START, clock=NoWaiting())
+        while engine.supervisor.process_id is None:
+            engine.abort("nobody")
+            await asyncio.sleep(0)
+        engine.abort("nobody")
+        await engine.ready()
+        assert engine.supervisor.losses == 0
+        await engine.close()
+
+    asyncio.run(main())
+
+
+class Unwelcome:
+    """A process that a bug of ours keeps from being made ready."""
+
+    async def launch(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
+
+    async def welcome(self) -> None:
+        raise KeyError("a bug")
+
+    async def died(self, how: str) -> None:
+        pass
+
+
+def test_a_bug_in_making_a_process_ready_is_raised_by_who_waits_for_it() -> None:
+    async def main() -> None:
+        supervisor = Supervisor(
+            "the process", Unwelcome(), budget=RetryBudget(5), clock=NoWaiting(), tell=lambda line: None
+        )
+        async with asyncio.timeout(20):
+            with pytest.raises(EngineError, match="could not be made ready: KeyError: 'a bug'"):
+                await supervisor.serving()
+            await supervisor.stop()
+        assert supervisor.process_id is None
+
+    asyncio.run(main())
+
+
 def test_a_process_that_dies_again_and_again_is_given_up_and_an_answer_starts_the_count_anew() -> None:
     async def main() -> None:
         engine, clock = await made(attempts=2)
@@ -127,7 +202,7 @@ def test_a_process_that_dies_again_and_again_is_given_up_and_an_answer_starts_th
         with pytest.raises(EngineError, match=r"died \(SIGKILL\), 6 times; it is not started again"):
             await session.generate(request("s", prompt(3)))
         with pytest.raises(EngineError, match="not started again"):
-            await engine.update(zoo_less_weights())
+            await engine.update(weights_of(1))
         await engine.close()
 
     asyncio.run(main())
@@ -148,12 +223,6 @@ def test_a_process_that_dies_before_it_serves_is_replaced() -> None:
         await closing.close()
 
     asyncio.run(main())
-
-
-def zoo_less_weights():  # type: ignore[no-untyped-def]
-    from agentrl.core.records import WeightsRef
-
-    return WeightsRef(version=version(1), path="", kind="full", sha256="")
 
 
 def test_what_the_factory_raises_is_raised_here(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import agentrl
+from agentrl.app.beside import weights_in
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError
 from agentrl.inspection.reader import RunReader
@@ -88,7 +89,9 @@ def test_each_policy_is_served_from_the_weights_given_for_it(base: Path, indiffe
     said = turns(tmp_path / "kept")
     vocabulary = json.loads((base / "config.json").read_text())["vocab_size"]
     drawn = {name: np.frombuffer(b"".join(turn.logprobs for turn in own), "<f4") for name, own in said.items()}
-    assert {span.step for own in said.values() for turn in own for span in turn.spans} == {1}
+    for name, own in said.items():
+        version = weights_in(name, given[name]).version
+        assert {(span.lineage, span.step) for turn in own for span in turn.spans} == {(version.lineage, version.step)}
     assert drawn["second"] == pytest.approx(np.full(len(drawn["second"]), -math.log(vocabulary)), abs=1e-4)
     assert drawn["first"].max() > -1.0, "the adapter's base knows what it says"
 

@@ -52,6 +52,7 @@ def test_a_run_leaves_its_summary_its_metrics_and_its_policy(trained: Path) -> N
 
 def test_an_episode_can_be_forked_at_its_turns(trained: Path) -> None:
     import agentrl
+    from agentrl.app.forks import find_parent, recorded_weights
     from agentrl.inspection.reader import RunReader
 
     reader = RunReader(trained)
@@ -65,6 +66,10 @@ def test_an_episode_can_be_forked_at_its_turns(trained: Path) -> None:
     assert {view.episode for view in forks.episodes()} == {first.episode_id, second.episode_id, again.episode_id}
     assert forks.episode(again.episode_id).problems == []
     forks.close()
+    given = recorded_weights(find_parent(trained / "forks" / "journal", again.episode_id, None, -1), leave_out=None)
+    assert policy.resolve() in [Path(weights.path) for weights in given], "not the run's, whatever they were called"
+    (after,) = agentrl.fork(trained / "forks", again.episode_id, at=-1)
+    assert after.drop_reason is None
 
 
 def test_the_policy_loads_with_from_pretrained(trained: Path) -> None:
@@ -159,7 +164,7 @@ def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(repository: Path, tmp_pat
     arguments[arguments.index("--steps=400")] = f"--steps={reached + 2}"
     run(tmp_path, *arguments, "--resume")
     resumed = json.loads((tmp_path / "runs/long/summary.json").read_text())
-    assert resumed["steps"] == 2
+    assert resumed["steps"] == len(resumed["rewards"]) == reached + 2
     steps = [json.loads(line)["step"] for line in (tmp_path / "runs/long/metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, reached + 3))
 

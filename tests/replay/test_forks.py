@@ -14,11 +14,12 @@ from typing import Any, ClassVar, TypeVar
 import pytest
 
 import agentrl
-from agentrl.app.forks import Parent, ended_children, find_parent, fork_spec
+from agentrl.app.beside import load_weights, weights_in
+from agentrl.app.forks import Parent, ended_children, find_parent, fork_spec, recorded_weights
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.ports import GenerateRequest, SamplingParams
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.base import Limits
@@ -33,6 +34,7 @@ from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
+from tests.sim.small_run import config_for
 
 T = TypeVar("T")
 
@@ -114,6 +116,7 @@ class World:
 
     directory: Path
     store: SqliteJournal
+    engine: ScriptedEngine
     dispatcher: Dispatcher
     failures: list[BaseException] = field(default_factory=list)
 
@@ -159,8 +162,9 @@ async def opened(directory: Path) -> AsyncIterator[World]:
         store=store,
         signal=Signal(),
     )
+    engine = ScriptedEngine(script, versions={"policy": PolicyVersion("policy", 0, 0)})
     runner = EpisodeRunner(
-        engine=ScriptedEngine(script, versions={"policy": PolicyVersion("policy", 0, 0)}),
+        engine=engine,
         chat_format=PlainFormat(),
         store=store,
         log=store.turn_log("0"),
@@ -176,7 +180,7 @@ async def opened(directory: Path) -> AsyncIterator[World]:
     dispatcher.worker = AsyncioWorker(runner, environments={}, data_attempts=1, on_failure=failures.append)
     dispatcher.on_collapse = failures.append
     try:
-        yield World(directory, store, dispatcher, failures)
+        yield World(directory, store, engine, dispatcher, failures)
     finally:
         await dispatcher.worker.cancel()
         await store.close()
@@ -279,6 +283,41 @@ def test_children_are_shared_and_later_ones_new(tmp_path: Path) -> None:
     spawned = [body for _, body in reader.episode("f0").entries if isinstance(body, SpawnEntry)]
     assert [entry.children[0][:2] for entry in spawned] == ["e0", "e0", "f0"]
     reader.close()
+
+
+def test_weights_given_by_hand_are_found_again_and_never_taken_for_the_runs(tmp_path: Path) -> None:
+    Walk.level = "snapshot"
+    run, forks = tmp_path / "run", tmp_path / "run" / "forks"
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "adapter_model.safetensors").write_bytes(b"given by hand")
+    published = run / "versions" / "policy" / "0.1"
+    published.mkdir(parents=True)
+    of_the_run = WeightsRef(version=PolicyVersion("policy", 0, 1), path=str(published), kind="adapter", sha256="00")
+
+    async def play(world: World) -> None:
+        world.store.record_version(of_the_run, None)
+        await world.engine.update(of_the_run)
+        await world.play(Walk)
+
+    async def fork(world: World, weights: WeightsRef, number: str) -> None:
+        await load_weights(config_for(), world.engine, world.store, [weights])
+        await world.fork(find_parent((run if number == "e0" else forks) / "journal", number, None, 2), Walk)
+
+    within(run, play)
+    first = find_parent(run / "journal", "e0", None, 2)
+    assert recorded_weights(first, leave_out=None) == [of_the_run]
+    by_hand = weights_in("policy", given)
+    within(forks, lambda world: fork(world, by_hand, "e0"))
+    assert recorded_weights(find_parent(forks / "journal", "f0", None, 3), leave_out=None) == [by_hand]
+    assert recorded_weights(find_parent(forks / "journal", "f0", None, 0), leave_out=None) == [of_the_run]
+    shutil.move(tmp_path / "run", tmp_path / "moved")
+    moved = find_parent(tmp_path / "moved" / "forks" / "journal", "f0", None, 0)
+    [found] = recorded_weights(moved, leave_out=None)
+    assert found.path == str(tmp_path / "moved" / "versions" / "policy" / "0.1")
+    shutil.rmtree(given)
+    with pytest.raises(InputError, match=r"policy@-1\.\d+, are no longer on disk"):
+        recorded_weights(find_parent(tmp_path / "moved" / "forks" / "journal", "f0", None, 3), leave_out=None)
 
 
 def test_what_cannot_be_forked_is_said(tmp_path: Path) -> None:

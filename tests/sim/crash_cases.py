@@ -29,6 +29,7 @@ from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.testing import CrashScenario, SimDisk, SimJournal, make_episode_header
 from agentrl.testing.crash_scenario import CHECKPOINTS, RUN, Machine
+from agentrl.testing.memory_journal import ControlRecord
 from agentrl.testing.sim_journal import SimTurnLog
 
 
@@ -46,6 +47,21 @@ class Talk(agentrl.Environment):
             said += (await agent.act(agentrl.user(f"go on after {said!r}"))).text
             await ctx.sleep(ctx.rng.random())
         agent.reward(len(said) / 21)
+
+
+class PromptJournal(SimJournal):
+    """Takes a round after every record: the real one's writer is a thread, so that a round may begin anywhere."""
+
+    def _record(self, *records: ControlRecord) -> None:
+        super()._record(*records)
+        self._commit_all()
+
+
+class RoundsAnywhere(CrashScenario):
+    """A round between any two records; no mutant."""
+
+    def new_journal(self, disk: SimDisk) -> SimJournal:
+        return PromptJournal(disk, flush_seconds=0.01)
 
 
 class EarlyJournal(SimJournal):

@@ -9,7 +9,8 @@ import pytest
 from agentrl.core.errors import StorageError
 from agentrl.testing import CrashScenario, Fault, crash_everywhere, crash_test
 from agentrl.testing.crash_oracle import compared, finished
-from tests.sim.crash_cases import MUTANTS, FailingEngine, Talk
+from tests.sim.crash_cases import MUTANTS, FailingEngine, RoundsAnywhere, Talk
+from tests.sim.small_run import TASKS, Ask, guess
 
 pytestmark = pytest.mark.sim
 
@@ -23,6 +24,14 @@ def test_a_run_that_dies_at_any_operation_goes_on_as_promised() -> None:
     assert len(report.operations) > 250
     assert {name.split()[0] for name in report.operations} == {"commit", "make", "remove", "rename", "sync", "write"}
     assert report.crashes > 4 * len(report.operations) // SHARE
+    assert not report.violations, report
+
+
+def test_a_run_that_dies_between_any_two_records_goes_on_with_whole_groups() -> None:
+    changes = {"policies": {"guesser": {"step_size": 12, "max_staleness": 0}}, "steps": 2}
+    scenario = RoundsAnywhere(Ask, tasks=TASKS, script=guess, changes=changes)
+    report = crash_everywhere(scenario, where="commit control.db", share=1 if EVERY_POINT else 3)
+    assert report.crashes > 60
     assert not report.violations, report
 
 

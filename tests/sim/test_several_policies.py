@@ -12,9 +12,10 @@ import pytest
 import agentrl
 from agentrl.app.assemble import past_of
 from agentrl.core.errors import CheckFailedError, ConfigError
-from agentrl.core.records import PolicyVersion
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.engines.scripted import ScriptedEngine
 from agentrl.testing.plugin import SimulatedLoop
-from tests.sim.small_run import SmallRun, config_for
+from tests.sim.small_run import TASKS, SmallRun, config_for
 
 pytestmark = pytest.mark.sim
 
@@ -105,6 +106,35 @@ def test_a_frozen_proposer_with_a_learning_solver(simulated_loop: SimulatedLoop)
         run = SmallRun(config=config_for(policies=bound, credit={"group_size": 2}), environment=Propose)
         await run.run()
         assert steps_of(run) == {"solver": 4}
+
+    simulated_loop.run(main)
+
+
+class SlowToKeep(ScriptedEngine):
+    """Takes its time where a version is to be kept; updates wait for each other, and are remembered."""
+
+    given: ClassVar[list[PolicyVersion]] = []
+    turn: ClassVar[asyncio.Lock]
+
+    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
+        async with self.turn:
+            await asyncio.sleep(2.0 * keep)
+            self.given.append(weights.version)
+            await super().update(weights, keep=keep)
+
+
+def test_an_evaluation_that_begins_while_a_policy_steps_does_not_take_the_policy_back(
+    simulated_loop: SimulatedLoop,
+) -> None:
+    async def main() -> None:
+        SlowToKeep.turn = asyncio.Lock()
+        SlowToKeep.given.clear()
+        bound = policies(asker=8, guesser=4)
+        config = config_for(policies=bound, steps=6, evaluation={"tasks": 1, "every": 1})
+        await SmallRun(config=config, environment=Duel, engine_class=SlowToKeep, held_out=TASKS[:1]).run()
+        for policy in bound:
+            given = [version for version in SlowToKeep.given if version.policy == policy]
+            assert given == sorted(given)
 
     simulated_loop.run(main)
 

@@ -7,22 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import agentrl
-from agentrl.core.clock import SystemClock
-from agentrl.core.ports import GenerateRequest, SamplingParams
+from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task
-from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.environment.base import Limits
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import EntryBody
-from agentrl.orchestrator.buffer import EpisodeBuffer
-from agentrl.orchestrator.dispatch import Dispatcher
-from agentrl.orchestrator.signal import Signal
-from agentrl.rollout.episode import RolloutSettings
-from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
-from agentrl.rollout.runner import EpisodeRunner
-from agentrl.rollout.worker import AsyncioWorker
+from agentrl.rollout.plain_format import STOP_TOKEN
 from agentrl.testing import MemoryJournal
+from agentrl.testing.execution import PARTITION, POLICY, settings_of, wired
 
 
 @dataclass
@@ -82,52 +74,24 @@ async def _play(environment: type[agentrl.Environment], replies: list[str | byte
         seen.append([*request.token_ids.tolist(), *sampled])
         return sampled
 
-    engine = ScriptedEngine(
-        script,
-        versions={"policy": PolicyVersion("policy", 0, 0)},
+    engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)}, max_context=setting.max_context)
+    settings = settings_of(
+        max_turns=setting.max_turns,
+        max_tokens=512,
         max_context=setting.max_context,
-    )
-    dispatcher = Dispatcher(
-        environment=name_of(environment),
-        seats=environment.seats,
-        policy_of=lambda seat: "policy",
-        run_seed=0,
-        group_size=1,
-        buffer=EpisodeBuffer(["policy"], ADVANTAGES["leave_one_out"]),
-        store=journal,
-        signal=Signal(),
-    )
-    settings = RolloutSettings(
-        sampling=SamplingParams(max_tokens=512, stop_token_ids=(STOP_TOKEN,)),
-        limits=Limits(max_turns=setting.max_turns, max_tokens=512, max_context=setting.max_context),
         tool_timeout_s=setting.tool_timeout_s,
         episode_timeout_s=setting.episode_timeout_s,
     )
-    runner = EpisodeRunner(
-        engine=engine,
-        chat_format=PlainFormat(),
-        store=journal,
-        log=journal.turn_log("0"),
-        host=dispatcher,
-        clock=SystemClock(),
-        settings=settings,
-    )
     failures: list[BaseException] = []
-    worker = AsyncioWorker(
-        runner,
-        environments={name_of(environment): environment},
-        data_attempts=setting.attempts,
-        on_failure=failures.append,
-    )
-    dispatcher.worker = worker
-    dispatcher.on_collapse = failures.append
+    dispatcher, _ = wired(environment, engine, journal, settings, failures, data_attempts=setting.attempts)
+    worker = dispatcher.worker
     ended: list[EpisodeHeader] = []
     spec = _spec(environment, setting)
     worker.submit(spec, ended.append)
     await worker.drain()
     if failures:
         raise failures[0]
-    entries = [entry.decode() for entry in journal.turn_log("0").read("e0", ended[0].attempt)]
+    entries = [entry.decode() for entry in journal.turn_log(PARTITION).read("e0", ended[0].attempt)]
     return Played(ended[0], entries, worker.last_failure, seen)
 
 
@@ -137,6 +101,6 @@ def _spec(environment: type[agentrl.Environment], setting: Setting) -> EpisodeSp
         environment=name_of(environment),
         task=Task(id="t", data=setting.data),
         seed=1,
-        seats={seat: SeatBinding("policy") for seat in environment.seats},
+        seats={seat: SeatBinding(POLICY) for seat in environment.seats},
         group_id="g0",
     )

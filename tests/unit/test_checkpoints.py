@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.core.errors import StorageError
 from agentrl.core.records import PolicyVersion
 from agentrl.orchestrator.ledger import Ledger
 from agentrl.orchestrator.manifest import CheckpointWriter, newest
@@ -51,6 +52,16 @@ def test_the_newest_whole_checkpoint_is_found_and_each_newer_one_is_told(tmp_pat
     (first / "recording_trainer.json").unlink()
     manifest, rejected = newest(tmp_path)
     assert (manifest, len(rejected)) == (None, 3)
+
+
+def test_a_name_that_is_taken_is_not_blamed_on_the_disk(tmp_path: Path) -> None:
+    taken = tmp_path / "step_000001-0" / "mine"
+    taken.mkdir(parents=True)
+    (taken / "notes").write_text("keep me")
+    with pytest.raises(StorageError, match=r"step_000001-0: .*name already.*move it away"):
+        write(tmp_path, 1)
+    assert (taken / "notes").read_text() == "keep me"
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001-0"]
 
 
 @pytest.mark.parametrize(

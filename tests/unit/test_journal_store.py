@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
+import sqlite3
 import stat
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentrl.core.errors import EpisodeError, InputError, JournalError, RunDirectoryError, StorageError
-from agentrl.core.records import (
-    EpisodeSpec,
-    PolicyVersion,
-    Task,
-)
+from agentrl.core.records import EpisodeSpec, PolicyVersion, Task
 from agentrl.journal.entries import Begin, JournalEntry, encode_body
 from agentrl.journal.port import JournalStore, RunLog, TurnLog
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.schema import MAX_VALUE_BYTES
 from agentrl.journal.store import SqliteJournal
+from agentrl.journal.writer import Database, GroupCommitWriter
 from tests.journal_cases import entry, header, one_episode, spec, step_of, weights, write
 
 
@@ -141,6 +143,84 @@ def test_reopening_keeps_identity_and_appends(tmp_path: Path) -> None:
         await write(second, [spec(1)])
         assert second.next_number("e") == 2
         await second.close()
+
+    asyncio.run(main())
+
+
+class Between(tuple[Any, ...]):
+    """Lets something happen before each of its items."""
+
+    happens: Callable[[], None]
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            self.happens()
+            yield item
+
+
+def test_a_round_that_begins_in_the_middle_of_a_commit_takes_all_of_it_or_nothing(tmp_path: Path) -> None:
+    """The writer is a thread: a round may begin between any two lines, and a kill may come after it."""
+
+    async def main() -> None:
+        journal = SqliteJournal(tmp_path)
+        reader = SqliteRunLog(tmp_path)
+
+        def a_round() -> None:
+            other = threading.Thread(target=lambda: asyncio.run(journal.flush()))
+            other.start()
+            other.join()
+            ended = reader.rows("SELECT count(*) FROM episodes")[0][0]
+            units = reader.rows("SELECT count(*) FROM trajectories")[0][0]
+            assert units == 2 * ended, "a kill now would leave an episode without its units, trained by nobody"
+
+        its_header = header(spec(0), 0)
+        units = Between(its_header.trajectories)
+        units.happens = a_round
+        await journal.commit_episode(spec(0), dataclasses.replace(its_header, trajectories=units), b"", {})
+        a_round()
+        assert len(units) == 2
+        reader.close()
+        await journal.close()
+
+    asyncio.run(main())
+
+
+def test_a_group_with_a_task_that_cannot_be_written_is_not_admitted_at_all(tmp_path: Path) -> None:
+    async def main() -> None:
+        journal = SqliteJournal(tmp_path)
+        bad = dataclasses.replace(spec(1), task=Task(id="t", data={"f": object()}))
+        with pytest.raises(InputError, match="task 't'"):
+            journal.admit(spec(0), bad)
+        await journal.flush()
+        assert journal.unfinished() == []
+        await journal.close()
+
+    asyncio.run(main())
+
+
+class Broken:
+    """A table whose rows the writer cannot make."""
+
+    def __init__(self, path: Path) -> None:
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self.database = Database(path, connection, order=0)
+
+    def write(self, connection: sqlite3.Connection, items: list[Any]) -> None:
+        raise RuntimeError("a bug")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_ever_for_a_writer_that_failed_as_nobody_foresaw(tmp_path: Path) -> None:
+    async def main() -> None:
+        writer, table = GroupCommitWriter("writer"), Broken(tmp_path / "broken.db")
+        writer.add(table.database)
+        writer.put((table, "row"))
+        async with asyncio.timeout(20):
+            with pytest.raises(StorageError, match="RuntimeError: a bug"):
+                await writer.wait()
+            with pytest.raises(StorageError, match="RuntimeError: a bug"):
+                await writer.wait()
+        await writer.close()
 
     asyncio.run(main())
 

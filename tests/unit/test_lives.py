@@ -58,18 +58,24 @@ class Lives:
     ) -> Engine:
         return ScriptedEngine(guess, versions=versions)
 
-    def run(self, path: Path, *, resume: bool = False, checkpoint: int = 2, attempts: int = 5) -> Run:
+    def run(
+        self, path: Path, *, resume: bool = False, checkpoint: int = 2, attempts: int = 5, held_out: int = 0
+    ) -> Run:
         config = config_for(
             steps=6,
             name="run",
             directory=str(path),
             checkpoint={"every": checkpoint, "versions": 0},
             infrastructure_attempts=attempts,
+            evaluation={"tasks": held_out, "every": 0},
         )
         adapters = Adapters(
             engine=self.engine, trainer=self.trainer, chat_format=lambda config: PlainFormat(), clock=self.clock
         )
-        return asyncio.run(run_training(config, Guess, tasks=TASKS, quiet=True, adapters=adapters, resume=resume))
+        running = run_training(
+            config, Guess, tasks=TASKS, held_out=TASKS[:held_out], quiet=True, adapters=adapters, resume=resume
+        )
+        return asyncio.run(running)
 
 
 class Fragile(RecordingTrainer):
@@ -143,6 +149,19 @@ def test_a_trainer_lost_again_and_again_ends_the_run(tmp_path: Path) -> None:
     assert lives.clock.waits == [1.0, 2.0, 4.0]
     later = Lives([])
     assert later.run(tmp_path, resume=True).summary["steps"] == 6
+
+
+def test_the_summary_is_of_the_whole_run_and_counts_steps_taken_again_once(tmp_path: Path) -> None:
+    with pytest.raises(TrainerLostError):
+        Lives([4, 0, 0]).run(tmp_path, attempts=2, held_out=3)
+    resumed = Lives([]).run(tmp_path, resume=True, held_out=3)
+    assert [values["step"] for values in resumed.metrics] == [3, 4, 5, 6], "the life of this process"
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], len(summary["rewards"])) == (6, 6)
+    assert [entry["step"] for entry in summary["evaluations"]] == [0, 6]
+    before, after = summary["evaluations"]
+    assert (summary["reward_start"], summary["reward_end"]) == (before["evaluation/reward"], after["evaluation/reward"])
+    assert summary["rl_seconds"] > sum(values["step/seconds"] for values in resumed.metrics)
 
 
 def test_a_run_killed_before_its_journal_was_made_can_be_resumed_or_made_again(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from agentrl.journal.port import JournalStore, RunLog
 from agentrl.testing import (
     MemoryJournal,
     RecordingTrainer,
+    SimDisk,
+    SimJournal,
     make_completion,
     make_episode_header,
     make_spec,
@@ -99,6 +101,25 @@ def test_commits_and_flushes_fail_where_the_test_says() -> None:
         with pytest.raises(JournalError, match="closed"):
             journal.admit(make_spec("e2"))
         assert len(journal.records) == 1
+
+    simulate(main, seed=0)
+
+
+def test_partials_reach_the_simulated_disk_by_themselves_and_live_through_a_crash() -> None:
+    async def main() -> None:
+        journal = SimJournal(SimDisk(), flush_seconds=0.2)
+        log = journal.turn_log("0")
+        first, second = (JournalEntry("e0", 0, f"r#{number}", b"", b"tokens") for number in range(2))
+        log.append_partial(first)
+        assert journal.after_crash().turn_log("0").read_partials("e0", 0) == []
+        await asyncio.sleep(0.25)
+        log.append_partial(second)
+        survivor = journal.after_crash().turn_log("0")
+        assert survivor.read_partials("e0", 0) == [first]
+        log.remove_partials("e0", 0, "r#0")
+        assert journal.after_crash().turn_log("0").read_partials("e0", 0) == [first]
+        await asyncio.sleep(0.25)
+        assert journal.after_crash().turn_log("0").read_partials("e0", 0) == [second]
 
     simulate(main, seed=0)
 
