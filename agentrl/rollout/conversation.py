@@ -39,11 +39,10 @@ class Conversation:
     def question(self, messages: Sequence[Message]) -> tuple[bytes, ...]:
         """All that the tokens of new messages depend on, to be hashed; shorter than they are, and sooner known."""
         if self._after is None:
-            tools = encode_arguments([(tool.name, tool.description, dict(tool.parameters)) for tool in self._tools])
-            before = (b"start", tools)
+            before = encode_arguments([(tool.name, tool.description, dict(tool.parameters)) for tool in self._tools])
         else:
-            before = (self._after.encode(),)
-        return (self._format.fingerprint, *before, *map(_said, messages))
+            before = self._after.encode()
+        return (self._format.fingerprint, before, *map(_said, messages))
 
     def ask(self, messages: Sequence[Message]) -> bytes:
         """Append messages; returns the context tokens that are new, as `int32`."""
