@@ -172,6 +172,8 @@ class ChatFormat(Protocol):
     """Between messages and tokens, for one model. Sampled tokens are never re-tokenised."""
 
     stop_token_ids: tuple[int, ...]
+    fingerprint: bytes
+    """Of all that tokens are made with (tokenizer, template): where it is the same, so are the tokens of a message."""
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Token ids of a new conversation, up to where the assistant's turn begins."""

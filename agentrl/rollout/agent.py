@@ -89,15 +89,19 @@ class LiveAgent(Agent):
                 )
         if sum(len(message.content) for message in messages) > CHARACTERS_PER_TOKEN * limits.max_context:
             self._full(sum(len(message.content) for message in messages) // CHARACTERS_PER_TOKEN)
-        before = len(self._conversation)
-        context_ids = np.array(self._conversation.ask(messages), dtype=np.int32)
+        sampling = self._sampling(max_tokens)
+        journal = self._episode.journal
+        asked = asked_hash(sampling.max_tokens.to_bytes(4, "little"), *self._conversation.question(messages))
+        before, known = len(self._conversation), journal.ahead(asked)
+        if isinstance(known, TurnEntry):
+            context = known.context_ids
+            self._conversation.ask_again(context)
+        else:
+            context = self._conversation.ask(messages)
         if len(self._conversation) >= limits.max_context:
             self._full(len(self._conversation))
-        sampling = self._sampling(max_tokens)
-        context_bytes = context_ids.tobytes()
-        journal = self._episode.journal
         call = journal.open(
-            asked_hash(context_bytes, sampling.max_tokens.to_bytes(4, "little")),
+            asked,
             lambda: f"a turn of {self.seat} asked {shortened(' / '.join(message.content for message in messages))}",
         )
         await journal.reach(call)
@@ -112,7 +116,7 @@ class LiveAgent(Agent):
             except EngineError as error:
                 journal.fail(error)
                 raise
-            self._write(call, messages, context_bytes, before, completion, services.clock.monotonic() - started)
+            self._write(call, messages, context, before, completion, services.clock.monotonic() - started)
         if completion.finish_reason == "length":
             self._episode.metric("turns/length", 1.0)
         self._conversation.answer(completion)

@@ -71,6 +71,7 @@ class CallJournal:
         "_answers",
         "_attempt",
         "_cancelled",
+        "_decoded",
         "_digest",
         "_ended",
         "_episode_id",
@@ -114,6 +115,7 @@ class CallJournal:
         self._key = (seed, attempt)
         self._keys = {episode_id: self._key}
         self._recorded: dict[str, JournalEntry] = {}
+        self._decoded: tuple[JournalEntry, EntryBody] | None = None
         for entry in inherited:
             if entry.call_id == BEGIN:
                 begin = entry.decode()
@@ -166,11 +168,17 @@ class CallJournal:
             entry = self._answers.get(call_id)
         if entry is None:
             return Call(call_id, asked, None, branch, number)
-        body = entry.decode()
+        body = self._body(entry)
         if entry.asked != asked:
             now = "something else" if told is None else on_one_line(told())
             self.mismatch(call_id, f"the journal holds {in_words(body)}", f"the code now asks {now}")
         return Call(call_id, asked, body, branch, number)
+
+    def ahead(self, asked: bytes) -> EntryBody | None:
+        """What the journal holds of the calling branch's next call, if just this was asked; the call is not made."""
+        branch = current_branch()
+        entry = self._recorded.get(ids.call_id(branch.path, branch.calls))
+        return self._body(entry) if entry is not None and entry.asked == asked else None
 
     async def reach(self, call: Call, *, cancelled: bool = False) -> None:
         """Wait until it is the call's turn: replay has come to it or, where it is new, has come to its end.
@@ -392,7 +400,14 @@ class CallJournal:
         body = self._recorded[call_id].decode()
         return self._mismatch(call_id, f"the journal holds {in_words(body)}", "the code now makes no such call")
 
+    def _body(self, entry: JournalEntry) -> EntryBody:
+        """The body of an entry, decoded once by whoever looks ahead and then makes the call."""
+        if self._decoded is None or self._decoded[0] is not entry:
+            self._decoded = (entry, entry.decode())
+        return self._decoded[1]
+
     def _take(self, call_id: str) -> None:
+        self._decoded = None
         if self._recorded.pop(call_id, None) is not None:
             self._order.take(call_id)
         elif (answer := self._answers.pop(call_id, None)) is not None:

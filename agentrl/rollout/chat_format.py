@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -76,6 +77,8 @@ class TemplateFormat:
         self._directory = directory
         self._tokenizer = tokenizer
         self._template = template
+        made_with = ((directory / "tokenizer.json").read_bytes(), template.fingerprint)
+        self.fingerprint = hashlib.blake2b(b"".join(made_with), digest_size=8).digest()
         tokens = _added_tokens(tokenizer)
         written = (OPEN, CLOSE, "<think>", _THINK_END)
         self._control = ControlTokens(

@@ -156,6 +156,8 @@ class ChatTemplate:
         self._tokens = {
             key: text for key, value in named.items() if key.endswith("_token") and (text := _literal(value))
         }
+        self.fingerprint = json.dumps([self.source, self._tokens], sort_keys=True).encode()
+        """What a rendering depends on beside the conversation."""
         environment = self._environment = _Sandbox()
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception

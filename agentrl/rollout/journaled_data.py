@@ -16,17 +16,21 @@ decode = msgspec.msgpack.Decoder().decode
 
 def plain(arguments: Any) -> Any:
     """Arguments as the journal can hold them: what it cannot (an integer of 80 bits, say) becomes text."""
-    data = dict(arguments) if isinstance(arguments, Mapping) else arguments
-    try:
-        encode(data)
-    except (TypeError, ValueError, OverflowError, RecursionError):
-        return valid_unicode(str(data)[:2000])
-    return data
+    return _plain(arguments)[0]
 
 
 def encode_arguments(arguments: Any) -> bytes:
     """Bytes of arguments, to be hashed."""
-    return encode(plain(arguments))
+    return _plain(arguments)[1]
+
+
+def _plain(arguments: Any) -> tuple[Any, bytes]:
+    data = dict(arguments) if isinstance(arguments, Mapping) else arguments
+    try:
+        return data, encode(data)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        text = valid_unicode(str(data)[:2000])
+        return text, encode(text)
 
 
 def journaled(value: Any, where: str) -> Any:

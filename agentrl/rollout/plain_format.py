@@ -35,6 +35,7 @@ class PlainFormat:
     """
 
     stop_token_ids: tuple[int, ...] = (STOP_TOKEN,)
+    fingerprint = b"bytes"
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Token ids of a new conversation; tools become a first message that lists name and argument names."""

@@ -78,7 +78,7 @@ def _load(text: str) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
-    return None if _is_deep(value) else value
+    return None if text.count("{") + text.count("[") > MAX_CALL_DEPTH and _is_deep(value) else value
 
 
 def _call(number: int, raw: str, value: Any, argument_keys: tuple[str, ...]) -> ToolCall:

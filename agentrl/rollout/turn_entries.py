@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from agentrl.journal.entries import TurnEntry
 
 if TYPE_CHECKING:
     from agentrl.core.records import FinishReason
+    from agentrl.journal.entries import Span
 
 
 def message_data(message: Message) -> dict[str, Any]:
@@ -49,9 +51,15 @@ def completion_of(entry: TurnEntry) -> Completion:
         token_ids=np.frombuffer(entry.token_ids, dtype="<i4"),
         logprobs=np.frombuffer(entry.logprobs, dtype="<f4"),
         finish_reason=finish_reason,
-        spans=tuple(VersionSpan(s.start, s.stop, PolicyVersion(entry.policy, s.lineage, s.step)) for s in entry.spans),
+        spans=_spans(entry.policy, entry.spans),
         expert_routing=routing,
         routing_start=entry.routing_start,
         sampling_mask=mask,
         cached_tokens=entry.cached_tokens,
     )
+
+
+@lru_cache(maxsize=4096)
+def _spans(policy: str, spans: tuple[Span, ...]) -> tuple[VersionSpan, ...]:
+    """Shared: most turns have one span, and their lengths and versions are few."""
+    return tuple(VersionSpan(s.start, s.stop, PolicyVersion(policy, s.lineage, s.step)) for s in spans)

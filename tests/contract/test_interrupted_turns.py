@@ -102,6 +102,7 @@ class SmallFormat(PlainFormat):
     """Bytes folded into a small vocabulary; no turn ends before its limit."""
 
     stop_token_ids: tuple[int, ...] = ()
+    fingerprint = b"folded bytes"
 
     def start(self, messages: Any, tools: Any) -> list[int]:
         return [3 + token % 90 for token in super().start(messages, tools)]

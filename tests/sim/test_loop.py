@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from typing import ClassVar
 
 import pytest
 
@@ -225,3 +227,27 @@ def test_stopping_does_not_wait_for_an_evaluation(simulated_loop: SimulatedLoop)
         return asyncio.get_running_loop().time()
 
     assert all(seconds < 10 for seconds in simulated_loop.run(main))
+
+
+@pytest.mark.parametrize(("before", "within"), [((700, 10, 10), (10_000, 10, 10)), ((0, 5, 5), (0, 5, 5))])
+def test_a_run_looks_for_cyclic_garbage_more_rarely_and_only_a_run(
+    simulated_loop: SimulatedLoop, before: tuple[int, int, int], within: tuple[int, int, int]
+) -> None:
+    class Looking(Guess):
+        seen: ClassVar[set[tuple[int, int, int]]] = set()
+
+        async def run(self, ctx: agentrl.EpisodeContext) -> None:
+            self.seen.add(gc.get_threshold())
+            await super().run(ctx)
+
+    async def main() -> None:
+        await SmallRun(config=config_for(steps=1), environment=Looking).run()
+
+    outside = gc.get_threshold()
+    try:
+        gc.set_threshold(*before)
+        simulated_loop.run(main)
+        assert gc.get_threshold() == before
+        assert Looking.seen == {within}
+    finally:
+        gc.set_threshold(*outside)
