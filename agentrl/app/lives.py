@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal as signals
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentrl.app.assemble import Parts, assemble
 from agentrl.app.parts import Adapters
@@ -28,11 +28,15 @@ from agentrl.observe.blocked import watch_loop
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.manifest import CheckpointWriter
+from agentrl.rollout.endings import leave, none_ends_the_process
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
 
+INTERRUPTED = 130
 SAME_PRESS_S = 0.5
 """Signals closer together are one: `timeout` and shells send theirs to the process and to its group."""
 
@@ -111,7 +115,7 @@ async def _life(lasting: Lasting) -> Orchestrator:
         )
         orchestrator = assemble(config, lasting.environment, parts)
         observer.watch(orchestrator.status)
-        with _interruptible(orchestrator, observer), watch_loop(observer.warn):
+        with _interruptible(orchestrator, observer), watch_loop(observer.warn), none_ends_the_process():
             try:
                 await orchestrator.run()
             except TrainerLostError as error:
@@ -128,24 +132,42 @@ async def _close(trainer: Trainer, observer: RunObserver) -> None:
 
 @contextlib.contextmanager
 def _interruptible(orchestrator: Orchestrator, observer: RunObserver) -> Iterator[None]:
-    """Ctrl-C once: drain, write a checkpoint, return. Twice: leave at once."""
+    """Ctrl-C once: drain, write a checkpoint, return. Twice: leave at once, also if an environment blocks the loop."""
     loop = asyncio.get_running_loop()
     asked_at: float | None = None
 
-    def on_signal() -> None:
-        nonlocal asked_at
-        if asked_at is not None:
-            if loop.time() - asked_at > SAME_PRESS_S:
-                os._exit(130)
-            return
-        asked_at = loop.time()
+    def stop() -> None:
         observer.phase("stopping: finishing the step and writing a checkpoint (Ctrl-C again leaves at once)")
         orchestrator.stop()
 
-    for number in (signals.SIGINT, signals.SIGTERM, signals.SIGHUP):
-        loop.add_signal_handler(number, on_signal)
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal asked_at
+        if asked_at is None:
+            asked_at = loop.time()
+            loop.call_soon_threadsafe(stop)
+        elif loop.time() - asked_at > SAME_PRESS_S:
+            leave(INTERRUPTED)
+
+    with _handled(on_signal):
+        yield
+
+
+def as_by_ctrl_c() -> AbstractContextManager[None]:
+    """While nothing is to be drained yet, every signal that ends a run does what Ctrl-C does: all that was started is
+    stopped."""
+    handler = signals.getsignal(signals.SIGINT)
+    return _handled(handler) if callable(handler) else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, FrameType | None], Any] | int | None) -> Iterator[None]:
+    """Give the signals that end a run to a handler; a hangup that is ignored (`nohup`) stays so."""
+    numbers = [signals.SIGINT, signals.SIGTERM]
+    if signals.getsignal(signals.SIGHUP) is not signals.SIG_IGN:
+        numbers.append(signals.SIGHUP)
+    before = {number: signals.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number in (signals.SIGINT, signals.SIGTERM, signals.SIGHUP):
-            loop.remove_signal_handler(number)
+        for number, its in before.items():
+            signals.signal(number, its)

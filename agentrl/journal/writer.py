@@ -46,10 +46,16 @@ class Database:
     """A write connection and its place in the commit order."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection, *, order: int) -> None:
-        self.path = path
+        self.path = path.absolute()
         self.connection = connection
         self.order = order
         """Lower is on disk first."""
+        self._identity = _identity(self.path)
+
+    def check_place(self) -> None:
+        """Raise `OSError` unless the file is where it was: SQLite goes on writing one that was moved or removed."""
+        if _identity(self.path) != self._identity:
+            raise FileNotFoundError("it was moved, removed or replaced while it was written to")
 
 
 class GroupCommitWriter:
@@ -164,6 +170,7 @@ class GroupCommitWriter:
                 if target.database is database:
                     target.write(connection, items)
             connection.execute("COMMIT")
+            database.check_place()
         except (sqlite3.Error, OSError, ValueError, TypeError, OverflowError) as error:
             if connection.in_transaction:
                 connection.rollback()
@@ -172,6 +179,15 @@ class GroupCommitWriter:
                 "Free space or mend the disk, then start again with --resume"
             )
         return None
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of a file; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def insert_rows(connection: sqlite3.Connection, insert: str, width: int, rows: list[Row]) -> None:

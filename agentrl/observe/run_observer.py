@@ -61,7 +61,7 @@ class RunObserver:
         """Metrics of every optimizer step, in order."""
         self.evaluations: list[tuple[int, Mapping[str, float]]] = []
         """(largest step of the versions, metrics) of each evaluation."""
-        self.state = RunState(plan=plan, path=str(directory.path), status=Status(phase="starting"))
+        self.state = RunState(plan=plan, path=str(directory.given), status=Status(phase="starting"))
         read_metrics(directory.metrics, self.state)
         self._directory = directory
         self._stream: TextIO = EnduringStream(stream or sys.stderr)  # type: ignore[assignment]
@@ -157,7 +157,7 @@ class RunObserver:
             if summary["steps"] or not self.state.plan.steps
             else f"nothing was left to do: the run has its {self.state.plan.steps} steps; --steps=N goes on to more\n"
         )
-        self._stream.write(f"run directory: {safe_line(str(self._directory.path))}\n")
+        self._stream.write(f"run directory: {safe_line(str(self._directory.given))}\n")
         self._stream.flush()
 
     def closing(self, text: str) -> AbstractContextManager[None]:

@@ -235,6 +235,7 @@ class CallJournal:
 
         Raises:
             UnstructuredConcurrencyError: the episode has ended, and its journal is another's to continue.
+            ReplayMismatchError: the journal has a hole where this entry belongs.
             EngineError: the engine has failed under the episode.
         """
         if self._ended:
@@ -243,6 +244,10 @@ class CallJournal:
             raise self.failure  # what comes of an engine's failure is no part of the episode
         if self._cancelled:
             self.settle()
+        later = None if call.branch is None else self._order.after(call.branch.path, call.number)
+        if later is not None and not isinstance(body, CancelEntry):
+            then = f"the journal holds call {later} of the same branch and not this one before it: entries are missing"
+            self.mismatch(call.call_id, then, "the code now makes it")
         entry = JournalEntry(self._episode_id, self._attempt, call.call_id, call.asked, encode_body(body))
         self._log.append(entry)
         self._count(entry)
