@@ -11,9 +11,8 @@ import asyncio
 import contextlib
 import signal as signals
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.app.assemble import Parts, assemble
 from agentrl.app.parts import Adapters
@@ -132,42 +131,61 @@ async def _close(trainer: Trainer, observer: RunObserver) -> None:
 
 @contextlib.contextmanager
 def _interruptible(orchestrator: Orchestrator, observer: RunObserver) -> Iterator[None]:
-    """Ctrl-C once: drain, write a checkpoint, return. Twice: leave at once, also if an environment blocks the loop."""
-    loop = asyncio.get_running_loop()
-    asked_at: float | None = None
+    """Ctrl-C once: drain, write a checkpoint, return."""
 
     def stop() -> None:
         observer.phase("stopping: finishing the step and writing a checkpoint (Ctrl-C again leaves at once)")
         orchestrator.stop()
 
+    with _once(stop):
+        yield
+
+
+@contextlib.contextmanager
+def ended_by_ctrl_c() -> Iterator[None]:
+    """Ctrl-C while there is nothing to drain: what was started is stopped.
+
+    Raises:
+        KeyboardInterrupt: it, or another signal that ends a run, came.
+    """
+    task, interrupted = asyncio.current_task(), False
+
+    def cancel() -> None:
+        nonlocal interrupted
+        interrupted = task is not None and task.cancel()
+
+    with _once(cancel):
+        try:
+            yield
+        except asyncio.CancelledError:
+            if interrupted:
+                raise KeyboardInterrupt from None
+            raise
+
+
+@contextlib.contextmanager
+def _once(then: Callable[[], None]) -> Iterator[None]:
+    """Have the first signal that ends a run call `then` in the event loop, and the second end the process at once.
+
+    The second does so where an environment blocks the loop, too. A hangup that is ignored (`nohup`) stays so.
+    """
+    loop = asyncio.get_running_loop()
+    asked_at: float | None = None
+
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal asked_at
         if asked_at is None:
             asked_at = loop.time()
-            loop.call_soon_threadsafe(stop)
+            loop.call_soon_threadsafe(then)
         elif loop.time() - asked_at > SAME_PRESS_S:
             leave(INTERRUPTED)
 
-    with _handled(on_signal):
-        yield
-
-
-def as_by_ctrl_c() -> AbstractContextManager[None]:
-    """While nothing is to be drained yet, every signal that ends a run does what Ctrl-C does: all that was started is
-    stopped."""
-    handler = signals.getsignal(signals.SIGINT)
-    return _handled(handler) if callable(handler) else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _handled(handler: Callable[[int, FrameType | None], Any] | int | None) -> Iterator[None]:
-    """Give the signals that end a run to a handler; a hangup that is ignored (`nohup`) stays so."""
     numbers = [signals.SIGINT, signals.SIGTERM]
     if signals.getsignal(signals.SIGHUP) is not signals.SIG_IGN:
         numbers.append(signals.SIGHUP)
-    before = {number: signals.signal(number, handler) for number in numbers}
+    before = {number: signals.signal(number, on_signal) for number in numbers}
     try:
         yield
     finally:
-        for number, its in before.items():
-            signals.signal(number, its)
+        for number, handler in before.items():
+            signals.signal(number, handler)

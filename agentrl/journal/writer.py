@@ -53,9 +53,9 @@ class Database:
         self._identity = _identity(self.path)
 
     def check_place(self) -> None:
-        """Raise `OSError` unless the file is where it was: SQLite goes on writing one that was moved or removed."""
+        """Raise `FileNotFoundError` unless the file is where it was: SQLite goes on with one that was moved."""
         if _identity(self.path) != self._identity:
-            raise FileNotFoundError("it was moved, removed or replaced while it was written to")
+            raise FileNotFoundError(f"{self.path}: it was moved, removed or replaced while it was written to")
 
 
 class GroupCommitWriter:
@@ -171,6 +171,8 @@ class GroupCommitWriter:
                     target.write(connection, items)
             connection.execute("COMMIT")
             database.check_place()
+        except FileNotFoundError as error:
+            return f"{error}. Put the run directory back, then start again with --resume"
         except (sqlite3.Error, OSError, ValueError, TypeError, OverflowError) as error:
             if connection.in_transaction:
                 connection.rollback()

@@ -260,6 +260,8 @@ class CallJournal:
         call = self._aside(BEGIN)
         begin = self.recall(call, Begin)
         if begin is None:
+            if self.written:
+                self.mismatch(BEGIN, "the journal holds entries of this attempt and not its beginning", "it is missing")
             begin = made
             self.write(call, made)
         self.code_hash, self.code_hash_then = made.code_hash, begin.code_hash

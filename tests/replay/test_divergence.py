@@ -213,6 +213,14 @@ class Two(agentrl.Environment):
         agent.reward(1.0)
 
 
+def test_entries_without_their_beginning_are_no_episode() -> None:
+    whole = Stage(environment=Two).play().entries
+    again = Stage(environment=Two).play(whole[1:])
+    assert isinstance(again.error, ReplayMismatchError)
+    assert "call begin: the journal holds entries of this attempt and not its beginning" in str(again.error)
+    assert again.entries == whole[1:]
+
+
 @pytest.mark.parametrize("missing", range(1, 4))
 def test_a_hole_in_the_journal_is_named_and_nothing_is_filled_in(missing: int) -> None:
     whole = Stage(environment=Two).play().entries

@@ -20,7 +20,7 @@ from agentrl.app.parts import Adapters
 from agentrl.app.training import Run, run_training
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import InputError, RunDirectoryError, StorageError, TrainerLostError
+from agentrl.core.errors import InputError, JournalError, RunDirectoryError, StorageError, TrainerLostError
 from agentrl.core.ports import Engine
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
@@ -237,3 +237,27 @@ def test_a_signal_ends_a_run_and_all_it_has_started(tmp_path: Path, number: sign
     signal.signal(signal.SIGHUP, before)
     assert [trainer.closed for trainer in lives.trainers] == [True]
     assert Lives([]).run(tmp_path, resume=True).summary["steps"] == 6 - len(lives.trainers[0].batches)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        ("DELETE FROM step_units WHERE step = 1", "of the units that step 1 of guesser .* records are missing"),
+        ("DELETE FROM step_units WHERE step = 1 AND position = 3", "of the units that step 1 of guesser"),
+        ("UPDATE trajectories SET reward = 1.0", "control.db: .* a record in `trajectories` does not match"),
+        ("", "turns-0.db is missing, and .* committed episodes lie in it; put it back"),
+    ],
+)
+def test_a_hole_in_the_journal_stops_a_run_that_would_go_on_from_it(tmp_path: Path, damage: str, told: str) -> None:
+    Lives([]).run(tmp_path)
+    journal = tmp_path / "run/journal"
+    if damage:
+        connection = sqlite3.connect(journal / "control.db")
+        connection.execute(damage)
+        connection.commit()
+        connection.close()
+    else:
+        (journal / "turns-0.db").unlink()
+    with pytest.raises(JournalError, match=told):
+        Lives([]).run(tmp_path, resume=True)
+    assert (journal / "turns-0.db").exists() == bool(damage)
