@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal as signals
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,11 +27,15 @@ from agentrl.observe.blocked import watch_loop
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.manifest import CheckpointWriter
+from agentrl.rollout.endings import leave, none_ends_the_process
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
 
+INTERRUPTED = 130
 SAME_PRESS_S = 0.5
 """Signals closer together are one: `timeout` and shells send theirs to the process and to its group."""
 
@@ -111,7 +114,7 @@ async def _life(lasting: Lasting) -> Orchestrator:
         )
         orchestrator = assemble(config, lasting.environment, parts)
         observer.watch(orchestrator.status)
-        with _interruptible(orchestrator, observer), watch_loop(observer.warn):
+        with _interruptible(orchestrator, observer), watch_loop(observer.warn), none_ends_the_process():
             try:
                 await orchestrator.run()
             except TrainerLostError as error:
@@ -128,24 +131,61 @@ async def _close(trainer: Trainer, observer: RunObserver) -> None:
 
 @contextlib.contextmanager
 def _interruptible(orchestrator: Orchestrator, observer: RunObserver) -> Iterator[None]:
-    """Ctrl-C once: drain, write a checkpoint, return. Twice: leave at once."""
-    loop = asyncio.get_running_loop()
-    asked_at: float | None = None
+    """Ctrl-C once: drain, write a checkpoint, return."""
 
-    def on_signal() -> None:
-        nonlocal asked_at
-        if asked_at is not None:
-            if loop.time() - asked_at > SAME_PRESS_S:
-                os._exit(130)
-            return
-        asked_at = loop.time()
+    def stop() -> None:
         observer.phase("stopping: finishing the step and writing a checkpoint (Ctrl-C again leaves at once)")
         orchestrator.stop()
 
-    for number in (signals.SIGINT, signals.SIGTERM, signals.SIGHUP):
-        loop.add_signal_handler(number, on_signal)
+    with _once(stop):
+        yield
+
+
+@contextlib.contextmanager
+def ended_by_ctrl_c() -> Iterator[None]:
+    """Ctrl-C while there is nothing to drain: what was started is stopped.
+
+    Raises:
+        KeyboardInterrupt: it, or another signal that ends a run, came.
+    """
+    task, interrupted = asyncio.current_task(), False
+
+    def cancel() -> None:
+        nonlocal interrupted
+        interrupted = task is not None and task.cancel()
+
+    with _once(cancel):
+        try:
+            yield
+        except asyncio.CancelledError:
+            if interrupted:
+                raise KeyboardInterrupt from None
+            raise
+
+
+@contextlib.contextmanager
+def _once(then: Callable[[], None]) -> Iterator[None]:
+    """Have the first signal that ends a run call `then` in the event loop, and the second end the process at once.
+
+    The second does so where an environment blocks the loop, too. A hangup that is ignored (`nohup`) stays so.
+    """
+    loop = asyncio.get_running_loop()
+    asked_at: float | None = None
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal asked_at
+        if asked_at is None:
+            asked_at = loop.time()
+            loop.call_soon_threadsafe(then)
+        elif loop.time() - asked_at > SAME_PRESS_S:
+            leave(INTERRUPTED)
+
+    numbers = [signals.SIGINT, signals.SIGTERM]
+    if signals.getsignal(signals.SIGHUP) is not signals.SIG_IGN:
+        numbers.append(signals.SIGHUP)
+    before = {number: signals.signal(number, on_signal) for number in numbers}
     try:
         yield
     finally:
-        for number in (signals.SIGINT, signals.SIGTERM, signals.SIGHUP):
-            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signals.signal(number, handler)

@@ -72,6 +72,7 @@ class Recovery:
 
         Raises:
             RunDirectoryError: the checkpoint lacks a policy.
+            StorageError: the checkpoint is not one of this journal's run.
         """
         lineage = 1 + max(journal.highest_lineage(), _highest_on_disk(versions, disk))
         first = {}
@@ -81,6 +82,12 @@ class Recovery:
                 if name not in self.manifest.versions:
                     raise RunDirectoryError(
                         f"checkpoint {self.manifest.directory} has no policy {name!r}; resume with its configuration"
+                    )
+                if journal.published(self.manifest.versions[name]) is None:
+                    raise StorageError(
+                        f"checkpoint {self.manifest.directory} is of {self.manifest.versions[name]}, which the run's "
+                        "journal knows nothing of: checkpoint or journal is another run's, or was altered; put back "
+                        "the one that belongs here"
                     )
                 step = self.manifest.versions[name].step
             first[name] = PolicyVersion(name, lineage if policy.trainable else 0, step)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.app.lives import Lasting, lives
+from agentrl.app.lives import Lasting, ended_by_ctrl_c, lives
 from agentrl.app.parts import Adapters, load_config, task_source
 from agentrl.app.parts import held_out as held_out_source
 from agentrl.app.seats import demand_of
@@ -123,7 +123,7 @@ def _concluded(
     observer.finish(summary)
     write_report(directory.path)
     return Run(
-        path=directory.path,
+        path=directory.given,
         metrics=observer.steps,
         policies=policies,
         summary=summary,
@@ -150,6 +150,7 @@ async def _opened(
         sinks = open_sinks(config.sinks, directory.path, config.model_dump(mode="json"))
         observer = stack.enter_context(RunObserver(directory, plan=plan, others=observers, sinks=sinks, quiet=quiet))
         observer.watch()
+        stack.enter_context(ended_by_ctrl_c())
         yield store, observer
 
 

@@ -82,6 +82,12 @@ def _report_unexpected(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         _say(f"agentrl: the program was told to end (exit code {error.code}) by {_place_of(error)}\n")
         return CheckFailedError.exit_code
+    if isinstance(error, OSError) and error.errno == errno.EBADF:
+        _say(
+            "agentrl: a file or connection of this process was closed under it, by an environment or a library of its: "
+            "look for os.close and os.closerange there\n"
+        )
+        return CheckFailedError.exit_code
     if isinstance(error, OSError) and error.errno in _MACHINE:
         where = safe_line(str(error.filename or "a file"))
         _say(f"agentrl: {where}: {error.strerror}; make room or permission there\n")

@@ -14,14 +14,20 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from agentrl.core.errors import InputError
+
 OBJECT_STORE_BYTES = 80 << 20
 """Trainers get small records and read token data themselves: the smallest store Ray accepts is plenty."""
+
+ANSWERS_S = 5.0
+"""How long the Ray of `RAY_ADDRESS` may take to accept a connection."""
 
 _LONGEST_TEMPORARY = 40
 """Ray's sockets lie deep below its directory, and a Unix socket's path has at most 107 characters."""
@@ -64,6 +70,24 @@ def forget_the_dead(parent: Path) -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
+def check_answers(address: str) -> None:
+    """Whether somebody listens at a `HOST:PORT`; Ray itself would try for minutes, without a word.
+
+    Raises:
+        InputError: nobody does.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():  # `auto`, and whatever else Ray understands
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise InputError(
+            f"RAY_ADDRESS is {address!r}, and no Ray answers there ({error}); start one, or unset RAY_ADDRESS for a "
+            "session of the run's own"
+        ) from None
+
+
 class RaySession:
     """One process's connection to Ray."""
 
@@ -82,6 +106,8 @@ class RaySession:
         self._started = True
         if "RAY_ADDRESS" not in os.environ:
             self._prepare_environment()
+        else:
+            check_answers(os.environ["RAY_ADDRESS"])
         import ray  # Ray reads its environment when it is imported
 
         if ray.is_initialized():

@@ -23,16 +23,20 @@ class Clock(Protocol):
         ...
 
 
+_monotonic, _wall = time.monotonic, time.time
+"""As they are: an environment may put something else in their place for itself."""
+
+
 class SystemClock:
     """The machine's clock."""
 
     def monotonic(self) -> float:
         """Seconds of `time.monotonic`."""
-        return time.monotonic()
+        return _monotonic()
 
     def wall(self) -> float:
         """Seconds of `time.time`."""
-        return time.time()
+        return _wall()
 
     async def sleep(self, seconds: float) -> None:
         """`asyncio.sleep`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -41,6 +42,22 @@ def open_regular(path: Path) -> BufferedReader:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def remedy(error: OSError) -> str:
+    """What to do about what the system refused, as a clause."""
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            return "free space"
+        case errno.EFBIG:
+            return "raise the limit on the size of files (ulimit -f)"
+        case errno.EMFILE | errno.ENFILE:
+            return "raise the limit on open files (ulimit -n)"
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            return "make it writable"
+        case errno.ENOENT | errno.ENOTDIR:
+            return "put back what was moved or removed"
+    return "mend the disk"
 
 
 def size_of(file: BufferedReader) -> int:
@@ -165,10 +182,14 @@ LOCAL: Disk = LocalDisk()
 
 
 @contextlib.contextmanager
-def staged(target: Path, *, disk: Disk = LOCAL) -> Iterator[Path]:
-    """An empty directory beside `target` to build it in; gone at the end, unless `place` has renamed it."""
+def staged(target: Path, *, disk: Disk = LOCAL, depth: int = 1) -> Iterator[Path]:
+    """An empty directory beside `target` to build it in; gone at the end, unless `place` has renamed it.
+
+    `depth` directories above it may be missing. A run directory that was moved away is not among them: it must not
+    come back with nothing but the newest file in it.
+    """
     staging = target.with_name(STAGING + target.name)
-    _make_durable(target.parent, disk)
+    _make_durable(target.parent, disk, depth)
     disk.remove_tree(staging)
     disk.make_directory(staging)
     try:
@@ -215,14 +236,16 @@ def remove_leftovers(directory: Path, *, disk: Disk = LOCAL) -> None:
             disk.remove_tree(directory / name)
 
 
-def _make_durable(directory: Path, disk: Disk) -> None:
-    """Make a directory with its parents, each durable in the one above; so even where it is there, for it may have been
-    made by a process that was killed before it could sync."""
+def _make_durable(directory: Path, disk: Disk, depth: int) -> None:
+    """Make a directory, with `depth - 1` of its parents, each durable in the one above; so even where it is there, for
+    it may have been made by a process that was killed before it could sync."""
     try:
         disk.make_directory(directory)
     except FileExistsError:
         pass
     except FileNotFoundError:
-        _make_durable(directory.parent, disk)
+        if depth <= 1:
+            raise
+        _make_durable(directory.parent, disk, depth - 1)
         disk.make_directory(directory)
     disk.sync(directory.parent)

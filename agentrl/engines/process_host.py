@@ -86,6 +86,7 @@ class EngineHost:
         task = asyncio.get_running_loop().create_task(self._answer(call, work))
         self._tasks[call] = task
         task.add_done_callback(lambda _: self._tasks.pop(call, None))
+        task.add_done_callback(lambda _: work.close())  # which was never begun, where the call was cancelled before
 
     async def _answer(self, call: int, work: Coroutine[Any, Any, wire.Reply | None]) -> None:
         try:
@@ -151,9 +152,13 @@ def main() -> None:
     """Serve the connection that was handed over, until it ends."""
     descriptor, parent = map(int, sys.argv[1:])
     die_with(parent)
-    asyncio.run(_serve(socket.socket(fileno=descriptor)))
+    asyncio.run(_serve_and_leave(socket.socket(fileno=descriptor)))
+
+
+async def _serve_and_leave(connection: socket.socket) -> None:
+    await _serve(connection)
+    os._exit(0)  # a forward pass in progress is nobody's any more, and neither are the calls that wait for it
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # a forward pass in progress is nobody's any more

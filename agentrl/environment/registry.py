@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import math
 import sys
 import traceback
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ def _unknown(name: str) -> EnvironmentDefinitionError:
 def _load(reference: str, where: str) -> type[Environment]:
     location, _, attribute = reference.rpartition(":") if ":" in reference else (reference, "", "")
     try:
-        module = _load_file(Path(location)) if location.endswith(".py") else _import(location)
+        module = load_module(location)
     except AgentRLError:
         raise
     except Exception as error:
@@ -161,6 +162,26 @@ def _load(reference: str, where: str) -> type[Environment]:
             f"environment {where!r}: {location} defines {len(local)} environments ({names}); name one: {location}:Class"
         )
     return as_environment(local[0], where=where)
+
+
+def load_module(location: str) -> Any:
+    """Import a module by its name, or from its file, where that ends with `.py`."""
+    return _load_file(Path(location)) if location.endswith(".py") else _import(location)
+
+
+def module_of(found: object) -> str:
+    """What `load_module` finds the module of a function or class by, in another process too.
+
+    Raises:
+        EnvironmentDefinitionError: it was typed into a shell or a notebook.
+    """
+    name = str(getattr(found, "__module__", None))
+    if name != "__main__" and not name.startswith(_FILE_MODULE):
+        return name
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        raise EnvironmentDefinitionError(f"{found!r} has no module another process could import: write it into a file")
+    return str(Path(file).resolve())
 
 
 def _place_of(error: Exception) -> str:
@@ -244,6 +265,9 @@ def _malformed(candidate: type[Environment]) -> str:
         return ".tasks must be a class method: write @classmethod above `def tasks(cls, split, *, seed=0)`"
     if issubclass(candidate, ToolEnvironment) and inspect.iscoroutinefunction(candidate.reward):
         return ".reward must be a plain `def reward(self, task, episode)`; to await something, override `run`"
+    worst = getattr(candidate, "illegal_reward", 0.0)  # of games: nothing would be below NaN, and nothing above it
+    if not (isinstance(worst, int | float) and math.isfinite(worst)):
+        return f".illegal_reward is {worst!r}; it must be a finite number, below the reward of every legal end"
     parameters = inspect.signature(candidate).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if needed:

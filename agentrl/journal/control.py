@@ -260,6 +260,14 @@ CHECKED = ("admissions", "episodes", "trajectories", "unit_drops", "versions", "
 """Tables whose rows end with a checksum over all their other columns."""
 
 
+_STEPS_WITH_HOLES = (
+    "SELECT s.policy, s.lineage, s.step FROM steps s LEFT JOIN step_units u"
+    " ON u.policy = s.policy AND u.lineage = s.lineage AND u.step = s.step"
+    " GROUP BY s.policy, s.lineage, s.step HAVING count(u.position) != coalesce(max(u.position), 0) + 1"
+)
+"""Every step is fed something, and its rows are numbered from 0."""
+
+
 def verify_tables(connection: sqlite3.Connection, path: Path) -> None:
     """Every row of every checked table against its checksum, and the structure of the file.
 
@@ -272,16 +280,21 @@ def verify_tables(connection: sqlite3.Connection, path: Path) -> None:
     for table in CHECKED:
         try:
             for row in connection.execute(f"SELECT * FROM {table}"):
-                _verify(table, row)
+                _verify(table, row, f"{path}: ")
         except sqlite3.Error as error:
             raise database_error(path, error) from error
+    for policy, lineage, step in all_rows(connection, path, _STEPS_WITH_HOLES):
+        raise JournalError(
+            f"{path}: of the units that step {step} of {policy} (lineage {lineage}) was fed, records are missing: they "
+            "would be trained again; restore the file from a copy"
+        )
 
 
-def _verify(table: str, row: Sequence[Any]) -> None:
+def _verify(table: str, row: Sequence[Any], where: str = "") -> None:
     if row_checksum(table, row[:-1]) != row[-1]:
         raise JournalError(
-            f"{str(row[0])[:100]!r}: a record in `{table}` does not match its checksum; "
-            "it was altered or the disk damaged it"
+            f"{where}{str(row[0])[:100]!r}: a record in `{table}` does not match its checksum; "
+            "it was altered or the disk damaged it; restore the file from a copy"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import weakref
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import RunDirectoryError, StorageError
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LOCK_FILE = "run.lock"
+_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 class RunLock:
@@ -43,9 +45,19 @@ class RunLock:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         self._descriptor = descriptor
+        _held.add(self)
 
     def release(self) -> None:
         """Give the lock back. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _forget_in_child() -> None:
+    """A process forked from the holder holds nothing: it may outlive the run, and would keep others out of it."""
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -130,6 +130,7 @@ def _verified(path: Path, row: tuple[str, int, str, bytes, bytes, int]) -> Journ
     if types != (str, int, str, bytes, bytes) or entry_checksum(episode, attempt, call, asked, body) != checksum:
         raise JournalError(
             f"{path}: episode {episode!r}, call {call!r}: the entry does not match its checksum; "
-            "it was altered or the disk damaged it. The run's other episodes can still be read"
+            "it was altered or the disk damaged it; restore the file from a copy. Other episodes can still "
+            "be read"
         )
     return JournalEntry(episode, attempt, call, asked, body)

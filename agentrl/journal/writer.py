@@ -53,10 +53,16 @@ class Database:
     """A write connection and its place in the commit order."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection, *, order: int) -> None:
-        self.path = path
+        self.path = path.absolute()
         self.connection = connection
         self.order = order
         """Lower is on disk first."""
+        self._identity = _identity(self.path)
+
+    def check_place(self) -> None:
+        """Raise `FileNotFoundError` unless the file is where it was: SQLite goes on with one that was moved."""
+        if _identity(self.path) != self._identity:
+            raise FileNotFoundError(f"{self.path}: it was moved, removed or replaced while it was written to")
 
 
 class GroupCommitWriter:
@@ -181,6 +187,9 @@ class GroupCommitWriter:
                 if target.database is database:
                     target.write(connection, items)
             connection.execute("COMMIT")
+            database.check_place()
+        except FileNotFoundError as error:
+            return f"{error}. Put the run directory back, then start again with --resume"
         except (sqlite3.Error, OSError, ValueError, TypeError, OverflowError) as error:
             if connection.in_transaction:
                 connection.rollback()
@@ -189,6 +198,15 @@ class GroupCommitWriter:
                 "Free space or mend the disk, then start again with --resume"
             )
         return None
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of a file; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def insert_rows(connection: sqlite3.Connection, insert: str, width: int, rows: list[Row]) -> None:

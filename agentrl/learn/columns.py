@@ -96,7 +96,8 @@ class MergedColumns:
         """
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (path.parent.parent, path.parent):  # and no more: a run that was moved does not come back
+                folder.mkdir(exist_ok=True)
             try:
                 partial.write_bytes(save(self.columns, metadata={"rows": json.dumps(self.rows)}))
                 partial.rename(path)

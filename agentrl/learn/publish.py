@@ -50,7 +50,7 @@ class Publisher:
         """
         directory = self._root / version.policy / f"{version.lineage}.{version.step}"
         name = FULL_FILE if model.adapter_config() is None else ADAPTER_FILE
-        with writing(directory), staged(directory) as staging:
+        with writing(directory), staged(directory, depth=2) as staging:
             sha256 = self._write(staging, name, model)
             try:
                 place(staging, directory, unless_same=name)

@@ -34,6 +34,7 @@ from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack, trained_positions
 from agentrl.learn.publish import Publisher
 from agentrl.learn.ranks import OneRank, Ranks
+from agentrl.learn.writing import writing
 
 ReadUnits = Callable[[Sequence[Unit]], Sequence[Sequence[Trajectory]]]
 """Gives the trajectories of each unit's episode; the default reads the run's journal."""
@@ -139,6 +140,8 @@ class PolicyTrainer:
             TrainerError: the checkpoint does not fit the configuration.
         """
         torch.set_num_threads(self._config.trainer.threads)
+        with writing(self._directory):
+            self._directory.mkdir(parents=True, exist_ok=True)
         models = load_models(self._config, device_of(self._ranks.rank))
         for name, policy in self._config.policies.items():
             optimizer, steps = self._config.trainer.optimizer, self._config.steps

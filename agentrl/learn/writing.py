@@ -9,6 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from agentrl.core.errors import StorageError
+from agentrl.core.files import remedy
 
 
 @contextmanager
@@ -22,7 +23,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
+        mend = remedy(error) if isinstance(error, OSError) else "free space or make it writable"
         raise StorageError(
-            f"{path}: could not be written ({reason}); free space or make it writable, then start the run again "
-            "with --resume"
+            f"{path}: could not be written ({reason}); {mend}, then start the run again with --resume"
         ) from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from agentrl.core.errors import StorageError
+from agentrl.core.files import remedy
 from agentrl.observe.files import open_lines, write_line
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class JsonlSink:
         try:
             write_line(self._file, {"policy": policy, "step": step, **finite})
         except OSError as error:
-            raise StorageError(f"{self.path}: metrics cannot be written ({error.strerror}); free space") from error
+            raise StorageError(f"{self.path}: metrics cannot be written ({error.strerror}); {remedy(error)}") from error
 
     def close(self) -> None:
         """Close the file. Idempotent."""

@@ -8,6 +8,8 @@ policies/NAME    link to a policy's last version     steps/         columns of o
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -19,7 +21,7 @@ from agentrl.core.files import LOCAL, open_regular
 from agentrl.observe.files import replace_file
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from agentrl.core.records import WeightsRef
@@ -37,7 +39,10 @@ class RunDirectory:
     """The files of one run."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.given = path
+        """As it was asked for: what people are told."""
+        self.path = path = path.absolute()
+        """Where it is, whatever working directory an environment may choose."""
         self.journal = path / "journal"
         self.checkpoints = path / "checkpoints"
         self.versions = path / "versions"
@@ -52,10 +57,13 @@ class RunDirectory:
             StorageError: it cannot be made.
         """
         try:
-            if path.exists() and any(entry.name != _HALF_CONFIG for entry in path.iterdir()):
-                raise RunDirectoryError(f"{path} exists; resume it with --resume, choose another --name, or remove it")
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            replace_file(path / "config.json", config_json.encode())
+            with _alone_in(path):
+                if any(entry.name != _HALF_CONFIG for entry in path.iterdir()):
+                    raise RunDirectoryError(
+                        f"{path} exists; resume it with --resume, choose another --name, or remove it"
+                    )
+                replace_file(path / "config.json", config_json.encode())
             for made in (path / "config.json", path, path.parent):
                 LOCAL.sync(made)
         except OSError as error:
@@ -89,7 +97,12 @@ class RunDirectory:
     def forget_if_refused(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """An exit callback: a run refused for its input before its first step leaves nothing behind."""
+        """An exit callback: a run refused for its input before its first step leaves nothing behind.
+
+        One that is refused for its directory leaves that to whose it is.
+        """
+        if isinstance(error, RunDirectoryError):
+            return False
         if isinstance(error, InputError) and not (self.metrics.exists() and self.metrics.stat().st_size):
             shutil.rmtree(self.path, ignore_errors=True)
         return False
@@ -108,7 +121,7 @@ class RunDirectory:
                 link = folder / name
                 link.unlink(missing_ok=True)
                 link.symlink_to(os.path.relpath(published.path, folder))
-                links[name] = link
+                links[name] = self.given / "policies" / name
         except OSError as error:
             raise StorageError(f"{folder}: cannot be written ({error.strerror}); {_FINISH}") from error
         return links
@@ -124,3 +137,14 @@ class RunDirectory:
             replace_file(path, (json.dumps(summary, indent=1) + "\n").encode())
         except OSError as error:
             raise StorageError(f"{path}: cannot be written ({error.strerror}); {_FINISH}") from error
+
+
+@contextlib.contextmanager
+def _alone_in(path: Path) -> Iterator[None]:
+    """Of several processes that would make a run of a directory, one after another."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -59,7 +59,7 @@ class RunObserver:
     ) -> None:
         self.steps: list[dict[str, float]] = []
         """Metrics of every optimizer step of this process, in order; those of the whole run are in `state`."""
-        self.state = RunState(plan=plan, path=str(directory.path), status=Status(phase="starting"))
+        self.state = RunState(plan=plan, path=str(directory.given), status=Status(phase="starting"))
         read_metrics(directory.metrics, self.state)
         self._directory = directory
         self._stream: TextIO = EnduringStream(stream or sys.stderr)  # type: ignore[assignment]
@@ -154,7 +154,7 @@ class RunObserver:
             if self.steps or not self.state.plan.steps
             else f"nothing was left to do: the run has its {self.state.plan.steps} steps; --steps=N goes on to more\n"
         )
-        self._stream.write(f"run directory: {safe_line(str(self._directory.path))}\n")
+        self._stream.write(f"run directory: {safe_line(str(self._directory.given))}\n")
         self._stream.flush()
 
     def closing(self, text: str) -> AbstractContextManager[None]:

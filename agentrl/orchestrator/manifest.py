@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.core.errors import StorageError
-from agentrl.core.files import LOCAL, Disk, place, staged
+from agentrl.core.files import LOCAL, Disk, place, remedy, staged
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion
 from agentrl.orchestrator.ledger import Ledger
@@ -77,7 +77,7 @@ class CheckpointWriter:
             ) from error
         except OSError as error:
             raise StorageError(
-                f"checkpoint {target}: {error.strerror or error}; free space and resume the run"
+                f"checkpoint {target}: {error.strerror or error}; {remedy(error)}, then start again with --resume"
             ) from error
         return target
 

@@ -18,7 +18,7 @@ import numpy as np
 from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.ports import SamplingParams
 from agentrl.core.records import Completion, Message, PolicyVersion, ToolSpec, TrajectoryHeader, Turn
-from agentrl.environment.base import Agent, LimitReachedError
+from agentrl.environment.base import Agent, LimitReachedError, valid_unicode
 from agentrl.journal.entries import RewardEntry, Span, TurnEntry, asked_hash
 from agentrl.rollout.conversation import Conversation
 from agentrl.rollout.recorded_words import shortened
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from agentrl.rollout.calls import Call
     from agentrl.rollout.episode import LiveEpisode
 
+LARGEST_REWARD = 1e30
+"""Either way: what is computed from rewards must fit a 32-bit float."""
 CHARACTERS_PER_TOKEN = 64
 """Longer messages are not even tokenised: no tokenizer packs more text than this into a token."""
 
@@ -81,12 +83,7 @@ class LiveAgent(Agent):
             raise LimitReachedError(
                 f"agent {self.seat!r} has used its {limits.max_turns} turns", stop_reason="max_turns"
             )
-        messages, self._pending = (*self._pending, *messages), ()
-        for message in messages:
-            if not isinstance(message, Message):
-                raise EnvironmentDefinitionError(
-                    f"act() and restart() take messages, such as agentrl.user('…'), not {type(message).__name__}"
-                )
+        messages, self._pending = tuple(map(_valid, (*self._pending, *messages))), ()
         if sum(len(message.content) for message in messages) > CHARACTERS_PER_TOKEN * limits.max_context:
             self._full(sum(len(message.content) for message in messages) // CHARACTERS_PER_TOKEN)
         sampling = self._sampling(max_tokens)
@@ -244,9 +241,23 @@ def finite_reward(value: object, where: str) -> float:
     if isinstance(value, str) or not isinstance(value, Real | np.generic):
         raise RewardError(f"{where}: the reward is {value!r} ({type(value).__name__}); it must be a finite number")
     number = float(value)
-    if not math.isfinite(number):
-        raise RewardError(f"{where}: the reward is {number}; it must be finite")
+    if not abs(number) <= LARGEST_REWARD:  # NaN is not, either
+        raise RewardError(f"{where}: the reward is {number}; it must be finite, and no larger than {LARGEST_REWARD:g}")
     return number
+
+
+def _valid(message: object) -> Message:
+    """A message whose text any tokenizer and database can take.
+
+    Raises:
+        EnvironmentDefinitionError: it is none.
+    """
+    if not isinstance(message, Message):
+        raise EnvironmentDefinitionError(
+            f"act() and restart() take messages, such as agentrl.user('…'), not {type(message).__name__}"
+        )
+    content = message.content if message.content.isascii() else valid_unicode(message.content)
+    return message if content == message.content else dataclasses.replace(message, content=content)
 
 
 def _age(version: PolicyVersion) -> tuple[int, int]:

@@ -165,6 +165,13 @@ class ReplayOrder:
         """Whether something recorded on a branch, or on branches it started, is still to come."""
         return any(_is_under(call_id, path) for call_id in self._left)
 
+    def after(self, path: str, number: int) -> str | None:
+        """The next recorded call of a branch beyond a number of its calls, where one is still to come."""
+        if not self._queue:
+            return None
+        calls = (call_id.rpartition("#") for call_id in self._queue)
+        return next((f"{own}#{n}" for own, _, n in calls if own == path and int(n) > number), None)
+
     def enter(self, branch: Branch) -> None:
         """A branch begins."""
         self._open.add(branch)

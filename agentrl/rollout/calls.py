@@ -243,6 +243,7 @@ class CallJournal:
 
         Raises:
             UnstructuredConcurrencyError: the episode has ended, and its journal is another's to continue.
+            ReplayMismatchError: the journal has a hole where this entry belongs.
             EngineError: the engine has failed under the episode.
         """
         if self._ended:
@@ -251,6 +252,10 @@ class CallJournal:
             raise self.failure  # what comes of an engine's failure is no part of the episode
         if self._cancelled:
             self.settle()
+        later = None if call.branch is None else self._order.after(call.branch.path, call.number)
+        if later is not None and not isinstance(body, CancelEntry):
+            then = f"the journal holds call {later} of the same branch and not this one before it: entries are missing"
+            self.mismatch(call.call_id, then, "the code now makes it")
         entry = JournalEntry(self._episode_id, self._attempt, call.call_id, call.asked, encode_body(body))
         self._log.append(entry)
         self._count(entry)
@@ -263,6 +268,8 @@ class CallJournal:
         call = self._aside(BEGIN)
         begin = self.recall(call, Begin)
         if begin is None:
+            if self.written:
+                self.mismatch(BEGIN, "the journal holds entries of this attempt and not its beginning", "it is missing")
             begin = made
             self.write(call, made)
         self.code_hash, self.code_hash_then = made.code_hash, begin.code_hash

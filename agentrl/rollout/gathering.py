@@ -18,6 +18,7 @@ from agentrl.core import ids
 from agentrl.core.errors import ReplayMismatchError
 from agentrl.journal.entries import OrderEntry
 from agentrl.rollout.branches import current_branch
+from agentrl.rollout.endings import of_the_episode
 
 if TYPE_CHECKING:
     from agentrl.rollout.branches import Branch
@@ -110,10 +111,11 @@ class _Gathering:
             return value
         except asyncio.CancelledError:
             raise
-        except BaseException as error:
+        except BaseException as raised:  # noqa: BLE001 - foreign code: raised again below
+            error = of_the_episode(raised)
             if self.error is None:
                 self.error = error
-            raise
+            raise error  # noqa: B904 - it is the same one, or has it as its cause
         finally:
             self._journal.leave(own)
             if not any(branch.is_open for branch in self._branches) or (self.error and not self._is_ending):

@@ -32,6 +32,7 @@ from agentrl.journal.entries import Begin, JournalEntry
 from agentrl.journal.port import JournalStore, TurnLog
 from agentrl.rollout.calls import CallJournal
 from agentrl.rollout.context import LiveContext
+from agentrl.rollout.endings import end_if_forked, of_the_episode
 from agentrl.rollout.episode import LiveEpisode, RolloutSettings, Services
 from agentrl.rollout.parking import Parking
 from agentrl.rollout.partials import EpisodePartials
@@ -241,14 +242,16 @@ async def _program(environment: type[Environment], context: LiveContext) -> None
     journal = context.episode.journal
     try:
         await environment().run(context)
-    except (Exception, asyncio.CancelledError) as error:
+        end_if_forked()
+    except BaseException as error:
+        end_if_forked()
         task = asyncio.current_task()
         if journal.failure is None and isinstance(error, asyncio.CancelledError) and task and not task.cancelling():
             raise EpisodeError(
                 "run() raised CancelledError, and nobody had cancelled it", reason="environment_error"
             ) from error
-        if journal.failure is None:
-            raise
+        if journal.failure is None or isinstance(error, KeyboardInterrupt | GeneratorExit):
+            raise of_the_episode(error)  # noqa: B904 - it is the same one, or has it as its cause
     if journal.failure is not None:
         raise journal.failure
 

@@ -208,7 +208,7 @@ class RecordingTrainer:
             return WeightsRef(version=version, path=f"weights/{version.policy}/{name}", kind="full", sha256=sha256)
         target = self._root / version.policy / name
         try:
-            with staged(target, disk=self._disk) as staging:
+            with staged(target, disk=self._disk, depth=2) as staging:
                 self._disk.write(staging / TRAINED_FILE, self._weights_of(version.policy))
                 place(staging, target, disk=self._disk, unless_same=TRAINED_FILE)
         except FileExistsError as error:

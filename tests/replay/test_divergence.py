@@ -9,7 +9,7 @@ import pytest
 
 import agentrl
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import ReplayMismatchError
+from agentrl.core.errors import EpisodeError, ReplayMismatchError
 from agentrl.core.ports import SamplingParams
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
@@ -91,12 +91,12 @@ def test_without_a_change_of_code_it_is_nondeterminism() -> None:
 
 
 def test_calls_the_code_no_longer_makes_are_named() -> None:
-    whole = Stage(environment=Edited).play()
     Edited.version = "short"
-    more = [*whole.entries[:2], JournalEntry("e0", 0, "r#9", b"", encode_body(PatchEntry("x")))]
+    whole = Stage(environment=Edited).play()
+    more = [*whole.entries, JournalEntry("e0", 0, "r#2", b"", encode_body(PatchEntry("x")))]
     error = Stage(environment=Edited).play(more).error
     assert error is not None
-    assert "call r#9: the journal holds a PatchEntry, the code now makes no such call" in str(error)
+    assert "call r#2: the journal holds a PatchEntry, the code now makes no such call" in str(error)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
@@ -198,3 +198,62 @@ def test_a_lost_resource_begins_the_episode_again_but_not_for_ever() -> None:
     last: Any = asyncio.run(resumed(Pinned, entries, "try", attempt=MAX_ATTEMPTS - 1))
     assert last[0].drop_reason == "resource_lost"
     assert "is pinned and died with its process" in last[2]
+
+
+class Two(agentrl.Environment):
+    """Two effects and two turns; what is asked does not depend on what came before."""
+
+    seats = ("agent",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("agent")
+        for number in range(2):
+            await ctx.effect("count", lambda number=number: number)
+            await agent.act(agentrl.user("hello"))
+        agent.reward(1.0)
+
+
+def test_entries_without_their_beginning_are_no_episode() -> None:
+    whole = Stage(environment=Two).play().entries
+    again = Stage(environment=Two).play(whole[1:])
+    assert isinstance(again.error, ReplayMismatchError)
+    assert "call begin: the journal holds entries of this attempt and not its beginning" in str(again.error)
+    assert again.entries == whole[1:]
+
+
+@pytest.mark.parametrize("missing", range(1, 4))
+def test_a_hole_in_the_journal_is_named_and_nothing_is_filled_in(missing: int) -> None:
+    whole = Stage(environment=Two).play().entries
+    left = [entry for number, entry in enumerate(whole) if number != missing]
+    again = Stage(environment=Two).play(left)
+    assert isinstance(again.error, ReplayMismatchError)
+    later = whole[missing + 1].call_id
+    assert f"call {whole[missing].call_id}: the journal holds call {later} of the same branch" in str(again.error)
+    assert "entries are missing" in str(again.error)
+    assert again.entries == left
+
+
+def test_a_call_without_an_entry_is_no_hole() -> None:
+    whole = Stage(environment=Forgiving).play()
+    assert whole.header is not None
+    for cut in range(1, len(whole.entries)):
+        again = Stage(environment=Forgiving).play(whole.entries[:cut])
+        assert again.transcript == whole.transcript
+
+
+class Forgiving(agentrl.Environment):
+    """An effect that cannot be journaled, and a tool that asks the policy."""
+
+    seats = ("agent",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("agent")
+        for _ in range(2):
+            with pytest.raises(EpisodeError, match="cannot be journaled"):
+                await ctx.effect("odd", object)
+
+            async def ask() -> str:
+                return (await agent.act(agentrl.user("hello"))).text
+
+            await ctx.call_tool("ask", {}, ask, external=False, timeout_s=None)
+        agent.reward(1.0)

@@ -15,6 +15,7 @@ from agentrl.cli import probes
 from agentrl.cli.main import main
 from agentrl.cli.scaffold import write_environment
 from agentrl.cli.scaffold_files import FILES
+from agentrl.cluster.session import check_answers
 from agentrl.core.errors import InputError, StorageError
 
 
@@ -129,3 +130,22 @@ def test_python_without_docstrings_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     flags = type("Flags", (), {"optimize": 2})
     monkeypatch.setattr(sys, "flags", flags)
     assert probes.python()[0].level == "missing"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://localhost:1", "127.0.0.1:999999", "[::1]:9"])
+def test_a_ray_that_does_not_answer_is_refused_at_once(address: str) -> None:
+    with pytest.raises(InputError, match="no Ray answers there"):
+        check_answers(address)
+
+
+@pytest.mark.parametrize("address", ["auto", "local", ""])
+def test_what_only_ray_understands_is_left_to_ray(address: str) -> None:
+    check_answers(address)
+
+
+def test_a_descriptor_that_was_closed_under_us_is_no_bug_of_ours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.cli.training.demo", _fails(OSError(errno.EBADF, os.strerror(errno.EBADF))))
+    assert main(["demo"]) == 1
+    assert capsys.readouterr().err.startswith("agentrl: a file or connection of this process was closed under it")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from agentrl.core.files import LOCAL, Disk, place, remove_leftovers, staged
+from agentrl.core.files import LOCAL, Disk, place, remedy, remove_leftovers, staged
 from agentrl.orchestrator.retention import versions_in
 from agentrl.testing import Fault, SimDisk, SimulatedCrashError
 
@@ -22,7 +23,7 @@ def disk_and_root(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Disk,
 
 
 def build(disk: Disk, target: Path, content: bytes, *, unless_same: str | None = None) -> None:
-    with staged(target, disk=disk) as staging:
+    with staged(target, disk=disk, depth=2) as staging:
         disk.make_directory(staging / "policy")
         disk.write(staging / "policy" / "weights", content)
         disk.write(staging / "state", b"1")
@@ -131,3 +132,23 @@ def test_faults_happen_where_they_are_planned() -> None:
         with pytest.raises(SimulatedCrashError):
             disk.sync(Path("/"))
     assert disk.operations == 4
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_run_directory_that_was_moved_away_does_not_come_back(tmp_path: Path, depth: int) -> None:
+    target = tmp_path / "run" / ("checkpoints" if depth == 1 else "versions/policy") / "0.1"
+    with pytest.raises(FileNotFoundError), staged(target, depth=depth):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run").mkdir()
+    with staged(target, depth=depth) as staging:
+        place(staging, target)
+    assert target.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(errno.ENOSPC, "free space"), (errno.EMFILE, "open files"), (errno.EROFS, "writable"), (errno.EIO, "mend")],
+)
+def test_what_to_do_depends_on_what_was_refused(number: int, told: str) -> None:
+    assert told in remedy(OSError(number, os.strerror(number)))

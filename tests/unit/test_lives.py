@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
+import signal
 import sqlite3
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +20,7 @@ from agentrl.app.parts import Adapters
 from agentrl.app.training import Run, run_training
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import RunDirectoryError, TrainerLostError
+from agentrl.core.errors import InputError, JournalError, RunDirectoryError, StorageError, TrainerLostError
 from agentrl.core.ports import Engine
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
@@ -31,8 +35,11 @@ class NoWaiting(SystemClock):
 
     def __init__(self) -> None:
         self.waits: list[float] = []
+        self.sleeps: Callable[[], object] = lambda: None
+        """Called whenever somebody does."""
 
     async def sleep(self, seconds: float) -> None:
+        self.sleeps()
         self.waits += [seconds] if seconds >= 1 else []
         await asyncio.sleep(0)
 
@@ -45,6 +52,8 @@ class Lives:
     """Of each life, the step at which its trainer is lost; 0: it is lost when it starts."""
     trainers: list[RecordingTrainer] = field(default_factory=list)
     clock: NoWaiting = field(default_factory=NoWaiting)
+    starting: Callable[[], object] = lambda: None
+    """Called before an engine is made."""
 
     def trainer(self, config: RunConfig, directory: Path) -> RecordingTrainer:
         step = self.losses[len(self.trainers)] if len(self.trainers) < len(self.losses) else -1
@@ -56,6 +65,8 @@ class Lives:
     async def engine(
         self, config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None]
     ) -> Engine:
+        self.starting()
+        await asyncio.sleep(0)
         return ScriptedEngine(guess, versions=versions)
 
     def run(
@@ -172,3 +183,100 @@ def test_a_run_killed_before_its_journal_was_made_can_be_resumed_or_made_again(t
     with pytest.raises(RunDirectoryError, match="exists"):
         RunDirectory.create(tmp_path / "a", "{}")
     assert Lives([]).run(tmp_path / "b").summary["steps"] == 6
+
+
+def test_of_two_starts_at_once_one_makes_the_run_and_the_other_touches_nothing(tmp_path: Path) -> None:
+    made: list[str] = []
+    refused: list[RunDirectoryError] = []
+    together = threading.Barrier(8)
+
+    def start(number: int) -> None:
+        together.wait()
+        try:
+            RunDirectory.create(tmp_path / "run", json.dumps({"number": number}))
+            made.append(json.dumps({"number": number}))
+        except RunDirectoryError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert len(refused) == 7
+    assert (tmp_path / "run/config.json").read_text() == made[0]
+
+
+def test_a_run_refused_because_another_process_writes_it_leaves_it_alone(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path / "run", "{}")
+    directory.forget_if_refused(RunDirectoryError, RunDirectoryError("process 7 is writing this run"), None)
+    assert (tmp_path / "run/config.json").exists()
+    directory.forget_if_refused(InputError, InputError("no such model"), None)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("what", ["checkpoints", "journal"])
+def test_a_checkpoint_and_a_journal_of_two_runs_are_not_put_together(tmp_path: Path, what: str) -> None:
+    for name, seed in (("one", 0), ("other", 1)):
+        (tmp_path / name).mkdir()
+        Lives([5] * seed).run(tmp_path / name)
+    shutil.rmtree(tmp_path / "one/run" / what)
+    shutil.copytree(tmp_path / "other/run" / what, tmp_path / "one/run" / what)
+    before = {path: path.read_bytes() for path in (tmp_path / "one/run/checkpoints").rglob("*") if path.is_file()}
+    with pytest.raises(
+        StorageError, match="which the run's journal knows nothing of: checkpoint or journal is another"
+    ):
+        Lives([]).run(tmp_path / "one", resume=True)
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        lives = Lives([])
+        lives.clock.sleeps = lambda: os.kill(os.getpid(), signal.SIGHUP)
+        assert not lives.run(tmp_path).interrupted
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("when", ["starting", "running"])
+def test_a_signal_ends_a_run_and_all_it_has_started(tmp_path: Path, number: signal.Signals, when: str) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    lives = Lives([])
+    if when == "running":
+        lives.clock.sleeps = lambda: os.kill(os.getpid(), number)
+        assert lives.run(tmp_path).interrupted
+    else:
+        lives.starting = lambda: os.kill(os.getpid(), number)
+        with pytest.raises(KeyboardInterrupt):
+            lives.run(tmp_path)
+    signal.signal(signal.SIGHUP, before)
+    assert [trainer.closed for trainer in lives.trainers] == [True]
+    assert Lives([]).run(tmp_path, resume=True).summary["steps"] == 6 - len(lives.trainers[0].batches)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        ("DELETE FROM step_units WHERE step = 1", "of the units that step 1 of guesser .* records are missing"),
+        ("DELETE FROM step_units WHERE step = 1 AND position = 3", "of the units that step 1 of guesser"),
+        ("UPDATE trajectories SET reward = 1.0", "control.db: .* a record in `trajectories` does not match"),
+        ("", "turns-0.db is missing, and .* committed episodes lie in it; put it back"),
+    ],
+)
+def test_a_hole_in_the_journal_stops_a_run_that_would_go_on_from_it(tmp_path: Path, damage: str, told: str) -> None:
+    Lives([]).run(tmp_path)
+    journal = tmp_path / "run/journal"
+    if damage:
+        connection = sqlite3.connect(journal / "control.db")
+        connection.execute(damage)
+        connection.commit()
+        connection.close()
+    else:
+        (journal / "turns-0.db").unlink()
+    with pytest.raises(JournalError, match=told):
+        Lives([]).run(tmp_path, resume=True)
+    assert (journal / "turns-0.db").exists() == bool(damage)

@@ -1,0 +1,242 @@
+"""Environments that would end the process, or change it for everybody: they cost their own episodes, by name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sqlite3
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+import agentrl
+from agentrl.app.parts import Adapters
+from agentrl.app.training import Run, run_training
+from agentrl.core.errors import EnvironmentDefinitionError, StorageError
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.environment.registry import as_environment
+from agentrl.journal.store import SqliteJournal
+from agentrl.rollout.plain_format import PlainFormat
+from agentrl.testing import RecordingTrainer
+from tests.sim.small_run import TASKS, config_for, guess
+
+
+class BareError(BaseException):
+    """Nothing of Python's own, and no `Exception`."""
+
+
+async def _exit_in_a_branch(ctx: agentrl.EpisodeContext) -> None:
+    async def leave() -> None:
+        sys.exit(3)
+
+    await ctx.gather(leave(), ctx.sleep(0.0))
+
+
+async def _leave_in_a_thread(ctx: agentrl.EpisodeContext) -> None:
+    await ctx.effect("leave", lambda: asyncio.to_thread(os._exit, 3))
+
+
+async def _exit(ctx: agentrl.EpisodeContext) -> None:
+    sys.exit(3)
+
+
+async def _leave(ctx: agentrl.EpisodeContext) -> None:
+    os._exit(3)
+
+
+async def _bare(ctx: agentrl.EpisodeContext) -> None:
+    raise BareError("\x1b[2J no")
+
+
+class Hostile(agentrl.Environment):
+    """Answers once, then does what a test wants it to, on the tasks of the digit 5."""
+
+    seats = ("guesser",)
+    act: ClassVar[Callable[[agentrl.EpisodeContext], object]]
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        guesser = ctx.agent("guesser")
+        turn = await guesser.act(agentrl.user("Guess a digit."))
+        if ctx.task.data["digit"] == "5":
+            await type(self).act(ctx)  # type: ignore[misc]
+        guesser.reward(float(turn.text.strip(".") == ctx.task.data["digit"]))
+
+
+def play(directory: Path | str, act: Callable[[agentrl.EpisodeContext], object], *, resume: bool = False) -> Run:
+    async def engine(config: object, versions: object, tell: object) -> ScriptedEngine:
+        return ScriptedEngine(guess, versions=versions)  # type: ignore[arg-type]
+
+    environment = type("Evil", (Hostile,), {"act": staticmethod(act)})
+    config = config_for(steps=6, name="run", directory=str(directory), checkpoint={"every": 1})
+    adapters = Adapters(
+        engine=engine,
+        trainer=lambda config, directory: RecordingTrainer(["guesser"]),
+        chat_format=lambda config: PlainFormat(),
+    )
+    return asyncio.run(run_training(config, environment, tasks=TASKS, quiet=True, adapters=adapters, resume=resume))
+
+
+def dropped(directory: Path) -> dict[str, str]:
+    """Reasons and details of the run's dropped episodes."""
+    connection = sqlite3.connect(directory / "run/journal/control.db")
+    rows = connection.execute("SELECT drop_reason, detail FROM episodes WHERE drop_reason IS NOT NULL").fetchall()
+    connection.close()
+    return {reason: detail for reason, detail in rows if reason != "run_ended"}
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (_exit, "run() raised SystemExit: 3 at "),
+        (_exit_in_a_branch, "run() raised SystemExit: 3 at "),
+        (_bare, "run() raised BareError: \x1b[2J no at "),
+        (_leave, "os._exit(3) was called at "),
+        (_leave_in_a_thread, "os._exit(3) was called at "),
+    ],
+)
+def test_what_would_end_the_process_ends_the_episode(
+    tmp_path: Path, act: Callable[[agentrl.EpisodeContext], object], told: str
+) -> None:
+    leave = os._exit
+    assert play(tmp_path, act).summary["steps"] == 6
+    found = dropped(tmp_path)
+    assert list(found) == ["environment_error"]
+    assert told in found["environment_error"]
+    assert os._exit is leave
+
+
+def test_a_forked_child_ends_as_it_asks_to(tmp_path: Path) -> None:
+    ended = []
+
+    async def fork(ctx: agentrl.EpisodeContext) -> None:
+        child = os.fork()
+        if child == 0:
+            os._exit(7)
+        ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))  # noqa: ASYNC222 - it has ended
+
+    assert play(tmp_path, fork).summary["steps"] == 6
+    assert set(ended) == {7}
+    assert dropped(tmp_path) == {}
+
+
+def test_a_working_directory_that_changes_takes_no_file_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    async def move(ctx: agentrl.EpisodeContext) -> None:
+        os.chdir(tmp_path / "elsewhere")
+
+    run = play("runs", move)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert run.path == Path("runs/run")
+    assert len(list((tmp_path / run.path / "checkpoints").iterdir())) > 1
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
+def test_a_run_directory_that_goes_away_under_its_run_ends_it(tmp_path: Path, how: str) -> None:
+    run = tmp_path / "run"
+
+    async def take_away(ctx: agentrl.EpisodeContext) -> None:
+        if not run.exists():
+            return
+        if how == "removed":
+            shutil.rmtree(run)
+            return
+        run.rename(tmp_path / "kept")
+        if how == "replaced":
+            shutil.copytree(tmp_path / "kept", run)
+
+    with pytest.raises(StorageError, match="moved, removed or replaced while it was written to"):
+        play(tmp_path, take_away)
+    if how == "moved":
+        (tmp_path / "kept").rename(run)
+        assert play(tmp_path, lambda ctx: ctx.sleep(0.0), resume=True).metrics[-1]["step"] == 6
+
+
+def test_ctrl_c_twice_ends_a_run_whose_loop_is_blocked(tmp_path: Path) -> None:
+    async def block(ctx: agentrl.EpisodeContext) -> None:
+        while True:
+            time.sleep(0.05)  # noqa: ASYNC251 - as an environment should not
+
+    child = os.fork()
+    if child == 0:
+
+        def press() -> None:
+            for _ in range(2):
+                time.sleep(1.0)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=press, daemon=True).start()
+        play(tmp_path, block)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), None, "low"])
+def test_an_illegal_reward_nothing_can_be_below_or_above_is_refused(value: object) -> None:
+    class Lake(agentrl.GymEnvironment):
+        illegal_reward: ClassVar[float] = value  # type: ignore[assignment]
+        make = render = parse = lambda self, *arguments: None  # type: ignore[assignment]
+
+    with pytest.raises(EnvironmentDefinitionError, match=r"illegal_reward is .*; it must be a finite number"):
+        as_environment(Lake, where="lake")
+
+
+def test_a_forked_child_that_comes_back_from_run_ends_and_its_parent_goes_on(tmp_path: Path) -> None:
+    children: list[int] = []
+
+    async def fork(ctx: agentrl.EpisodeContext) -> None:
+        child = os.fork()
+        if child == 0:
+            raise ValueError("in the child")
+        children.append(child)
+
+    assert play(tmp_path, fork).summary["steps"] == 6
+    assert {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children} == {1}
+    assert dropped(tmp_path) == {}
+
+
+def test_a_forked_child_that_stays_does_not_keep_the_run(tmp_path: Path) -> None:
+    directory = tmp_path / "journal"
+    store = SqliteJournal(directory)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    asyncio.run(store.close())
+    asyncio.run(SqliteJournal(directory).close())
+    os.close(writing)
+    os.waitpid(child, 0)
+
+
+def test_a_clock_that_an_environment_replaces_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def patch(ctx: agentrl.EpisodeContext) -> None:
+        monkeypatch.setattr(time, "time", lambda: float("nan"))
+
+    assert play(tmp_path, patch).summary["steps"] == 6
+
+
+def test_text_no_database_can_hold_reaches_the_policy_without_it(tmp_path: Path) -> None:
+    async def say(ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("guesser").act(agentrl.user("a file called \ud800\x1b[2J"))
+
+    assert play(tmp_path, say).summary["steps"] == 6
+    assert dropped(tmp_path) == {}
+
+
+@pytest.mark.parametrize("value", [1e308, -1e31, float("nan"), float("inf")])
+def test_rewards_nothing_can_be_computed_from_are_refused(tmp_path: Path, value: float) -> None:
+    async def reward(ctx: agentrl.EpisodeContext) -> None:
+        ctx.agent("guesser").reward(value)
+
+    assert play(tmp_path, reward).summary["steps"] == 6
+    assert "it must be finite, and no larger than 1e+30" in dropped(tmp_path)["bad_reward"]

@@ -1,0 +1,220 @@
+"""Objects in processes of their own: their crashes are errors of a call, and they leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentrl
+from agentrl.core.errors import EffectError, EnvironmentDefinitionError
+from agentrl.core.records import Task
+from agentrl.environment.isolated import IsolatedError, IsolatedObject, isolated
+
+
+class Game:
+    """Does whatever it is told."""
+
+    def __init__(self, start: int = 0) -> None:
+        if start < 0:
+            raise ValueError("below zero")
+        self.value = start
+
+    def add(self, number: int) -> int:
+        self.value += number
+        return self.value
+
+    def process(self) -> int:
+        return os.getpid()
+
+    def draws(self) -> list[float]:
+        import numpy as np
+
+        return [random.random(), float(np.random.random())]
+
+    def end(self, how: str) -> object:
+        match how:
+            case "exit":
+                os._exit(3)
+            case "abort":
+                os.abort()
+            case "sys.exit":
+                sys.exit(3)
+            case "raise":
+                raise ValueError("no \ud800")
+            case "odd":
+                return object()
+            case "memory":
+                return len(bytearray(1 << 34))
+            case "forever":
+                while True:
+                    pass
+            case "closed":
+                os.closerange(0, 100)
+        return "alive"
+
+    def fork(self) -> int:
+        child = os.fork()
+        if child == 0:
+            time.sleep(3600)
+        return child
+
+
+def ask(make: Callable[[], IsolatedObject], play: Callable[[Any], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        return await play(make())
+
+    return asyncio.run(main())
+
+
+def is_gone(process: int) -> bool:
+    """Within five seconds; a zombie is gone."""
+    for _ in range(500):
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_it_answers_from_a_process_of_its_own() -> None:
+    async def play(game: Any) -> None:
+        assert await game.process() != os.getpid()
+        assert [await game.add(2), await game.add(3)] == [12, 15]
+
+    ask(isolated(Game, 10), play)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("exit", r"^the process of Game ended: exit code 3, in Game\.end$"),
+        ("abort", r"killed by SIGABRT, in Game\.end"),
+        ("forever", r"it took longer than 0\.5 s and was killed, in Game\.end"),
+        ("closed", r"the process of Game ended: .*, in Game\.end"),
+    ],
+)
+def test_the_end_of_its_process_is_an_error_of_the_call(how: str, told: str) -> None:
+    async def play(game: Any) -> int:
+        process: int = await game.process()
+        with pytest.raises(IsolatedError, match=told):
+            await game.end(how)
+        with pytest.raises(IsolatedError, match="the process of Game is gone"):
+            await game.add(1)
+        return process
+
+    assert is_gone(ask(isolated(Game, timeout_s=0.5 if how == "forever" else 30.0), play))
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "told"),
+    [
+        ("raise", "ValueError", "no "),
+        ("sys.exit", "SystemExit", "3"),
+        ("odd", "TypeError", "object"),
+        ("memory", "MemoryError", "^$"),
+    ],
+)
+def test_what_it_raises_is_raised_under_its_name_and_it_goes_on(how: str, kind: str, told: str) -> None:
+    async def play(game: Any) -> None:
+        with pytest.raises(IsolatedError, match=told) as caught:
+            await game.end(how)
+        assert type(caught.value).__name__ == kind
+        assert await game.add(1) == 1
+        with pytest.raises(IsolatedError, match="no attribute 'nothing'"):
+            await game.nothing()
+
+    ask(isolated(Game, memory_bytes=1 << 32), play)
+
+
+def test_a_factory_that_raises_says_so_once_and_then_again() -> None:
+    async def play(game: Any) -> None:
+        with pytest.raises(IsolatedError, match="below zero"):
+            await game.add(1)
+        with pytest.raises(IsolatedError, match="is gone: Game raised ValueError: below zero"):
+            await game.add(1)
+
+    ask(isolated(Game, -1), play)
+
+
+def test_it_ends_with_its_object_and_what_it_forked_with_it() -> None:
+    async def play(game: Any) -> list[int]:
+        return [await game.process(), await game.fork()]
+
+    processes = ask(isolated(Game), play)
+    gc.collect()
+    assert all(map(is_gone, processes))
+
+
+def test_it_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
+    script = (
+        "import asyncio, os, signal, sys\n"
+        "from agentrl.environment.isolated import isolated\n"
+        "from tests.unit.test_isolated import Game\n"
+        "async def main():\n"
+        "    game = isolated(Game)()\n"
+        "    print(await game.process(), await game.fork(), flush=True)\n"
+        "    asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGKILL)\n"
+        "    await game.end('forever')\n"
+        "asyncio.run(main())\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert all(map(is_gone, map(int, ended.stdout.split())))
+
+
+def test_its_draws_are_those_of_the_resource() -> None:
+    def drawn(seed: int) -> Any:
+        random.seed(seed)
+        return ask(isolated(Game), lambda game: game.draws())
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+@pytest.mark.parametrize("factory", [lambda: Game(), Game().add.__call__])
+def test_a_factory_that_no_other_process_can_name_is_refused(factory: Callable[..., Any]) -> None:
+    with pytest.raises(EnvironmentDefinitionError, match="top level of a module"):
+        isolated(factory)
+
+
+class Played(agentrl.Environment):
+    """Plays a game that crashes now and then."""
+
+    seats = ("player",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        game = ctx.resource(isolated(Game, 1), level="replay")
+        player = ctx.agent("player")
+        for _ in range(3):
+            await player.act(agentrl.user(str([await game.call("add", 2), await game.call("draws")])))
+        with pytest.raises(EffectError, match="exit code 3"):
+            await game.call("end", "exit")
+        player.reward(1.0)
+
+
+def test_an_environment_with_such_a_resource_comes_back_by_replay() -> None:
+    tasks = [Task(id=f"{number}", data={}) for number in range(2)]
+    report = agentrl.check_environment(Played, tasks=tasks, episodes=2)
+    assert report.passed, report.text
+    assert report.resume_class == "replay"
+    assert report.resumptions > 10
