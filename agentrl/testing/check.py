@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import random
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,21 +19,19 @@ from typing import Any
 import msgspec
 
 from agentrl.core.errors import AgentRLError
-from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import EpisodeSpec, PolicyVersion, SeatBinding, Task
-from agentrl.core.rng import stream
+from agentrl.core.records import EpisodeSpec, SeatBinding, Task
 from agentrl.engines.scripted import Script
 from agentrl.environment.base import Environment, ResourceLevel, described
 from agentrl.environment.registry import name_of, resolve
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.journal.entries import EffectEntry, JournalEntry, ResourceEntry, ToolEntry, TurnEntry, ValueEntry
 from agentrl.observe.blocked import watch_loop
-from agentrl.rollout.plain_format import STOP_TOKEN
 from agentrl.rollout.recorded_words import REMEDY, shortened
 from agentrl.testing.execution import POLICY, RESOURCE_LOST, Executed, execute
 from agentrl.testing.format_check import TASKS as FORMAT_TASKS
 from agentrl.testing.format_check import Outcome, format_findings
 from agentrl.testing.outside import seen_outside
+from agentrl.testing.random_policy import random_policy
 from agentrl.testing.sim import simulate
 from agentrl.testing.suspects import suspects
 
@@ -142,7 +139,7 @@ def replay_always(
     """
     report = EnvironmentReport(environment=environment if isinstance(environment, str) else environment.__qualname__)
     found = resolve(environment)
-    script = _random_policy(found)
+    script = random_policy(found)
     chosen = list(tasks) if tasks is not None else _tasks(found, episodes, report)
     for number, task in enumerate(chosen[:episodes]):
         spec = _spec(found, task, number, 0)
@@ -173,7 +170,7 @@ def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: i
         return Outcome(reward=outcome.header.reward or 0.0, broken=sums["broken turns"] > 0)
 
     has_tools = issubclass(environment, ToolEnvironment)
-    report.findings += format_findings(play, tasks, _random_policy(environment), has_tools=has_tools)
+    report.findings += format_findings(play, tasks, random_policy(environment), has_tools=has_tools)
 
 
 def _tasks(environment: type[Environment], count: int, report: EnvironmentReport) -> list[Task]:
@@ -212,7 +209,7 @@ async def _check_episode(
     told: list[str],
 ) -> None:
     spec = _spec(environment, task, number, seed)
-    script = _random_policy(environment)
+    script = random_policy(environment)
     with watch_loop(told.append, repeated_s=REPEATED_S), seen_outside() as reached:
         first = await execute(environment, spec, script)
     report.findings += [f"task {task.id!r}: {text}" for text in reached]
@@ -323,44 +320,3 @@ def _cuts(entries: int) -> list[int]:
     if entries <= MAX_CUTS:
         return list(range(1, entries + 1))
     return sorted({round(index * entries / MAX_CUTS) for index in range(1, MAX_CUTS + 1)})
-
-
-def _random_policy(environment: type[Environment]) -> Script:
-    """Calls tools with arguments that fit their schema, or says something short."""
-    tools = list(environment.tool_table().values()) if issubclass(environment, ToolEnvironment) else []
-
-    def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
-        draw = stream("check", request.seed)
-        text = draw.choice(["yes", "no", "0", "1", "2", "[0]", "left", "a", "hello world"])
-        if tools and draw.random() < 0.7:
-            spec = draw.choice(tools).spec
-            schemas = spec.parameters.get("properties", {})
-            arguments = {name: _value(schema, draw) for name, schema in schemas.items()}
-            call = msgspec.json.encode({"name": spec.name, "arguments": arguments}).decode()
-            text = f"<tool_call>{call}</tool_call>"
-        return [*text.encode(), STOP_TOKEN]
-
-    return script
-
-
-def _value(schema: dict[str, Any], draw: random.Random) -> Any:
-    if "enum" in schema:
-        return draw.choice(schema["enum"])
-    if "const" in schema:
-        return schema["const"]
-    if "anyOf" in schema:
-        return _value(draw.choice(schema["anyOf"]), draw)
-    match schema.get("type"):
-        case "integer":
-            return draw.randint(0, 99)
-        case "number":
-            return float(draw.randint(0, 99))
-        case "boolean":
-            return draw.random() < 0.5
-        case "array":
-            return [_value(schema.get("items", {}), draw) for _ in range(2)]
-        case "object":
-            return {name: _value(inner, draw) for name, inner in schema.get("properties", {}).items()}
-        case "null":
-            return None
-    return draw.choice(["a", "b", "some text"])

@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import os
+from typing import ClassVar
 
 import pytest
 
+import agentrl
 from agentrl.core.errors import StorageError
 from agentrl.testing import CrashScenario, Fault, crash_everywhere, crash_test
 from agentrl.testing.crash_oracle import compared, finished
 from tests.sim.crash_cases import MUTANTS, FailingEngine, Talk
 
 pytestmark = pytest.mark.sim
+
+
+class Total(agentrl.ToolEnvironment):
+    """Adds up what a tool is given; its tasks say where to begin."""
+
+    called: ClassVar[set[str]] = set()
+
+    def prompt(self, task: agentrl.Task) -> str:
+        self.total = int(task.data["start"])
+        return "Add numbers. " * 60
+
+    @agentrl.tool
+    def add_to_the_running_total_of_this_episode(self, number: int) -> int:
+        """Add a number."""
+        self.total += number
+        return self.total
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        Total.called |= {task.id for turn in episode.turns if turn.tool_calls}
+        return self.total / 1000
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        return [agentrl.Task(id=f"{start}", data={"start": start}) for start in range(100)]
+
 
 EVERY_POINT = "AGENTRL_SIM_SEEDS" in os.environ
 SHARE = 1 if EVERY_POINT else 12
@@ -24,6 +51,13 @@ def test_a_run_that_dies_at_any_operation_goes_on_as_promised() -> None:
     assert {name.split()[0] for name in report.operations} == {"commit", "make", "remove", "rename", "sync", "write"}
     assert report.crashes > 4 * len(report.operations) // SHARE
     assert not report.violations, report
+
+
+def test_an_environment_is_crashed_on_its_own_tasks_and_its_tools_are_called() -> None:
+    Total.called.clear()
+    report = crash_test(Total, share=60)
+    assert not report.violations, report
+    assert Total.called == {"0", "1", "2"}
 
 
 @pytest.mark.parametrize(
