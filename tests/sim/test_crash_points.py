@@ -60,6 +60,28 @@ def test_an_environment_is_crashed_on_its_own_tasks_and_its_tools_are_called() -
     assert Total.called == {"0", "1", "2"}
 
 
+class Outside(Total):
+    """Acts that must happen once, one of them in a thread, and a resource that dies with its process."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.resource(list, level="pinned").call("append", 1)
+        await ctx.effect("open", lambda: 1, guarantee="once")
+        await super().run(ctx)
+
+    @agentrl.tool(external=True, guarantee="once")
+    def ship(self) -> str:
+        """Ship it."""
+        Outside.called.add(f"shipped {self.total}")
+        return "shipped"
+
+
+def test_what_an_environment_declares_that_a_crash_costs_it_is_no_violation() -> None:
+    Outside.called.clear()
+    report = crash_test(Outside, share=20)
+    assert not report.violations, report
+    assert any(what.startswith("shipped") for what in Outside.called)
+
+
 @pytest.mark.parametrize(
     "operation", ["rename /run/checkpoints", "sync /run/checkpoints/step", "sync /run/versions/left"]
 )
