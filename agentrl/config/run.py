@@ -349,7 +349,8 @@ def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> None:
         then, today = _at(before, key), _at(after, key)
         if before and then != today:
             raise ConfigError(
-                f"{key} was {then!r} and is {today!r}: a run is resumed as it was; restore the value, or change --name"
+                f"{key} was {then!r} and is {today!r}: a run is resumed as it was, with environment and model where "
+                f"they were; restore the value (--{key}=…), or change --name"
             )
 
 

@@ -1,4 +1,4 @@
-"""A policy without a model, for tests of environments: it calls tools with arguments of the right types, or babbles."""
+"""A policy without a model, for tests of environments: it calls tools, takes legal actions, or babbles."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core.rng import stream
+from agentrl.environment.pettingzoo_games import LEGAL_ACTIONS, PettingZooEnvironment
 from agentrl.environment.tools import ToolEnvironment
-from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
 
 if TYPE_CHECKING:
     import random
@@ -20,12 +21,20 @@ if TYPE_CHECKING:
 
 
 def random_policy(environment: type[Environment]) -> Script:
-    """Calls tools with arguments that fit their schema, or says something short; it depends on the request alone."""
+    """Calls tools with arguments that fit their schema, takes actions it is told are legal, or says something short.
+
+    What it says depends on the request alone.
+    """
     tools = list(environment.tool_table().values()) if issubclass(environment, ToolEnvironment) else []
+    is_told = issubclass(environment, PettingZooEnvironment)
+    chat_format = PlainFormat()
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
         draw = stream("check", request.seed)
         text = draw.choice(["yes", "no", "0", "1", "2", "[0]", "left", "a", "hello world"])
+        if is_told and draw.random() < 0.9:
+            told = chat_format.decode(request.token_ids.tolist()).rpartition(LEGAL_ACTIONS)
+            text = draw.choice(told[2].splitlines()[0].split(", ")) if told[1] else text
         if tools and draw.random() < 0.7:
             spec = draw.choice(tools).spec
             schemas = spec.parameters.get("properties", {})
