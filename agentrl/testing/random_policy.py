@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from agentrl.engines.scripted import Script
     from agentrl.environment.base import Environment
 
+_FIRST_LINE = re.compile(r"\n|<\|")
+"""Ends with the line, or with the message."""
+
 
 def random_policy(environment: type[Environment]) -> Script:
     """Calls tools with arguments that fit their schema, takes actions it is told are legal, or says something short.
@@ -34,7 +38,7 @@ def random_policy(environment: type[Environment]) -> Script:
         text = draw.choice(["yes", "no", "0", "1", "2", "[0]", "left", "a", "hello world"])
         if is_told and draw.random() < 0.9:
             told = chat_format.decode(request.token_ids.tolist()).rpartition(LEGAL_ACTIONS)
-            text = draw.choice(told[2].splitlines()[0].split(", ")) if told[1] else text
+            text = draw.choice(_FIRST_LINE.split(told[2])[0].split(", ")) if told[1] else text
         if tools and draw.random() < 0.7:
             spec = draw.choice(tools).spec
             schemas = spec.parameters.get("properties", {})
