@@ -134,13 +134,12 @@ class Chaos:
         while True:
             wait = self._rng.random() * self._kind.start_s if early else self._rng.expovariate(1 / self._kind.calm_s)
             wait = 0.5 if again else wait
+            if self._killed >= kills:
+                return self._to_the_end(process, directory)
             try:
-                return process.wait(timeout=wait if self._killed < kills else 300)
+                return process.wait(timeout=wait)
             except subprocess.TimeoutExpired:
                 pass
-            if self._killed >= kills:
-                self._tally.unexplained.append(f"{directory.name} hung: {_tail(directory)}")
-                return 1
             role = "orchestrator" if early else self._draw()
             early = False
             if role == "pause":
@@ -158,6 +157,17 @@ class Chaos:
             if role == "orchestrator":
                 return process.wait()
             self._judge(directory, ended=False)
+
+    def _to_the_end(self, process: subprocess.Popen[bytes], directory: Path) -> int:
+        """Kill no more; a run that acknowledges nothing for five minutes hangs."""
+        while True:
+            before = _acknowledged(directory)
+            try:
+                return process.wait(timeout=300)
+            except subprocess.TimeoutExpired:
+                if _acknowledged(directory) == before:
+                    self._tally.unexplained.append(f"{directory.name} hung: {_tail(directory)}")
+                    return 1
 
     def _draw(self) -> str:
         if self._next:
@@ -224,6 +234,12 @@ def processes_of(parent: int) -> dict[str, list[int]]:
 def _holder(directory: Path) -> int:
     text = (directory / "run" / "journal" / "run.lock").read_text().strip()
     return int(text) if text.isdecimal() else 0
+
+
+def _acknowledged(directory: Path) -> int:
+    """Bytes of what the run was promised to have on disk."""
+    file = directory / "acknowledged.jsonl"
+    return file.stat().st_size if file.exists() else 0
 
 
 def _kill(pid: int, number: int) -> None:

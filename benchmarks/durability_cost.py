@@ -107,7 +107,7 @@ class ForgetfulTrainer(RecordingTrainer):
 
 
 def figures(quick: bool) -> dict[str, float | None]:
-    """The three figures; `journal_cost_main` is left to a part that trains a model."""
+    """The three figures."""
     with tempfile.TemporaryDirectory() as scratch:
         return {
             "journal_cost_zero_latency": _journal_cost(Path(scratch), steps=8 if quick else 48),

@@ -33,6 +33,15 @@ def test_fifty_kills_lose_nothing_and_train_nothing_twice(repository: Path) -> N
     assert figures["lost"] == figures["twice"] == figures["ledger_errors"] == 0
 
 
+@pytest.mark.ray
+def test_three_kills_of_the_main_job_lose_nothing(repository: Path) -> None:
+    figures = figures_of(repository, "--scripted=0", "--real=3", "--real-steps=20")
+    assert figures["kills"] == 3
+    assert figures["runs"] == 1
+    assert len([name for name in figures if name.startswith("kills_")]) == 3
+    assert figures["lost"] == figures["twice"] == figures["ledger_errors"] == 0
+
+
 def _with_small_files() -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, resource.RLIM_INFINITY))
