@@ -82,16 +82,20 @@ def _gym(identifier: str, game: TextGame, policy: Policy, family: str = "gymnasi
             import_module("minigrid")
         return gymnasium.make(identifier, **options)
 
-    environment = agentrl.gym_environment(identifier, make, **game._asdict())
+    environment = agentrl.gym_environment(identifier, make, **game)
     return Case(name=identifier, family=family, environment=environment, policy=policy)
 
 
+def _game(render: Any, parse: Any) -> TextGame:
+    return TextGame(render=render, parse=parse, instructions="", max_turns=120, illegal_reward=-1e9)
+
+
 def _control(actions: int) -> tuple[TextGame, Policy]:
-    return TextGame(_as_json, _number, "", 120, -1e9), one_of(*map(str, range(actions)))
+    return _game(_as_json, _number), one_of(*map(str, range(actions)))
 
 
-_PUSH = TextGame(_as_json, _push, "", 120, -1e9)
-_GRID = TextGame(_as_map, _number, "", 120, -1e9)
+_PUSH = _game(_as_json, _push)
+_GRID = _game(_as_map, _number)
 
 
 def _torque(text: str, draw: Random) -> str:

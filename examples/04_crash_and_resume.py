@@ -1,8 +1,8 @@
 """A training run is killed with SIGKILL in the middle of its conversations, and goes on: what was lost?
 
-python examples/04_crash_and_resume.py        (about a minute on two CPU cores)
+python 04_crash_and_resume.py        (about a minute on two CPU cores; the file needs no other)
 
-A child process trains the calculator of 01_tool_use.toml. When it has taken five steps, it is killed: no warning, no
+A child process trains a language model to use a calculator. When it has taken five steps, it is killed: no warning, no
 clean-up. A second process resumes the run, and gets to the end. What happened is read from the run's own journal.
 """
 
@@ -15,36 +15,50 @@ import subprocess
 import sys
 from pathlib import Path
 
+import agentrl
+
 RUN = Path("runs/crash_and_resume")
 STEPS = 12
 KILL_AFTER = 5  # steps; the newest checkpoint is then that of step 4
-SETTINGS = [
-    f"name={RUN.name}",
-    f"steps={STEPS}",
-    "checkpoint.every=2",
-    "evaluation.tasks=0",
-    "policies.solver.step_size=32",
-    "trainer.kind=in_process",  # no Ray: four seconds less per start
-]
 
 
-def train(*, resume: bool) -> subprocess.Popen[str]:
-    """What `agentrl train … [--resume]` does, in a process of its own."""
-    example = Path(__file__).with_name("01_tool_use.toml")
-    command = [sys.executable, "-m", "agentrl.cli", "train", str(example), *(f"--{setting}" for setting in SETTINGS)]
-    if resume:
-        command.append("--resume")
-    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+def train(*, resume: bool) -> None:
+    """What the child process does: `resume` is all that tells the second one from the first."""
+    config = agentrl.RunConfig(
+        directory=str(RUN.parent),
+        name=RUN.name,
+        steps=STEPS,
+        environment={"id": "calculator"},
+        model={"path": "environments.calculator:model"},
+        policies={"solver": {"step_size": 32}},
+        sampling={"max_tokens": 32, "max_turns": 6},
+        engine={"slots": 96, "max_context": 192},
+        trainer={"kind": "in_process"},  # no Ray: four seconds less per start
+        checkpoint={"every": 2},
+        evaluation={"tasks": 0},
+    )
+    agentrl.train(config, resume=resume)
 
 
-def follow(process: subprocess.Popen[str], until: str | None = None) -> None:
+def start(how: str) -> subprocess.Popen[str]:
+    """This file once more, in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, __file__, how], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+
+
+def follow(process: subprocess.Popen[str], until: str = "never") -> None:
     """Show what a run says, to its end or to the line that begins with `until`."""
     assert process.stderr is not None
+    said = []
     for line in process.stderr:
+        said.append(line)
         if line.startswith(("step", "WARNING", "starting")):
             print("   ", line.rstrip()[:90])
-        if until is not None and line.startswith(until):
+        if line.startswith(until):
             return
+    if process.wait() != 0:
+        sys.exit("".join(said[-20:]))
 
 
 def ask(query: str, database: str = "control.db") -> list[tuple]:
@@ -57,14 +71,16 @@ def ask(query: str, database: str = "control.db") -> list[tuple]:
 
 
 COMMITTED = "SELECT episode, attempt FROM episodes WHERE drop_reason IS NULL"
-IN_FLIGHT = "SELECT a.episode FROM admissions a LEFT JOIN episodes e USING (episode, attempt) WHERE e.episode IS NULL"
+IN_FLIGHT = """SELECT episode FROM admissions a WHERE purpose = 'train'
+    AND NOT EXISTS (SELECT 1 FROM episodes e WHERE e.episode = a.episode AND e.attempt = a.attempt)
+    AND NOT EXISTS (SELECT 1 FROM admissions b WHERE b.episode = a.episode AND b.attempt > a.attempt)"""
 TURNS = "SELECT episode, attempt, call FROM entries"
 
 
 def main() -> None:
     shutil.rmtree(RUN, ignore_errors=True)
     print("A process trains:")
-    process = train(resume=False)
+    process = start("train")
     follow(process, until=f"step {KILL_AFTER}/")
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -76,9 +92,7 @@ def main() -> None:
     print(f"In flight: {len(in_flight)} episodes, {len(begun)} of them in the middle of a conversation.\n")
 
     print("Another process resumes it:")
-    process = train(resume=True)
-    follow(process)
-    assert process.wait() == 0, "the resumed run failed"
+    follow(start("resume"))
 
     entries = ask(TURNS, "turns-0.db")
     lineages = dict(ask("SELECT lineage, min(step) FROM versions GROUP BY lineage"))
@@ -97,7 +111,8 @@ def main() -> None:
     print("episodes trained twice:       ", len(twice))
     print(f"ledger: {len(admitted)} admitted = {len(ask(IN_FLIGHT))} in flight + {len(trained)} trained", end="")
     print(f" + {len({*dropped} - {*trained})} dropped when the run ended")
+    print(f"`agentrl run ledger {RUN}` counts the same from other tables.")
 
 
 if __name__ == "__main__":
-    main()
+    main() if len(sys.argv) == 1 else train(resume=sys.argv[1] == "resume")

@@ -240,13 +240,7 @@ def recorded_weights(parent: Parent, *, leave_out: str | None) -> list[WeightsRe
 def _published(journal: Path, version: PolicyVersion) -> WeightsRef | None:
     log = SqliteRunLog(journal)
     try:
-        rows = log.rows(
-            "SELECT path, kind, sha256 FROM versions WHERE policy = ? AND lineage = ? AND step = ?", *version
-        )
+        weights = log.published(version)
     finally:
         log.close()
-    for path, kind, sha256 in rows:
-        for directory in (Path(path), journal.parent / "versions" / version.policy / Path(path).name):
-            if directory.is_dir() and kind in ("full", "adapter"):
-                return WeightsRef(version=version, path=str(directory), kind=kind, sha256=sha256)
-    return None
+    return weights if weights is not None and Path(weights.path).is_dir() else None

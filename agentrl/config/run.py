@@ -332,14 +332,25 @@ def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> None:
         ConfigError: the key, both values, and what to do.
     """
     after = now.model_dump(mode="json")
-    keys = ["seed", "environment.id", "environment.options", "model.path", "seats", "credit.group_size"]
+    keys = [
+        "seed",
+        "environment.id",
+        "environment.options",
+        "model.path",
+        "seats",
+        "credit.group_size",
+        "deterministic",
+    ]
     for name in sorted({*before.get("policies", {}), *after["policies"]}):
         keys += [f"policies.{name}.trainable", f"policies.{name}.lora"]
+        if now.deterministic:  # which episodes a step trains on follows from these
+            keys += [f"policies.{name}.step_size", f"policies.{name}.max_staleness"]
     for key in keys:
         then, today = _at(before, key), _at(after, key)
         if before and then != today:
             raise ConfigError(
-                f"{key} was {then!r} and is {today!r}: a run is resumed as it was; restore the value, or change --name"
+                f"{key} was {then!r} and is {today!r}: a run is resumed as it was, with environment and model where "
+                f"they were; restore the value (--{key}=…), or change --name"
             )
 
 

@@ -17,6 +17,8 @@ from agentrl.environment.games import Game, GameEnvironment, Position, check_pla
 
 Turns = Any
 """A `pettingzoo.AECEnv`."""
+LEGAL_ACTIONS = "Legal actions: "
+"""What the list of legal actions that a player reads begins with."""
 
 
 class PettingZooEnvironment(GameEnvironment):
@@ -133,7 +135,7 @@ class _PettingZooGame(Game):
                 legal = legal_actions(env)
                 if legal is not None:
                     names = ", ".join(self._environment.action_name(action, env) for action in legal)
-                    shown = f"{shown}\nLegal actions: {names}"
+                    shown = f"{shown}\n{LEGAL_ACTIONS}{names}"
                 self._observation = shown
                 return self._position(player, shown)
             self._truncated = self._truncated or bool(truncated)

@@ -121,12 +121,14 @@ class _Counting:
         consumed: Counter[tuple[Key, str]] = Counter()
         for policy, version in self._through.items():
             for lineage, first, last in log.surviving(version):
-                rows = log.rows(
-                    "SELECT DISTINCT episode, attempt, step FROM step_units"
-                    " WHERE policy = ? AND lineage = ? AND step > ? AND step <= ?",
+                rows = log.rows(  # a unit's trajectories are fed to a step once each
+                    "SELECT episode, attempt, max(times) FROM (SELECT episode, attempt, step, count(*) AS times"
+                    " FROM step_units WHERE policy = ? AND lineage = ? AND step > ? AND step <= ?"
+                    " GROUP BY episode, attempt, step, seat, agent) GROUP BY episode, attempt, step",
                     *(policy, lineage, first, last),
                 )
-                consumed.update(((episode, attempt), policy) for episode, attempt, _ in rows)
+                for episode, attempt, times in rows:
+                    consumed[(episode, attempt), policy] += times
         return consumed
 
     def ledger(self) -> RunLedger:

@@ -96,12 +96,13 @@ class SqliteRunLog:
         return [number for number in range(stop) if number not in admitted]
 
     def published(self, version: PolicyVersion) -> WeightsRef | None:
-        """Where the weights of a version were published; None if it never was."""
+        """Where the weights of a version lie, also after the run was moved; None if it was never published."""
         statement = "SELECT path, kind, sha256 FROM versions WHERE policy = ? AND lineage = ? AND step = ?"
         for path, kind, sha256 in self.rows(statement, *version):
             if kind not in ("full", "adapter") or not isinstance(path, str) or not isinstance(sha256, str):
                 raise JournalError(f"{self.path}: the record of {version} was altered or is damaged")
-            return WeightsRef(version=version, path=path, kind=kind, sha256=sha256)
+            here = self.path.parent.parent / "versions" / version.policy / f"{version.lineage}.{version.step}"
+            return WeightsRef(version=version, path=str(here) if here.is_dir() else path, kind=kind, sha256=sha256)
         return None
 
     def unfinished(self) -> Sequence[EpisodeSpec]:

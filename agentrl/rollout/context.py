@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
+from agentrl.core.errors import EffectError, EnvironmentDefinitionError, EpisodeError
 from agentrl.core.records import EpisodeHeader, StopReason, Task, ToolSpec
 from agentrl.core.rng import uuid4
 from agentrl.environment.base import (
@@ -272,6 +272,8 @@ async def _observe(call: Callable[[], str | Awaitable[str]], timeout_s: float, *
         return f"error: timed out after {timeout_s:g} s", "timeout"
     except ToolCallError as error:
         return f"error: {error}", error.outcome
+    except EffectError as error:  # of the outside, which the tool asked: as if the tool itself had raised it
+        return f"error: {error.error}", "error"
     except EpisodeError:
         raise
     except Exception as error:  # noqa: BLE001 - a tool is foreign code, and its error is the policy's observation

@@ -9,31 +9,32 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import Executor, Future
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
+class _Threads(Executor):
+    def submit(self, call: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
+        answer: Future[T] = Future()
+        answer.set_running_or_notify_cancel()  # a call cannot be taken back: who is cancelled just no longer waits
+
+        def run() -> None:
+            try:
+                result = call(*arguments, **named)
+            except BaseException as error:  # noqa: BLE001 - handed over to the caller, whatever it is
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)
+
+        threading.Thread(target=run, name="tool", daemon=True).start()
+        return answer
+
+
+_THREADS = _Threads()
+
+
 async def in_thread(call: Callable[[], T]) -> T:
     """Run a blocking call without blocking the event loop; a caller that is cancelled no longer waits for it."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[T] = loop.create_future()
-
-    def tell(result: T | None, error: BaseException | None) -> None:
-        if answer.done():
-            return
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        try:
-            outcome: tuple[T | None, BaseException | None] = (call(), None)
-        except BaseException as error:  # noqa: BLE001 - handed over to the caller, whatever it is
-            outcome = (None, error)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(tell, *outcome)
-
-    threading.Thread(target=run, name="tool", daemon=True).start()
-    return await answer
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, call)

@@ -11,35 +11,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import random
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from agentrl.core.errors import AgentRLError
-from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import EpisodeSpec, PolicyVersion, SeatBinding, Task
-from agentrl.core.rng import stream
+from agentrl.core.records import EpisodeSpec, SeatBinding, Task
 from agentrl.engines.scripted import Script
 from agentrl.environment.base import Environment, ResourceLevel, described
 from agentrl.environment.registry import name_of, resolve
 from agentrl.environment.tools import ToolEnvironment
-from agentrl.journal.entries import EffectEntry, JournalEntry, ResourceEntry, ToolEntry, TurnEntry, ValueEntry
+from agentrl.journal.entries import (
+    EffectEntry,
+    IntentEntry,
+    JournalEntry,
+    ResourceEntry,
+    ToolEntry,
+    TurnEntry,
+    ValueEntry,
+)
 from agentrl.observe.blocked import watch_loop
-from agentrl.rollout.plain_format import STOP_TOKEN
 from agentrl.rollout.recorded_words import REMEDY, shortened
 from agentrl.testing.execution import POLICY, RESOURCE_LOST, Executed, execute
 from agentrl.testing.format_check import TASKS as FORMAT_TASKS
 from agentrl.testing.format_check import Outcome, format_findings
 from agentrl.testing.outside import seen_outside
+from agentrl.testing.random_policy import random_policy
 from agentrl.testing.sim import simulate
 from agentrl.testing.suspects import suspects
 
 MAX_CUTS = 64
 """Prefixes tried per episode; longer journals are cut at evenly spaced entries."""
+MOST_GAMES = 4
+"""Episodes per task, at most."""
 REPEATED_S = 0.3
 """What blocks the loop for so long, twice, is named."""
 _PROVED = {
@@ -62,6 +68,10 @@ class EnvironmentReport:
     rewards: list[float] = field(default_factory=list)
     resume_class: ResourceLevel = "replay"
     """How it was seen to come back: run again and compared, from snapshots of its resources, or not at all."""
+    called: set[str] = field(default_factory=set)
+    """Tools the random policy called."""
+    uncalled: list[str] = field(default_factory=list)
+    """Those it never came to call: nothing is known of them."""
 
     @property
     def passed(self) -> bool:
@@ -79,7 +89,7 @@ class EnvironmentReport:
         return (
             f"{self.environment}: passed. {self.episodes} episodes of a random policy (mean reward {mean:.2f}), "
             f"killed and resumed {self.resumptions} times{_PROVED[self.resume_class]}: class `{self.resume_class}`."
-        )
+        ) + (f" Never called, and not tried: {', '.join(self.uncalled)}." if self.uncalled else "")
 
 
 def check_environment(
@@ -90,7 +100,7 @@ def check_environment(
     Args:
         environment: a class, a registered name, `module:Class` or a path.
         tasks: tasks to play; default: the first training tasks.
-        episodes: how many.
+        episodes: how many; more while the policy has not come to call every tool.
         seed: of the random policy.
     """
     report = EnvironmentReport(environment=environment if isinstance(environment, str) else environment.__qualname__)
@@ -100,7 +110,7 @@ def check_environment(
         report.findings.append(str(error))
         return report
     chosen = list(tasks) if tasks is not None else _tasks(found, max(episodes, FORMAT_TASKS), report)
-    for number, task in enumerate(chosen[:episodes]):
+    for number, task in _games(found, chosen[:episodes], report):
         told: list[str] = []  # by the watch on the loop, some of it only when the loop is closed
         with _missing_awaits(told):
             asyncio.run(_check_episode(found, task, number, seed, report, told))
@@ -111,6 +121,18 @@ def check_environment(
     if report.passed:
         _check_format(found, chosen, seed, report)
     return report
+
+
+def _games(
+    environment: type[Environment], tasks: Sequence[Task], report: EnvironmentReport
+) -> Iterator[tuple[int, Task]]:
+    """Each task once; then again, a few times, while the policy has called some of the tools and not all of them."""
+    tools = set(environment.tool_table()) if issubclass(environment, ToolEnvironment) else set()
+    for number in range(MOST_GAMES * len(tasks)):
+        if number >= len(tasks) and (not report.called or tools <= report.called):
+            break
+        yield number, tasks[number % len(tasks)]
+    report.uncalled = sorted(tools - report.called) if report.called else []
 
 
 @contextlib.contextmanager
@@ -142,7 +164,7 @@ def replay_always(
     """
     report = EnvironmentReport(environment=environment if isinstance(environment, str) else environment.__qualname__)
     found = resolve(environment)
-    script = _random_policy(found)
+    script = random_policy(found)
     chosen = list(tasks) if tasks is not None else _tasks(found, episodes, report)
     for number, task in enumerate(chosen[:episodes]):
         spec = _spec(found, task, number, 0)
@@ -173,7 +195,7 @@ def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: i
         return Outcome(reward=outcome.header.reward or 0.0, broken=sums["broken turns"] > 0)
 
     has_tools = issubclass(environment, ToolEnvironment)
-    report.findings += format_findings(play, tasks, _random_policy(environment), has_tools=has_tools)
+    report.findings += format_findings(play, tasks, random_policy(environment), has_tools=has_tools)
 
 
 def _tasks(environment: type[Environment], count: int, report: EnvironmentReport) -> list[Task]:
@@ -212,7 +234,7 @@ async def _check_episode(
     told: list[str],
 ) -> None:
     spec = _spec(environment, task, number, seed)
-    script = _random_policy(environment)
+    script = random_policy(environment)
     with watch_loop(told.append, repeated_s=REPEATED_S), seen_outside() as reached:
         first = await execute(environment, spec, script)
     report.findings += [f"task {task.id!r}: {text}" for text in reached]
@@ -220,6 +242,7 @@ async def _check_episode(
         report.findings.append(f"task {task.id!r}: {first}")
         return
     report.episodes += 1
+    report.called |= {body.name for entry in first.entries if isinstance(body := entry.decode(), ToolEntry)}
     unrewarded = [t.seat for t in first.header.trajectories if t.reward is None]
     if unrewarded:
         report.findings.append(
@@ -279,8 +302,7 @@ def _difference(first: Executed, again: Executed) -> str | None:
     before, after = first.header, again.header
     if before.reward != after.reward or before.stop_reason != after.stop_reason:
         return f"reward {after.reward} ({after.stop_reason}) instead of {before.reward} ({before.stop_reason})"
-    then = {entry.call_id: entry for entry in first.entries}
-    now = {entry.call_id: entry for entry in again.entries}
+    then, now = _acts(first), _acts(again)
     for call_id in sorted(then.keys() | now.keys()):
         if call_id not in now or call_id not in then:
             return f"call {call_id} is {'missing' if call_id not in now else 'new'}"
@@ -293,6 +315,11 @@ def _difference(first: Executed, again: Executed) -> str | None:
         if again.states.get(name) != state:
             return f"{name} ends as {shortened(again.states.get(name))} instead of {shortened(state)}"
     return None
+
+
+def _acts(executed: Executed) -> dict[str, JournalEntry]:
+    """Entries by call id; the intent of an act is none of its own, and not written where its answer is given."""
+    return {entry.call_id: entry for entry in executed.entries if not isinstance(entry.decode(), IntentEntry)}
 
 
 def _result(entry: JournalEntry) -> object:
@@ -323,44 +350,3 @@ def _cuts(entries: int) -> list[int]:
     if entries <= MAX_CUTS:
         return list(range(1, entries + 1))
     return sorted({round(index * entries / MAX_CUTS) for index in range(1, MAX_CUTS + 1)})
-
-
-def _random_policy(environment: type[Environment]) -> Script:
-    """Calls tools with arguments that fit their schema, or says something short."""
-    tools = list(environment.tool_table().values()) if issubclass(environment, ToolEnvironment) else []
-
-    def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
-        draw = stream("check", request.seed)
-        text = draw.choice(["yes", "no", "0", "1", "2", "[0]", "left", "a", "hello world"])
-        if tools and draw.random() < 0.7:
-            spec = draw.choice(tools).spec
-            schemas = spec.parameters.get("properties", {})
-            arguments = {name: _value(schema, draw) for name, schema in schemas.items()}
-            call = msgspec.json.encode({"name": spec.name, "arguments": arguments}).decode()
-            text = f"<tool_call>{call}</tool_call>"
-        return [*text.encode(), STOP_TOKEN]
-
-    return script
-
-
-def _value(schema: dict[str, Any], draw: random.Random) -> Any:
-    if "enum" in schema:
-        return draw.choice(schema["enum"])
-    if "const" in schema:
-        return schema["const"]
-    if "anyOf" in schema:
-        return _value(draw.choice(schema["anyOf"]), draw)
-    match schema.get("type"):
-        case "integer":
-            return draw.randint(0, 99)
-        case "number":
-            return float(draw.randint(0, 99))
-        case "boolean":
-            return draw.random() < 0.5
-        case "array":
-            return [_value(schema.get("items", {}), draw) for _ in range(2)]
-        case "object":
-            return {name: _value(inner, draw) for name, inner in schema.get("properties", {}).items()}
-        case "null":
-            return None
-    return draw.choice(["a", "b", "some text"])

@@ -11,7 +11,11 @@ Each check returns sentences, one for each violation; the word in front of the c
 * `ledger`: episodes: admitted = trained + dropped; units: committed = consumed + dropped; never two of these.
 * `versions`: no version id was recorded with two different weights.
 * `dropped`, `rewards`: no episode was dropped, and none rewarded, otherwise than in the run nothing happened to.
+* `attempts`: no episode began again.
 * `trained`: where the same episodes were admitted as in that run, the same units were trained.
+
+Excused, as declared: an act that must happen `once` may end its episode as `unknown_effect`; an episode that has called
+a `pinned` resource may begin again, and is then another one.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from agentrl.journal.entries import TurnEntry
+from agentrl.journal.entries import ResourceEntry, TurnEntry
 from agentrl.orchestrator.manifest import newest
 from agentrl.testing.crash_scenario import CHECKPOINTS
 from agentrl.testing.memory_journal import Admission, EpisodeEnd, Publication, UnitDrop
@@ -44,13 +48,15 @@ Rewards = tuple[tuple[str, float | None], ...]
 class Finished:
     """How a run ended, as far as its last machine tells."""
 
-    rewards: dict[str, Rewards]
-    """By committed episode: each seat's."""
+    rewards: dict[str, tuple[int, Rewards]]
+    """By committed episode: the attempt, and each seat's."""
     drops: frozenset[str]
     """Reasons, of episodes and of units."""
     trained: Counter[UnitKey]
     """What the last weights were trained on."""
     admitted: frozenset[str]
+    pinned: frozenset[str]
+    """Episodes that have called a pinned resource."""
     violations: tuple[str, ...]
 
 
@@ -95,7 +101,10 @@ def finished(machine: Machine, *, steps: int, trainable: Sequence[str]) -> Finis
     violations += _entries(machine, committed.values())
     return Finished(
         rewards={
-            header.episode_id: tuple((t.seat, t.reward) for t in sorted(header.trajectories, key=lambda t: t.seat))
+            header.episode_id: (
+                header.attempt,
+                tuple((t.seat, t.reward) for t in sorted(header.trajectories, key=lambda t: t.seat)),
+            )
             for header in committed.values()
         },
         drops=frozenset(
@@ -104,23 +113,37 @@ def finished(machine: Machine, *, steps: int, trainable: Sequence[str]) -> Finis
         ),
         trained=trained,
         admitted=frozenset(admission.spec.episode_id for admission in _on_disk(journal, Admission)),
+        pinned=_pinned(machine),
         violations=tuple(violations),
     )
 
 
 def compared(found: Finished, undisturbed: Finished) -> list[str]:
     """What went otherwise than in the run nothing happened to, and should not have."""
+    excused = {"run_ended", "unknown_effect"}
     violations = [
-        f"dropped: something, because of {reason}" for reason in sorted(found.drops - undisturbed.drops - {"run_ended"})
+        f"dropped: something, because of {reason}" for reason in sorted(found.drops - undisturbed.drops - excused)
     ]
-    for episode, rewards in found.rewards.items():
-        expected = undisturbed.rewards.get(episode, rewards)
-        if rewards != expected:
+    for episode, (attempt, rewards) in found.rewards.items():
+        then, expected = undisturbed.rewards.get(episode, (attempt, rewards))
+        if attempt != then and episode not in found.pinned:
+            violations.append(f"attempts: {episode} began again")
+        if attempt == then and rewards != expected:
             violations.append(f"rewards: {episode} got {rewards}, and {expected} in the run nothing happened to")
     if found.admitted == undisturbed.admitted and found.drops <= undisturbed.drops:
+        began_again = {(episode, policy) for episode, _, policy in found.trained if episode in found.pinned}
         missing = undisturbed.trained - found.trained
-        violations += [f"trained: not {unit}" for unit in sorted(missing)]
+        violations += [f"trained: not {unit}" for unit in sorted(missing) if (unit[0], unit[2]) not in began_again]
     return violations
+
+
+def _pinned(machine: Machine) -> frozenset[str]:
+    return frozenset(
+        entry.episode_id
+        for log in machine.journal.turn_logs.values()
+        for entry in log.entries[: log.on_disk]
+        if isinstance(body := entry.decode(), ResourceEntry) and body.level == "pinned"
+    )
 
 
 def _trained_by(machine: Machine, policy: str) -> list[UnitKey]:

@@ -18,20 +18,26 @@ from typing import TYPE_CHECKING, NamedTuple
 from agentrl.core.errors import CheckFailedError
 from agentrl.core.ids import key64
 from agentrl.core.rng import stream
+from agentrl.environment.base import Environment
+from agentrl.environment.registry import resolve
 from agentrl.testing import crash_oracle
-from agentrl.testing.crash_scenario import EMPTY_TASKS, CrashScenario, Machine, babble
+from agentrl.testing.crash_scenario import EMPTY_TASKS, CrashScenario, Machine
+from agentrl.testing.random_policy import random_policy
 from agentrl.testing.sim_disk import SimulatedCrashError
 
 if TYPE_CHECKING:
     from agentrl.core.records import Task
     from agentrl.engines.scripted import Script
-    from agentrl.environment.base import Environment
     from agentrl.testing.sim_disk import Fate
 
 DISK_FATES: tuple[Fate, ...] = ("kill", "lost", "kept", "mixed")
 RECOVERY = 40
 """Operations of a life among which a second crash is placed; its recovery takes about thirty."""
 _MAX_LIVES = 8
+_TASKS = 3
+"""One for each step of the run."""
+_ROOM = {"sampling": {"max_tokens": 256}, "engine": {"max_context": 1 << 16}}
+"""A token is a byte here: a tool call must fit a turn, and what tools and games tell a conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,25 +88,41 @@ class _Second(NamedTuple):
 
 
 def crash_test(
-    environment: type[Environment], *, tasks: Sequence[Task] | None = None, script: Script | None = None, share: int = 1
+    environment: str | type,
+    *,
+    tasks: Sequence[Task] | None = None,
+    script: Script | None = None,
+    share: int = 1,
 ) -> CrashReport:
     """Crash a small training run of an environment at each of its operations, and see whether it goes on as promised.
 
     Args:
-        environment: what is played: 12 episodes, three steps of a policy per seat.
-        tasks: what it is played on; by default one task without data.
-        script: what the policies say; it must depend on the request alone. By default a few letters.
+        environment: what is played, as for `check_environment`: 12 episodes, three steps of a policy per seat.
+        tasks: what it is played on; default: the first training tasks, or one without data where there are none.
+        script: what the policies say; it must depend on the request alone. By default they call tools with arguments
+            of the right types, or say something short.
         share: every `share`-th crash point only, for a quick look.
 
     Raises:
         CheckFailedError: the run fails by itself, without any crash.
 
     Example:
-        >>> report = crash_test(MyEnvironment, tasks=[Task(id="t", data={})])  # doctest: +SKIP
+        >>> report = crash_test(MyEnvironment, share=20)  # doctest: +SKIP
         >>> assert not report.violations, report  # doctest: +SKIP
     """
-    scenario = CrashScenario(environment, tasks=tasks or EMPTY_TASKS, script=script or babble)
+    found = resolve(environment)
+    scenario = CrashScenario(
+        found, tasks=tasks or _own_tasks(found), script=script or random_policy(found), changes=_ROOM
+    )
     return crash_everywhere(scenario, share=share)
+
+
+def _own_tasks(environment: type[Environment]) -> Sequence[Task]:
+    """The first training tasks of an environment; one without data, where it has no source."""
+    if environment.tasks.__func__ is Environment.tasks.__func__:  # type: ignore[attr-defined]
+        return EMPTY_TASKS
+    source = environment.tasks("train", seed=0)
+    return [source[index] for index in range(min(_TASKS, len(source)))]
 
 
 def crash_everywhere(

@@ -35,7 +35,6 @@ SEED_VARIABLE = "AGENTRL_SIM_SEED"
 _TRACE_LENGTH = 40
 
 _PORTS = {
-    "run_in_executor": "a thread's result arrives when it likes: put the call behind a port and give the test a fake",
     "subprocess_exec": "a process runs in real time: fake the port that starts it",
     "subprocess_shell": "a process runs in real time: fake the port that starts it",
     "create_connection": "a socket answers in real time: use an engine or client fake",
@@ -253,6 +252,17 @@ class SimLoop(asyncio.BaseEventLoop):
         waiting = sorted(asyncio.all_tasks(self), key=hash)
         lines = [f"  {task.get_name()} waits at {_position(task)}" for task in waiting]
         return "\n".join([f"no task can run and no timer is set at t={self._now:g}; waiting:", *lines])
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: object, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        """Make a blocking call at once, in the loop's own thread: it takes no virtual time."""
+        answer = self.create_future()
+        try:
+            answer.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - handed over to the caller, whatever it is
+            answer.set_exception(error)
+        return answer
 
     def _write_to_self(self) -> None:
         if threading.get_ident() != self._thread_id:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from typing import ClassVar
 
 import pytest
 
+import agentrl
 from agentrl.core.errors import StorageError
 from agentrl.testing import CrashScenario, Fault, crash_everywhere, crash_test
 from agentrl.testing.crash_oracle import compared, finished
@@ -13,6 +15,31 @@ from tests.sim.crash_cases import MUTANTS, FailingEngine, RoundsAnywhere, Talk
 from tests.sim.small_run import TASKS, Ask, guess
 
 pytestmark = pytest.mark.sim
+
+
+class Total(agentrl.ToolEnvironment):
+    """Adds up what a tool is given; its tasks say where to begin."""
+
+    called: ClassVar[set[str]] = set()
+
+    def prompt(self, task: agentrl.Task) -> str:
+        self.total = int(task.data["start"])
+        return "Add numbers. " * 60
+
+    @agentrl.tool
+    def add_to_the_running_total_of_this_episode(self, number: int) -> int:
+        """Add a number."""
+        self.total += number
+        return self.total
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        Total.called |= {task.id for turn in episode.turns if turn.tool_calls}
+        return self.total / 1000
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        return [agentrl.Task(id=f"{start}", data={"start": start}) for start in range(100)]
+
 
 EVERY_POINT = "AGENTRL_SIM_SEEDS" in os.environ
 SHARE = 1 if EVERY_POINT else 12
@@ -33,6 +60,35 @@ def test_a_run_that_dies_between_any_two_records_goes_on_with_whole_groups() -> 
     report = crash_everywhere(scenario, where="commit control.db", share=1 if EVERY_POINT else 3)
     assert report.crashes > 60
     assert not report.violations, report
+
+
+def test_an_environment_is_crashed_on_its_own_tasks_and_its_tools_are_called() -> None:
+    Total.called.clear()
+    report = crash_test(Total, share=60)
+    assert not report.violations, report
+    assert Total.called == {"0", "1", "2"}
+
+
+class Outside(Total):
+    """Acts that must happen once, one of them in a thread, and a resource that dies with its process."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.resource(list, level="pinned").call("append", 1)
+        await ctx.effect("open", lambda: 1, guarantee="once")
+        await super().run(ctx)
+
+    @agentrl.tool(external=True, guarantee="once")
+    def ship(self) -> str:
+        """Ship it."""
+        Outside.called.add(f"shipped {self.total}")
+        return "shipped"
+
+
+def test_what_an_environment_declares_that_a_crash_costs_it_is_no_violation() -> None:
+    Outside.called.clear()
+    report = crash_test(Outside, share=20)
+    assert not report.violations, report
+    assert any(what.startswith("shipped") for what in Outside.called)
 
 
 @pytest.mark.parametrize(

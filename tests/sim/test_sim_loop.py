@@ -187,10 +187,17 @@ def test_code_that_spins_ends_at_the_step_budget() -> None:
         simulate(main, seed=0, max_steps=1000)
 
 
-def test_threads_sockets_and_processes_are_refused_by_name() -> None:
-    async def in_thread() -> None:
-        await asyncio.to_thread(threading.get_ident)
+def test_a_blocking_call_is_made_at_once_in_the_loops_thread() -> None:
+    async def main() -> float:
+        assert await asyncio.to_thread(threading.get_ident) == threading.get_ident()
+        with pytest.raises(ValueError, match="no number"):
+            await asyncio.to_thread(int, "no number")
+        return asyncio.get_running_loop().time()
 
+    assert simulate(main, seed=0) == 0.0
+
+
+def test_sockets_and_processes_are_refused_by_name() -> None:
     async def over_socket() -> None:
         await asyncio.open_connection("127.0.0.1", 9)
 
@@ -198,7 +205,6 @@ def test_threads_sockets_and_processes_are_refused_by_name() -> None:
         await asyncio.create_subprocess_exec("true")
 
     for main, name in (
-        (in_thread, "run_in_executor"),
         (over_socket, "create_connection"),
         (in_process, "subprocess_exec"),
     ):

@@ -180,11 +180,67 @@ class Sleeper(Adder):
         ctx.agent("agent").reward(1.0)
 
 
+class Cart:
+    """A state that can be told and taken."""
+
+    def __init__(self) -> None:
+        self.items: list[str] = []
+
+    def put(self, item: str) -> int:
+        self.items.append(item)
+        return len(self.items)
+
+    def get_state(self) -> list[str]:
+        return self.items
+
+    def set_state(self, state: list[str]) -> None:
+        self.items = list(state)
+
+
+class Shopping(Adder):
+    """Acts that must happen once, and a tool in ten that reaches a resource."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        self.ctx, self.cart = ctx, ctx.resource(Cart, level="snapshot")
+        await ctx.effect("open", lambda: 1, guarantee="once")
+        await super().run(ctx)
+
+    @agentrl.tool
+    async def put(self, item: str) -> int:
+        """Put something into the cart."""
+        return int(await self.cart.call("put", item))
+
+    @agentrl.tool
+    async def pay(self, cents: int) -> str:
+        """Pay."""
+        return await self.ctx.effect("pay", lambda: "paid", guarantee="once")
+
+    @agentrl.tool(external=True, guarantee="once")
+    def ship(self) -> str:
+        """Ship it."""
+        return "shipped"
+
+
+def test_what_happens_once_is_no_difference_and_every_tool_is_tried() -> None:
+    report = check_environment(Shopping)
+    assert report.passed, report.text
+    assert "class `snapshot`" in report.text
+    assert report.called == set(Shopping.tool_table())
+    assert "Never called" not in report.text
+
+
+def test_tools_that_were_never_called_are_named() -> None:
+    report = check_environment(Shopping, episodes=1, seed=1)
+    assert report.passed, report.text
+    assert report.uncalled
+    assert f"Never called, and not tried: {', '.join(report.uncalled)}" in report.text
+
+
 @pytest.mark.parametrize("environment", [Adder, Trees])
 def test_sound_environments_resume_from_every_entry(environment: type[agentrl.Environment]) -> None:
     report = check_environment(environment)
     assert report.passed, report.text
-    assert report.episodes == 4
+    assert report.episodes >= 4
     assert report.resumptions > 12
     assert "class `replay`" in report.text
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config.load import dump_toml, keys, load
-from agentrl.config.run import PpoLoss
+from agentrl.config.run import PpoLoss, check_unchanged
 from agentrl.core.errors import ConfigError
 
 BASE = '[environment]\nid = "calculator"\n[model]\npath = "tiny"\n'
@@ -115,3 +115,22 @@ def test_every_key_but_names_of_the_users_can_be_an_override(tmp_path: Path) -> 
         except ConfigError as error:
             message = str(error)
         assert "unknown key" not in message or "belongs to" in message, key
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ("deterministic=false", "deterministic was True and is False"),
+        ("policies.policy.step_size=8", "policies.policy.step_size was 64 and is 8"),
+        ("seed=1", "seed was 0 and is 1"),
+        ("policies.policy.learning_rate=1e-5", ""),
+    ],
+)
+def test_a_deterministic_run_is_resumed_with_the_waves_it_had(tmp_path: Path, change: str, refused: str) -> None:
+    settings = ["deterministic=true", "policies.policy.max_staleness=0"]
+    before = load(write(tmp_path), settings).model_dump(mode="json")
+    now = load(write(tmp_path), [*settings, change])
+    if not refused:
+        return check_unchanged(before, now)
+    with pytest.raises(ConfigError, match=refused):
+        check_unchanged(before, now)

@@ -6,13 +6,18 @@ import random
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
-from agentrl.core.records import Task
+from agentrl.core.ports import GenerateRequest, SamplingParams
+from agentrl.core.records import PolicyVersion, Task
 from agentrl.environment.games import Game, GameEnvironment, GameEpisode, Position, SeededGame
+from agentrl.environment.pettingzoo_games import LEGAL_ACTIONS
 from agentrl.journal.entries import RewardEntry, TurnEntry
+from agentrl.rollout.plain_format import PlainFormat
+from agentrl.testing.random_policy import random_policy
 from tests.unit.episodes import Played, play
 
 INSTALL = "pip install 'agentrl[games]'"
@@ -287,3 +292,23 @@ def test_the_adapters_import_no_game() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_the_random_policy_takes_actions_it_is_told_are_legal() -> None:
+    class Told(agentrl.PettingZooEnvironment):
+        def make(self, task: Task) -> Any:
+            raise NotImplementedError
+
+    says = random_policy(Told)
+    chat_format = PlainFormat()
+    told = f"{LEGAL_ACTIONS}5\nmoved\n{LEGAL_ACTIONS}red 7, wild\n"
+    conversation = np.frombuffer(told.encode(), np.uint8).astype(np.int32)
+    answers = []
+    for seed in range(200):
+        request = GenerateRequest(
+            request_id="r", token_ids=conversation, sampling=SamplingParams(max_tokens=9), seed=seed
+        )
+        answers.append(chat_format.decode(list(says(request, "p", PolicyVersion("p", 0, 0))[:-1])))
+    assert answers.count("red 7") > 50
+    assert answers.count("wild") > 50
+    assert "5" not in answers

@@ -9,6 +9,7 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,22 @@ def test_only_units_of_surviving_steps_are_consumed(tmp_path: Path) -> None:
         ]
         assert list(journal.ready_units({"frozen": PolicyVersion("frozen", 0, 0)})) == []
         assert len(list(journal.ready_units({}))) == 6  # no manifest: nothing was consumed
+        await journal.close()
+
+    asyncio.run(main())
+
+
+def test_published_weights_are_found_where_the_run_was_moved_to(tmp_path: Path) -> None:
+    published = weights("policy", 0, 3)
+
+    async def main() -> None:
+        journal = SqliteJournal(tmp_path / "run" / "journal")
+        journal.record_version(published, None)
+        await journal.flush()
+        assert journal.published(published.version) == published
+        (here := tmp_path / "run" / "versions" / "policy" / "0.3").mkdir(parents=True)
+        assert journal.published(published.version) == replace(published, path=str(here))
+        assert journal.published(PolicyVersion("policy", 0, 4)) is None
         await journal.close()
 
     asyncio.run(main())

@@ -140,6 +140,33 @@ def test_a_blocking_external_tool_times_out() -> None:
     assert observed(play(Blocking, [call("outside"), "42"])) == [("timeout", "error: timed out after 0.05 s")]
 
 
+class Shelf(Desk):
+    """Tools over a resource and an effect, which raise."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        self.ctx, self.shelf = ctx, ctx.resource(list, level="replay")
+        await super().run(ctx)
+
+    @agentrl.tool
+    async def take(self, number: int) -> str:
+        """Take something."""
+        return str(await self.shelf.call("pop", number))
+
+    @agentrl.tool
+    async def order(self, item: str) -> str:
+        """Order something."""
+        return str(await self.ctx.effect("order", lambda: {}[item]))
+
+
+def test_what_a_resource_or_an_effect_of_a_tool_raises_is_the_policys_to_handle() -> None:
+    played = play(Shelf, [call("take", number=1), call("order", item="pen"), "42"])
+    assert observed(played) == [
+        ("error", "error: IndexError: pop from empty list"),
+        ("error", "error: KeyError: 'pen'"),
+    ]
+    assert played.header.reward == 1.0
+
+
 def test_sampled_tokens_are_journaled_as_they_came() -> None:
     played = play(Desk, [call("calculate", a=1, op="+"), "42"])
     turns = [entry for entry in played.entries if isinstance(entry, TurnEntry)]

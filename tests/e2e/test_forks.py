@@ -1,0 +1,100 @@
+"""`agentrl.fork` called from a script, on a finished run that trained an adapter and was moved since."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentrl.inspection.reader import RunReader
+from agentrl.journal.entries import TurnEntry
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+
+SETTINGS = [
+    "--name=adapters",
+    "--steps=3",
+    "--evaluation.tasks=0",
+    "--max_in_flight=32",
+    "--policies.solver.step_size=16",
+    "--policies.solver.learning_rate=0.01",
+    "--policies.solver.lora.rank=4",
+    "--trainer.kind=in_process",
+]
+SCRIPT = """\
+import json
+import sys
+
+import agentrl
+
+run, episode = sys.argv[1:]
+first, second = agentrl.fork(run, episode, at=1, n=2)
+(again,) = agentrl.fork(f"{run}/forks", first.episode_id, at=0)
+print(json.dumps([header.episode_id for header in (first, second, again)]))
+"""
+
+
+def python(directory: Path, *arguments: str) -> str:
+    finished = subprocess.run([sys.executable, *arguments], cwd=directory, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+def turns_of(reader: RunReader, episode: str) -> list[TurnEntry]:
+    view = reader.episode(episode)
+    assert view.problems == []
+    return [entry for _, entry in view.entries if isinstance(entry, TurnEntry)]
+
+
+def logprobs_of(turns: list[TurnEntry], base: str, adapter: Path) -> np.ndarray:
+    """What transformers and PEFT, knowing nothing of agentrl, give the sampled tokens of the last turn of a row."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter)).eval()
+    tokens = torch.from_numpy(
+        np.frombuffer(b"".join(turn.context_ids + turn.token_ids for turn in turns), "<i4").copy()
+    )
+    count = len(turns[-1].token_ids) // 4
+    with torch.no_grad():
+        logits = model(tokens[None].long()).logits[0, -count - 1 : -1]
+    found = logits.log_softmax(-1).gather(-1, tokens[-count:, None].long())[:, 0]
+    return np.asarray(found)
+
+
+def test_forks_of_a_finished_and_moved_run_use_the_adapter_of_their_turn(repository: Path, tmp_path: Path) -> None:
+    example = str(repository / "examples/01_tool_use.toml")
+    python(tmp_path, "-m", "agentrl.cli", "train", example, *SETTINGS)
+    moved = Path(shutil.move(tmp_path / "runs/adapters", tmp_path / "kept"))
+    reader = RunReader(moved)
+    episode, recorded = next(
+        (line.episode, turns)
+        for line in reader.episodes("turns > 1 and purpose = 'train'", limit=1000)
+        if (turns := turns_of(reader, line.episode))[1].spans[-1].step > 0
+    )
+    base = reader.info()["config"]["model"]["path"]
+    (script := tmp_path / "play_on.py").write_text(SCRIPT, encoding="utf-8")
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+
+    told = python(elsewhere, str(script), str(moved), episode)
+
+    forks = RunReader(moved / "forks")
+    first, second, again = json.loads(told.splitlines()[-1])
+    version = (recorded[1].spans[-1].lineage, recorded[1].spans[-1].step)
+    for fork in (first, second):
+        prefix, *own = turns_of(forks, fork)
+        assert prefix == recorded[0], "the turn before is the one recorded"
+        assert {(span.lineage, span.step) for turn in own for span in turn.spans} == {version}
+        adapter = moved / "versions" / "solver" / f"{version[0]}.{version[1]}"
+        sampled = np.frombuffer(own[0].logprobs, "<f4")
+        np.testing.assert_allclose(sampled, logprobs_of([prefix, own[0]], base, adapter), atol=1e-4)
+    assert turns_of(forks, again)[0].messages == recorded[0].messages, "a fork of a fork, at a turn it had not taken"
+    assert reader.ledger().holds
+    for opened in (reader, forks):
+        opened.close()
