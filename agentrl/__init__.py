@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from agentrl.app.forks import fork
     from agentrl.app.training import Run, train
     from agentrl.config.run import RunConfig
-    from agentrl.core.errors import AgentRLError
+    from agentrl.core.errors import AgentRLError, InfrastructureError
     from agentrl.core.records import Message, Task, ToolCall, Turn
     from agentrl.environment.base import (
         Agent,
@@ -47,6 +47,7 @@ _HOME = {
     "Environment": "environment.base",
     "EpisodeContext": "environment.base",
     "GymEnvironment": "environment.gym",
+    "InfrastructureError": "core.errors",
     "LimitReachedError": "environment.base",
     "Message": "core.records",
     "PettingZooEnvironment": "environment.pettingzoo_games",
@@ -79,6 +80,7 @@ __all__ = [
     "Environment",
     "EpisodeContext",
     "GymEnvironment",
+    "InfrastructureError",
     "LimitReachedError",
     "Message",
     "PettingZooEnvironment",

@@ -252,6 +252,7 @@ def attach_worker(
         episode_timeout_s=config.episode_timeout_s,
         max_staleness={name: policy.max_staleness for name, policy in config.policies.items()},
         on_code_change=config.environment.on_code_change,
+        infrastructure_attempts=config.infrastructure_attempts,
     )
     runner = EpisodeRunner(
         engine=engine,

@@ -101,6 +101,11 @@ class EpisodeError(AgentRLError):
         self.begin_again = begin_again
 
 
+class InfrastructureError(AgentRLError):
+    """What an act needed outside was not there: a sandbox, a service, a machine. Raised by an environment's effects and
+    external tools; the act is tried again, with back-off, and its failure is never a reward."""
+
+
 class EffectError(EpisodeError):
     """An effect, or a call on a resource, raised; the same error comes back whenever `run` is executed again.
 

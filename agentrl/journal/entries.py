@@ -87,7 +87,7 @@ class ToolEntry(msgspec.Struct, frozen=True, array_like=True, tag="tool"):
     arguments: Any
     observation: str
     outcome: str
-    """`ok`, `error`, `timeout`, `bad_arguments`, `unknown_tool`."""
+    """`ok`, `error`, `timeout`, `bad_arguments`, `unknown_tool`, `infrastructure`."""
     external: bool
     seconds: float
 
@@ -102,6 +102,8 @@ class EffectEntry(msgspec.Struct, frozen=True, array_like=True, tag="effect"):
     error: str | None
     """What it raised: `Type: message`."""
     seconds: float
+    is_out_of_reach: bool = False
+    """Whether the infrastructure failed it as often as was borne."""
 
 
 class IntentEntry(msgspec.Struct, frozen=True, array_like=True, tag="intent"):

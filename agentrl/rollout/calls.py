@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 from agentrl.core import ids
@@ -33,8 +33,6 @@ from agentrl.rollout.branches import Branch, ReplayOrder, current_branch
 from agentrl.rollout.recorded_words import REMEDY, in_words, on_one_line
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from agentrl.journal.port import TurnLog
 
 Body = TypeVar("Body")
@@ -234,9 +232,20 @@ class CallJournal:
         self._take(call.call_id)
         return call.recorded
 
-    def performing(self, call: Call, memoised: str | None = None) -> Performing:
-        """Around an act that is performed now; `memoised` names one that may make no calls of its own."""
-        return Performing(self, call, memoised)
+    @contextlib.contextmanager
+    def performing(self, call: Call, memoised: str | None = None) -> Iterator[None]:
+        """Around an act performed now: notes its cancellation; a `memoised` one may make no calls of its own."""
+        branch = None if memoised is None else call.branch
+        if branch is not None:
+            branch.memoised = memoised
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.cancel(call)
+            raise
+        finally:
+            if branch is not None:
+                branch.memoised = None
 
     def write(self, call: Call, body: EntryBody) -> None:
         """Append the entry of a call that was performed.
@@ -424,29 +433,6 @@ class CallJournal:
     def _count(self, entry: JournalEntry) -> None:
         self._digest.add(entry)
         self.written += 1
-
-
-class Performing:
-    """Around an act in flight: notes its cancellation, and that a memoised one may make no calls of its own."""
-
-    __slots__ = ("_call", "_journal", "_memoised")
-
-    def __init__(self, journal: CallJournal, call: Call, memoised: str | None) -> None:
-        self._journal = journal
-        self._call = call
-        self._memoised = memoised
-
-    def __enter__(self) -> None:
-        if self._memoised is not None and self._call.branch is not None:
-            self._call.branch.memoised = self._memoised
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._memoised is not None and self._call.branch is not None:
-            self._call.branch.memoised = None
-        if kind is not None and issubclass(kind, asyncio.CancelledError):
-            self._journal.cancel(self._call)
 
 
 def _is_numbered(call_id: str) -> bool:

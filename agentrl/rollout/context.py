@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agentrl.core.errors import EffectError, EnvironmentDefinitionError, EpisodeError
+from agentrl.core.errors import EffectError, EnvironmentDefinitionError, EpisodeError, InfrastructureError
 from agentrl.core.records import EpisodeHeader, StopReason, Task, ToolSpec
 from agentrl.core.rng import uuid4
 from agentrl.environment.base import (
@@ -33,7 +33,7 @@ from agentrl.journal.entries import GatherEntry, SpawnEntry, ToolEntry, ValueEnt
 from agentrl.rollout.agent import LiveAgent
 from agentrl.rollout.branches import current_branch
 from agentrl.rollout.calls import CallJournal
-from agentrl.rollout.effects import may_perform, perform_effect, unknown_effect
+from agentrl.rollout.effects import error_text, insist, may_perform, out_of_reach, perform_effect, unknown_effect
 from agentrl.rollout.gathering import gather
 from agentrl.rollout.journaled_data import encode_arguments, plain
 from agentrl.rollout.recorded_words import shortened
@@ -102,7 +102,7 @@ class LiveContext(EpisodeContext):
         with journal.performing(opened, what if external else None):
             if external and not await may_perform(self.episode, opened, what, guarantee):
                 raise unknown_effect(self.episode, opened, what)
-            observation, outcome = await _observe(call, limit, external=external)
+            observation, outcome = await self._performed(call, limit, guarantee, external=external)
         if opened.recorded is not None:
             await journal.reach(opened)  # the tool may have made calls of its own
         recorded = journal.recall(opened, ToolEntry)
@@ -208,8 +208,18 @@ class LiveContext(EpisodeContext):
         """Add to a number of the episode."""
         self.episode.metric(name, value)
 
+    async def _performed(
+        self, call: Callable[[], str | Awaitable[str]], timeout_s: float, guarantee: Guarantee, *, external: bool
+    ) -> tuple[str, str]:
+        try:
+            return await insist(self.episode, guarantee, lambda: _observe(call, timeout_s, external=external))
+        except InfrastructureError as error:
+            return f"error: {error_text(error)}", "error" if guarantee == "once" else "infrastructure"
+
     def _observed(self, entry: ToolEntry) -> str:
         self.metric(f"tool/{entry.outcome}", 1.0)
+        if entry.outcome == "infrastructure":
+            raise out_of_reach(f"tool {entry.name!r}", entry.observation)
         return entry.observation
 
     def close(self) -> None:
@@ -274,7 +284,11 @@ async def _observe(call: Callable[[], str | Awaitable[str]], timeout_s: float, *
         return f"error: {error}", error.outcome
     except EffectError as error:  # of the outside, which the tool asked: as if the tool itself had raised it
         return f"error: {error.error}", "error"
-    except EpisodeError:
+    except (EpisodeError, LimitReachedError):
         raise
+    except InfrastructureError as error:
+        if external:
+            raise
+        return f"error: {error_text(error)}", "error"
     except Exception as error:  # noqa: BLE001 - a tool is foreign code, and its error is the policy's observation
         return valid_unicode(f"error: {type(error).__name__}: {error}"[:2000]), "error"

@@ -10,12 +10,13 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agentrl.core.errors import AgentRLError, EffectError, EpisodeError
+from agentrl.core.budget import RetryBudget
+from agentrl.core.errors import AgentRLError, EffectError, EpisodeError, InfrastructureError
 from agentrl.journal.entries import EffectEntry, asked_hash
 from agentrl.rollout.journaled_data import journaled
 
 if TYPE_CHECKING:
-    from agentrl.environment.base import Guarantee, Reconcile
+    from agentrl.environment.base import Guarantee, LimitReachedError, Reconcile
     from agentrl.rollout.calls import Call
     from agentrl.rollout.episode import LiveEpisode
 
@@ -36,14 +37,47 @@ async def perform_effect(
     entry = journal.recall(call, EffectEntry)
     if entry is None:
         started = episode.services.clock.monotonic()
+        is_out_of_reach = False
         with journal.performing(call, f"the effect {name!r}"):
-            value, error = await _outcome(episode, call, name, function, guarantee, reconcile)
-        entry = EffectEntry(name, guarantee, value, error, episode.services.clock.monotonic() - started)
+            try:
+                value, error = await insist(
+                    episode, guarantee, lambda: _outcome(episode, call, name, function, guarantee, reconcile)
+                )
+            except InfrastructureError as failure:
+                value, error, is_out_of_reach = None, error_text(failure), guarantee != "once"
+        seconds = episode.services.clock.monotonic() - started
+        entry = EffectEntry(name, guarantee, value, error, seconds, is_out_of_reach)
         journal.write(call, entry)
+    if entry.is_out_of_reach:
+        raise out_of_reach(f"effect {name!r}", entry.error or "")
     if entry.error is not None:
         raise EffectError(f"effect {name!r} failed", error=entry.error)
     result: T = entry.value
     return result
+
+
+async def insist(episode: LiveEpisode, guarantee: Guarantee, perform: Callable[[], Awaitable[T]]) -> T:
+    """What `perform` returns; where its infrastructure fails it is tried again, unless it must happen once at most.
+
+    Raises:
+        InfrastructureError: it failed as often in a row as is borne.
+    """
+    budget = RetryBudget(episode.services.settings.infrastructure_attempts)
+    while True:
+        try:
+            return await perform()
+        except InfrastructureError:
+            wait = None if guarantee == "once" else budget.lost()
+            if wait is None:
+                raise
+        await episode.services.clock.sleep(wait)
+
+
+def out_of_reach(what: str, error: str) -> LimitReachedError:
+    """The limit an act has reached whose infrastructure failed again and again: what was asked of it broke it."""
+    from agentrl.environment.base import LimitReachedError
+
+    return LimitReachedError(f"{what} failed again and again: {error}", stop_reason="infrastructure")
 
 
 async def may_perform(episode: LiveEpisode, call: Call, what: str, guarantee: Guarantee) -> bool:
@@ -83,7 +117,7 @@ async def _outcome(
         happened, value = await _awaited(reconcile())
     try:
         return journaled(value if happened else await _awaited(function()), what), None
-    except AgentRLError:
+    except AgentRLError:  # InfrastructureError among them
         raise  # of ours, not of the outside world: storage, an engine, a result that cannot be journaled
     except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is what happened
         return None, error_text(error)

@@ -38,6 +38,8 @@ class RolloutSettings:
     max_staleness: Mapping[str, int] = field(default_factory=dict)
     """By policy, for the order in which parked episodes go on; 0 where absent."""
     on_code_change: OnCodeChange = "try"
+    infrastructure_attempts: int = 5
+    """How often in a row an act's infrastructure may fail before it is taken for the policy's doing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
