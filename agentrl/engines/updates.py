@@ -17,7 +17,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import EngineError
-from agentrl.engines.adapter_bank import read_adapter
+from agentrl.engines.adapter_files import read_adapter
 from agentrl.engines.serving import BASE
 from agentrl.engines.weight_files import match_full_weights, read_weights, refusal
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.ports import Refresh
     from agentrl.core.records import WeightsRef
-    from agentrl.engines.adapter_bank import AdapterFile
+    from agentrl.engines.adapter_files import AdapterFile
     from agentrl.engines.calls import EmbeddedSession
     from agentrl.engines.capture import RoutingTap
     from agentrl.engines.serving import ServedModel, Serving, VersionTable
