@@ -5,6 +5,7 @@ Owns the arguments of `AsyncLLM`. Imported in vLLM's own process only.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ class VllmSettings:
     max_staleness: int
 
 
-def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int, dtype: str) -> AsyncLLM:
+def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, threads: int = 1) -> AsyncLLM:
     """Start vLLM's processes on a model directory; they serve when this returns.
 
     Raises:
@@ -48,10 +49,11 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int, dtype
     """
     slots, max_context = settings.slots, settings.max_context
     shapes = read_shapes(model_path, max_context=max_context)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     arguments = AsyncEngineArgs(
         model=model_path,
         skip_tokenizer_init=True,
-        dtype=dtype,  # type: ignore[arg-type]
+        dtype=str(shapes.config.dtype or "auto").removeprefix("torch."),  # type: ignore[arg-type] # "auto" halves float32
         max_model_len=max_context,
         max_num_seqs=slots,
         block_size=_BLOCK,

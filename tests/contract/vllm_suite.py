@@ -11,11 +11,10 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
-
 from agentrl.core.records import PolicyVersion, WeightsRef
 
 if __name__ in ("__main__", "__mp_main__"):  # before torch and vLLM, here and in vLLM's processes
-    import agentrl.engines.vllm_process
+    pass
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Engine
@@ -91,7 +90,7 @@ def started(zoo: ModelZoo) -> Iterator[MakeVllm]:
     from agentrl.engines.vllm_start import start_vllm
 
     async def start() -> Any:
-        return start_vllm(str(zoo.directory()), vllm_settings(), kv_memory=0, dtype="float32")
+        return start_vllm(str(zoo.directory()), vllm_settings())
 
     loop = asyncio.new_event_loop()
     llm = loop.run_until_complete(start())
