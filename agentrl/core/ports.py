@@ -46,6 +46,9 @@ class EngineCapabilities:
     """How many adapters it serves side by side; 0: full weights only."""
     max_context: int
     """Longest context in tokens, completion included."""
+    exact_continuation: bool = True
+    """Whether a turn that was cut and goes on samples what it would have sampled uncut. Where not, its tokens are kept
+    all the same, and those that follow are drawn anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

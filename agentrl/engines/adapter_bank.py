@@ -9,10 +9,6 @@ LoRA: Hu et al., 2021, arXiv:2106.09685. y = W x + B ((A x) * row mask), all ada
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,69 +16,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from agentrl.engines.weight_files import read_weights, refusal
+from agentrl.engines.adapter_files import check_adapter, linear_layer
+from agentrl.engines.weight_files import refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from numpy.typing import NDArray
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from agentrl.core.records import WeightsRef
-
-_PREFIX = "base_model.model."
-_UNSUPPORTED = (
-    "use_dora",
-    "modules_to_save",
-    "target_parameters",
-    "rank_pattern",
-    "alpha_pattern",
-    "layer_replication",
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterFile:
-    """An adapter read from PEFT files: per module A `[rank, in]` and B `[out, rank]`, B scaled by alpha / rank."""
-
-    rank: int
-    matrices: Mapping[str, tuple[Tensor, Tensor]]
-
-
-def read_adapter(weights: WeightsRef) -> AdapterFile:
-    """Read and check an adapter directory in PEFT's format.
-
-    Raises:
-        EngineError: the files are damaged, not the published ones, or of a kind that the embedded engine cannot serve.
-    """
-    tensors = read_weights(weights)
-    try:
-        config = json.loads((Path(weights.path) / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise refusal(weights, f"{weights.path}/adapter_config.json cannot be read ({error})") from error
-    if config.get("peft_type") != "LORA":
-        raise refusal(weights, f"its peft_type is {config.get('peft_type')!r}; the embedded engine serves LORA")
-    used = [key for key in _UNSUPPORTED if config.get(key)]
-    if used or config.get("bias", "none") != "none":
-        raise refusal(weights, f"the embedded engine serves plain LoRA, without {', '.join(used) or 'bias'}")
-    rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
-    halves: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        module, _, kind = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
-        if not key.startswith(_PREFIX) or kind not in ("lora_A", "lora_B"):
-            raise refusal(weights, f"{key} is not a LoRA matrix of a linear layer")
-        halves.setdefault(module, {})[kind] = tensor
-    matrices = {}
-    for module, pair in halves.items():
-        if len(pair) != 2:
-            raise refusal(weights, f"{module} has only {next(iter(pair))}")
-        if pair["lora_A"].shape[0] != rank or pair["lora_B"].shape[1] != rank:
-            found = (tuple(pair["lora_A"].shape), tuple(pair["lora_B"].shape))
-            raise refusal(weights, f"{module} has shapes {found}, which are not of the configured rank {rank}")
-        matrices[module] = (pair["lora_A"], pair["lora_B"] * scale)
-    return AdapterFile(rank=rank, matrices=matrices)
+    from agentrl.engines.adapter_files import AdapterFile
 
 
 class BankLinear(nn.Module):
@@ -139,8 +82,6 @@ class AdapterBank:
         Raises:
             EngineError: wrong rank, module or shape.
         """
-        if adapter.rank > self.max_rank:
-            raise refusal(weights, f"its rank is {adapter.rank}, the engine was started for at most {self.max_rank}")
         if self._layers and set(adapter.matrices) != set(self._layers):
             different = sorted(set(adapter.matrices) ^ set(self._layers))
             raise refusal(
@@ -148,15 +89,7 @@ class AdapterBank:
                 "all adapters of an engine must have the same target modules; these are in only one of "
                 f"this adapter and those served: {', '.join(different[:4])}",
             )
-        for name, (down, up) in adapter.matrices.items():
-            layer = self._layers[name].base if self._layers else _linear(self._model, name)
-            if layer is None:
-                raise refusal(weights, f"the model has no linear layer {name}")
-            if down.shape[1] != layer.in_features or up.shape[0] != layer.out_features:
-                found = (tuple(down.shape), tuple(up.shape))
-                raise refusal(
-                    weights, f"{name} has shapes {found}, the layer is {layer.in_features} → {layer.out_features}"
-                )
+        check_adapter(weights, adapter, self._model, max_rank=self.max_rank)
 
     def fill(self, place: int, adapter: AdapterFile) -> None:
         """Put a checked adapter into an empty place; call between two passes."""
@@ -181,7 +114,7 @@ class AdapterBank:
 
     def _wrap(self, adapter: AdapterFile) -> None:
         for name in adapter.matrices:
-            layer = _linear(self._model, name)
+            layer = linear_layer(self._model, name)
             assert layer is not None, "checked before"
             parent, _, child = name.rpartition(".")
             wrapped = BankLinear(layer, self)
@@ -223,11 +156,3 @@ class AdapterBank:
             owner = np.repeat(np.arange(first, last), self._rank)
             mask = torch.from_numpy(adapters[:, None, None] == owner)
             self.mask = mask.to(next(iter(self._layers.values())).base.weight)
-
-
-def _linear(model: PreTrainedModel, name: str) -> nn.Linear | None:
-    try:
-        layer = model.get_submodule(name)
-    except AttributeError:
-        return None
-    return layer if isinstance(layer, nn.Linear) else None

@@ -42,6 +42,11 @@ class EmbeddedSession:
         self.call: Call | None = None
         self.closed = False
 
+    @property
+    def has_kv(self) -> bool:
+        """Whether its keys and values still lie in a slot."""
+        return self.slot >= 0
+
     async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
         """See `agentrl.core.ports.EngineSession.generate`."""
         return await self._engine.generate(self, request, on_delta)

@@ -227,11 +227,8 @@ class EmbeddedEngine:
 
     def _leave(self, session: EmbeddedSession) -> None:
         self._table.leave(session)
-        self._updates.end_lease(session)
-        if session.pin is not None:
-            session.pin.pins -= 1
-            self._updates.settle(session.pin)
-            session.pin = None
+        self._updates.leases.end(session)
+        self._updates.leases.end_pin(session)
 
     async def generate(
         self, session: EmbeddedSession, request: GenerateRequest, on_delta: Delta | None = None
@@ -285,7 +282,7 @@ class EmbeddedEngine:
                     break
                 plan: list[Pass] = []
                 if not self._updates.paused:
-                    batcher.admit(self._updates.held, self._updates.resolve)
+                    batcher.admit(self._updates.held, self._updates.leases.resolve)
                     plan = batcher.plan()
                 if plan:
                     run = partial(self._runner.run, plan, repeat=batcher.repeats(plan))

@@ -43,6 +43,8 @@ class EngineProgram:
     """`module:name`, called as `name(versions=…, **arguments)`; returns an engine."""
     arguments: Mapping[str, Any]
     """Plain values."""
+    host: str = "agentrl.engines.process_host"
+    """The module that is run."""
 
 
 @dataclass(slots=True)
@@ -109,7 +111,7 @@ class ProcessEngine:
     async def launch(self) -> Process:
         """See `Supervised.launch`."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "agentrl.engines.process_host", str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-m", self._program.host, str(theirs.fileno()), str(os.getpid())]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         try:
             process = await asyncio.create_subprocess_exec(

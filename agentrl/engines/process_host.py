@@ -13,7 +13,7 @@ import sys
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from agentrl.core.errors import AgentRLError, EngineError
+from agentrl.core.errors import AgentRLError, EngineError, EngineLostError
 from agentrl.engines import wire
 from agentrl.engines.supervision import die_with
 
@@ -91,6 +91,8 @@ class EngineHost:
     async def _answer(self, call: int, work: Coroutine[Any, Any, wire.Reply | None]) -> None:
         try:
             reply = await work
+        except EngineLostError:
+            os._exit(1)  # what this process serves is dead: the next process begins anew
         except AgentRLError as error:
             reply = wire.Failed(call=call, kind=type(error).__name__, message=str(error))
         except Exception as error:  # noqa: BLE001 - the client must hear of whatever an engine raises

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.core.errors import EngineError
 from agentrl.engines.adapter_bank import AdapterBank
+from agentrl.engines.leases import LiveVersion
 from agentrl.engines.weight_files import ready_to_sample
 
 if TYPE_CHECKING:
@@ -52,27 +53,12 @@ class ServedModel:
                     self.state[name].copy_(tensor)
 
 
-@dataclass(slots=True, eq=False)
-class Serving:
-    """A version that can be sampled from."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Serving(LiveVersion):
+    """A version the embedded engine can sample from."""
 
-    version: PolicyVersion
     served: ServedModel
     adapter: int = BASE
-    digest: str = ""
-    kept: int = 0
-    """How often it was kept and not released."""
-    pins: int = 0
-    """Sessions opened on it."""
-    leases: int = 0
-    """Sessions that stay on it for now, by refresh `lazy` or `episode`."""
-    calls: int = 0
-    """Calls in flight that it samples."""
-
-    @property
-    def held(self) -> bool:
-        """Whether something besides calls in flight needs it to stay as it is."""
-        return self.kept > 0 or self.pins > 0 or self.leases > 0
 
 
 @dataclass(slots=True)
@@ -89,7 +75,7 @@ class VersionTable:
     def start(self, versions: Iterable[PolicyVersion]) -> None:
         """Serve the base weights as these versions."""
         for version in versions:
-            self.live[version] = self.current[version.policy] = Serving(version, self.base)
+            self.live[version] = self.current[version.policy] = Serving(version=version, served=self.base)
 
     def of_policy(self, policy: str) -> Serving:
         """The policy's current version.
@@ -152,11 +138,11 @@ class VersionTable:
 
     def serve_full(self, version: PolicyVersion, served: ServedModel, *, digest: str, keep: bool) -> Serving:
         """Make `version` current; its weights are in `served` already."""
-        return self._promote(Serving(version, served, digest=digest, kept=int(keep)))
+        return self._promote(Serving(version=version, served=served, digest=digest, kept=int(keep)))
 
     def serve_adapter(self, version: PolicyVersion, place: int, *, digest: str, keep: bool) -> Serving:
         """Make `version` current; its adapter is in `place` of the bank already."""
-        return self._promote(Serving(version, self.base, adapter=place, digest=digest, kept=int(keep)))
+        return self._promote(Serving(version=version, served=self.base, adapter=place, digest=digest, kept=int(keep)))
 
     def _promote(self, new: Serving) -> Serving:
         old = self.current.get(new.version.policy)

@@ -17,7 +17,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import EngineError
-from agentrl.engines.adapter_bank import read_adapter
+from agentrl.engines.adapter_files import read_adapter
+from agentrl.engines.leases import Leases
 from agentrl.engines.serving import BASE
 from agentrl.engines.weight_files import match_full_weights, read_weights, refusal
 
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.ports import Refresh
     from agentrl.core.records import WeightsRef
-    from agentrl.engines.adapter_bank import AdapterFile
-    from agentrl.engines.calls import EmbeddedSession
+    from agentrl.engines.adapter_files import AdapterFile
     from agentrl.engines.capture import RoutingTap
     from agentrl.engines.serving import ServedModel, Serving, VersionTable
 
@@ -51,7 +51,6 @@ class WeightUpdates:
     ) -> None:
         self._versions = versions
         self._refresh = refresh
-        self._max_staleness = max_staleness
         self._between_passes = between_passes
         self._switch = switch
         self._on_worker = on_worker
@@ -59,41 +58,13 @@ class WeightUpdates:
         self._tap = tap
         self._one_at_a_time = asyncio.Lock()
         self._changed = asyncio.Event()
-        self._leased: set[EmbeddedSession] = set()
+        self.leases: Leases[Serving] = Leases(
+            refresh=refresh, max_staleness=max_staleness, current=versions.of_policy, ended=self.settle
+        )
         self.held: set[str] = set()
         """Policies whose new calls wait for an update at a turn boundary."""
         self.paused = False
         self._stopped = False
-
-    # --- which version samples a call ---------------------------------------------------------------------------------
-
-    def resolve(self, session: EmbeddedSession) -> Serving:
-        """The version that samples the next call of `session`, by its pin, its lease, or the refresh."""
-        if session.pin is not None:
-            return session.pin
-        current = self._versions.of_policy(session.policy)
-        if self._refresh in ("token", "turn"):
-            return current
-        lease = session.lease
-        if lease is not None and (self._refresh == "episode" or self._is_fresh(session, lease, current)):
-            return lease
-        self.end_lease(session)
-        session.lease = current
-        current.leases += 1
-        self._leased.add(session)
-        return current
-
-    def _is_fresh(self, session: EmbeddedSession, lease: Serving, current: Serving) -> bool:
-        mine, newest = lease.version, current.version
-        return session.slot >= 0 and mine.lineage == newest.lineage and newest.step - mine.step <= self._max_staleness
-
-    def end_lease(self, session: EmbeddedSession) -> None:
-        """The session no longer holds on to a version."""
-        if session.lease is not None:
-            session.lease.leases -= 1
-            self._leased.discard(session)
-            self.settle(session.lease)
-            session.lease = None
 
     def settle(self, serving: Serving) -> None:
         """A call, pin or lease of `serving` ended."""
@@ -170,7 +141,7 @@ class WeightUpdates:
             old = self._versions.of_policy(weights.version.policy)
             if self._refresh == "token" and not old.held and old.adapter != BASE:
                 break  # nothing holds the old version: its place is filled anew
-            if not self._revoke_lease():
+            if not self.leases.revoke([s for s in self._versions.live.values() if s.adapter != BASE]):
                 self._check_may_free(weights)
                 await self._change()
         await asyncio.shield(self._swap_adapter(weights, adapter, place, keep=keep))
@@ -194,26 +165,6 @@ class WeightUpdates:
     def _move_calls(self, old: Serving, new: Serving) -> None:
         self._switch(old, new)
         self.settle(old)
-
-    def _revoke_lease(self) -> bool:
-        """Under `lazy`, end the leases of the oldest version that only idle sessions hold on to."""
-        if self._refresh != "lazy":
-            return False
-        current = self._versions.current
-        idle = [
-            serving
-            for serving in self._versions.live.values()
-            if serving.leases
-            and serving.adapter != BASE
-            and current[serving.version.policy] is not serving
-            and not (serving.kept or serving.pins or serving.calls)
-        ]
-        if not idle:
-            return False
-        oldest = min(idle, key=lambda serving: (serving.version.lineage, serving.version.step))
-        for session in [session for session in self._leased if session.lease is oldest]:
-            self.end_lease(session)
-        return True
 
     def _check_may_free(self, weights: WeightsRef) -> None:
         current = self._versions.current

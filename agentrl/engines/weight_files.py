@@ -64,14 +64,7 @@ def read_model(path: str | Path, *, dtype: torch.dtype, max_context: int | None 
         ModelError: the directory holds no such model, its weights are damaged or not those of its configuration, or
             it cannot serve contexts of `max_context`.
     """
-    if not (Path(path) / "config.json").is_file():
-        raise ModelError(
-            f"{path}: no model here (config.json is missing). Give a local Hugging Face causal LM directory"
-        )
-    if (Path(path) / "adapter_config.json").exists():  # transformers would load it too, unpickling adapter_model.bin
-        raise ModelError(f"{path}: holds an adapter (adapter_config.json). Merge it into the model, or move it away")
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    _check_directory(path)
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -96,6 +89,35 @@ def read_model(path: str | Path, *, dtype: torch.dtype, max_context: int | None 
     _check_report(path, report)
     loaded: PreTrainedModel = model
     return loaded
+
+
+def read_shapes(path: str | Path, *, max_context: int) -> PreTrainedModel:
+    """The model of a directory without its weights, on the meta device: names, shapes, configuration.
+
+    Raises:
+        ModelError: the directory holds no such model, or one that cannot serve contexts of `max_context`.
+    """
+    _check_directory(path)
+    make: Any = AutoModelForCausalLM.from_config
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model: PreTrainedModel = make(config, trust_remote_code=False)
+    except _LOAD_ERRORS as error:
+        raise ModelError(f"{path}: config.json describes no causal LM ({type(error).__name__}: {error})") from error
+    check_context(config, max_context, str(path))
+    return model
+
+
+def _check_directory(path: str | Path) -> None:
+    if not (Path(path) / "config.json").is_file():
+        raise ModelError(
+            f"{path}: no model here (config.json is missing). Give a local Hugging Face causal LM directory"
+        )
+    if (Path(path) / "adapter_config.json").exists():  # transformers would load it too, unpickling adapter_model.bin
+        raise ModelError(f"{path}: holds an adapter (adapter_config.json). Merge it into the model, or move it away")
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
 
 
 def _check_report(path: str | Path, report: Mapping[str, Any]) -> None:
@@ -188,10 +210,10 @@ def match_full_weights(
         EngineError: a name or shape does not fit the model.
     """
     matched = read if set(read) <= set(expected) else _convert_layout(weights, read, model)
-    stored = {tensor.data_ptr() for name, tensor in expected.items() if name in matched}
+    stored = {tensor.untyped_storage()._cdata for name, tensor in expected.items() if name in matched}
     for name, tensor in expected.items():
         if name not in matched:
-            if tensor.data_ptr() not in stored:  # a tied weight may be stored under its other name
+            if tensor.untyped_storage()._cdata not in stored:  # a tied weight may be stored under its other name
                 raise refusal(weights, f"{name} is missing")
         elif matched[name].shape != tensor.shape:
             have, need = tuple(matched[name].shape), tuple(tensor.shape)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from tests.contract import vllm_suite
 from tests.contract.engine_kinds import MakeEmbedded, MakeEngine, MakeProcess, MakeScripted, ModelZoo
+
+IN_VLLM_SUITE = vllm_suite.SWITCH in os.environ
+KINDS = ["vllm"] if IN_VLLM_SUITE else ["scripted", "embedded", "scripted in a process", "embedded in a process"]
 
 
 @pytest.fixture(scope="session")
@@ -15,9 +22,20 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> ModelZoo:
     return ModelZoo(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(params=["scripted", "embedded", "scripted in a process", "embedded in a process"])
+@pytest.fixture(scope="session")
+def make_vllm(zoo: ModelZoo) -> Iterator[vllm_suite.MakeVllm]:
+    """Engines over one real vLLM."""
+    if not IN_VLLM_SUITE:
+        pytest.skip("run by test_engine_vllm.py, in a process of its own")
+    yield from vllm_suite.started(zoo)
+
+
+@pytest.fixture(params=KINDS)
 def make_engine(request: pytest.FixtureRequest, zoo: ModelZoo) -> MakeEngine:
     """Every engine behind the port."""
+    if request.param == "vllm":
+        vllm: MakeEngine = request.getfixturevalue("make_vllm")
+        return vllm
     scripted, embedded = MakeScripted(), MakeEmbedded(zoo)
     made: dict[str, MakeEngine] = {maker.kind: maker for maker in (scripted, embedded)}
     program = "tests.contract.scripted_program:scripted_engine"

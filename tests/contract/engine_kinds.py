@@ -33,7 +33,7 @@ _SHAPE = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "intermediate_size": 96,
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 512,

@@ -1,0 +1,133 @@
+"""Which version samples a conversation's next turn: its pin, its lease, or the newest.
+
+Owns: what each refresh means between two turns, and who holds on to a version. Does not know weights, and does not
+interrupt calls: what happens to a turn in flight is the engine's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from agentrl.core.ports import Refresh
+    from agentrl.core.records import PolicyVersion
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LiveVersion:
+    """A version that can be sampled from, and who needs it."""
+
+    version: PolicyVersion
+    digest: str = ""
+    kept: int = 0
+    """How often it was kept and not released."""
+    pins: int = 0
+    """Sessions opened on it."""
+    leases: int = 0
+    """Sessions that stay on it for now, by refresh `lazy` or `episode`."""
+    calls: int = 0
+    """Calls in flight that it samples."""
+
+    @property
+    def held(self) -> bool:
+        """Whether something besides calls in flight needs it to stay as it is."""
+        return self.kept > 0 or self.pins > 0 or self.leases > 0
+
+
+LiveT = TypeVar("LiveT", bound=LiveVersion)
+
+
+class Leaseholder(Protocol[LiveT]):
+    """A session, as far as leases go."""
+
+    policy: str
+    pin: LiveT | None
+    lease: LiveT | None
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether staying on its version saves it anything."""
+        ...
+
+
+class Leases(Generic[LiveT]):
+    """Leases of one engine's sessions.
+
+    Args:
+        refresh: when sessions move to newer weights.
+        max_staleness: refresh `lazy`: how many steps a session may stay behind.
+        current: a policy's newest version.
+        ended: called with a version that a lease, pin or call of has ended.
+    """
+
+    def __init__(
+        self,
+        *,
+        refresh: Refresh,
+        max_staleness: int,
+        current: Callable[[str], LiveT],
+        ended: Callable[[LiveT], None],
+    ) -> None:
+        self._refresh = refresh
+        self._max_staleness = max_staleness
+        self._current = current
+        self._ended = ended
+        self._holders: set[Leaseholder[LiveT]] = set()
+
+    def resolve(self, session: Leaseholder[LiveT]) -> LiveT:
+        """The version that samples the next call of `session`, by its pin, its lease, or the refresh."""
+        if session.pin is not None:
+            return session.pin
+        current = self._current(session.policy)
+        if self._refresh in ("token", "turn"):
+            return current
+        lease = session.lease
+        if lease is not None and (self._refresh == "episode" or self._is_fresh(session, lease, current)):
+            return lease
+        self.end(session)
+        session.lease = current
+        current.leases += 1
+        self._holders.add(session)
+        return current
+
+    def _is_fresh(self, session: Leaseholder[LiveT], lease: LiveT, current: LiveT) -> bool:
+        mine, newest = lease.version, current.version
+        return session.has_kv and mine.lineage == newest.lineage and newest.step - mine.step <= self._max_staleness
+
+    def end(self, session: Leaseholder[LiveT]) -> None:
+        """The session no longer holds on to a version."""
+        lease = session.lease
+        if lease is not None:
+            session.lease = None
+            lease.leases -= 1
+            self._holders.discard(session)
+            self._ended(lease)
+
+    def end_pin(self, session: Leaseholder[LiveT]) -> None:
+        """The session is closed: it needs its pinned version no more."""
+        pin = session.pin
+        if pin is not None:
+            session.pin = None
+            pin.pins -= 1
+            self._ended(pin)
+
+    def revoke(self, live: list[LiveT]) -> bool:
+        """Under `lazy`, end the leases of the oldest of these versions that only idle sessions hold on to."""
+        if self._refresh != "lazy":
+            return False
+        idle = [
+            version
+            for version in live
+            if version.leases
+            and self._current(version.version.policy) is not version
+            and not (version.kept or version.pins or version.calls)
+        ]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda version: (version.version.lineage, version.version.step))
+        for session in [session for session in self._holders if session.lease is oldest]:
+            self.end(session)
+        return True

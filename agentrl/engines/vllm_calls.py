@@ -1,0 +1,122 @@
+"""Sessions and calls of the vLLM engine: one conversation's place, and one request in flight.
+
+Owns: what was sampled so far and by whom. Does not ask vLLM for anything; the engine does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from agentrl.core.records import Completion, VersionSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.outputs import CompletionOutput
+
+    from agentrl.core.clock import Clock
+    from agentrl.core.ports import Delta, GenerateRequest
+    from agentrl.core.records import FinishReason, PolicyVersion
+    from agentrl.engines.vllm_engine import VllmEngine
+    from agentrl.engines.vllm_updates import VllmVersion
+
+_DELTA_SECONDS = 0.2
+
+
+class VllmSession:
+    """One conversation: its pin or lease. Its keys and values are vLLM's to keep. Made by `VllmEngine.open`."""
+
+    __slots__ = ("_engine", "call", "closed", "lease", "pin", "policy", "priority", "session_id")
+
+    has_kv = True
+    """vLLM does not say when it drops a prefix; it is taken to have it."""
+
+    def __init__(
+        self, engine: VllmEngine, session_id: str, policy: str, *, pin: VllmVersion | None, priority: int
+    ) -> None:
+        self._engine = engine
+        self.session_id = session_id
+        self.policy = policy
+        self.pin = pin
+        self.lease: VllmVersion | None = None
+        self.priority = priority
+        self.call: VllmCall | None = None
+        self.closed = False
+
+    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
+        """See `agentrl.core.ports.EngineSession.generate`."""
+        return await self._engine.generate(self, request, on_delta)
+
+    def close(self) -> None:
+        """See `agentrl.core.ports.EngineSession.close`."""
+        self._engine.close_session(self)
+
+
+@dataclass(slots=True, eq=False)
+class VllmCall:
+    """One request in flight, over as many requests to vLLM as its weights changed."""
+
+    request: GenerateRequest
+    session: VllmSession
+    on_delta: Delta | None
+    clock: Clock
+    serving: VllmVersion
+    """Whose weights sample it, or sampled it last."""
+    name: str = ""
+    """Of vLLM's request."""
+    ending: bool = False
+    """Aborted: it returns what it has."""
+    moving: bool = False
+    """Its weights are replaced: it goes on under the new ones."""
+    cached: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    _delivered: int = 0
+    _next_delta: float = 0.0
+
+    def take(self, chosen: CompletionOutput) -> None:
+        """Add what vLLM sampled since it last spoke."""
+        if chosen.token_ids:
+            if self._next_delta == 0.0:
+                self._next_delta = self.clock.monotonic() + _DELTA_SECONDS
+            self.tokens.extend(chosen.token_ids)
+            self.logprobs.extend(_logprobs_of(chosen))
+            if self.on_delta is not None and self.clock.monotonic() >= self._next_delta:
+                self.deliver()
+
+    def deliver(self) -> None:
+        """Give `on_delta` what it was not given yet, sampled by the version that serves."""
+        first, self._delivered = self._delivered, len(self.tokens)
+        self._next_delta = self.clock.monotonic() + _DELTA_SECONDS
+        if self.on_delta is not None and self._delivered > first:
+            self.on_delta(self.request.request_id, self.tokens[first:], self.logprobs[first:], self.serving.version)
+
+    def close_spans(self, spans: Sequence[tuple[int, PolicyVersion]]) -> None:
+        """All tokens so far belong to the versions of `spans`, which say where each ends."""
+        for stop, version in spans:
+            start = self.spans[-1].stop if self.spans else 0
+            if stop > start:
+                if self.spans and self.spans[-1].version == version:
+                    start = self.spans.pop().start
+                self.spans.append(VersionSpan(start, stop, version))
+
+    def complete(self, reason: FinishReason) -> Completion:
+        """What was sampled, as the engine's reply."""
+        return Completion(
+            token_ids=np.array(self.tokens, np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            finish_reason=reason,
+            spans=tuple(self.spans),
+            prompt_tokens=len(self.request.token_ids),
+            cached_tokens=self.cached,
+        )
+
+
+def _logprobs_of(chosen: CompletionOutput) -> list[float]:
+    """The sampled tokens' log-probabilities, one each."""
+    flat: Any = chosen.logprobs
+    return [float(flat.logprobs[start]) for start in flat.start_indices]

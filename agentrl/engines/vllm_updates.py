@@ -1,0 +1,361 @@
+"""How a published version comes to serve in vLLM: read and check, load beside the others or in their place.
+
+Owns: the live versions, adapter places, private copies of adapters, pauses, and the order of steps of an update. Does
+not know tokens. Invariant: until an update has succeeded the old version serves, and no failure leaves vLLM paused.
+
+refresh   adapters (nothing is paused)               full weights (one version at a time)
+token     calls go on under the new one, as a new    pause, load, go on; KV kept or recomputed
+          request over the tokens they have
+turn      calls in flight end on theirs              new calls wait until those in flight have ended, then the same
+episode   sessions stay on theirs until they close   refused
+lazy      sessions stay until their lag exceeds      refused
+          `max_staleness`, or a place is short
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm import SamplingParams, TokensPrompt
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from agentrl.core.errors import EngineError
+from agentrl.engines.adapter_files import check_adapter, read_adapter
+from agentrl.engines.leases import Leases, LiveVersion
+from agentrl.engines.weight_files import match_full_weights, read_weights, refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from transformers import PreTrainedModel
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
+    from agentrl.engines.vllm_start import VllmSettings
+
+_FIRST_LABEL = "default"
+"""What vLLM calls the weights it was started with."""
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class VllmVersion(LiveVersion):
+    """A version vLLM can sample from."""
+
+    adapter: LoRARequest | None = None
+    salt: str | None = None
+    """Sets its prefixes apart in vLLM's cache; an adapter's path does that by itself."""
+
+
+class VllmUpdates:
+    """The versions one vLLM serves, and how they change.
+
+    Args:
+        llm: the vLLM.
+        model_path: what it was started on.
+        model: the model's shapes.
+        versions: for each policy, the version that the directory's weights are.
+        settings: the engine's.
+        switch: told when calls in flight that the first version samples are to go on under the second.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        model_path: str,
+        model: PreTrainedModel,
+        versions: Mapping[str, PolicyVersion],
+        settings: VllmSettings,
+        *,
+        switch: Callable[[VllmVersion, VllmVersion], None],
+    ) -> None:
+        self._llm = llm
+        self._model = model
+        self._refresh = settings.refresh
+        self._keep_kv = settings.keep_kv
+        self._places = settings.adapter_slots
+        self._max_rank = settings.max_rank
+        self._live: dict[PolicyVersion, VllmVersion] = {}
+        self._current: dict[str, VllmVersion] = {}
+        for policy, version in versions.items():
+            salt = None if self._places else str(version)
+            self._live[version] = self._current[policy] = VllmVersion(version=version, salt=salt)
+        self._labels = dict(zip([_FIRST_LABEL], versions.values(), strict=False))
+        """With full weights there is one policy; adapters do not need vLLM's word."""
+        self._file = str(Path(model_path) / "model.safetensors")
+        self.leases: Leases[VllmVersion] = Leases(
+            refresh=settings.refresh, max_staleness=settings.max_staleness, current=self.of_policy, ended=self.settle
+        )
+        self._switch = switch
+        self._numbers = itertools.count(1)
+        self._held: set[str] = set()
+        """Policies whose new calls wait for an update at a turn boundary."""
+        self._paused = False
+        self._ready_for_files = False
+        self._one_at_a_time = asyncio.Lock()
+        self._controls = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._closed = False
+        self._removals: set[asyncio.Task[None]] = set()
+        where = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+        self._copies = tempfile.TemporaryDirectory(prefix="agentrl-adapters-", dir=where)
+
+    # --- versions -----------------------------------------------------------------------------------------------------
+
+    def of_policy(self, policy: str) -> VllmVersion:
+        """The policy's newest version.
+
+        Raises:
+            EngineError: the engine does not serve the policy.
+        """
+        serving = self._current.get(policy)
+        if serving is None:
+            raise EngineError(f"no policy {policy!r} in this engine; it serves: {', '.join(sorted(self._current))}")
+        return serving
+
+    def of_version(self, version: PolicyVersion) -> VllmVersion:
+        """A live version.
+
+        Raises:
+            EngineError: the version is not (or no longer) here.
+        """
+        serving = self._live.get(version)
+        if serving is None:
+            live = ", ".join(sorted(map(str, self._live)))
+            raise EngineError(
+                f"version {version} is not served here (live: {live}); give it by update(..., keep=True) first"
+            )
+        return serving
+
+    def release(self, version: PolicyVersion) -> None:
+        """See `agentrl.core.ports.Engine.release`."""
+        serving = self.of_version(version)
+        serving.kept -= serving.kept > 0
+        self.settle(serving)
+
+    def settle(self, serving: VllmVersion) -> None:
+        """Forget a version that nothing needs any more; vLLM unloads it."""
+        self._changed.set()
+        adapter = serving.adapter
+        if serving.held or serving.calls or self._current.get(serving.version.policy) is serving or adapter is None:
+            return
+        if self._live.get(serving.version) is serving:
+            del self._live[serving.version]
+            task = asyncio.get_running_loop().create_task(self._unload(adapter))
+            self._removals.add(task)
+            task.add_done_callback(self._removals.discard)
+
+    async def _unload(self, adapter: LoRARequest) -> None:
+        try:
+            await self._llm.remove_lora(adapter.lora_int_id)
+        except EngineDeadError:
+            return  # whoever samples hears of it
+        shutil.rmtree(adapter.lora_path, ignore_errors=True)
+
+    def spans(
+        self, serving: VllmVersion, output: RequestOutput, *, start: int, stop: int
+    ) -> list[tuple[int, PolicyVersion]]:
+        """Who sampled tokens `[start, stop)` of a call, as (end, version): vLLM's word where weights are replaced."""
+        told = output.outputs[0].weight_versions
+        if self._places or not told:
+            return [(stop, serving.version)]
+        return [(start + span.end, self._labels[span.version]) for span in told]
+
+    async def may_sample(self, policy: str, is_ending: Callable[[], bool]) -> None:
+        """Wait while the engine is paused or the policy waits for an update; not longer than the call lives."""
+        while (self._paused or policy in self._held) and not (self._closed or is_ending()):
+            await self._change()
+
+    # --- updates ------------------------------------------------------------------------------------------------------
+
+    async def apply(self, weights: WeightsRef, *, keep: bool) -> None:
+        """Serve a new version; see `Engine.update`."""
+        async with self._one_at_a_time:
+            known = self._live.get(weights.version)
+            if known is not None and known.digest:
+                if known.digest != weights.sha256:
+                    raise refusal(weights, "this version is served with other weights; version ids are never reused")
+                known.kept += keep
+                return
+            self.of_policy(weights.version.policy)
+            if weights.kind == "full":
+                await self._apply_full(weights, keep=keep)
+            else:
+                await self._apply_adapter(weights, keep=keep)
+
+    async def _apply_adapter(self, weights: WeightsRef, *, keep: bool) -> None:
+        if self._places == 0:
+            raise refusal(weights, "the engine was started without places for adapters (adapter_slots = 0)")
+        number = next(self._numbers)
+        copy = Path(self._copies.name) / str(number)
+        try:
+            await asyncio.to_thread(self._copy_checked, weights, copy)
+            while len(adapters := [each for each in self._live.values() if each.adapter]) >= self._places:
+                old = self.of_policy(weights.version.policy)
+                if self._refresh == "token" and not old.held and old.adapter:
+                    break  # nothing holds the old version: it leaves when its calls have moved
+                if not self.leases.revoke(adapters):
+                    self._check_may_free(weights, adapters)
+                    await self._change()
+            adapter = LoRARequest(lora_name=f"{weights.version}/{number}", lora_int_id=number, lora_path=str(copy))
+            await asyncio.shield(self._load_adapter(weights, adapter, keep=keep))
+        except BaseException:
+            if weights.version not in self._live:
+                shutil.rmtree(copy, ignore_errors=True)
+            raise
+
+    def _copy_checked(self, weights: WeightsRef, copy: Path) -> None:
+        """What was checked is what vLLM reads, and stays although a run prunes its old versions."""
+        check_adapter(weights, read_adapter(weights), self._model, max_rank=self._max_rank)
+        copy.mkdir()
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            shutil.copyfile(Path(weights.path) / name, copy / name)
+
+    async def _load_adapter(self, weights: WeightsRef, adapter: LoRARequest, *, keep: bool) -> None:
+        """Once begun it is finished, even if whoever asked for it is cancelled."""
+        try:
+            await self._llm.add_lora(adapter)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            raise refusal(weights, f"vLLM cannot load it ({type(error).__name__}: {error})") from error
+        new = VllmVersion(version=weights.version, digest=weights.sha256, kept=int(keep), adapter=adapter)
+        old = self._promote(new)
+        if self._refresh == "token":
+            self._switch(old, new)
+        self.settle(old)
+
+    def _check_may_free(self, weights: WeightsRef, adapters: list[VllmVersion]) -> None:
+        if all(each.kept or self._current[each.version.policy] is each for each in adapters):
+            taken = ", ".join(sorted(str(each.version) for each in adapters))
+            raise refusal(
+                weights, f"all {self._places} adapter places are taken by {taken}; release one, or raise adapter_slots"
+            )
+
+    def _promote(self, new: VllmVersion) -> VllmVersion:
+        old = self.of_policy(new.version.policy)
+        self._live[new.version] = self._current[new.version.policy] = new
+        self._changed.set()
+        return old
+
+    async def _apply_full(self, weights: WeightsRef, *, keep: bool) -> None:
+        if self._places:
+            raise refusal(weights, "vLLM was started for adapters; it serves full weights where no policy has a lora")
+        if keep:
+            raise refusal(weights, "vLLM serves one full version at a time, so none can be kept; use lora")
+        policy = weights.version.policy
+        await asyncio.to_thread(self._check_full, weights)
+        try:
+            if self._refresh == "turn":
+                self._held.add(policy)
+                while self.of_policy(policy).calls:
+                    if self._paused:
+                        raise refusal(
+                            weights, "the engine is paused in the middle of turns; resume it, or use refresh token"
+                        )
+                    await self._change()
+            await asyncio.shield(self._load_full(weights))
+        finally:
+            self._held.discard(policy)
+            self._changed.set()
+
+    def _check_full(self, weights: WeightsRef) -> None:
+        match_full_weights(weights, read_weights(weights), self._model.state_dict(), self._model)
+
+    async def _load_full(self, weights: WeightsRef) -> None:
+        """Once begun it is finished, even if whoever asked for it is cancelled."""
+        file = str(Path(weights.path) / "model.safetensors")
+        async with self._controls:
+            if not self._ready_for_files:
+                await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+                self._ready_for_files = True
+            await self._llm.pause_generation(mode="keep", clear_cache=not self._keep_kv)
+            try:
+                label = str(weights.version)
+                await self._replace(weights, file, label)
+                self._file, self._labels[label] = file, weights.version
+                new = VllmVersion(version=weights.version, digest=weights.sha256, salt=label)
+                old = self._promote(new)
+                self._live = {new.version: new}
+                self._switch(old, new)
+            finally:
+                if not self._paused:
+                    await self._llm.resume_generation()
+
+    async def _replace(self, weights: WeightsRef, file: str, label: str) -> None:
+        try:
+            await self._load_file(file, label)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            await self._load_file(self._file, str(self._current[weights.version.policy].version))
+            raise refusal(weights, f"vLLM cannot load it ({type(error).__name__}: {error})") from error
+
+    async def _load_file(self, file: str, label: str) -> None:
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": file}))
+        await self._llm.finish_weight_update(weight_version=label)
+
+    # --- control ------------------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Calls in flight freeze, new ones wait."""
+        self._paused = True
+        self._changed.set()
+        async with self._controls:
+            if self._paused:
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+
+    async def resume(self) -> None:
+        """Go on. Idempotent."""
+        self._paused = False
+        async with self._controls:
+            if not self._paused:
+                await self._llm.resume_generation()
+        self._changed.set()
+
+    async def score(self, serving: VllmVersion, token_ids: Int32Array) -> Float32Array:
+        """Log-probability of each token given those before it, `[n]`; entry 0 is 0."""
+        parameters = SamplingParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        prompt = TokensPrompt(prompt_token_ids=token_ids.tolist(), cache_salt=serving.salt)  # type: ignore[typeddict-item]
+        serving.calls += 1
+        scores = np.zeros(len(token_ids), np.float32)
+        try:
+            name = f"score/{next(self._numbers)}"
+            async for output in self._llm.generate(prompt, parameters, name, lora_request=serving.adapter):
+                rows: Any = output.prompt_logprobs
+                for at, token in enumerate(token_ids[1:].tolist(), start=1):
+                    scores[at] = rows[at][token].logprob
+        finally:
+            serving.calls -= 1
+            self.settle(serving)
+        return scores
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+        if self._closed:
+            raise EngineError("the engine was closed")
+
+    def wake(self) -> None:
+        """Something that is waited for may have changed."""
+        self._changed.set()
+
+    def close(self) -> None:
+        """The engine is closed: updates that wait fail, private copies go."""
+        self._closed = True
+        self._changed.set()
+        self._copies.cleanup()

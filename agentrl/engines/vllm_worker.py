@@ -1,0 +1,71 @@
+"""Full weights by file, inside vLLM's worker processes: a backend of vLLM's own start, update and finish protocol.
+
+Imported by name in each worker (`worker_extension_cls`), which registers the backend. Reads safetensors only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from safetensors.torch import load_file
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+BACKEND = "agentrl_file"
+
+
+@dataclass
+class FileInit(WeightTransferInitInfo):
+    """Nothing is to be set up."""
+
+
+@dataclass
+class FileUpdate(WeightTransferUpdateInfo):
+    """Where the new weights lie."""
+
+    path: str = ""
+
+
+class FileWeights(WeightTransferEngine[FileInit, FileUpdate]):
+    """Loads a checkpoint's file over the weights that serve."""
+
+    init_info_cls = FileInit
+    update_info_cls = FileUpdate
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: FileInit) -> None:
+        """Nothing to set up."""
+
+    def start_weight_update(self) -> None:
+        """Make the layers ready to be loaded again."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load the file; unlike the base class, without asking an accelerator to settle."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: FileUpdate) -> None:
+        """Load the file."""
+        model: Any = self.model
+        model.load_weights(list(load_file(update_info.path).items()))
+
+    def finish_weight_update(self) -> None:
+        """Put the loaded layers into service."""
+        finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+
+class WorkerExtension:
+    """What vLLM mixes into its worker; importing it has registered the backend."""
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:  # it refuses a second time
+    WeightTransferEngineFactory.register_engine(BACKEND, FileWeights)
