@@ -2,8 +2,8 @@
 
 Owns: which trajectories of an episode belong to a unit, and which of their tokens are trained. Does not own: computing
 advantages (headers alone, on the control path), reading the journal, packing. Needs no torch.
-Invariants: a token whose sampling mask was not recorded (`MaskKind.MISSING`) is not trained; everything sampled else is,
-once: a row whose prefix was routed twice becomes a sample per routing, each with the tokens that were sampled under it.
+Invariants: a token whose sampling mask was not recorded (`MaskKind.MISSING`) is not trained; everything sampled else
+is, once: a row whose prefix was routed twice becomes a sample per routing, each with the tokens sampled under it.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def _samples(row: Row, *, advantage: float, episode_id: str, row_index: int) -> 
     if row.sampling_mask is not None:
         loss_mask = loss_mask & (row.sampling_mask.counts != MaskKind.MISSING)
     for span in row.routing or (None,):
-        stop, own = len(row.token_ids), loss_mask
+        own = loss_mask
         if span is not None and len(row.routing) > 1:
-            stop, own = span.stop, loss_mask[: span.stop].copy()
-            own[: span.start] = False
+            own = np.zeros_like(loss_mask)
+            own[span.start : span.stop] = loss_mask[span.start : span.stop]
         yield TrainingSample(
-            token_ids=row.token_ids[:stop],
+            token_ids=row.token_ids,
             loss_mask=own,
-            behavior_logprobs=row.behavior_logprobs[:stop],
+            behavior_logprobs=row.behavior_logprobs,
             advantages=np.where(own, np.float32(advantage), np.float32(0)),
             temperature=row.temperature,
             spans=row.spans,

@@ -59,7 +59,7 @@ class StepColumns:
             self._behavior.append(sample.behavior_logprobs[positions].astype(np.float32))
             lags = token_lags(sample, version)
             self._lags.append(lags[positions])
-            self._fresh.append(not lags[sample.loss_mask].any() and lags.max(initial=0) <= 0)
+            self._fresh.append(bool(sample.spans) and not (lags > 0).any())
         return first
 
     def record(self, batch: MicroBatch, logprobs: NDArray[np.float32], rows: Sequence[int]) -> None:
@@ -97,7 +97,7 @@ class MergedColumns:
         self.columns = {name: np.concatenate([part[name] for part in decoded]) for name in names}
         self.columns["offsets"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         self.fresh = np.repeat(np.concatenate([part["fresh"] for part in decoded]).astype(np.bool_), lengths)
-        """Bool [tokens]: the row was sampled by the weights the trainer computed with, all of it up to its end."""
+        """Bool [tokens]: the token's whole row was sampled by the weights the trainer computed with."""
         digest = hashlib.blake2b(digest_size=16)
         for part in decoded:
             digest.update(part["digests"].tobytes())

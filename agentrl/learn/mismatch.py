@@ -1,8 +1,8 @@
 """How far the trainer's log-probabilities are from the recorded ones, by version lag: the monitor that is always on.
 
-Where a row was sampled by the very weights the trainer computes with, both sides mean the same distribution: what is left
-is the mismatch of the two implementations (dtype, kernels, routing, filters, a wrong adapter). Elsewhere it comes on top
-of what the optimizer steps in between changed. Pure numpy, from a step's columns of all ranks.
+Where a row was sampled by the very weights the trainer computes with, both sides mean the same distribution: what is
+left is the mismatch of the two implementations (dtype, kernels, routing, filters, a wrong adapter). Elsewhere it comes
+on top of what the optimizer steps in between changed. Pure numpy, from a step's columns of all ranks.
 """
 
 from __future__ import annotations

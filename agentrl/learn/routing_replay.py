@@ -1,14 +1,14 @@
 """Routing replay: a forward pass of the trainer sends each token through the experts the engine's pass sent it through.
 
-Engine and trainer compute in other dtypes, batches and kernels; where two experts are nearly alike, the top-k of one pass
-is not that of the other, and the probabilities compared in a ratio are those of two different networks (R3,
+Engine and trainer compute in other dtypes, batches and kernels; where two experts are nearly alike, the top-k of one
+pass is not that of the other, and the probabilities compared in a ratio are those of two different networks (R3,
 arXiv:2510.11370). Replaced is the choice alone: with s the router's logits of this pass and I the recorded set of
 experts, the gate values are what the router itself makes of its scores at I (softmax over I, for most). So router
 weights keep their gradient, and each architecture its own formula.
 
 Owns: the routers of one model, what they are made to choose. Does not own: recording (`engines.capture`), which record
-belongs to which token (`journal.rows`, `packing`). Invariant: a token without a record (-1) is routed as if nothing were
-replayed, and outside `forced` the model is untouched.
+belongs to which token (`journal.rows`, `packing`). Invariant: a token without a record (-1) is routed as if nothing
+were replayed, and outside `forced` the model is untouched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from agentrl.core.errors import ModelError
@@ -42,8 +42,8 @@ class RoutingReplay:
         names = find_routers(model)
         if not names:
             raise ModelError(
-                f"engine.capture_routing: {type(model).__name__} has no router that reports its experts, so there is no "
-                "routing to replay. Use a mixture-of-experts model such as Qwen3-MoE or Mixtral, or set it to false"
+                f"engine.capture_routing: {type(model).__name__} has no router that reports its experts, so there is "
+                "no routing to replay. Use a mixture-of-experts model such as Qwen3-MoE or Mixtral, or set it to false"
             )
         self._experts: Tensor | None = None  # [tokens, routers, top_k], of the pass in progress
         self.top_k = 0
@@ -76,8 +76,9 @@ class RoutingReplay:
         """
         if tuple(experts.shape[1:]) != (self.layers, self.top_k):
             raise ModelError(
-                f"the recorded routing has {experts.shape[1]} layers of {experts.shape[2]} experts per token, the model "
-                f"{self.layers} of {self.top_k}: the journal is of another model, or the engine counts layers differently"
+                f"the recorded routing has {experts.shape[1]} layers of {experts.shape[2]} experts per token, the "
+                f"model {self.layers} of {self.top_k}: the journal is of another model, or the engine counts layers "
+                "differently"
             )
         self._experts = experts
         try:
@@ -105,8 +106,7 @@ class _ForcedChoice(TorchFunctionMode):
         if self._experts is None:
             return found
         scores: Tensor = args[0] if args else named["input"]
-        values, chosen = found
-        chosen = torch.where(self._experts >= 0, self._experts, chosen)
+        chosen = torch.where(self._experts >= 0, self._experts, found[1])
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
 

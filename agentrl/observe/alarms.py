@@ -35,8 +35,11 @@ LOW_ENTROPY = 0.01
 """Nats per token below which a policy hardly explores."""
 K3_BOUND = 0.05
 """Nats per token: `k3` of a healthy run stays an order of magnitude below."""
-K3_BOUND_IN_STEP = 0.005
-"""The same where no token is stale: what is left is the difference between engine and trainer."""
+MISMATCH_BOUND = 0.005
+"""The same over rows that are not stale at all: what is left is the difference between engine and trainer. Same dtype:
+below 1e-6; bf16 against float32: about 1e-4; a mixture of experts without replay: up to 1e-3; a lost filter: 0.1."""
+MISMATCH_TOKENS = 200
+"""Tokens of such rows before their mean means something."""
 DROPPED_SHARE = 0.25
 """Share of the ended episodes lost to one reason."""
 MIN_EPISODES = 16
@@ -62,7 +65,8 @@ MEANINGS = {
     "nothing_to_learn": "the same, at the best reward so far",
     "staleness": f"the mean lag of {WINDOW} steps is above max_staleness by a quarter of it, at least by 0.25 steps",
     "off_policy": f"k3 above {K3_BOUND:g} nats per token over {WINDOW} steps",
-    "engine_mismatch": f"k3 above {K3_BOUND_IN_STEP:g} nats per token though no token was stale",
+    "engine_mismatch": f"k3 above {MISMATCH_BOUND:g} nats per token, over {WINDOW} steps, in rows sampled by the very "
+    f"weights that were trained (at least {MISMATCH_TOKENS} tokens)",
     "composition": f"over {LENGTH_STEPS} steps, trained units are {LENGTH_RATIO:.0%} shorter or longer than all that "
     "ended",
     "dropped": f"{DROPPED_SHARE:.0%} of the episodes that ended, at least {MIN_EPISODES}, were dropped for one reason",
@@ -256,13 +260,20 @@ def _staleness(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]
 
 
 def _mismatch(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
-    k3, lags = _mean(_values(window, "k3")), _mean(_values(window, "staleness/max"))
-    if lags == 0.0 and k3 > K3_BOUND_IN_STEP:
+    measured = [values for values in window if "mismatch/k3" in values]
+    tokens = sum(values.get("mismatch/tokens", 0.0) for values in measured)
+    fresh = sum(values["mismatch/k3"] * values.get("mismatch/tokens", 0.0) for values in measured) / max(tokens, 1.0)
+    k3 = _mean(_values(window, "k3"))
+    if tokens >= MISMATCH_TOKENS and fresh > MISMATCH_BOUND:
+        largest = max(_values(measured, "mismatch/max_difference"), default=0.0)
         yield Alarm(
             "engine_mismatch",
             policy.name,
-            f"engine and trainer disagree by k3 = {k3:.3f} nats per token though no token is stale",
-            "the same dtype, chat template, temperature and filters on both sides; `kept_mass` shows a lost filter",
+            f"engine and trainer disagree by k3 = {fresh:.3f} nats per token (at most {largest:.2f}) about tokens that "
+            f"the trained weights themselves had sampled (healthy: below {MISMATCH_BOUND:g})",
+            "engine.capture_routing = true for a mixture of experts; the same dtype and attention on both sides; a low "
+            "kept_mass with sampling filters: kept sets were lost; if none of these, the engine serves other weights "
+            "than it records: stop, and resume from the last checkpoint",
         )
     elif k3 > K3_BOUND:
         yield Alarm(

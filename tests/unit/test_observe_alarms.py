@@ -21,6 +21,9 @@ HEALTHY = {
     "staleness/mean": 1.0,
     "staleness/max": 2.0,
     "k3": 0.01,
+    "mismatch/k3": 0.001,
+    "mismatch/max_difference": 0.2,
+    "mismatch/tokens": 50.0,
     "entropy": 0.05,
     "episodes/turns": 3.0,
     "composition/length_ratio": 0.98,
@@ -49,6 +52,10 @@ def names(state: RunState) -> list[str]:
     return [alarm.name for alarm in alarms(state)]
 
 
+def test_a_mismatch_of_a_few_tokens_is_none() -> None:
+    assert names(a_run(5, before=10, mismatch__k3=0.02, mismatch__tokens=30.0)) == []
+
+
 def test_a_run_that_goes_well_raises_none() -> None:
     status = Status(phase="training", trained=500, dropped={"environment_error": 12, "run_ended": 900, "frozen": 99})
     assert alarms(a_run(40, status=status)) == []
@@ -64,7 +71,8 @@ def test_a_run_that_goes_well_raises_none() -> None:
         ("nothing_to_learn", {"advantage__zero_share": 0.95, "reward__mean": 1.0}),
         ("staleness", {"staleness__mean": 1.5}),
         ("off_policy", {"k3": 0.2}),
-        ("engine_mismatch", {"k3": 0.02, "staleness__max": 0.0, "staleness__mean": 0.0}),
+        ("engine_mismatch", {"k3": 0.02, "mismatch__k3": 0.02}),
+        ("engine_mismatch", {"k3": 0.2, "mismatch__k3": 0.2}),
     ],
 )
 def test_an_alarm_names_what_went_wrong_and_what_to_try(name: str, changes: dict[str, float]) -> None:
