@@ -7,7 +7,7 @@ forwarded by the trainer's own pass, with and without what was recorded. Figures
   k3_with_over_without     k3 of the tokens predicted from the former positions, with replay over without
   mask_max_dlogp           largest |trainer logprob - recorded logprob| with kept sets: top-k 20, top-p 0.9, float32
 The k3 of all tokens, and the bias that kept sets remove, are shown beside. The model is a random Qwen3-MoE (8 experts,
-top 2); its weights are drawn wide, so that its distributions are as peaked, and its experts as different, as trained ones.
+top 2) whose weights are drawn six times as wide as usual, so that its experts differ as trained ones do.
 
     python -m benchmarks.mismatch [--quick] [--seed N]
 """
@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import transformers
-from numpy.typing import NDArray
 
 from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, PolicyConfig, RunConfig
 from agentrl.core.ports import GenerateRequest, SamplingParams
@@ -41,6 +41,9 @@ from agentrl.learn.mismatch import mismatch_metrics
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack
 from benchmarks.report import Report
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 START = PolicyVersion("policy", 0, 0)
 PROMPT, TURNS, NEW = 24, 3, 16
@@ -86,7 +89,9 @@ async def sampled(model: Path, *, episodes: int, dtype: str, sampling: SamplingP
     async def episode(number: int) -> None:
         session, random = engine.open(f"e{number}", "policy"), np.random.default_rng(number)
         context = np.zeros(0, np.int32)
-        bodies: list[EntryBody] = [Begin("mismatch", "", f"t{number}", {}, number, {"agent": "policy"}, "train", "g", 1, None)]
+        bodies: list[EntryBody] = [
+            Begin("mismatch", "", f"t{number}", {}, number, {"agent": "policy"}, "train", "g", 1, None)
+        ]
         for turn in range(TURNS):
             before = len(context)
             observed = random.integers(3, VOCABULARY, PROMPT if turn == 0 else 4).astype(np.int32)
@@ -229,7 +234,7 @@ def routing(model: PolicyModel, rows: Sequence[TrainingSample]) -> dict[str, flo
 
 def masks(model: PolicyModel, rows: Sequence[TrainingSample]) -> float:
     """Largest difference with kept sets; what their absence would do is printed."""
-    unmasked = [dataclass_without_mask(row) for row in rows]
+    unmasked = [dataclasses.replace(row, sampling_mask=None) for row in rows]
     with_sets, without = (forwarded(model, chosen, replay=True) for chosen in (rows, unmasked))
     largest = float(np.abs(with_sets.trainer - with_sets.recorded).max())
     bias = without.trainer - without.recorded
@@ -239,13 +244,6 @@ def masks(model: PolicyModel, rows: Sequence[TrainingSample]) -> float:
         f"k3 {without.k3(np.ones(len(bias), np.bool_)):.3f}"
     )
     return largest
-
-
-def dataclass_without_mask(row: TrainingSample) -> TrainingSample:
-    """The same row as if no kept set had been recorded."""
-    import dataclasses
-
-    return dataclasses.replace(row, sampling_mask=None)
 
 
 def main() -> None:
