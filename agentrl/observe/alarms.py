@@ -41,6 +41,8 @@ MISMATCH_BOUND = 0.005
 are lost (`benchmarks.mismatch`)."""
 MISMATCH_TOKENS = 200
 """Tokens of such rows before their mean means something."""
+MISMATCH_STEPS = 20
+"""Newest steps they are looked for in: where training runs ahead of sampling, few rows of a step are not stale."""
 DROPPED_SHARE = 0.25
 """Share of the ended episodes lost to one reason."""
 MIN_EPISODES = 16
@@ -66,8 +68,8 @@ MEANINGS = {
     "nothing_to_learn": "the same, at the best reward so far",
     "staleness": f"the mean lag of {WINDOW} steps is above max_staleness by a quarter of it, at least by 0.25 steps",
     "off_policy": f"k3 above {K3_BOUND:g} nats per token over {WINDOW} steps",
-    "engine_mismatch": f"k3 above {MISMATCH_BOUND:g} nats per token, over {WINDOW} steps, in rows sampled by the very "
-    f"weights that were trained (at least {MISMATCH_TOKENS} tokens)",
+    "engine_mismatch": f"k3 above {MISMATCH_BOUND:g} nats per token in rows sampled by the very weights that were "
+    f"trained, over as many of the last {MISMATCH_STEPS} steps as have {MISMATCH_TOKENS} such tokens (≥ {WINDOW})",
     "composition": f"over {LENGTH_STEPS} steps, trained units are {LENGTH_RATIO:.0%} shorter or longer than all that "
     "ended",
     "dropped": f"{DROPPED_SHARE:.0%} of the episodes that ended, at least {MIN_EPISODES}, were dropped for one reason",
@@ -261,11 +263,17 @@ def _staleness(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]
 
 
 def _mismatch(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
-    measured = [values for values in window if "mismatch/k3" in values]
-    tokens = sum(values.get("mismatch/tokens", 0.0) for values in measured)
+    measured: list[Values] = []
+    tokens = 0.0
+    for step in sorted(policy.steps, reverse=True)[:MISMATCH_STEPS]:
+        if len(measured) >= WINDOW and tokens >= MISMATCH_TOKENS:
+            break
+        if "mismatch/k3" in policy.steps[step]:
+            measured.append(policy.steps[step])
+            tokens += policy.steps[step].get("mismatch/tokens", 0.0)
     fresh = sum(values["mismatch/k3"] * values.get("mismatch/tokens", 0.0) for values in measured) / max(tokens, 1.0)
     k3 = _mean(_values(window, "k3"))
-    if tokens >= MISMATCH_TOKENS and fresh > MISMATCH_BOUND:
+    if len(measured) >= WINDOW and tokens >= MISMATCH_TOKENS and fresh > MISMATCH_BOUND:
         largest = max(_values(measured, "mismatch/max_difference"), default=0.0)
         yield Alarm(
             "engine_mismatch",

@@ -52,8 +52,11 @@ def names(state: RunState) -> list[str]:
     return [alarm.name for alarm in alarms(state)]
 
 
-def test_a_mismatch_of_a_few_tokens_is_none() -> None:
-    assert names(a_run(5, before=10, mismatch__k3=0.02, mismatch__tokens=30.0)) == []
+def test_a_mismatch_needs_tokens_and_they_may_lie_apart() -> None:
+    assert names(a_run(40, mismatch__k3=0.02, mismatch__tokens=9.0)) == []
+    assert names(a_run(15, before=10, mismatch__k3=0.02, mismatch__tokens=15.0)) == ["engine_mismatch"]
+    assert names(a_run(4, mismatch__k3=0.02, mismatch__tokens=900.0)) == []
+    assert names(a_run(15, mismatch__k3=None, mismatch__tokens=None)) == []
 
 
 def test_a_run_that_goes_well_raises_none() -> None:
