@@ -31,14 +31,14 @@ async def conversation(engine: EmbeddedEngine, number: int, turns: int) -> Row:
         sent = completed_of(0, await session.generate(request(f"{number}-{turn}", context, seed=number, max_tokens=20)))
         completion = completion_of(msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Completed))
         routing = completion.expert_routing
-        assert routing is not None
+        shape = () if routing is None else routing.shape  # None: aborted while it waited for a slot
         entry = TurnEntry(
             seat="solver", index=0, policy="solver", row=0, turn=turn, context_ids=observed.tobytes(),
             token_ids=completion.token_ids.tobytes(), logprobs=completion.logprobs.tobytes(),
             finish_reason=completion.finish_reason, text="", messages=(), temperature=1.0, seconds=0.0, started=0.0,
             spans=tuple(Span(s.start, s.stop, s.version.lineage, s.version.step) for s in completion.spans),
-            expert_routing=routing.tobytes(), routing_shape=routing.shape, routing_start=completion.routing_start,
-            routing_breaks=completion.routing_breaks, parent_context=before,
+            expert_routing=None if routing is None else routing.tobytes(), routing_shape=shape,
+            routing_start=completion.routing_start, routing_breaks=completion.routing_breaks, parent_context=before,
         )  # fmt: skip
         bodies.append(entry)
         context = np.concatenate([context, completion.token_ids])
