@@ -30,7 +30,7 @@ import transformers
 
 from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, PolicyConfig, RunConfig
 from agentrl.core.ports import GenerateRequest, SamplingParams
-from agentrl.core.records import DataLocation, PolicyVersion, TrainingSample, TrajectoryCredit, Unit
+from agentrl.core.records import Completion, DataLocation, PolicyVersion, TrainingSample, TrajectoryCredit, Unit
 from agentrl.credit.samples import samples as unit_samples
 from agentrl.engines.capture import chosen_experts, find_routers
 from agentrl.engines.embedded import EmbeddedEngine
@@ -99,35 +99,7 @@ async def sampled(model: Path, *, episodes: int, dtype: str, sampling: SamplingP
             completion = await session.generate(
                 GenerateRequest(request_id=f"{number}-{turn}", token_ids=context, sampling=sampling, seed=number)
             )
-            routing, mask = completion.expert_routing, completion.sampling_mask
-            assert routing is not None
-            assert mask is not None
-            bodies.append(
-                TurnEntry(
-                    seat="agent",
-                    index=0,
-                    policy="policy",
-                    row=0,
-                    turn=turn,
-                    context_ids=observed.tobytes(),
-                    token_ids=completion.token_ids.tobytes(),
-                    logprobs=completion.logprobs.tobytes(),
-                    finish_reason=completion.finish_reason,
-                    spans=tuple(Span(s.start, s.stop, 0, 0) for s in completion.spans),
-                    text="",
-                    messages=(),
-                    temperature=sampling.temperature,
-                    seconds=0.0,
-                    started=0.0,
-                    expert_routing=routing.tobytes(),
-                    routing_shape=routing.shape,
-                    routing_start=completion.routing_start,
-                    routing_breaks=completion.routing_breaks,
-                    mask_counts=mask.counts.tobytes(),
-                    mask_ids=mask.token_ids.tobytes(),
-                    parent_context=before,
-                )
-            )
+            bodies.append(entry_of(completion, turn=turn, observed=observed, before=before))
             context = np.concatenate([context, completion.token_ids])
         entries = [JournalEntry(f"e{number}", 0, f"r#{at}", b"", encode_body(body)) for at, body in enumerate(bodies)]
         credit = TrajectoryCredit("agent", 0, 1.0, 1.0, 0.0)
@@ -139,6 +111,37 @@ async def sampled(model: Path, *, episodes: int, dtype: str, sampling: SamplingP
     await asyncio.gather(*(episode(number) for number in range(episodes)))
     await engine.close()
     return found
+
+
+def entry_of(completion: Completion, *, turn: int, observed: NDArray[np.int32], before: int) -> TurnEntry:
+    """A turn's journal entry."""
+    routing, mask = completion.expert_routing, completion.sampling_mask
+    assert routing is not None
+    assert mask is not None
+    return TurnEntry(
+        seat="agent",
+        index=0,
+        policy="policy",
+        row=0,
+        turn=turn,
+        context_ids=observed.tobytes(),
+        token_ids=completion.token_ids.tobytes(),
+        logprobs=completion.logprobs.tobytes(),
+        finish_reason=completion.finish_reason,
+        spans=tuple(Span(s.start, s.stop, 0, 0) for s in completion.spans),
+        text="",
+        messages=(),
+        temperature=1.0,
+        seconds=0.0,
+        started=0.0,
+        expert_routing=routing.tobytes(),
+        routing_shape=routing.shape,
+        routing_start=completion.routing_start,
+        routing_breaks=completion.routing_breaks,
+        mask_counts=mask.counts.tobytes(),
+        mask_ids=mask.token_ids.tobytes(),
+        parent_context=before,
+    )
 
 
 def trainer_model(path: Path) -> PolicyModel:
