@@ -34,6 +34,8 @@ def write_model(directory: Path, *, kind: str = "qwen3") -> Path:
         LlamaForCausalLM,
         MistralConfig,
         MistralForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
@@ -64,6 +66,9 @@ def write_model(directory: Path, *, kind: str = "qwen3") -> Path:
             case "moe":
                 experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
                 model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
+            case "mixtral":
+                few = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+                model = MixtralForCausalLM(MixtralConfig(**shape, **few))
             case _:
                 raise ValueError(kind)
     model.save_pretrained(directory)

@@ -110,7 +110,7 @@ class EngineConfig(Section):
     keep_kv: bool = True
     """`token` refresh: keep the KV older weights computed (recorded logprobs stay exact), or recompute it."""
     capture_routing: bool = False
-    """Record which experts each position used (mixture-of-experts models)."""
+    """Record which experts each position used, and train through them (mixture-of-experts models)."""
     threads: Threads = 1
     """Torch threads of the engine on CPU; one each for engine and trainer is best on two cores."""
     kv_memory: Annotated[NonNegative, Unit("MiB")] = 0

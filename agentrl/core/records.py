@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     Int32Array = NDArray[np.int32]
     Float32Array = NDArray[np.float32]
     ExpertArray = NDArray[np.uint8]
+    RoutingArray = NDArray[np.int16]
     BoolArray = NDArray[np.bool_]
 
 Purpose = Literal["train", "evaluate", "replay", "fork"]
@@ -154,6 +155,15 @@ class SamplingMask:
     token_ids: Int32Array  # [sum of the positive counts]
 
 
+class RoutingBreak(NamedTuple):
+    """From `row` of a completion's routing on, its positions begin again at `position`: the context was computed again
+    (newer weights, a resume), through other experts. Tokens predicted before keep what they were sampled with.
+    """
+
+    row: int
+    position: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """The engine's reply to one call: the five fields, and which weights sampled each token."""
@@ -165,6 +175,7 @@ class Completion:
     expert_routing: ExpertArray | None = None  # [positions, layers, top_k]; see `routing_start`
     routing_start: int = 0
     """Index, in the whole context, of the position that row 0 of `expert_routing` belongs to."""
+    routing_breaks: tuple[RoutingBreak, ...] = ()
     sampling_mask: SamplingMask | None = None
     prompt_tokens: int = 0
     """Length of the context that was sent."""
@@ -248,6 +259,14 @@ class EpisodeSpec:
         return dataclasses.replace(self, seats=seats, pins=dict(pins))
 
 
+class RoutingSpan(NamedTuple):
+    """Tokens `[start, stop)` of a row were sampled with these experts at the positions before them."""
+
+    start: int
+    stop: int
+    experts: RoutingArray  # [stop - 1, layers, top_k], -1 where none was recorded
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One token sequence of a trajectory; an agent has one, more where its context was rewritten."""
@@ -259,7 +278,8 @@ class Row:
     spans: tuple[VersionSpan, ...]
     """Over positions of the row; they cover exactly the sampled tokens."""
     temperature: float = 1.0
-    expert_routing: ExpertArray | None = None  # [T, layers, top_k]
+    routing: tuple[RoutingSpan, ...] = ()
+    """In order, over the row's tokens; several where a prefix was computed again through other experts."""
     sampling_mask: SamplingMask | None = None  # counts [T]
 
 
@@ -398,7 +418,9 @@ class TrainingSample:
     behavior_logprobs: Float32Array  # [T]
     advantages: Float32Array  # [T], 0 where the mask is False
     temperature: float = 1.0
-    expert_routing: ExpertArray | None = None  # [T, layers, top_k]
+    spans: tuple[VersionSpan, ...] = ()
+    """Over positions: which weights sampled the token."""
+    expert_routing: RoutingArray | None = None  # [R, layers, top_k], R >= the last trained position; -1: not recorded
     sampling_mask: SamplingMask | None = None  # counts [T]
     episode_id: str = ""
     row_index: int = 0

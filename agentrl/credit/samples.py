@@ -2,12 +2,13 @@
 
 Owns: which trajectories of an episode belong to a unit, and which of their tokens are trained. Does not own: computing
 advantages (headers alone, on the control path), reading the journal, packing. Needs no torch.
-Invariant: a token whose sampling mask was not recorded (`MaskKind.MISSING`) is not trained; everything sampled else is.
+Invariants: a token whose sampling mask was not recorded (`MaskKind.MISSING`) is not trained; everything sampled else
+is, once: a row whose prefix was routed twice becomes a sample per routing, each with the tokens sampled under it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from agentrl.core.errors import JournalError
 from agentrl.core.records import MaskKind, Row, TrainingSample, Trajectory, Unit
@@ -21,7 +22,7 @@ def samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[TrainingSamp
         trajectories: of the whole episode, as the journal gives them; other policies' are left out.
 
     Returns:
-        One sample per row with a sampled token; `row_index` counts the unit's rows.
+        One sample per row with a sampled token, or per `RoutingSpan` of it; `row_index` counts the unit's rows.
 
     Raises:
         JournalError: the journal lacks a trajectory the unit has a credit for.
@@ -38,28 +39,33 @@ def samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[TrainingSamp
                 "the journal is damaged or belongs to another run"
             )
         for row in trajectory.rows:
-            sample = _sample(row, advantage=credit.advantage, episode_id=unit.episode_id, row_index=row_index)
+            parts = _samples(row, advantage=credit.advantage, episode_id=unit.episode_id, row_index=row_index)
+            result += (sample for sample in parts if sample.loss_mask.any())
             row_index += 1
-            if sample.loss_mask.any():
-                result.append(sample)
     return result
 
 
-def _sample(row: Row, *, advantage: float, episode_id: str, row_index: int) -> TrainingSample:
-    """One row, its advantage spread over the tokens that are trained."""
+def _samples(row: Row, *, advantage: float, episode_id: str, row_index: int) -> Iterator[TrainingSample]:
+    """One row, its advantage spread over the tokens that are trained, apart by the experts they were sampled with."""
     import numpy as np
 
     loss_mask = row.loss_mask
     if row.sampling_mask is not None:
         loss_mask = loss_mask & (row.sampling_mask.counts != MaskKind.MISSING)
-    return TrainingSample(
-        token_ids=row.token_ids,
-        loss_mask=loss_mask,
-        behavior_logprobs=row.behavior_logprobs,
-        advantages=np.where(loss_mask, np.float32(advantage), np.float32(0)),
-        temperature=row.temperature,
-        expert_routing=row.expert_routing,
-        sampling_mask=row.sampling_mask,
-        episode_id=episode_id,
-        row_index=row_index,
-    )
+    for span in row.routing or (None,):
+        own = loss_mask
+        if span is not None and len(row.routing) > 1:
+            own = np.zeros_like(loss_mask)
+            own[span.start : span.stop] = loss_mask[span.start : span.stop]
+        yield TrainingSample(
+            token_ids=row.token_ids,
+            loss_mask=own,
+            behavior_logprobs=row.behavior_logprobs,
+            advantages=np.where(own, np.float32(advantage), np.float32(0)),
+            temperature=row.temperature,
+            spans=row.spans,
+            expert_routing=None if span is None else span.experts,
+            sampling_mask=row.sampling_mask,
+            episode_id=episode_id,
+            row_index=row_index,
+        )

@@ -144,7 +144,7 @@ class Batcher:
         reused = self._columns.common_prefix(slot, request.token_ids) if mine else 0
         self._columns.begin(slot, request, reused=reused)
         table.computed_by[slot] = serving
-        call.serving, call.cached, call.routing_start, call.fresh = serving, reused, reused, reused < _WORTH_SHARING
+        call.serving, call.cached, call.fresh = serving, reused, reused < _WORTH_SHARING
         serving.calls += 1
         if self._tap is not None:
             self._tap.restart(slot, reused)
@@ -180,7 +180,7 @@ class Batcher:
             self._table.computed_by[slot] = serving
             call.fresh = True
         if not sampled:
-            call.cached = call.routing_start = 0
+            call.cached = 0
             if self._tap is not None:
                 self._tap.restart(slot, 0)
         self._layout = None

@@ -75,7 +75,6 @@ class Call:
     fresh: bool = False
     """Nothing is computed yet: a prefix may be copied from a slot that has it."""
     cached: int = 0
-    routing_start: int = 0
     delivered: int = 0
     """Tokens given to `on_delta`."""
     since: int = 0
@@ -118,13 +117,15 @@ class Call:
         slot = self.session.slot
         tokens, logprobs = columns.sampled(slot)
         self.close_span(len(tokens))
+        routing = tap.take(slot, int(columns.computed[slot])) if tap else None
         return Completion(
             token_ids=tokens,
             logprobs=logprobs,
             finish_reason=reason,
             spans=tuple(self.spans),
-            expert_routing=tap.take(slot, self.routing_start, int(columns.computed[slot])) if tap else None,
-            routing_start=self.routing_start if tap else 0,
+            expert_routing=routing.rows if routing else None,
+            routing_start=routing.start if routing else 0,
+            routing_breaks=routing.breaks if routing else (),
             sampling_mask=kept.take(slot) if kept else None,
             prompt_tokens=context,
             cached_tokens=self.cached,

@@ -6,13 +6,14 @@ Does not decide anything about a pass; a tap that is not begun records nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from agentrl.core.errors import EngineCapabilityError
-from agentrl.core.records import SamplingMask
+from agentrl.core.records import RoutingBreak, SamplingMask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +26,28 @@ if TYPE_CHECKING:
     from agentrl.engines.slot_columns import Slots
 
 _MOST_EXPERTS = 256
+
+
+class Routing(NamedTuple):
+    """What a completion says about its routing."""
+
+    rows: ExpertArray
+    start: int
+    breaks: tuple[RoutingBreak, ...]
+
+
+@dataclass(slots=True)
+class _CallRouting:
+    """How far the routing of a slot's call has come."""
+
+    start: int
+    """First position of the part in progress."""
+    reached: int
+    """Positions below were computed for this call, or before it."""
+    behind: bool = False
+    """The part in progress repeats positions of the one before and has not come beyond them."""
+    parts: list[tuple[int, ExpertArray]] = field(default_factory=list)
+    """(first position, rows) of the parts before."""
 
 
 class RoutingTap:
@@ -49,7 +72,7 @@ class RoutingTap:
         self._chosen: list[Tensor] = []
         self._shape = (slots, capacity + 1)
         self._rows: ExpertArray | None = None
-        self._recorded = [0] * slots
+        self._calls = [_CallRouting(0, 0) for _ in range(slots)]
         self.attach(model)
 
     def attach(self, model: PreTrainedModel) -> None:
@@ -74,24 +97,47 @@ class RoutingTap:
         if self._rows is None:
             self._rows = np.zeros((*self._shape, *stacked.shape[1:]), np.uint8)
         for i, (slot, first, count) in enumerate(zip(slots.tolist(), begin.tolist(), counts.tolist(), strict=True)):
-            new = min(count, first + count - self._recorded[slot])
-            if new > 0:  # computed again under newer weights: the rows of the pass that sampled there stay
-                self._rows[slot, first + count - new : first + count] = rows[i, width - new :]
-                self._recorded[slot] = first + count
+            self._put(slot, first, rows[i, width - count :])
+
+    def _put(self, slot: int, first: int, rows: ExpertArray) -> None:
+        """`slot` holds KV from `first` on that was computed through `rows`.
+
+        Positions computed again through other experts begin a part of their own: what was sampled before stays with the
+        routing it was sampled with.
+        """
+        assert self._rows is not None
+        calls, held, stop = self._calls[slot], self._rows[slot], first + len(rows)
+        again = min(stop, calls.reached)
+        changed = np.flatnonzero((held[first:again] != rows[: max(again - first, 0)]).any(axis=(1, 2)))
+        if len(changed):
+            at = first + int(changed[0])
+            if not calls.behind and calls.start < calls.reached:
+                calls.parts.append((calls.start, held[calls.start : calls.reached].copy()))
+                calls.start, calls.behind = at, True
+            calls.start = min(calls.start, at)
+        held[first:stop] = rows
+        if stop > calls.reached:
+            calls.reached, calls.behind = stop, False
 
     def restart(self, slot: int, position: int) -> None:
         """Whatever is computed in `slot` from `position` on belongs to a new call."""
-        self._recorded[slot] = position
+        self._calls[slot] = _CallRouting(position, position)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Give slot `target` the routing of the first `length` positions of slot `source`."""
         if self._rows is not None:
-            self._rows[target, :length] = self._rows[source, :length]
-        self._recorded[target] = length
+            self._put(target, 0, self._rows[source, :length].copy())
 
-    def take(self, slot: int, start: int, stop: int) -> ExpertArray | None:
-        """A copy of the rows of positions `[start, stop)`, `[stop - start, layers, top_k]`; None before any pass."""
-        return None if self._rows is None else self._rows[slot, start:stop].copy()
+    def take(self, slot: int, computed: int) -> Routing | None:
+        """The routing of the slot's call, which ends with KV of `computed` positions; None before any pass."""
+        if self._rows is None:
+            return None
+        calls = self._calls[slot]
+        stop = max(calls.start, computed) if calls.behind else calls.reached
+        parts = [*calls.parts, (calls.start, self._rows[slot, calls.start : stop].copy())]
+        ends = np.cumsum([len(rows) for _, rows in parts]).tolist()
+        breaks = (RoutingBreak(row, start) for row, (start, _) in zip(ends, parts[1:], strict=False))
+        return Routing(np.concatenate([rows for _, rows in parts]), parts[0][0], tuple(breaks))
 
 
 def chosen_experts(output: object) -> Tensor:

@@ -13,7 +13,15 @@ import msgspec
 import numpy as np
 
 from agentrl.core.ports import EngineCapabilities, GenerateRequest, SamplingParams
-from agentrl.core.records import Completion, FinishReason, PolicyVersion, SamplingMask, VersionSpan, WeightsRef
+from agentrl.core.records import (
+    Completion,
+    FinishReason,
+    PolicyVersion,
+    RoutingBreak,
+    SamplingMask,
+    VersionSpan,
+    WeightsRef,
+)
 
 if TYPE_CHECKING:
     from agentrl.core.records import Float32Array, Int32Array
@@ -126,6 +134,7 @@ class Completed(_Message, frozen=True):
     routing: bytes | None
     routing_shape: tuple[int, ...]
     routing_start: int
+    routing_breaks: tuple[RoutingBreak, ...]
     mask_counts: bytes | None
     mask_ids: bytes
     prompt_tokens: int
@@ -232,6 +241,7 @@ def completed_of(call: int, completion: Completion) -> Completed:
         routing=None if routing is None else routing.tobytes(),
         routing_shape=() if routing is None else routing.shape,
         routing_start=completion.routing_start,
+        routing_breaks=completion.routing_breaks,
         mask_counts=None if mask is None else mask.counts.astype("<i4", copy=False).tobytes(),
         mask_ids=b"" if mask is None else mask.token_ids.astype("<i4", copy=False).tobytes(),
         prompt_tokens=completion.prompt_tokens,
@@ -254,6 +264,7 @@ def completion_of(message: Completed) -> Completion:
         spans=message.spans,
         expert_routing=routing,
         routing_start=message.routing_start,
+        routing_breaks=message.routing_breaks,
         sampling_mask=mask,
         prompt_tokens=message.prompt_tokens,
         cached_tokens=message.cached_tokens,

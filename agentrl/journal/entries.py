@@ -78,6 +78,8 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     cached_tokens: int = 0
     parent_context: int = 0
     """Length of the row before this turn's `context_ids`."""
+    routing_breaks: tuple[tuple[int, int], ...] = ()
+    """(row of the routing, position) from which on the positions begin again; see `RoutingBreak`."""
 
 
 class ToolEntry(msgspec.Struct, frozen=True, array_like=True, tag="tool"):

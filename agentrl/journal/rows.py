@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from agentrl.core.errors import JournalError
-from agentrl.core.records import MaskKind, PolicyVersion, Row, SamplingMask, Trajectory, VersionSpan
+from agentrl.core.records import MaskKind, PolicyVersion, RoutingSpan, Row, SamplingMask, Trajectory, VersionSpan
 from agentrl.journal.entries import Begin, EntryBody, JournalEntry, RewardEntry, TurnEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from agentrl.core.records import ExpertArray, Int32Array
 
@@ -131,7 +131,7 @@ def _row(turns: Sequence[TurnEntry]) -> Row:
         turn_index=_int32(indices),
         spans=tuple(spans),
         temperature=turns[0].temperature,
-        expert_routing=_routing(turns, at),
+        routing=_routing(turns, at),
         sampling_mask=SamplingMask(counts=_int32(counts), token_ids=_int32(kept)) if masked else None,
     )
 
@@ -142,33 +142,49 @@ def _int32(parts: Sequence[Int32Array]) -> Int32Array:
     return np.concatenate(parts).astype(np.int32, copy=False)
 
 
-def _routing(turns: Sequence[TurnEntry], length: int) -> ExpertArray | None:
-    """`[T, layers, top_k]`; the last position, which no call forwarded, is 0 and predicts nothing.
+def _routing(turns: Sequence[TurnEntry], length: int) -> tuple[RoutingSpan, ...]:
+    """Which experts the row's tokens were sampled with: a span per stretch of tokens that share them.
 
-    Where two calls forwarded a position (its KV was recomputed), the first counts: its output is what was sampled from.
+    A position that was computed again through other experts (the KV was lost, or newer weights took over) has two
+    routings: tokens predicted before that were sampled with the first, those after with the second. No span is longer
+    than the row, and there is one unless a prefix's routing changed.
     """
     import numpy as np
 
     recorded = [turn for turn in turns if turn.expert_routing is not None]
     if not recorded:
-        return None
-    layers, top_k = recorded[0].routing_shape[1:]
-    routing = np.zeros((length, layers, top_k), dtype=np.uint8)
-    known = np.zeros(length, dtype=np.bool_)
+        return ()
+    latest = np.full((length, *recorded[0].routing_shape[1:]), -1, dtype=np.int16)
+    spans: list[RoutingSpan] = []
+    first, reached = 0, 0  # the first token of the present span; positions below `reached` have predicted a token
     for turn in recorded:
-        start = turn.routing_start
-        try:
-            part = np.frombuffer(turn.expert_routing or b"", dtype=np.uint8).reshape(turn.routing_shape)
+        for start, part in _routing_parts(turn):
             stop = start + len(part)
-            new = ~known[start:stop]
-            routing[start:stop][new] = part[new]
-        except (ValueError, IndexError) as error:
-            raise JournalError(f"{_name(turn)}: its expert routing does not fit its row ({error})") from error
-        known[start:stop] = True
-    missing = np.flatnonzero(~known[: length - 1])
-    if len(missing):
-        raise JournalError(f"{_name(turns[0])}: no expert routing for position {missing[0]} of its row")
-    return routing
+            if not 0 <= start <= stop <= length or part.shape[1:] != latest.shape[1:]:
+                raise JournalError(f"{_name(turn)}: its expert routing does not fit its row")
+            again = latest[start : min(stop, reached)]
+            if reached + 1 > first and ((again >= 0) & (again != part[: len(again)])).any():
+                spans.append(RoutingSpan(first, reached + 1, latest[:reached].copy()))
+                first = reached + 1
+            latest[start:stop] = part
+            reached = max(reached, stop)
+    if first < length:
+        spans.append(RoutingSpan(first, length, latest[: length - 1]))
+    return tuple(spans)
+
+
+def _routing_parts(turn: TurnEntry) -> Iterator[tuple[int, ExpertArray]]:
+    """(first position, experts) of each stretch of consecutive positions, in the order they were computed."""
+    import numpy as np
+
+    try:
+        rows = np.frombuffer(turn.expert_routing or b"", dtype=np.uint8).reshape(turn.routing_shape)
+        begins = [(0, turn.routing_start), *turn.routing_breaks]
+        ends = [row for row, _ in turn.routing_breaks] + [len(rows)]
+    except (ValueError, IndexError, TypeError) as error:
+        raise JournalError(f"{_name(turn)}: its expert routing cannot be read ({error})") from error
+    for (row, position), end in zip(begins, ends, strict=True):
+        yield position, rows[row:end]
 
 
 def _name(turn: TurnEntry) -> str:

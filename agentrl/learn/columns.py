@@ -4,7 +4,10 @@ A step's file is `steps/<policy>/<lineage>.<step>.safetensors`:
   `offsets`           int64 [rows + 1], where each row's trained tokens begin in the columns below
   `position`          int64 [tokens], position of the token in its row
   `trainer_logprobs`  float32 [tokens], NaN where the token was not forwarded (no gradient could come from its row)
+  `behavior_logprobs` float32 [tokens], recorded by the engine
   `advantages`        float32 [tokens]
+  `lag`               int32 [tokens], steps from the weights that sampled the token to those the trainer computed with;
+                      at least 1 for those of an earlier lineage, -1 where it is not known who sampled
   metadata `rows`     JSON, [[episode id, row index of the unit], …] in the order the trainer consumed them
 """
 
@@ -21,7 +24,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load, save
 
-from agentrl.core.records import TrainingSample
+from agentrl.core.records import PolicyVersion, TrainingSample
 from agentrl.learn.packing import MicroBatch, trained_positions
 from agentrl.learn.writing import writing
 
@@ -39,9 +42,12 @@ class StepColumns:
         self._positions: list[NDArray[np.int64]] = []
         self._advantages: list[NDArray[np.float32]] = []
         self._logprobs: list[NDArray[np.float32]] = []
+        self._behavior: list[NDArray[np.float32]] = []
+        self._lags: list[NDArray[np.int32]] = []
+        self._fresh: list[bool] = []
 
-    def add(self, samples: Sequence[TrainingSample]) -> int:
-        """Append rows; returns the index of the first."""
+    def add(self, samples: Sequence[TrainingSample], version: PolicyVersion) -> int:
+        """Append rows that the weights of `version` are computed over; returns the index of the first."""
         first = len(self._rows)
         for sample in samples:
             positions = trained_positions(sample)
@@ -50,6 +56,10 @@ class StepColumns:
             self._positions.append(positions)
             self._advantages.append(sample.advantages[positions].astype(np.float32))
             self._logprobs.append(np.full(len(positions), np.nan, np.float32))
+            self._behavior.append(sample.behavior_logprobs[positions].astype(np.float32))
+            lags = token_lags(sample, version)
+            self._lags.append(lags[positions])
+            self._fresh.append(bool(sample.spans) and not (lags > 0).any())
         return first
 
     def record(self, batch: MicroBatch, logprobs: NDArray[np.float32], rows: Sequence[int]) -> None:
@@ -66,6 +76,9 @@ class StepColumns:
             "position": np.concatenate([np.empty(0, np.int64), *self._positions]),
             "advantages": np.concatenate([np.empty(0, np.float32), *self._advantages]),
             "trainer_logprobs": np.concatenate([np.empty(0, np.float32), *self._logprobs]),
+            "behavior_logprobs": np.concatenate([np.empty(0, np.float32), *self._behavior]),
+            "lag": np.concatenate([np.empty(0, np.int32), *self._lags]),
+            "fresh": np.array(self._fresh, np.uint8),
             "digests": np.frombuffer(b"".join(self._digests), np.uint8),
             "rows": np.frombuffer(json.dumps(self._rows).encode(), np.uint8),
         }
@@ -80,9 +93,11 @@ class MergedColumns:
         decoded = [load(part) for part in parts]
         self.rows: list[list[Any]] = [row for part in decoded for row in json.loads(part["rows"].tobytes())]
         lengths = np.concatenate([np.diff(part["offsets"]) for part in decoded])
-        names = ("position", "trainer_logprobs", "advantages")
+        names = ("position", "trainer_logprobs", "behavior_logprobs", "advantages", "lag")
         self.columns = {name: np.concatenate([part[name] for part in decoded]) for name in names}
         self.columns["offsets"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        self.fresh = np.repeat(np.concatenate([part["fresh"] for part in decoded]).astype(np.bool_), lengths)
+        """Bool [tokens]: the token's whole row was sampled by the weights the trainer computed with."""
         digest = hashlib.blake2b(digest_size=16)
         for part in decoded:
             digest.update(part["digests"].tobytes())
@@ -109,6 +124,15 @@ def read_columns(path: Path) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:
     """Rows and columns of a step's file."""
     with safe_open(path, framework="np") as file:
         return json.loads(file.metadata()["rows"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def token_lags(sample: TrainingSample, version: PolicyVersion) -> NDArray[np.int32]:
+    """Lag of each of the row's tokens behind `version`, as in the step's file; -1 where none of its spans is."""
+    lags = np.full(len(sample.token_ids), -1, np.int32)
+    for start, stop, sampled in sample.spans:
+        steps = max(0, version.step - sampled.step)
+        lags[start:stop] = steps if sampled.lineage == version.lineage else max(1, steps)
+    return lags
 
 
 def row_digest(sample: TrainingSample) -> bytes:

@@ -4,12 +4,13 @@ All tokens go through the model as one sequence, [1, N]: norms, projections, exp
 Only attention looks at rows: it gathers each row's queries and keys into padded blocks and scatters the result back.
 Models whose layers mix tokens elsewhere (state-space layers, say) are found by `probe` and forwarded as padded rows.
 
-Owns: the attention function, both forward passes, the probe. Does not own: what is packed (`packing.py`), the loss.
-Routing replay is not part of this pass: `MicroBatch.expert_routing` is carried, the model routes by its own router.
+Owns: the attention function, both forward passes, the probe. Does not own: what is packed (`packing.py`), the loss, how
+a router is made to follow the recorded experts (`routing_replay.py`).
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,8 @@ from agentrl.learn.packing import MicroBatch, pack
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from agentrl.learn.routing_replay import RoutingReplay
 
 ATTENTION = "agentrl_tree"
 """The name under which `tree_attention` is registered; models are loaded with it."""
@@ -129,29 +132,45 @@ def _decoder(model: PreTrainedModel) -> nn.Module:
     return decoder
 
 
-def _tree_hidden(model: PreTrainedModel, batch: MicroBatch, device: torch.device) -> Tensor:
+def _replayed(
+    replay: RoutingReplay | None, batch: MicroBatch, tokens: NDArray[np.int64] | None, device: torch.device
+) -> AbstractContextManager[None]:
+    """Replay of the routing recorded for `tokens`, in the order the model sees them; None: all of the batch."""
+    if replay is None or batch.expert_routing is None:
+        return nullcontext()
+    experts = batch.expert_routing if tokens is None else batch.expert_routing[tokens.reshape(-1)]
+    return replay.forced(_device_tensor(experts, device).long())
+
+
+def _tree_hidden(
+    model: PreTrainedModel, batch: MicroBatch, device: torch.device, replay: RoutingReplay | None
+) -> Tensor:
     """Hidden states [N, H] of the packed tokens."""
-    output = _decoder(model)(
-        input_ids=_device_tensor(batch.token_ids, device).unsqueeze(0),
-        position_ids=_device_tensor(batch.position_ids, device).unsqueeze(0),
-        use_cache=False,
-        tree=_tree(batch, device),
-    )
+    with _replayed(replay, batch, None, device):
+        output = _decoder(model)(
+            input_ids=_device_tensor(batch.token_ids, device).unsqueeze(0),
+            position_ids=_device_tensor(batch.position_ids, device).unsqueeze(0),
+            use_cache=False,
+            tree=_tree(batch, device),
+        )
     hidden: Tensor = output.last_hidden_state
     return hidden[0]
 
 
-def _padded_hidden(model: PreTrainedModel, batch: MicroBatch, device: torch.device) -> Tensor:
+def _padded_hidden(
+    model: PreTrainedModel, batch: MicroBatch, device: torch.device, replay: RoutingReplay | None
+) -> Tensor:
     """The same hidden states from whole rows, padded on the right; the batch was packed without sharing."""
     hidden: list[Tensor] = []
     order: list[NDArray[np.int64]] = []
     for block in batch.blocks:
         valid = np.arange(block.queries.shape[1]) < block.counts[:, None]
-        output = _decoder(model)(
-            input_ids=_device_tensor(batch.token_ids[block.queries], device),
-            attention_mask=_device_tensor(valid, device).long(),
-            use_cache=False,
-        )
+        with _replayed(replay, batch, block.queries, device):
+            output = _decoder(model)(
+                input_ids=_device_tensor(batch.token_ids[block.queries], device),
+                attention_mask=_device_tensor(valid, device).long(),
+                use_cache=False,
+            )
         hidden.append(output.last_hidden_state[_device_tensor(valid, device)])
         order.append(block.queries[valid])
     back = np.argsort(np.concatenate(order))
@@ -159,7 +178,12 @@ def _padded_hidden(model: PreTrainedModel, batch: MicroBatch, device: torch.devi
 
 
 def token_logprobs(
-    model: PreTrainedModel, batch: MicroBatch, *, shared: bool = True, entropy_gradient: bool = False
+    model: PreTrainedModel,
+    batch: MicroBatch,
+    *,
+    shared: bool = True,
+    entropy_gradient: bool = False,
+    replay: RoutingReplay | None = None,
 ) -> HeadOutput:
     """Log-probability, entropy and kept mass of a micro-batch's trained tokens, [n] each, differentiable.
 
@@ -168,9 +192,13 @@ def token_logprobs(
         batch: packed with `share=shared`.
         shared: whether the model is forwarded over the prefix tree, or over padded rows.
         entropy_gradient: whether the entropy is differentiable.
+        replay: of the model's routers; the batch's recorded experts are used where there is one.
+
+    Raises:
+        ModelError: the recorded experts are of another model.
     """
     device = model.device
-    hidden = _tree_hidden(model, batch, device) if shared else _padded_hidden(model, batch, device)
+    hidden = (_tree_hidden if shared else _padded_hidden)(model, batch, device, replay)
     kept = None
     if batch.kept_counts is not None and batch.kept_ids is not None:
         kept = KeptSets(_device_tensor(batch.kept_counts, device), _device_tensor(batch.kept_ids, device))

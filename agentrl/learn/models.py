@@ -23,6 +23,7 @@ from agentrl.core.errors import ModelError
 from agentrl.core.ids import key64
 from agentrl.engines.weight_files import read_model
 from agentrl.learn.forward import probe
+from agentrl.learn.routing_replay import RoutingReplay
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,13 +33,21 @@ class PolicyModel:
     """One policy's view of its model."""
 
     def __init__(
-        self, *, model: PreTrainedModel, peft_model: peft.PeftModel | None, adapter: str | None, shared: bool
+        self,
+        *,
+        model: PreTrainedModel,
+        peft_model: peft.PeftModel | None,
+        adapter: str | None,
+        shared: bool,
+        replay: RoutingReplay | None = None,
     ) -> None:
         """See `load_models`, which makes these."""
         self.model = model
         """The causal LM, adapters of all policies injected."""
         self.shared_prefixes = shared
         """Whether the model can be forwarded over a prefix tree (`forward.probe`)."""
+        self.replay = replay
+        """Of the model's routers, where the engine records the experts it used."""
         self.kind: Literal["full", "adapter"] = "full" if adapter is None else "adapter"
         self.parameters: dict[str, nn.Parameter] = {}
         """What an optimizer step changes, by name; empty for a frozen policy."""
@@ -89,13 +98,15 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
     """A model for every policy of the run.
 
     Raises:
-        ModelError: the directory is not a causal LM that can be trained, or lacks the modules an adapter names.
+        ModelError: the directory is not a causal LM that can be trained, lacks the modules an adapter names, or has no
+            routers that can follow the routing that is to be recorded.
     """
     path = Path(config.model.path).resolve()
     shared_names = [name for name, policy in config.policies.items() if policy.lora is not None or not policy.trainable]
     result: dict[str, PolicyModel] = {}
     if shared_names:
         base = _load(path, device)
+        replay = _replay(base, config)
         shared = probe(base)
         base.requires_grad_(False)
         peft_model: peft.PeftModel | None = None
@@ -110,11 +121,14 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
                     peft_model = _add_adapter(base, peft_model, adapters[name], lora, path)
         base.requires_grad_(False)
         for name in shared_names:
-            result[name] = PolicyModel(model=base, peft_model=peft_model, adapter=adapters.get(name), shared=shared)
+            result[name] = PolicyModel(
+                model=base, peft_model=peft_model, adapter=adapters.get(name), shared=shared, replay=replay
+            )
     for name in config.policies:
         if name not in result:
             model = _load(path, device)
-            result[name] = PolicyModel(model=model, peft_model=None, adapter=None, shared=probe(model))
+            replay = _replay(model, config)
+            result[name] = PolicyModel(model=model, peft_model=None, adapter=None, shared=probe(model), replay=replay)
     for name, policy in config.policies.items():
         if policy.trainable:
             result[name].train()
@@ -128,6 +142,10 @@ def _load(path: Path, device: torch.device) -> PreTrainedModel:
     module.train(False)
     module.to(device)
     return model
+
+
+def _replay(model: PreTrainedModel, config: RunConfig) -> RoutingReplay | None:
+    return RoutingReplay(model) if config.engine.capture_routing else None
 
 
 def _add_adapter(

@@ -54,7 +54,7 @@ class MicroBatch:
     position: Int64Array  # [n], position of the trained token in its row
     kept_counts: Int64Array | None = None  # [n], 0: the full vocabulary
     kept_ids: Int64Array | None = None  # [sum of kept_counts]
-    expert_routing: NDArray[np.uint8] | None = None  # [N, layers, top_k]
+    expert_routing: NDArray[np.int16] | None = None  # [N, layers, top_k], -1: not recorded
 
 
 def trained_positions(sample: TrainingSample) -> Int64Array:
@@ -94,8 +94,8 @@ class _PackedRow:
         signature = sample.token_ids[: self.length].astype(">i4").view(np.uint8).reshape(self.length, 4)
         if sample.expert_routing is not None:
             # A prefix computed through other experts is another prefix.
-            routing = sample.expert_routing[: self.length].reshape(self.length, -1)
-            signature = np.concatenate([signature, routing], axis=1)
+            routing = np.ascontiguousarray(sample.expert_routing[: self.length], np.int16).view(np.uint8)
+            signature = np.concatenate([signature, routing.reshape(self.length, -1)], axis=1)
         self.signature = signature  # [length, width], uint8
         self.order = signature.tobytes()
 
@@ -135,9 +135,6 @@ def _micro_batch(members: Sequence[_PackedRow], borrowed: Sequence[int]) -> Micr
     positions = [row.positions for row in members]
     counts = [len(at) for at in positions]
     kept_counts, kept_ids = _kept_sets(samples, positions)
-    routing = [
-        row.sample.expert_routing[common : row.length] for row, common in own if row.sample.expert_routing is not None
-    ]
 
     def trained(columns: Sequence[NDArray[Any]], kind: type[Number]) -> NDArray[Number]:
         return np.concatenate([column[at] for column, at in zip(columns, positions, strict=True)]).astype(kind)
@@ -155,8 +152,22 @@ def _micro_batch(members: Sequence[_PackedRow], borrowed: Sequence[int]) -> Micr
         position=np.concatenate(positions),
         kept_counts=kept_counts,
         kept_ids=kept_ids,
-        expert_routing=np.concatenate(routing) if len(routing) == len(members) else None,
+        expert_routing=_routing(own),
     )
+
+
+def _routing(own: Sequence[tuple[_PackedRow, int]]) -> NDArray[np.int16] | None:
+    """Recorded experts of the tokens each row owns, -1 for those of a row without; None where no row has any."""
+    recorded = [row.sample.expert_routing for row, _ in own if row.sample.expert_routing is not None]
+    if not recorded:
+        return None
+    parts = []
+    for row, common in own:
+        part = np.full((row.length - common, *recorded[0].shape[1:]), -1, np.int16)
+        if row.sample.expert_routing is not None:
+            part[:] = row.sample.expert_routing[common : row.length]
+        parts.append(part)
+    return np.concatenate(parts)
 
 
 def _kept_sets(

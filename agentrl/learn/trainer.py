@@ -30,8 +30,9 @@ from agentrl.learn import checkpoint
 from agentrl.learn.columns import MergedColumns, StepColumns
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss
+from agentrl.learn.mismatch import mismatch
 from agentrl.learn.models import PolicyModel, load_models
-from agentrl.learn.packing import pack, trained_positions
+from agentrl.learn.packing import MicroBatch, pack, trained_positions
 from agentrl.learn.publish import Publisher
 from agentrl.learn.ranks import OneRank, Ranks
 from agentrl.learn.writing import writing
@@ -39,7 +40,7 @@ from agentrl.learn.writing import writing
 ReadUnits = Callable[[Sequence[Unit]], Sequence[Sequence[Trajectory]]]
 """Gives the trajectories of each unit's episode; the default reads the run's journal."""
 
-_COUNTS = ("samples", "tokens", "skipped_samples", "row_tokens", "forwarded_tokens")
+_COUNTS = ("samples", "tokens", "skipped_samples", "row_tokens", "forwarded_tokens", "unrouted_tokens")
 _MEASURED = ("loss", "entropy", "kept_mass", *SUMS)
 _TOTALS = (*_COUNTS, *_MEASURED)
 
@@ -188,7 +189,7 @@ class PolicyTrainer:
     ) -> None:
         settings = self._config.trainer
         bonus = settings.entropy_bonus
-        first = step.columns.add(samples)
+        first = step.columns.add(samples, learner.version._replace(step=learner.step))
         # A row whose advantages are all 0 has no gradient: it counts as consumed and is not forwarded.
         used = [index for index, sample in enumerate(samples) if bonus or sample.advantages.any()]
         totals = step.totals
@@ -199,7 +200,13 @@ class PolicyTrainer:
         learner.model.activate()
         shared = learner.model.shared_prefixes
         for packed in pack([samples[index] for index in used], max_tokens=settings.micro_batch_tokens, share=shared):
-            head = token_logprobs(learner.model.model, packed, shared=shared, entropy_gradient=bool(bonus))
+            head = token_logprobs(
+                learner.model.model,
+                packed,
+                shared=shared,
+                entropy_gradient=bool(bonus),
+                replay=learner.model.replay,
+            )
             device = head.logprob.device
             terms = self._loss(
                 head.logprob,
@@ -214,6 +221,7 @@ class PolicyTrainer:
             for name, value in zip(_MEASURED, [*values, *terms.sums.tolist()], strict=True):
                 totals[name] += value
             totals["forwarded_tokens"] += len(packed.token_ids)
+            totals["unrouted_tokens"] += _unrouted(packed)
             step.columns.record(packed, head.logprob.detach().cpu().numpy(), [first + index for index in used])
             if not math.isfinite(values[0]) and step.suspect is None:
                 wrong = int((~per_token.detach().isfinite()).nonzero()[0])
@@ -248,7 +256,7 @@ class PolicyTrainer:
                 f"policy {policy!r}, step {step_id}: loss {total['loss']}, gradient norm {grad_norm}{where}. "
                 "The step was skipped and the weights are as before; look at the episode's recorded logprobs and reward"
             )
-        columns, input_digest = self._write_columns(learner, step)  # before the weights change: this may fail
+        columns, merged = self._write_columns(learner, step)  # before the weights change: this may fail
         for group in learner.optimizer.param_groups:
             group["lr"] = learner.rate(step_id)
         learner.optimizer.step()
@@ -261,16 +269,17 @@ class PolicyTrainer:
             samples=int(total["samples"]),
             tokens=int(total["tokens"]),
             seconds=step.seconds + self._clock.monotonic() - started,
-            metrics=_metrics(total, learning_rate=learner.rate(step_id)),
-            input_digest=input_digest,
+            metrics=_metrics(total, learning_rate=learner.rate(step_id), routed=learner.model.replay is not None)
+            | mismatch(merged),
+            input_digest=merged.input_digest,
             columns=columns,
         )
         learner.discard()
         learner.step, learner.report = step_id, report
         return report
 
-    def _write_columns(self, learner: _Learner, step: _OpenStep) -> tuple[str, str]:
-        """Write the step's file, rank 0's task; returns its path in the run and the digest of its rows.
+    def _write_columns(self, learner: _Learner, step: _OpenStep) -> tuple[str, MergedColumns]:
+        """Write the step's file, rank 0's task; returns its path in the run and the rows of all ranks.
 
         Raises:
             StorageError: the disk refused; the gradient is discarded on every rank.
@@ -287,7 +296,7 @@ class PolicyTrainer:
         if refusal:
             learner.discard()
             raise StorageError(refusal)
-        return path, merged.input_digest
+        return path, merged
 
     def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
         """Write the policy's weights as an immutable version; later steps start from it.
@@ -334,7 +343,7 @@ class PolicyTrainer:
         return learner
 
 
-def _metrics(total: Mapping[str, float], *, learning_rate: float) -> dict[str, float]:
+def _metrics(total: Mapping[str, float], *, learning_rate: float, routed: bool) -> dict[str, float]:
     """A step's metrics from its sums over all ranks."""
     metrics = {
         "learning_rate": learning_rate,
@@ -345,7 +354,16 @@ def _metrics(total: Mapping[str, float], *, learning_rate: float) -> dict[str, f
     }
     if counted := total[SUMS[0]]:
         metrics |= {"entropy": total["entropy"] / counted, "kept_mass": total["kept_mass"] / counted}
+    if routed and total["forwarded_tokens"]:
+        metrics["unrouted_share"] = total["unrouted_tokens"] / total["forwarded_tokens"]
     return metrics
+
+
+def _unrouted(batch: MicroBatch) -> int:
+    """Tokens of the batch without recorded routing."""
+    if batch.expert_routing is None:
+        return len(batch.token_ids)
+    return int((batch.expert_routing < 0).any(axis=(1, 2)).sum())
 
 
 def device_of(rank: int) -> torch.device:

@@ -35,8 +35,14 @@ LOW_ENTROPY = 0.01
 """Nats per token below which a policy hardly explores."""
 K3_BOUND = 0.05
 """Nats per token: `k3` of a healthy run stays an order of magnitude below."""
-K3_BOUND_IN_STEP = 0.005
-"""The same where no token is stale: what is left is the difference between engine and trainer."""
+MISMATCH_BOUND = 0.002
+"""The same for tokens sampled by the very weights that are trained: what is left is the difference between engine and
+trainer. Seen: below 1e-6 in one dtype; 5e-5 with bf16 against float32, or over KV of a version before; ten times that
+without routing replay; 0.001 (a peaked policy) to 0.5 where kept sets are lost (`benchmarks.mismatch`)."""
+MISMATCH_TOKENS = 200
+"""Such tokens before their mean means something."""
+MISMATCH_STEPS = (3, 20)
+"""They come from this many of the newest steps, at least and at most: with stale tokens beside them they are few."""
 DROPPED_SHARE = 0.25
 """Share of the ended episodes lost to one reason."""
 MIN_EPISODES = 16
@@ -62,7 +68,8 @@ MEANINGS = {
     "nothing_to_learn": "the same, at the best reward so far",
     "staleness": f"the mean lag of {WINDOW} steps is above max_staleness by a quarter of it, at least by 0.25 steps",
     "off_policy": f"k3 above {K3_BOUND:g} nats per token over {WINDOW} steps",
-    "engine_mismatch": f"k3 above {K3_BOUND_IN_STEP:g} nats per token though no token was stale",
+    "engine_mismatch": f"k3 above {MISMATCH_BOUND:g} nats per token sampled by the very weights that were trained: the "
+    f"newest {MISMATCH_TOKENS} of them, from {MISMATCH_STEPS[0]} steps or more of the last {MISMATCH_STEPS[1]}",
     "composition": f"over {LENGTH_STEPS} steps, trained units are {LENGTH_RATIO:.0%} shorter or longer than all that "
     "ended",
     "dropped": f"{DROPPED_SHARE:.0%} of the episodes that ended, at least {MIN_EPISODES}, were dropped for one reason",
@@ -256,13 +263,26 @@ def _staleness(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]
 
 
 def _mismatch(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
-    k3, lags = _mean(_values(window, "k3")), _mean(_values(window, "staleness/max"))
-    if lags == 0.0 and k3 > K3_BOUND_IN_STEP:
+    least, most = MISMATCH_STEPS
+    measured: list[Values] = []
+    tokens = total = 0.0
+    for step in sorted(policy.steps, reverse=True)[:most]:
+        values = policy.steps[step]
+        if "lag_k3/0" in values and (len(measured) < least or tokens < MISMATCH_TOKENS):
+            measured.append(values)
+            tokens += values.get("lag_tokens/0", 0.0)
+            total += values.get("lag_tokens/0", 0.0) * values["lag_k3/0"]
+    k3 = _mean(_values(window, "k3"))
+    if len(measured) >= least and tokens >= MISMATCH_TOKENS and total > MISMATCH_BOUND * tokens:
+        largest = max(_values(measured, "lag_max_difference/0"), default=0.0)
         yield Alarm(
             "engine_mismatch",
             policy.name,
-            f"engine and trainer disagree by k3 = {k3:.3f} nats per token though no token is stale",
-            "the same dtype, chat template, temperature and filters on both sides; `kept_mass` shows a lost filter",
+            f"engine and trainer disagree by k3 = {total / tokens:.3f} nats per token (at most {largest:.2f}) about "
+            f"tokens that the trained weights themselves had sampled (healthy: below {MISMATCH_BOUND:g})",
+            "if mismatch/k3 is far lower, engine.keep_kv = false; engine.capture_routing = true for a mixture of "
+            "experts; the same dtype and attention on both sides; a kept_mass of 1 with sampling filters: kept sets "
+            "were lost; none of these: the engine serves other weights than it records, resume from a checkpoint",
         )
     elif k3 > K3_BOUND:
         yield Alarm(

@@ -41,7 +41,7 @@ read as `ctx.metric("turns/illegal", 1)`, so that the alarms know.
 ## Alarms
 
 Named on the screen, once as a line of the error stream, in `runs/NAME/alarms.jsonl` and in the report, each with what
-was measured and what to try. None ends a run.
+was measured and what to try. None ends a run. For `engine_mismatch` see [mismatch](mismatch.md).
 
 | alarm | raised when |
 |---|---|

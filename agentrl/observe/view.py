@@ -139,7 +139,8 @@ def _figures(policy: PolicyState, width: int, *, several: bool) -> RenderableTyp
     cells: list[tuple[str, Text]] = []
     rows = [("reward", "reward/mean", "{:.3f}"), ("staleness", "staleness/mean", "{:.1f}")]
     rows += [("tokens/s", "tokens/sampled_per_s", "{:,.0f}"), ("entropy", "entropy", "{:.3f}")]
-    rows += [("turns", "episodes/turns", "{:.1f}"), ("k3 mismatch", "k3", "{:.4f}")]
+    rows += [("turns", "episodes/turns", "{:.1f}"), ("k3, all lags", "k3", "{:.4f}")]
+    rows += [("mismatch k3", "mismatch/k3", "{:.1e}"), ("max |Δlogp|", "mismatch/max_difference", "{:.1e}")]
     for label, name, form in rows if several else rows[1:]:
         _, values = policy.series(name)
         if values:

@@ -227,6 +227,7 @@ class LiveAgent(Agent):
             drift=drift,
             cached_tokens=completion.cached_tokens,
             parent_context=before,
+            routing_breaks=completion.routing_breaks,
         )
         self._episode.journal.write(call, entry)
         self._episode.partials.ended(call)

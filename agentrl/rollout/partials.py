@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from agentrl.core.errors import EngineError
-from agentrl.core.records import Completion, MaskKind, PolicyVersion, SamplingMask, VersionSpan
+from agentrl.core.records import Completion, MaskKind, PolicyVersion, RoutingBreak, SamplingMask, VersionSpan
 from agentrl.journal.entries import JournalEntry, Span
 from agentrl.journal.partials import Partial, decode_partial, encode_partial
 
@@ -227,11 +226,7 @@ class PartialTurn:
 
 
 def joined(pieces: Sequence[Completion]) -> Completion:
-    """Pieces of a turn, in order, as one completion; it ended as the last did, and was asked what the first was.
-
-    Raises:
-        EngineError: the pieces' routing leaves a position out.
-    """
+    """Pieces of a turn, in order, as one completion; it ended as the last did, and was asked what the first was."""
     first, last = pieces[0], pieces[-1]
     if len(pieces) == 1:
         return first
@@ -244,7 +239,7 @@ def joined(pieces: Sequence[Completion]) -> Completion:
                 begin = spans.pop().start
             spans.append(VersionSpan(begin, at + stop, version))
         at += len(piece.token_ids)
-    routing_start, routing = _joined_routing(pieces)
+    routing_start, routing, breaks = _joined_routing(pieces)
     return Completion(
         token_ids=np.concatenate([piece.token_ids for piece in pieces]),
         logprobs=np.concatenate([piece.logprobs for piece in pieces]),
@@ -252,6 +247,7 @@ def joined(pieces: Sequence[Completion]) -> Completion:
         spans=tuple(spans),
         expert_routing=routing,
         routing_start=routing_start,
+        routing_breaks=breaks,
         sampling_mask=_joined_masks(pieces),
         prompt_tokens=first.prompt_tokens,
         cached_tokens=first.cached_tokens,
@@ -307,22 +303,21 @@ def _joined_masks(pieces: Sequence[Completion]) -> SamplingMask | None:
     return SamplingMask(counts=np.concatenate(counts), token_ids=np.concatenate(ids))
 
 
-def _joined_routing(pieces: Sequence[Completion]) -> tuple[int, ExpertArray | None]:
-    """Where two calls forwarded a position, the first counts: its output is what was sampled from."""
-    parts = [(piece.routing_start, piece.expert_routing) for piece in pieces if piece.expert_routing is not None]
-    if not parts:
-        return 0, None
-    begin = min(start for start, _ in parts)
-    end = max(start + len(rows) for start, rows in parts)
-    routing = np.zeros((end - begin, *parts[0][1].shape[1:]), dtype=np.uint8)
-    known = np.zeros(end - begin, dtype=np.bool_)
-    for start, rows in parts:
-        place = slice(start - begin, start - begin + len(rows))
-        new = ~known[place]
-        routing[place][new] = rows[new]
-        known[place] = True
-    if not known.all():
-        raise EngineError(
-            f"the calls of a turn recorded no expert routing for position {begin + int(np.argmin(known))} of its row"
-        )
-    return begin, routing
+def _joined_routing(pieces: Sequence[Completion]) -> tuple[int, ExpertArray | None, tuple[RoutingBreak, ...]]:
+    """Start, rows and breaks of all pieces: where a call forwarded positions again, they begin again in the rows."""
+    parts: list[ExpertArray] = []
+    breaks: list[RoutingBreak] = []
+    rows = start = end = 0
+    for piece in pieces:
+        if piece.expert_routing is None:
+            continue
+        if not parts:
+            start = piece.routing_start
+        elif piece.routing_start != end:
+            breaks.append(RoutingBreak(rows, piece.routing_start))
+        breaks += (RoutingBreak(rows + row, position) for row, position in piece.routing_breaks)
+        last = piece.routing_breaks[-1] if piece.routing_breaks else RoutingBreak(0, piece.routing_start)
+        end = last.position + len(piece.expert_routing) - last.row
+        rows += len(piece.expert_routing)
+        parts.append(piece.expert_routing)
+    return start, np.concatenate(parts) if parts else None, tuple(breaks)

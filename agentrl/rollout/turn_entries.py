@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agentrl.core.errors import EngineError
-from agentrl.core.records import Completion, Message, PolicyVersion, SamplingMask, VersionSpan
+from agentrl.core.records import Completion, Message, PolicyVersion, RoutingBreak, SamplingMask, VersionSpan
 from agentrl.journal.entries import TurnEntry
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def completion_of(entry: TurnEntry) -> Completion:
         spans=_spans(entry.policy, entry.spans),
         expert_routing=routing,
         routing_start=entry.routing_start,
+        routing_breaks=tuple(RoutingBreak(*at) for at in entry.routing_breaks),
         sampling_mask=mask,
         cached_tokens=entry.cached_tokens,
     )

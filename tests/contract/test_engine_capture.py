@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from agentrl.core.records import PolicyVersion
+from agentrl.engines.capture import RoutingTap
 from agentrl.engines.embedded import EmbeddedEngine
 from tests.contract.engine_kinds import START, ModelZoo, plain_logprobs, prompt, request
 
@@ -92,10 +94,17 @@ def test_routing_of_tokens_sampled_before_an_update_stays(zoo: ModelZoo, keep_kv
         before = 20 + completion.spans[0].stop - 1
         rows = completion.expert_routing
         assert rows is not None
-        assert len(rows) == 79
         assert np.array_equal(rows[:before], plain_routing(zoo.load("mixtral", 0), context)[:before])
-        newer = plain_routing(zoo.load("mixtral", 1), context)[before:79]
-        assert np.array_equal(rows[before:], newer) is not keep_kv
+        newer = plain_routing(zoo.load("mixtral", 1), context)[:79]
+        if keep_kv:
+            assert completion.routing_breaks == ()
+            assert len(rows) == 79
+            assert not np.array_equal(rows[before:], newer[before:])
+        else:
+            (again,) = completion.routing_breaks
+            assert again.row == before
+            assert np.array_equal(newer[: again.position], rows[: again.position])
+            assert np.array_equal(rows[before:], newer[again.position :])
         await engine.close()
 
     asyncio.run(main())
@@ -157,3 +166,54 @@ def test_nothing_is_recorded_unless_asked_for(zoo: ModelZoo) -> None:
         await engine.close()
 
     asyncio.run(main())
+
+
+class Named(torch.nn.Module):
+    """A router that chooses the expert a token names."""
+
+    def forward(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(len(token_ids), 1), token_ids[:, None]
+
+
+class NamedModel(torch.nn.Module):
+    """One layer of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Named()
+        self.config = SimpleNamespace(num_experts=9)
+        self.device = torch.device("cpu")
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> None:
+        self.gate(input_ids.reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("passes", "computed", "rows", "breaks"),
+    [
+        ([(0, [1, 1]), (2, [2])], 3, [1, 1, 2], ()),
+        ([(0, [1, 1, 1]), (0, [1, 1, 1, 4])], 4, [1, 1, 1, 4], ()),
+        ([(0, [1, 1, 1]), (0, [1, 2, 2, 4])], 4, [1, 1, 1, 2, 2, 4], ((3, 1),)),
+        ([(0, [1, 1, 1]), (0, [1]), (1, [2]), (2, [1]), (3, [4])], 4, [1, 1, 1, 2, 1, 4], ((3, 1),)),
+        # Newer weights still, before the context was computed again to its end.
+        ([(0, [1, 1, 1]), (0, [1, 2]), (0, [3, 2, 2, 4])], 4, [1, 1, 1, 3, 2, 2, 4], ((3, 0),)),
+        # The call ends in the middle of it: what the KV then holds is what the next call builds on.
+        ([(0, [1, 1, 1]), (0, [1, 2])], 2, [1, 1, 1, 2], ((3, 1),)),
+        ([(0, [1, 1, 1]), (0, [1, 1])], 2, [1, 1, 1], ()),
+        ([(0, [1, 1]), (0, [2, 1, 1]), (0, [2, 2, 1, 1])], 4, [1, 1, 2, 1, 1, 2, 1, 1], ((2, 0), (5, 1))),
+    ],
+)
+def test_a_context_computed_again_through_other_experts_begins_again(
+    passes: list[tuple[int, list[int]]], computed: int, rows: list[int], breaks: tuple[tuple[int, int], ...]
+) -> None:
+    model: Any = NamedModel()
+    tap = RoutingTap(model, slots=2, capacity=16)
+    tap.restart(1, 0)
+    for first, experts in passes:
+        tap.begin()
+        model(torch.tensor([experts]))
+        tap.store(np.array([1]), np.array([first]), np.array([len(experts)]), len(experts))
+    found = tap.take(1, computed)
+    assert found is not None
+    assert found.rows[:, 0, 0].tolist() == rows
+    assert (found.start, found.breaks) == (0, breaks)

@@ -113,6 +113,29 @@ def test_a_random_model_is_trained_with_its_own_template(
     assert len(first.token_ids) > 0
 
 
+def test_a_mixture_of_experts_is_trained_through_the_experts_that_were_recorded(
+    repository: Path, tmp_path: Path
+) -> None:
+    model = random_model("qwen3_moe", repository / "environments/calculator/model", tmp_path / "moe")
+    overrides = [
+        f"--directory={tmp_path}",
+        f"--model.path={model}",
+        "--trainer.kind=in_process",
+        "--steps=4",
+        "--policies.solver.step_size=16",
+        "--policies.solver.learning_rate=0.003",
+        "--evaluation.tasks=0",
+        "--sampling.max_tokens=12",
+        "--engine.capture_routing=true",
+    ]
+    run = agentrl.train(load(repository / "examples/01_tool_use.toml", overrides), environment=Patient, quiet=True)
+    assert [step["unrouted_share"] for step in run.metrics] == [0.0] * 4
+    assert run.metrics[0]["mismatch/k3"] < 1e-6
+    assert run.metrics[0]["mismatch/max_difference"] < 1e-3
+    assert run.metrics[0]["mismatch/tokens"] == run.metrics[0]["lag_tokens/0"] > 0
+    assert sum(step.get("lag_tokens/1", 0) for step in run.metrics) > 0
+
+
 def test_sampling_filters_are_trained_with_their_kept_sets(repository: Path, tmp_path: Path) -> None:
     overrides = [
         f"--directory={tmp_path}",

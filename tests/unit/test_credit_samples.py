@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from agentrl.core.errors import JournalError
-from agentrl.core.records import DataLocation, SamplingMask, TrajectoryCredit, Unit
+from agentrl.core.records import DataLocation, RoutingSpan, SamplingMask, TrajectoryCredit, Unit
 from agentrl.credit.samples import samples
 from agentrl.testing.builders import make_trajectory
 
@@ -48,6 +48,23 @@ def test_a_token_whose_mask_was_not_recorded_is_not_trained() -> None:
     (found,) = samples(make_unit(TrajectoryCredit("agent", 0, 1.0, 2.0, 0.0)), [replace(trajectory, rows=(row,))])
     assert found.loss_mask.tolist() == [False, False, True, False, True]
     assert found.advantages.tolist() == [0.0, 0.0, 2.0, 0.0, 2.0]
+
+
+def test_a_row_routed_twice_is_a_sample_per_routing_that_share_no_token() -> None:
+    trajectory = make_trajectory(turns=2, context_tokens=2, sampled_tokens=3)
+    (row,) = trajectory.rows
+    first = RoutingSpan(0, 4, np.zeros((3, 1, 2), np.int16))
+    second = RoutingSpan(4, 10, np.ones((9, 1, 2), np.int16))
+    unit = make_unit(TrajectoryCredit("agent", 0, 1.0, 2.0, 0.0))
+    (whole,) = samples(unit, [replace(trajectory, rows=(replace(row, routing=(first,)),))])
+    assert whole.expert_routing is first.experts
+    assert whole.loss_mask is row.loss_mask
+    parts = samples(unit, [replace(trajectory, rows=(replace(row, routing=(first, second)),))])
+    assert [item.row_index for item in parts] == [0, 0]
+    assert [np.flatnonzero(item.loss_mask).tolist() for item in parts] == [[2, 3], [4, 7, 8, 9]]
+    assert [np.flatnonzero(item.advantages).tolist() for item in parts] == [[2, 3], [4, 7, 8, 9]]
+    assert [item.expert_routing for item in parts] == [first.experts, second.experts]
+    assert {item.spans for item in parts} == {row.spans}
 
 
 def test_a_credit_without_its_trajectory_is_a_damaged_journal() -> None:

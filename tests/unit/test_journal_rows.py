@@ -57,7 +57,7 @@ def test_two_turns_and_a_tool_between_make_one_row() -> None:
         VersionSpan(7, 8, PolicyVersion("policy", 0, 1)),
         VersionSpan(8, 9, PolicyVersion("policy", 0, 2)),
     )
-    assert (row.expert_routing, row.sampling_mask, only.reward) == (None, None, 1.0)
+    assert (row.routing, row.sampling_mask, only.reward) == ((), None, 1.0)
     dtypes = (row.token_ids.dtype, row.loss_mask.dtype, row.behavior_logprobs.dtype, row.turn_index.dtype)
     assert dtypes == (np.int32, np.bool_, np.float32, np.int32)
 
@@ -102,15 +102,36 @@ def routed(start: int, positions: int, value: int) -> dict[str, Any]:
     return {"expert_routing": data.tobytes(), "routing_shape": data.shape, "routing_start": start}
 
 
-def test_routing_is_assembled_by_position_and_the_first_record_of_one_counts() -> None:
-    """Turn 0 forwards positions 0-2 of 4; turn 1 the sampled token 3 and its context, and position 2 again."""
-    found = trajectories(
-        entries(BEGIN, turn(0, [1, 2], [10, 11], **routed(0, 3, 1)), turn(1, [3], [12], **routed(2, 3, 2)))
-    )
-    routing = found[0].rows[0].expert_routing
-    assert routing is not None
-    assert routing.shape == (6, 2, 1)
-    assert routing[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 0]
+def spans(*turns: TurnEntry) -> list[tuple[int, int, list[int]]]:
+    (found,) = trajectories(entries(BEGIN, *turns))
+    return [(span.start, span.stop, span.experts[:, 0, 0].tolist()) for span in found.rows[0].routing]
+
+
+def test_routing_is_assembled_by_position_and_what_was_not_recorded_is_minus_one() -> None:
+    """Turn 0 forwards positions 0-2 of 4; turn 1 the sampled token 3 and its context."""
+    first, second = turn(0, [1, 2], [10, 11], **routed(0, 3, 1)), turn(1, [3], [12], **routed(3, 2, 2))
+    assert spans(first, second) == [(0, 6, [1, 1, 1, 2, 2])]
+    assert spans(first, turn(1, [3], [12])) == [(0, 6, [1, 1, 1, -1, -1])]
+    assert spans(turn(0, [1, 2], [10, 11], **routed(1, 2, 1)), second) == [(0, 6, [-1, 1, 1, 2, 2])]
+
+
+def test_the_same_routing_again_changes_nothing() -> None:
+    first = turn(0, [1, 2], [10, 11], **routed(0, 3, 1))
+    assert spans(first, turn(1, [3], [12], **routed(0, 5, 1))) == [(0, 6, [1] * 5)]
+
+
+def test_tokens_sampled_before_a_prefix_was_routed_again_keep_theirs() -> None:
+    """Turn 1 forwards position 1 and what follows again, through expert 2: tokens up to 3 were sampled before."""
+    first, second = turn(0, [1, 2], [10, 11], **routed(0, 3, 1)), turn(1, [3], [12], **routed(1, 4, 2))
+    assert spans(first, second) == [(0, 4, [1, 1, 1]), (4, 6, [1, 2, 2, 2, 2])]
+
+
+def test_a_turn_whose_context_was_computed_again_has_two_routings() -> None:
+    """Its positions 0-3 go through expert 1, then 1-4 through 2: tokens up to 4 were sampled before, 5 after."""
+    data = np.array([1, 1, 1, 1, 2, 2, 2, 2], np.uint8).reshape(-1, 1, 1)
+    fields = {"expert_routing": data.tobytes(), "routing_shape": data.shape, "routing_breaks": ((4, 1),)}
+    whole = turn(0, [1, 2], [10, 11, 12, 13], **fields)
+    assert spans(whole) == [(0, 5, [1, 1, 1, 1]), (5, 6, [1, 2, 2, 2, 2])]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +143,7 @@ def test_routing_is_assembled_by_position_and_the_first_record_of_one_counts() -
         ([BEGIN, turn(0, [1], [2], token_ids=b"abc")], "cannot be read"),
         ([BEGIN, turn(0, [1], [2]), turn(1, [1], [2], parent_context=9)], "continues a row of 9"),
         ([BEGIN, turn(0, [1], [2]), turn(1, [1], [2], temperature=0.5)], "temperature"),
-        ([BEGIN, turn(0, [1, 2], [2], **routed(1, 1, 1))], "no expert routing for position 0"),
+        ([BEGIN, turn(0, [1, 2], [2], routing_shape=(3, 1, 1), expert_routing=b"12")], "cannot be read"),
         ([BEGIN, turn(0, [1], [2], **routed(1, 4, 1))], "does not fit"),
     ],
 )

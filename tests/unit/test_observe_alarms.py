@@ -21,6 +21,9 @@ HEALTHY = {
     "staleness/mean": 1.0,
     "staleness/max": 2.0,
     "k3": 0.01,
+    "lag_k3/0": 0.001,
+    "lag_max_difference/0": 0.2,
+    "lag_tokens/0": 50.0,
     "entropy": 0.05,
     "episodes/turns": 3.0,
     "composition/length_ratio": 0.98,
@@ -49,6 +52,20 @@ def names(state: RunState) -> list[str]:
     return [alarm.name for alarm in alarms(state)]
 
 
+def test_a_mismatch_needs_tokens_and_they_may_lie_apart() -> None:
+    assert names(a_run(40, lag_k3__0=0.02, lag_tokens__0=9.0)) == []
+    assert names(a_run(15, before=10, lag_k3__0=0.02, lag_tokens__0=15.0)) == ["engine_mismatch"]
+    assert names(a_run(2, before=10, lag_k3__0=0.007, lag_tokens__0=900.0)) == ["engine_mismatch"]
+    assert names(a_run(15, before=10, lag_k3__0=None, lag_tokens__0=None)) == []
+    for odd, expected in (({9, 14}, []), ({9, 14, 18}, ["engine_mismatch"])):
+        state = RunState(plan=PLAN)
+        for step in range(1, 21):
+            healthy = {name: value for name, value in HEALTHY.items() if not name.startswith("lag")}
+            measured = {"lag_k3/0": 1.0, "lag_tokens/0": 900.0} if step in odd else {}
+            state.record("solver", step, {**healthy, **measured})
+        assert names(state) == expected
+
+
 def test_a_run_that_goes_well_raises_none() -> None:
     status = Status(phase="training", trained=500, dropped={"environment_error": 12, "run_ended": 900, "frozen": 99})
     assert alarms(a_run(40, status=status)) == []
@@ -64,7 +81,8 @@ def test_a_run_that_goes_well_raises_none() -> None:
         ("nothing_to_learn", {"advantage__zero_share": 0.95, "reward__mean": 1.0}),
         ("staleness", {"staleness__mean": 1.5}),
         ("off_policy", {"k3": 0.2}),
-        ("engine_mismatch", {"k3": 0.02, "staleness__max": 0.0, "staleness__mean": 0.0}),
+        ("engine_mismatch", {"k3": 0.02, "lag_k3__0": 0.02}),
+        ("engine_mismatch", {"k3": 0.2, "lag_k3__0": 0.2}),
     ],
 )
 def test_an_alarm_names_what_went_wrong_and_what_to_try(name: str, changes: dict[str, float]) -> None:

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import EngineError
 from agentrl.core.ports import SamplingParams
-from agentrl.core.records import Completion, MaskKind, PolicyVersion, SamplingMask, VersionSpan
+from agentrl.core.records import Completion, MaskKind, PolicyVersion, RoutingBreak, SamplingMask, VersionSpan
 from agentrl.journal.entries import JournalEntry, Span
 from agentrl.journal.partials import Partial, encode_partial
 from agentrl.rollout.calls import Call
@@ -64,13 +63,13 @@ def test_kept_sets_are_concatenated_and_a_piece_without_had_none() -> None:
     assert whole.sampling_mask.token_ids.tolist() == [5, 6, 7]
 
 
-def test_routing_of_the_call_that_sampled_counts_and_a_later_one_fills_in_what_is_before() -> None:
-    whole = joined([piece([5, 6], **routing(3, 30, 31)), piece([7], **routing(0, 1, 2, 3, 4, 5, 6))])
-    assert whole.routing_start == 0
+def test_routings_are_concatenated_and_break_where_positions_begin_again() -> None:
+    again = {**routing(0, 1, 2, 3, 4, 5, 6, 40, 50, 60, 70), "routing_breaks": (RoutingBreak(6, 3),)}
+    whole = joined([piece([5, 6], **routing(3, 30, 31)), piece([1]), piece([7], **again), piece([8], **routing(7, 9))])
+    assert whole.routing_start == 3
     assert whole.expert_routing is not None
-    assert whole.expert_routing[:, 0, 0].tolist() == [1, 2, 3, 30, 31, 6]
-    with pytest.raises(EngineError, match="position 4"):
-        joined([piece([5], **routing(3, 30)), piece([7], **routing(5, 5))])
+    assert whole.expert_routing[:, 0, 0].tolist() == [30, 31, 1, 2, 3, 4, 5, 6, 40, 50, 60, 70, 9]
+    assert whole.routing_breaks == ((2, 0), (8, 3))
 
 
 def test_a_part_keeps_the_spans_inside() -> None:

@@ -1,0 +1,279 @@
+"""What the trainer's log-probabilities owe to recorded experts and kept sets: engine and trainer on the same weights.
+
+Episodes of three turns are sampled by the embedded engine, written as journal entries, read back as training rows, and
+forwarded by the trainer's own pass, with and without what was recorded. Figures:
+  routing_differs_without  positions whose experts are not the recorded ones in some layer: bf16 engine, float32 trainer
+  routing_differs_with     the same with routing replay
+  k3_with_over_without     k3 of the tokens predicted from the former positions, with replay over without
+  mask_max_dlogp           largest |trainer logprob - recorded logprob| with kept sets: top-k 20, top-p 0.9, float32
+The k3 of all tokens, and the bias that kept sets remove, are shown beside. The model is a random Qwen3-MoE (8 experts,
+top 2) whose weights are drawn six times as wide as usual, so that its experts differ as trained ones do.
+
+    python -m benchmarks.mismatch [--quick] [--seed N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import transformers
+
+from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, PolicyConfig, RunConfig
+from agentrl.core.ports import GenerateRequest, SamplingParams
+from agentrl.core.records import Completion, DataLocation, PolicyVersion, TrainingSample, TrajectoryCredit, Unit
+from agentrl.credit.samples import samples as unit_samples
+from agentrl.engines.capture import chosen_experts, find_routers
+from agentrl.engines.embedded import EmbeddedEngine
+from agentrl.journal.entries import Begin, EntryBody, JournalEntry, Span, TurnEntry, encode_body
+from agentrl.journal.rows import trajectories
+from agentrl.learn.forward import token_logprobs
+from agentrl.learn.mismatch import mismatch_metrics
+from agentrl.learn.models import PolicyModel, load_models
+from agentrl.learn.packing import pack
+from benchmarks.report import Report
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+START = PolicyVersion("policy", 0, 0)
+PROMPT, TURNS, NEW = 24, 3, 16
+VOCABULARY = 256
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.12,
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+}
+
+
+def write_model(directory: Path, seed: int) -> Path:
+    """A random Qwen3-MoE, float32."""
+    torch.manual_seed(seed)
+    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SHAPE)).save_pretrained(directory)
+    return directory
+
+
+async def sampled(model: Path, *, episodes: int, dtype: str, sampling: SamplingParams) -> list[TrainingSample]:
+    """Rows as a trainer reads them from the journal, all with advantage 1."""
+    engine = EmbeddedEngine.load(
+        str(model),
+        versions={"policy": START},
+        slots=16,
+        max_context=256,
+        dtype=dtype,
+        capture_routing=True,
+        capture_mask=True,
+    )
+    found: list[TrainingSample] = []
+
+    async def episode(number: int) -> None:
+        session, random = engine.open(f"e{number}", "policy"), np.random.default_rng(number)
+        context = np.zeros(0, np.int32)
+        bodies: list[EntryBody] = [
+            Begin("mismatch", "", f"t{number}", {}, number, {"agent": "policy"}, "train", "g", 1, None)
+        ]
+        for turn in range(TURNS):
+            before = len(context)
+            observed = random.integers(3, VOCABULARY, PROMPT if turn == 0 else 4).astype(np.int32)
+            context = np.concatenate([context, observed])
+            completion = await session.generate(
+                GenerateRequest(request_id=f"{number}-{turn}", token_ids=context, sampling=sampling, seed=number)
+            )
+            bodies.append(entry_of(completion, turn=turn, observed=observed, before=before))
+            context = np.concatenate([context, completion.token_ids])
+        entries = [JournalEntry(f"e{number}", 0, f"r#{at}", b"", encode_body(body)) for at, body in enumerate(bodies)]
+        credit = TrajectoryCredit("agent", 0, 1.0, 1.0, 0.0)
+        unit = Unit(
+            episode_id=f"e{number}", attempt=0, policy="policy", location=DataLocation("", 0), credits=(credit,)
+        )
+        found.extend(unit_samples(unit, trajectories(entries)))
+
+    await asyncio.gather(*(episode(number) for number in range(episodes)))
+    await engine.close()
+    return found
+
+
+def entry_of(completion: Completion, *, turn: int, observed: NDArray[np.int32], before: int) -> TurnEntry:
+    """A turn's journal entry."""
+    routing, mask = completion.expert_routing, completion.sampling_mask
+    assert routing is not None
+    assert mask is not None
+    return TurnEntry(
+        seat="agent",
+        index=0,
+        policy="policy",
+        row=0,
+        turn=turn,
+        context_ids=observed.tobytes(),
+        token_ids=completion.token_ids.tobytes(),
+        logprobs=completion.logprobs.tobytes(),
+        finish_reason=completion.finish_reason,
+        spans=tuple(Span(s.start, s.stop, 0, 0) for s in completion.spans),
+        text="",
+        messages=(),
+        temperature=1.0,
+        seconds=0.0,
+        started=0.0,
+        expert_routing=routing.tobytes(),
+        routing_shape=routing.shape,
+        routing_start=completion.routing_start,
+        routing_breaks=completion.routing_breaks,
+        mask_counts=mask.counts.tobytes(),
+        mask_ids=mask.token_ids.tobytes(),
+        parent_context=before,
+    )
+
+
+def trainer_model(path: Path) -> PolicyModel:
+    """The model as a run with `capture_routing` trains it."""
+    config = RunConfig(
+        environment=EnvironmentConfig(id="mismatch"),
+        model=ModelConfig(path=str(path)),
+        engine=EngineConfig(capture_routing=True),
+        policies={"policy": PolicyConfig()},
+    )
+    return load_models(config, torch.device("cpu"))["policy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """The trainer's pass over rows, per trained token."""
+
+    trainer: NDArray[np.float32]
+    recorded: NDArray[np.float32]
+    differs: NDArray[np.bool_]
+    """Whether the experts of the position that predicts the token are not those recorded there."""
+    positions: int
+    """Forwarded positions whose experts differ."""
+    forwarded: int
+
+    def k3(self, chosen: NDArray[np.bool_]) -> float:
+        """Of some of the tokens."""
+        lag = np.zeros(int(chosen.sum()), np.int32)
+        found = mismatch_metrics(self.trainer[chosen], self.recorded[chosen], lag=lag, fresh=lag == 0)
+        return found.get("mismatch/k3", 0.0)
+
+
+def forwarded(model: PolicyModel, rows: Sequence[TrainingSample], *, replay: bool) -> Pass:
+    """Forward rows as a step does, and look at what the routers chose."""
+    trainer, recorded, differs, positions, total = [], [], [], 0, 0
+    used: list[torch.Tensor] = []
+
+    def note(module: Any, inputs: Any, output: Any) -> None:
+        used.append(chosen_experts(output))
+
+    hooks = [model.model.get_submodule(name).register_forward_hook(note) for name in routers(model)]
+    for batch in pack(rows, max_tokens=2048, share=model.shared_prefixes):
+        used.clear()
+        with torch.no_grad():
+            head = token_logprobs(
+                model.model, batch, shared=model.shared_prefixes, replay=model.replay if replay else None
+            )
+        assert batch.expert_routing is not None
+        experts = torch.stack(used, dim=1).numpy()
+        wrong = (np.sort(experts, axis=-1) != np.sort(batch.expert_routing, axis=-1)).any(axis=(1, 2))
+        trainer.append(head.logprob.numpy())
+        recorded.append(batch.behavior_logprobs)
+        differs.append(wrong[batch.hidden_index])
+        positions += int(wrong.sum())
+        total += len(wrong)
+    for hook in hooks:
+        hook.remove()
+    return Pass(
+        trainer=np.concatenate(trainer),
+        recorded=np.concatenate(recorded),
+        differs=np.concatenate(differs),
+        positions=positions,
+        forwarded=total,
+    )
+
+
+def routers(model: PolicyModel) -> tuple[str, ...]:
+    """Names of the model's routers; the attention of training needs a tree, so another one looks."""
+    kept = model.model.config._attn_implementation
+    model.model.set_attn_implementation("sdpa")
+    names = find_routers(model.model)
+    model.model.set_attn_implementation(kept)
+    return names
+
+
+def routing(model: PolicyModel, rows: Sequence[TrainingSample]) -> dict[str, float]:
+    """Figures of routing replay."""
+    without, replayed = (forwarded(model, rows, replay=replay) for replay in (False, True))
+    at, everywhere = without.differs, np.ones_like(without.differs)
+    print(
+        f"routing: {without.positions} of {without.forwarded} forwarded positions differ without replay, "
+        f"{replayed.positions} with; {int(at.sum())} of {len(at)} trained tokens are predicted from one"
+    )
+    for words, chosen in (("those tokens", at), ("the other tokens", ~at), ("all tokens", everywhere)):
+        before, after = without.k3(chosen), replayed.k3(chosen)
+        print(f"  k3 of {words}: {before:.2e} without, {after:.2e} with ({after / before if before else 0:.3f})")
+    return {
+        "routing_differs_without": float(without.positions),
+        "routing_differs_with": float(replayed.positions),
+        "k3_with_over_without": replayed.k3(at) / without.k3(at) if at.any() else float("nan"),
+    }
+
+
+def masks(model: PolicyModel, rows: Sequence[TrainingSample]) -> float:
+    """Largest difference with kept sets; what their absence would do is printed."""
+    unmasked = [dataclasses.replace(row, sampling_mask=None) for row in rows]
+    with_sets, without = (forwarded(model, chosen, replay=True) for chosen in (rows, unmasked))
+    largest = float(np.abs(with_sets.trainer - with_sets.recorded).max())
+    bias = without.trainer - without.recorded
+    print(
+        f"kept sets (top-k 20, top-p 0.9, float32): largest |Δlogp| {largest:.1e} with; without: mean Δlogp "
+        f"{bias.mean():+.3f} nats, largest |Δlogp| {np.abs(bias).max():.2f}, mean ratio {np.exp(bias).mean():.3f}, "
+        f"k3 {without.k3(np.ones(len(bias), np.bool_)):.3f}"
+    )
+    return largest
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one model instead of three, fewer episodes")
+    parser.add_argument("--seed", type=int, default=0, help="of the first model")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.disable_progress_bar()
+    repeats, episodes = (1, 24) if arguments.quick else (3, 96)
+    figures: list[dict[str, float]] = []
+    for seed in range(arguments.seed, arguments.seed + repeats):
+        with tempfile.TemporaryDirectory() as directory:
+            path = write_model(Path(directory), seed)
+            model = trainer_model(path)
+            plain = SamplingParams(max_tokens=NEW)
+            found = routing(model, asyncio.run(sampled(path, episodes=episodes, dtype="bfloat16", sampling=plain)))
+            filtered = SamplingParams(max_tokens=NEW, top_k=20, top_p=0.9)
+            rows = asyncio.run(sampled(path, episodes=episodes, dtype="float32", sampling=filtered))
+            figures.append({**found, "mask_max_dlogp": masks(model, rows)})
+    report = Report("mismatch", quick=arguments.quick, repeats=repeats, compared_with="the same pass without records")
+    report.figures = {name: statistics.median(each[name] for each in figures) for name in figures[0]}
+    report.figures["mask_max_dlogp"] = max(each["mask_max_dlogp"] for each in figures)
+    report.figures["routing_differs_with"] = max(each["routing_differs_with"] for each in figures)
+    report.print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The mismatch monitor: figures by lag, apart for rows that the trained weights sampled themselves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentrl.core.records import PolicyVersion, VersionSpan
+from agentrl.learn.columns import MergedColumns, StepColumns, read_columns, token_lags
+from agentrl.learn.mismatch import mismatch, mismatch_metrics
+from agentrl.learn.packing import pack, trained_positions
+from tests.learn_cases import make_samples
+
+NOW = PolicyVersion("policy", 1, 7)
+
+
+def test_figures_are_those_of_the_formula_by_lag() -> None:
+    behavior = np.array([-1.0, -2.0, -3.0, -0.5, -1.5, -1.0, -2.0], np.float32)
+    trainer = np.array([-1.1, -2.0, -2.5, np.nan, -1.0, -1.0, -2.5], np.float32)
+    lag = np.array([0, 0, 1, 0, 4, 9, -1], np.int32)
+    fresh = np.array([True, False, False, True, False, False, False])
+    found = mismatch_metrics(trainer, behavior, lag=lag, fresh=fresh)
+
+    def k3(*differences: float) -> float:
+        return sum(math.exp(d) - 1 - d for d in differences) / len(differences)
+
+    assert found == pytest.approx(
+        {
+            "mismatch/k3": k3(-0.1), "mismatch/difference": 0.1, "mismatch/max_difference": 0.1, "mismatch/tokens": 1,
+            "lag_k3/0": k3(-0.1, 0), "lag_difference/0": 0.05, "lag_max_difference/0": 0.1, "lag_tokens/0": 2,
+            "lag_k3/1": k3(0.5), "lag_difference/1": 0.5, "lag_max_difference/1": 0.5, "lag_tokens/1": 1,
+            "lag_k3/4+": k3(0.5, 0), "lag_difference/4+": 0.25, "lag_max_difference/4+": 0.5, "lag_tokens/4+": 2,
+        },
+        rel=1e-5,
+    )  # fmt: skip
+
+
+def test_a_token_s_lag_counts_steps_and_is_never_0_in_another_lineage() -> None:
+    (sample,) = make_samples(0, 1)
+    spans = (
+        VersionSpan(2, 4, PolicyVersion("policy", 0, 7)),
+        VersionSpan(4, 5, PolicyVersion("policy", 0, 3)),
+        VersionSpan(6, 8, PolicyVersion("policy", 1, 5)),
+        VersionSpan(8, 9, NOW),
+    )
+    assert token_lags(replace(sample, spans=spans), NOW)[:10].tolist() == [-1, -1, 1, 1, 4, -1, 2, 2, 0, -1]
+
+
+def test_rows_of_all_ranks_are_measured_and_one_stale_token_makes_its_row_stale(tmp_path: Path) -> None:
+    samples = [
+        replace(sample, spans=(VersionSpan(0, 11, NOW._replace(step=step)), VersionSpan(11, 13, NOW)))
+        for sample, step in zip(make_samples(0, 4), (7, 6, 7, 7), strict=True)
+    ]
+    samples[3] = replace(samples[3], spans=())
+    parts = []
+    for share in (samples[:2], samples[2:]):
+        columns = StepColumns()
+        first = columns.add(share, NOW)
+        assert first == 0
+        for batch in pack(share, max_tokens=1000):
+            columns.record(batch, batch.behavior_logprobs + np.float32(0.25), range(len(share)))
+        parts.append(columns.encode())
+    merged = MergedColumns(parts)
+    counts = [len(trained_positions(sample)) for sample in samples]
+    found = mismatch(merged)
+    assert found["mismatch/tokens"] == counts[0] + counts[2]
+    assert found["mismatch/max_difference"] == pytest.approx(0.25)
+    assert found["lag_tokens/1"] == int((np.concatenate([trained_positions(samples[1])]) < 11).sum())
+    merged.write(tmp_path / "step.safetensors")
+    _, written = read_columns(tmp_path / "step.safetensors")
+    assert written["lag"].tolist()[-counts[3] :] == [-1] * counts[3]
+    expected = np.concatenate([sample.behavior_logprobs[trained_positions(sample)] for sample in samples])
+    assert np.array_equal(written["behavior_logprobs"], expected)
