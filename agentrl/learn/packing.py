@@ -137,7 +137,9 @@ def _micro_batch(members: Sequence[_PackedRow], borrowed: Sequence[int]) -> Micr
     kept_counts, kept_ids = _kept_sets(samples, positions)
 
     def trained(columns: Sequence[NDArray[Any]], kind: type[Number]) -> NDArray[Number]:
-        return np.concatenate([column[at] for column, at in zip(columns, positions, strict=True)]).astype(kind)
+        taken = np.concatenate([column[at] for column, at in zip(columns, positions, strict=True)])
+        typed: NDArray[Number] = taken.astype(kind)
+        return typed
 
     return MicroBatch(
         token_ids=np.concatenate([row.sample.token_ids[at : row.length] for row, at in own]).astype(np.int64),
