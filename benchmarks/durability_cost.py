@@ -63,11 +63,11 @@ class ForgetfulJournal:
     """A store that keeps nothing, to compare with."""
 
     def __init__(self) -> None:
-        self._log = ForgetfulLog()
+        self._nothing = ForgetfulLog()
 
     def turn_log(self, worker: str) -> Any:
         """The one log."""
-        return self._log
+        return self._nothing
 
     def admit(self, *specs: EpisodeSpec) -> None:
         """Forgotten."""

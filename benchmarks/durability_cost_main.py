@@ -52,7 +52,7 @@ def _forget() -> None:
     class Forgetting(ForgetfulJournal, kept):  # type: ignore[misc, valid-type]
         def __init__(self, *arguments: Any, **options: Any) -> None:
             kept.__init__(self, *arguments, **options)
-            self._log = ForgetfulLog()
+            self._nothing = ForgetfulLog()
 
         async def close(self) -> None:
             await kept.close(self)

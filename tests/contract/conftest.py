@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from tests.contract import vllm_suite
-from tests.contract.engine_kinds import MakeEmbedded, MakeEngine, MakeProcess, MakeScripted, ModelZoo
+from tests.contract.engine_kinds import MakeEmbedded, MakeEngine, MakeProcess, MakeReplicas, MakeScripted, ModelZoo
 
 IN_VLLM_SUITE = vllm_suite.SWITCH in os.environ
-KINDS = ["vllm"] if IN_VLLM_SUITE else ["scripted", "embedded", "scripted in a process", "embedded in a process"]
+KINDS = (
+    ["vllm"]
+    if IN_VLLM_SUITE
+    else ["scripted", "replicas", "embedded", "scripted in a process", "embedded in a process"]
+)
 
 
 @pytest.fixture(scope="session")
@@ -36,8 +40,8 @@ def make_engine(request: pytest.FixtureRequest, zoo: ModelZoo) -> MakeEngine:
     if request.param == "vllm":
         vllm: MakeEngine = request.getfixturevalue("make_vllm")
         return vllm
-    scripted, embedded = MakeScripted(), MakeEmbedded(zoo)
-    made: dict[str, MakeEngine] = {maker.kind: maker for maker in (scripted, embedded)}
+    scripted, replicas, embedded = MakeScripted(), MakeReplicas(), MakeEmbedded(zoo)
+    made: dict[str, MakeEngine] = {maker.kind: maker for maker in (scripted, replicas, embedded)}
     program = "tests.contract.scripted_program:scripted_engine"
     made["scripted in a process"] = MakeProcess(scripted, program)
     program = "agentrl.engines.embedded:EmbeddedEngine.load"

@@ -21,6 +21,7 @@ from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.embedded import EmbeddedEngine
 from agentrl.engines.process import EngineProgram, ProcessEngine
+from agentrl.engines.replicas import ReplicatedEngine
 from agentrl.testing import simulate
 from tests.contract.scripted_program import VOCABULARY, scripted_engine
 
@@ -190,6 +191,16 @@ class MakeScripted:
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """In virtual time: a slow machine does not end a call early."""
         simulate(main, seed=0)
+
+
+class MakeReplicas(MakeScripted):
+    """Three scripted engines as one."""
+
+    kind = "replicas"
+
+    def __call__(self, *, max_context: int = 512, refresh: Any = "token", slots: int = 16) -> Engine:
+        one = super().__call__
+        return ReplicatedEngine([one(max_context=max_context, refresh=refresh) for _ in range(3)])
 
 
 class MakeEmbedded:
