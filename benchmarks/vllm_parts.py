@@ -215,9 +215,13 @@ class Requests:
         """One call in a session of its own."""
         session = engine.open(f"s{self._sent}", policy)
         try:
-            return await session.generate(self.call(prompt, new))
+            return await session.generate(self.call(prompt, new), _listen)
         finally:
             session.close()
+
+
+def _listen(request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion) -> None:
+    """Partials, as a run takes them."""
 
 
 def at_percent(values: Sequence[float], percent: float) -> float:

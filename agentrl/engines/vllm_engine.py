@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from agentrl.core.records import Completion, FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
 
 _SEED_BITS = 2**63 - 1
+_AT_ONCE = 8
+"""Tokens vLLM hands over together, which spares CPU; one by one where weights are replaced under a call, so that the
+tokens it has are known to be the older version's."""
 
 
 class VllmEngine:
@@ -245,6 +248,7 @@ class VllmEngine:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            stream_interval=_AT_ONCE if self._versions.adapters else 1,
             skip_clone=True,
         )
         prompt = TokensPrompt(prompt_token_ids=[*request.token_ids.tolist(), *call.tokens], cache_salt=serving.salt)  # type: ignore[typeddict-item]  # None is taken

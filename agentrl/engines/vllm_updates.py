@@ -113,6 +113,11 @@ class VllmUpdates:
 
     # --- versions -----------------------------------------------------------------------------------------------------
 
+    @property
+    def adapters(self) -> bool:
+        """Whether versions are adapters, each for itself; else one version replaces another."""
+        return self._places > 0
+
     def of_policy(self, policy: str) -> VllmVersion:
         """The policy's newest version.
 
