@@ -84,7 +84,7 @@ class MakeVllm:
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """In the loop that vLLM was started in; afterwards vLLM serves what it was started with."""
         try:
-            self._loop.run_until_complete(asyncio.wait_for(main(), 100))
+            self._loop.run_until_complete(asyncio.wait_for(main(), 40))
         finally:
             self._loop.run_until_complete(self._restore())
 
@@ -140,5 +140,5 @@ if __name__ == "__main__":
 
     os.environ[SWITCH] = suite = sys.argv[1]
     here = Path(__file__).parent
-    arguments = sys.argv[2:] or [str(here / file) for file in SUITES[suite]]
-    sys.exit(pytest.main([*arguments, "-q", "-p", "no:cacheprovider", "-o", "timeout=300", "-W", "default"]))
+    chosen = [] if any(".py" in each for each in sys.argv[2:]) else [str(here / file) for file in SUITES[suite]]
+    sys.exit(pytest.main([*chosen, *sys.argv[2:], "-q", "-p", "no:cacheprovider", "-o", "timeout=60", "-W", "default"]))
