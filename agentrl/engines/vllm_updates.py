@@ -140,6 +140,10 @@ class VllmUpdates:
             )
         return serving
 
+    def is_live(self, serving: VllmVersion) -> bool:
+        """Whether it can still be sampled from."""
+        return self._live.get(serving.version) is serving
+
     def release(self, version: PolicyVersion) -> None:
         """See `agentrl.core.ports.Engine.release`."""
         serving = self.of_version(version)
@@ -152,7 +156,7 @@ class VllmUpdates:
         adapter = serving.adapter
         if serving.held or serving.calls or self._current.get(serving.version.policy) is serving or adapter is None:
             return
-        if self._live.get(serving.version) is serving:
+        if self.is_live(serving):
             del self._live[serving.version]
             task = asyncio.get_running_loop().create_task(self._unload(adapter))
             self._removals.add(task)

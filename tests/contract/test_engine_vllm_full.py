@@ -155,20 +155,23 @@ def test_scores_are_of_one_version_while_weights_change(make_vllm: MakeVllm, zoo
     async def main() -> None:
         engine = make_vllm()
         context = prompt(60)
+        plain = [plain_scores(zoo, seed, context) for seed in (0, 1)]
         updating = asyncio.ensure_future(engine.update(zoo.full(version(1), seed=1)))
-        while not updating.done():
-            sampled_by: Any = await engine.score(SOLVER, context)
-            both = [token_logprobs_of(zoo, seed, context) for seed in (0, 1)]
-            assert np.allclose(sampled_by[1:], both[0], atol=2e-4)
-            await asyncio.sleep(0)
+        with pytest.raises(EngineError, match=r"solver@0\.0 is not served here"):
+            while True:
+                scores, newest = await asyncio.gather(engine.score(SOLVER, context), engine.score("solver", context))
+                np.testing.assert_allclose(scores[1:], plain[0], atol=2e-4)
+                assert any(np.allclose(newest[1:], each, atol=2e-4) for each in plain)
         await updating
+        np.testing.assert_allclose((await engine.score("solver", context))[1:], plain[1], atol=2e-4)
         await engine.close()
 
     make_vllm.run(main)
 
 
-def token_logprobs_of(zoo: ModelZoo, seed: int, context: Any) -> Any:
-    return np.take_along_axis(plain_logprobs(zoo.load(seed=seed), context), context[1:, None].astype(np.int64), 1)[:, 0]
+def plain_scores(zoo: ModelZoo, seed: int, context: Any) -> Any:
+    scores = plain_logprobs(zoo.load(seed=seed), context)
+    return np.take_along_axis(scores, context[1:, None].astype(np.int64), 1)[:, 0]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
