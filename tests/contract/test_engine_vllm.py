@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from agentrl.core.errors import EngineCapabilityError, EngineError
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
+from agentrl.engines.private_files import VARIABLE
 from tests.contract.engine_kinds import (
     START,
     ModelZoo,
@@ -29,7 +31,8 @@ from tests.contract.engine_kinds import (
 from tests.contract.test_engine_adapters import A, SPOILT_ADAPTERS, versions_over_turns, with_adapter
 from tests.contract.vllm_suite import ADAPTER_PLACES, SLOTS, MakeVllm
 
-COPIES = Path("/dev/shm")
+COPIES = Path(os.environ.get(VARIABLE, ""))
+"""Where private copies lie."""
 
 
 def adapter(zoo: ModelZoo, directory: Path, step: int, policy: str = "solver", **options: Any) -> WeightsRef:
@@ -345,7 +348,7 @@ def test_an_adapter_that_vllm_itself_cannot_load_is_refused(make_vllm: MakeVllm,
         engine: Any = make_vllm()
         before = set(COPIES.iterdir())
         make_vllm.llm.before["add_lora"] = lambda: [
-            path.unlink() for each in COPIES.glob("agentrl-*") for path in each.glob("*/adapter_model.safetensors")
+            path.unlink() for each in COPIES.glob("adapters-*") for path in each.glob("*/adapter_model.safetensors")
         ]
         await check_refused(engine, zoo, adapter(zoo, tmp_path / "1", 1), r"solver@0\.1 refused: vLLM cannot load it")
         assert set(COPIES.iterdir()) <= before, "closed: no copy is left"

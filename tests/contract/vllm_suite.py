@@ -14,8 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.records import PolicyVersion, WeightsRef
 
+if __name__ == "__main__":
+    from agentrl.engines.private_files import VARIABLE, PrivateFiles
+
+    files = PrivateFiles()
+    os.environ[VARIABLE] = str(files.path)
 if __name__ in ("__main__", "__mp_main__"):  # before torch and vLLM, here and in vLLM's processes
-    import agentrl.engines.vllm_process
+    import agentrl.engines.vllm_process  # noqa: F401
 
 if TYPE_CHECKING:
     from agentrl.engines.vllm_engine import VllmEngine
@@ -125,8 +130,7 @@ def started(zoo: ModelZoo) -> Iterator[MakeVllm]:
     places = PLACES[os.environ[SWITCH]]
 
     async def start() -> Any:
-        settings = vllm_settings(adapter_slots=places)
-        return start_vllm(str(zoo.directory()), settings, kv_memory=0, dtype="float32")
+        return start_vllm(str(zoo.directory()), vllm_settings(adapter_slots=places))
 
     loop = asyncio.new_event_loop()
     llm = loop.run_until_complete(start())
@@ -141,4 +145,8 @@ if __name__ == "__main__":
     os.environ[SWITCH] = suite = sys.argv[1]
     here = Path(__file__).parent
     chosen = [] if any(".py" in each for each in sys.argv[2:]) else [str(here / file) for file in SUITES[suite]]
-    sys.exit(pytest.main([*chosen, *sys.argv[2:], "-q", "-p", "no:cacheprovider", "-o", "timeout=60", "-W", "default"]))
+    options = ["-q", "-p", "no:cacheprovider", "-o", "timeout=60", "-W", "default"]
+    code = pytest.main([*chosen, *sys.argv[2:], *options])
+    files.remove()
+    sys.stdout.flush()
+    os._exit(code)
