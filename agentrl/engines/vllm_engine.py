@@ -180,6 +180,7 @@ class VllmEngine:
         try:
             return call.complete(await self._sample(call))
         except EngineDeadError as error:
+            call.deliver()
             raise self._lost(request) from error
         finally:
             del self._calls[request.request_id]
@@ -336,8 +337,11 @@ class VllmEngine:
         if temperature != 1.0:
             raise EngineCapabilityError(f"vLLM scores tokens at temperature 1, not {temperature}")
         versions = self._versions
-        serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
-        return await versions.score(serving, token_ids)
+        while True:
+            serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
+            scores = await versions.score(serving, token_ids)
+            if versions.is_live(serving):
+                return scores  # otherwise full weights were replaced meanwhile, and some scores may be of either
 
     def busy_seconds(self) -> float:
         """See `agentrl.core.ports.Engine.busy_seconds`: seconds in which any call was in flight."""
