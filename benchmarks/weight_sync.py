@@ -11,9 +11,9 @@ turns, over no updates; `lazy` at max_staleness 4. Beside them: 1, 2, and the pr
 
 Full weights, refresh `token`, 64 calls in flight on a model of the same size whose tokens show who drew them:
 `full_gap_over_bare_ms`: the longest gap between two tokens of any call across an update, over that of vLLM's own pause,
-start, update, finish and resume on the same vLLM, by turns; medians. `requests_lost`: calls that failed or came back
-short, of both parts. `tokens_twice`: tokens that came twice, are missing, or were drawn by other weights than their
-span says.
+start, update, finish and resume on the same vLLM, by turns; medians; KV kept, and recomputed shown beside.
+`requests_lost`: calls that failed or came back short, of both parts. `tokens_twice`: tokens that came twice, are
+missing, or were drawn by other weights than their span says.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ def main() -> None:
         asyncio.run(adapters(report, publishes=updates, quick=options.quick))
     if options.part in (None, "full"):
         asyncio.run(full_weights(report, updates=updates, keep_kv=True))
+        if not options.quick:
+            asyncio.run(full_weights(report, updates=updates // 4, keep_kv=False))
     report.print()
     os._exit(0)  # vLLM's threads would be waited for
 

@@ -76,9 +76,11 @@ async def full_weights(report: Report, *, updates: int, keep_kv: bool) -> None:
             llm.bare.shutdown()
     stalls = {name: llm.gaps_within(each) for name, each in windows.items()}
     longest = {name: [max(gaps) for gaps in each if gaps] for name, each in stalls.items()}
-    report.figures["full_gap_over_bare_ms"] = statistics.median(longest["ours"]) - statistics.median(longest["bare"])
-    report.figures["requests_lost"] = (report.figures["requests_lost"] or 0) + traffic.lost
-    report.figures["tokens_twice"] = traffic.faults
+    if keep_kv:
+        over = [statistics.median(longest[name]) for name in ("ours", "bare")]
+        report.figures["full_gap_over_bare_ms"] = over[0] - over[1]
+    for figure, found in (("requests_lost", traffic.lost), ("tokens_twice", traffic.faults)):
+        report.figures[figure] = (report.figures[figure] or 0) + found
     print(
         f"full weights, keep_kv {keep_kv}: {traffic.calls} calls, {traffic.tokens} tokens, all checked; "
         f"{traffic.crossed} calls crossed an update; lost {traffic.lost}, faults {traffic.faults}"
