@@ -9,8 +9,9 @@ Shown beside: a model of 5 million parameters.
 beyond a client in vLLM's own process that asks for nothing but the final tokens, over all CPU seconds of the latter,
 vLLM's included; 64 concurrent requests.
 `reward_end_lora`, `reward_end_full`: held-out reward of `examples/05_vllm.toml`, and of the same with full weights
-(learning rate 3e-4, refresh `token`); every step publishes new weights. Shown beside: at how many steps episodes were
-in flight.
+(learning rate 3e-4, refresh `token`), both with the tool's latency log-normal (median 50 ms, P90/P50 = 5), so that
+episodes are in flight when the weights of a step arrive. Every step publishes new weights; at how many of them episodes
+were in flight is shown beside.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ class InFlight:
 
 
 def train(kind: str, directory: str) -> dict[str, Any]:
-    """The example with an adapter (`lora`) or with full weights (`full`)."""
+    """The example with an adapter (`lora`) or with full weights (`full`), its tool behind a slow network."""
     import agentrl
     from agentrl.config.load import load
+    from benchmarks.main_job import SlowCalculator
 
     config = load(EXAMPLE, [f"--name={kind}", f"--directory={directory}"])
     if kind == "full":
@@ -64,7 +66,7 @@ def train(kind: str, directory: str) -> dict[str, Any]:
         values["engine"]["refresh"] = "token"
         config = type(config).model_validate(values)
     counted = InFlight()
-    run = agentrl.train(config, quiet=True, observers=[counted])
+    run = agentrl.train(config, environment=SlowCalculator, quiet=True, observers=[counted])
     summary = {name: run.summary[name] for name in ("reward_start", "reward_end", "rl_seconds", "staleness_mean")}
     return {**summary, "steps": counted.steps, "steps_with_episodes_in_flight": counted.met}
 
