@@ -7,12 +7,13 @@ from pathlib import Path
 
 
 class ProcessTree:
-    """CPU seconds of this process and everything it started, Ray's daemons included; never goes back.
+    """CPU seconds of this process, or of `root`, and everything it started, Ray's daemons included; never goes back.
 
     A process that ends between two readings keeps the CPU seconds it was last seen with.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, root: int | None = None) -> None:
+        self._root = os.getpid() if root is None else root
         self._seen: dict[tuple[int, int], float] = {}
         """By (pid, start time)."""
 
@@ -36,10 +37,9 @@ class ProcessTree:
                 self._seen[key] = seconds
         return sum(self._seen.values())
 
-    @staticmethod
-    def _descends(pid: int, parents: dict[int, int]) -> bool:
+    def _descends(self, pid: int, parents: dict[int, int]) -> bool:
         while pid > 1:
-            if pid == os.getpid():
+            if pid == self._root:
                 return True
             pid = parents.get(pid, 0)
         return False

@@ -17,8 +17,11 @@ from agentrl.core.errors import ConfigError, InputError
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.process import EngineProgram, ProcessEngine
+from agentrl.engines.replicas import ReplicatedEngine
 from agentrl.environment.base import Environment, Split, TaskSource, described
 
+EMBEDDED = "agentrl.engines.embedded:EmbeddedEngine.load"
+VLLM = "agentrl.engines.vllm_engine:VllmEngine.load"
 VLLM_HOST = "agentrl.engines.vllm_process"
 VLLM_FLOOR = (0, 32)
 """The oldest vLLM that serves each request the adapter it asked for; see pyproject.toml."""
@@ -50,8 +53,7 @@ async def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion], 
     if section.kind == "vllm":
         check_vllm()
         arguments |= {"model_path": config.model.path, "kv_memory": section.kv_memory << 20}
-        program = EngineProgram("agentrl.engines.vllm_engine:VllmEngine.load", arguments, VLLM_HOST)
-        return await ProcessEngine(program, versions, attempts=config.infrastructure_attempts, tell=tell).ready()
+        return await _beside(config, EngineProgram(VLLM, arguments, VLLM_HOST), versions, tell)
     arguments |= {
         "capture_routing": section.capture_routing,
         "capture_mask": config.sampling.is_filtered,
@@ -59,11 +61,28 @@ async def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion], 
     }
     if section.own_process:
         arguments["model_path"] = config.model.path
-        program = EngineProgram("agentrl.engines.embedded:EmbeddedEngine.load", arguments)
-        return await ProcessEngine(program, versions, attempts=config.infrastructure_attempts, tell=tell).ready()
+        return await _beside(config, EngineProgram(EMBEDDED, arguments), versions, tell)
     from agentrl.engines.embedded import EmbeddedEngine
 
     return await asyncio.to_thread(EmbeddedEngine.load, config.model.path, versions=versions, **arguments)
+
+
+async def _beside(
+    config: RunConfig,
+    program: EngineProgram,
+    versions: Mapping[str, PolicyVersion],
+    tell: Callable[[str], None],
+) -> Engine:
+    """As many processes of an engine as are configured, as one engine; none is left where one does not start."""
+    attempts = config.infrastructure_attempts
+    engines = [ProcessEngine(program, versions, attempts=attempts, tell=tell) for _ in range(config.engine.replicas)]
+    try:
+        for engine in engines:
+            await engine.ready()
+    except BaseException:
+        await asyncio.gather(*(engine.close() for engine in engines))
+        raise
+    return engines[0] if len(engines) == 1 else ReplicatedEngine(engines, tell=tell)
 
 
 def check_vllm() -> None:

@@ -101,6 +101,8 @@ class EngineConfig(Section):
     """`embedded`: our own small engine for any Hugging Face causal LM, in this process; `vllm`: vLLM, in its own."""
     own_process: bool = False
     """`embedded`: in a process of its own, which is started again when it dies; costs some CPU per token."""
+    replicas: Annotated[Positive, Unit("engines")] = 1
+    """Engines side by side, each in a process of its own (`vllm`, or `own_process`); new weights reach them in turn."""
     slots: Annotated[Positive, Unit("conversations")] = 64
     """Conversations whose KV is held at once; more of them share each forward pass."""
     max_context: Tokens = 512
@@ -304,6 +306,14 @@ class RunConfig(Section):
                 )
         if self.engine.kind == "vllm":
             self._check_vllm()
+        elif self.engine.replicas > 1 and not self.engine.own_process:
+            raise ValueError(
+                "engine.replicas > 1 needs engines in processes of their own: set engine.own_process = true"
+            )
+        if self.engine.replicas > 1 and self.deterministic:
+            raise ValueError(
+                "deterministic = true needs engine.replicas = 1: who shares a batch with whom must not vary"
+            )
         return self
 
     def _check_vllm(self) -> None:

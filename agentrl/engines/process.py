@@ -24,6 +24,7 @@ from agentrl.core.budget import RetryBudget
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, EngineError, EngineLostError
 from agentrl.engines import wire
+from agentrl.engines.private_files import VARIABLE, PrivateFiles
 from agentrl.engines.supervision import Supervisor
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class ProcessEngine:
         self._connection: _Connection | None = None
         self._is_welcomed = False
         """The process has been told all; before, nothing else is."""
+        self._files: PrivateFiles | None = None
         self._busy_before = 0.0
         self.supervisor = Supervisor(
             "the engine's process",
@@ -111,8 +113,10 @@ class ProcessEngine:
     async def launch(self) -> Process:
         """See `Supervised.launch`."""
         ours, theirs = socket.socketpair()
+        self._files = PrivateFiles()
         command = [sys.executable, "-m", self._program.host, str(theirs.fileno()), str(os.getpid())]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment[VARIABLE] = str(self._files.path)
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -126,6 +130,7 @@ class ProcessEngine:
             self._connection = await _Connection.open(ours, self.supervisor)
         except BaseException:  # a start that is cancelled, too: the child, if there is one, ends with its connection
             ours.close()
+            self._files.remove()
             raise
         finally:
             theirs.close()
@@ -178,6 +183,8 @@ class ProcessEngine:
         if connection is not None:
             await connection.end(EngineLostError(f"the engine's process {how}"))
             self._busy_before += connection.busy
+        if self._files is not None:
+            self._files.remove()
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 

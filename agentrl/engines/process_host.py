@@ -13,7 +13,7 @@ import sys
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from agentrl.core.errors import AgentRLError, EngineError, EngineLostError
+from agentrl.core.errors import AgentRLError, EngineCapabilityError, EngineError, EngineLostError
 from agentrl.engines import wire
 from agentrl.engines.supervision import die_with
 
@@ -121,7 +121,13 @@ class EngineHost:
 
 def _make(load: wire.Load) -> Engine:
     module, _, names = load.factory.partition(":")
-    factory: Any = importlib.import_module(module)
+    try:
+        factory: Any = importlib.import_module(module)
+    except ImportError as error:
+        raise EngineCapabilityError(
+            f"this engine needs the package {error.name}, which cannot be imported here ({error}); install the extra "
+            "of agentrl that brings it, or set engine.kind to embedded"
+        ) from error
     for name in names.split("."):
         factory = getattr(factory, name)
     engine: Engine = factory(versions=load.versions, **load.arguments)

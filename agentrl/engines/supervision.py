@@ -140,6 +140,8 @@ class Supervisor:
         welcoming = asyncio.get_running_loop().create_task(self._welcome(process), name=f"welcome {self._name}")
         try:
             code = await process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it had started
             if self._failure is None:
                 self._serving.clear()
             how = f"died ({_cause(code)})"

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from agentrl.core.records import Completion, FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
 
 _SEED_BITS = 2**63 - 1
+_AT_ONCE = 8
+"""Tokens vLLM hands over together, which spares CPU; one by one where weights are replaced under a call, so that the
+tokens it has are known to be the older version's."""
 
 
 class VllmEngine:
@@ -177,6 +180,7 @@ class VllmEngine:
         try:
             return call.complete(await self._sample(call))
         except EngineDeadError as error:
+            call.deliver()
             raise self._lost(request) from error
         finally:
             del self._calls[request.request_id]
@@ -245,6 +249,7 @@ class VllmEngine:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            stream_interval=_AT_ONCE if self._versions.adapters else 1,
             skip_clone=True,
         )
         prompt = TokensPrompt(prompt_token_ids=[*request.token_ids.tolist(), *call.tokens], cache_salt=serving.salt)  # type: ignore[typeddict-item]  # None is taken
@@ -332,8 +337,11 @@ class VllmEngine:
         if temperature != 1.0:
             raise EngineCapabilityError(f"vLLM scores tokens at temperature 1, not {temperature}")
         versions = self._versions
-        serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
-        return await versions.score(serving, token_ids)
+        while True:
+            serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
+            scores = await versions.score(serving, token_ids)
+            if versions.is_live(serving):
+                return scores  # otherwise full weights were replaced meanwhile, and some scores may be of either
 
     def busy_seconds(self) -> float:
         """See `agentrl.core.ports.Engine.busy_seconds`: seconds in which any call was in flight."""

@@ -7,9 +7,15 @@ Invariants: no process outlives the one that started it; nothing but loopback is
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
+import tempfile
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
 
+from agentrl.engines.private_files import VARIABLE
 from agentrl.engines.supervision import die_with
 
 _ENVIRONMENT = {
@@ -30,8 +36,21 @@ def prepare() -> None:
     os.environ.update(_ENVIRONMENT)
     for name, value in _GENTLE.items():
         os.environ.setdefault(name, value)
+    private = os.environ.get(VARIABLE)
+    if private:
+        _keep_files_in(Path(private))
     if multiprocessing.parent_process() is not None:
         die_with(os.getppid())
+
+
+def _keep_files_in(private: Path) -> None:
+    """Sockets, rendezvous files, shared memory and semaphores: removed by the parent, however this process ends."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    os.environ["TMPDIR"] = tempfile.tempdir = str(private)
+    multiprocessing.current_process()._config["semprefix"] = f"/{private.name}"  # type: ignore[attr-defined]
+    numbers = itertools.count()
+    named: Any = shared_memory
+    named._make_filename = lambda: f"/{private.name}-{os.getpid()}-{next(numbers)}"
 
 
 prepare()

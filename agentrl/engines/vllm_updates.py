@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -29,9 +30,10 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from agentrl.core.errors import EngineError
+from agentrl.core.errors import EngineError, EngineLostError
 from agentrl.engines.adapter_files import check_adapter, read_adapter
 from agentrl.engines.leases import Leases, LiveVersion
+from agentrl.engines.private_files import VARIABLE
 from agentrl.engines.weight_files import match_full_weights, read_weights, refusal
 
 if TYPE_CHECKING:
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
 
 _FIRST_LABEL = "default"
 """What vLLM calls the weights it was started with."""
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -91,7 +92,7 @@ class VllmUpdates:
         for policy, version in versions.items():
             salt = None if self._places else str(version)
             self._live[version] = self._current[policy] = VllmVersion(version=version, salt=salt)
-        self._labels = dict(zip([_FIRST_LABEL], versions.values(), strict=False))
+        self._labels = {label: version for version in versions.values() for label in (_FIRST_LABEL, str(version))}
         """With full weights there is one policy; adapters do not need vLLM's word."""
         self._file = str(Path(model_path) / "model.safetensors")
         self.leases: Leases[VllmVersion] = Leases(
@@ -107,11 +108,17 @@ class VllmUpdates:
         self._controls = asyncio.Lock()
         self._changed = asyncio.Event()
         self._closed = False
+        self._lost = False
+        """vLLM has weights of no version."""
         self._removals: set[asyncio.Task[None]] = set()
-        where = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-        self._copies = tempfile.TemporaryDirectory(prefix="agentrl-adapters-", dir=where)
+        self._copies = tempfile.TemporaryDirectory(prefix="adapters-", dir=os.environ.get(VARIABLE))
 
     # --- versions -----------------------------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> bool:
+        """Whether versions are adapters, each for itself; else one version replaces another."""
+        return self._places > 0
 
     def of_policy(self, policy: str) -> VllmVersion:
         """The policy's newest version.
@@ -138,6 +145,10 @@ class VllmUpdates:
             )
         return serving
 
+    def is_live(self, serving: VllmVersion) -> bool:
+        """Whether it can still be sampled from."""
+        return self._live.get(serving.version) is serving
+
     def release(self, version: PolicyVersion) -> None:
         """See `agentrl.core.ports.Engine.release`."""
         serving = self.of_version(version)
@@ -150,7 +161,7 @@ class VllmUpdates:
         adapter = serving.adapter
         if serving.held or serving.calls or self._current.get(serving.version.policy) is serving or adapter is None:
             return
-        if self._live.get(serving.version) is serving:
+        if self.is_live(serving):
             del self._live[serving.version]
             task = asyncio.get_running_loop().create_task(self._unload(adapter))
             self._removals.add(task)
@@ -176,6 +187,8 @@ class VllmUpdates:
         """Wait while the engine is paused or the policy waits for an update; not longer than the call lives."""
         while (self._paused or policy in self._held) and not (self._closed or is_ending()):
             await self._change()
+        if self._lost:
+            raise EngineLostError("vLLM could not go back to the version before a failed update")
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
@@ -290,7 +303,7 @@ class VllmUpdates:
                 self._live = {new.version: new}
                 self._switch(old, new)
             finally:
-                if not self._paused:
+                if not (self._paused or self._lost):
                     await self._llm.resume_generation()
 
     async def _replace(self, weights: WeightsRef, file: str, label: str) -> None:
@@ -299,7 +312,14 @@ class VllmUpdates:
         except EngineDeadError:
             raise
         except Exception as error:
-            await self._load_file(self._file, str(self._current[weights.version.policy].version))
+            old = self.of_policy(weights.version.policy).version
+            try:
+                await self._load_file(self._file, str(old))
+            except Exception as second:
+                self._lost = True
+                raise EngineLostError(
+                    f"weights {weights.version}: vLLM can neither load them ({error}) nor go back to {old} ({second})"
+                ) from error
             raise refusal(weights, f"vLLM cannot load it ({type(error).__name__}: {error})") from error
 
     async def _load_file(self, file: str, label: str) -> None:

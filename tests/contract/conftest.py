@@ -30,7 +30,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> ModelZoo:
 def make_vllm(zoo: ModelZoo) -> Iterator[vllm_suite.MakeVllm]:
     """Engines over one real vLLM."""
     if not IN_VLLM_SUITE:
-        pytest.skip("run by test_engine_vllm.py, in a process of its own")
+        pytest.skip("run by test_engine_vllm_process.py, in a process of its own")
     yield from vllm_suite.started(zoo)
 
 

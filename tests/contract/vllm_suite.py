@@ -1,4 +1,4 @@
-"""The contract suite over real vLLM, started once: `python -m tests.contract.vllm_suite [pytest's arguments]`.
+"""Tests over real vLLM, started once: `python -m tests.contract.vllm_suite adapters|full [pytest's arguments]`.
 
 A process of its own, because vLLM's processes import the main module again, and take what they need from there.
 """
@@ -9,20 +9,32 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.records import PolicyVersion, WeightsRef
 
+if __name__ == "__main__":
+    from agentrl.engines.private_files import VARIABLE, PrivateFiles
+
+    files = PrivateFiles()
+    os.environ[VARIABLE] = str(files.path)
 if __name__ in ("__main__", "__mp_main__"):  # before torch and vLLM, here and in vLLM's processes
-    pass
+    import agentrl.engines.vllm_process  # noqa: F401
 
 if TYPE_CHECKING:
-    from agentrl.core.ports import Engine
+    from agentrl.engines.vllm_engine import VllmEngine
     from tests.contract.engine_kinds import ModelZoo
 
 SWITCH = "AGENTRL_VLLM_SUITE"
-"""Set in the process that has vLLM."""
-PLACES = 6
+"""Set in the process that has vLLM, to the name of the suite."""
+SUITES = {
+    "adapters": ["test_engine_contract.py", "test_interrupted_turns.py", "test_engine_vllm.py"],
+    "full": ["test_engine_vllm_full.py"],
+}
+ADAPTER_PLACES = 6
+PLACES = {"adapters": ADAPTER_PLACES, "full": 0}
+SLOTS = 16
 
 
 class SharedVllm:
@@ -30,8 +42,11 @@ class SharedVllm:
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
+        self.before: dict[str, Callable[[], None]] = {}
+        """What is done, once, before vLLM is asked to do the thing of that name."""
 
     def __getattr__(self, name: str) -> Any:
+        self.before.pop(name, lambda: None)()
         return getattr(self._llm, name)
 
     def shutdown(self) -> None:
@@ -39,62 +54,85 @@ class SharedVllm:
 
 
 class MakeVllm:
-    """Engines over one vLLM that was started for adapters of a tiny Qwen3."""
+    """Engines over one vLLM of a tiny Qwen3."""
 
     kind = "vllm"
 
-    def __init__(self, zoo: ModelZoo, llm: Any, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, zoo: ModelZoo, llm: Any, loop: asyncio.AbstractEventLoop, *, places: int) -> None:
+        self.llm: Any = SharedVllm(llm)
         self._zoo = zoo
-        self._llm = SharedVllm(llm)
         self._loop = loop
+        self._places = places
         self._published = 0
 
-    def __call__(self, *, max_context: int = 512, refresh: Any = "token", slots: int = 16) -> Engine:
+    def __call__(
+        self, *, max_context: int = 512, refresh: Any = "token", slots: int = SLOTS, versions: Any = None, **more: Any
+    ) -> VllmEngine:
         from agentrl.engines.vllm_engine import VllmEngine
         from tests.contract.engine_kinds import START
 
-        settings = vllm_settings(max_context=max_context, refresh=refresh, slots=slots)
-        llm: Any = self._llm
-        return VllmEngine(llm, str(self._zoo.directory()), versions=START, settings=settings)
+        options = {"adapter_slots": self._places, "max_context": max_context, "refresh": refresh, "slots": slots}
+        settings = vllm_settings(**{**options, **more})
+        first = START if self._places else {"solver": START["solver"]}
+        return VllmEngine(self.llm, str(self._zoo.directory()), versions=versions or first, settings=settings)
 
     def publish(self, version: PolicyVersion, seed: int) -> WeightsRef:
-        """A random adapter."""
+        """A random adapter, or the weights of another random model."""
         from tests.contract.engine_kinds import write_adapter
 
+        if self._places == 0:
+            return self._zoo.full(version, seed=seed)
         self._published += 1
         directory = self._zoo.root / f"published-{self._published}"
         return write_adapter(directory, version, self._zoo.load(), seed=seed)
 
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """In the loop that vLLM was started in."""
-        self._loop.run_until_complete(main())
+        """In the loop that vLLM was started in; afterwards vLLM serves what it was started with."""
+        try:
+            self._loop.run_until_complete(asyncio.wait_for(main(), 40))
+        finally:
+            self._loop.run_until_complete(self._restore())
+
+    async def _restore(self) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+        llm = self.llm
+        await llm.resume_generation()
+        while llm.get_num_unfinished_requests():
+            await asyncio.sleep(0.01)
+        for number in await llm.list_loras() if self._places else ():
+            await llm.remove_lora(number)
+        if self._places == 0:
+            file = str(self._zoo.directory() / "model.safetensors")
+            await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+            await llm.start_weight_update()
+            await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": file}))
+            await llm.finish_weight_update(weight_version="default")
+        await llm.reset_prefix_cache()
 
 
-def vllm_settings(*, max_context: int = 512, refresh: Any = "token", slots: int = 16) -> Any:
-    """As the suite starts vLLM."""
+def vllm_settings(
+    *, max_context: int = 512, refresh: Any = "token", slots: int = SLOTS, adapter_slots: int, **more: Any
+) -> Any:
+    """As the suite starts vLLM, or as one engine over it is made."""
     from agentrl.engines.vllm_start import VllmSettings
 
-    return VllmSettings(
-        slots=slots,
-        max_context=max_context,
-        refresh=refresh,
-        keep_kv=True,
-        adapter_slots=PLACES,
-        max_rank=8,
-        max_staleness=1,
-    )
+    settings = {"keep_kv": True, "max_rank": 8, "max_staleness": 1, **more}
+    return VllmSettings(slots=slots, max_context=max_context, refresh=refresh, adapter_slots=adapter_slots, **settings)
 
 
 def started(zoo: ModelZoo) -> Iterator[MakeVllm]:
     """Start vLLM, and stop it at the end."""
     from agentrl.engines.vllm_start import start_vllm
 
+    places = PLACES[os.environ[SWITCH]]
+
     async def start() -> Any:
-        return start_vllm(str(zoo.directory()), vllm_settings())
+        return start_vllm(str(zoo.directory()), vllm_settings(adapter_slots=places))
 
     loop = asyncio.new_event_loop()
     llm = loop.run_until_complete(start())
-    yield MakeVllm(zoo, llm, loop)
+    yield MakeVllm(zoo, llm, loop, places=places)
     llm.shutdown()
     loop.close()
 
@@ -102,6 +140,11 @@ def started(zoo: ModelZoo) -> Iterator[MakeVllm]:
 if __name__ == "__main__":
     import pytest
 
-    os.environ[SWITCH] = "1"
-    arguments = sys.argv[1:] or ["tests/contract/test_engine_contract.py", "tests/contract/test_engine_vllm.py"]
-    sys.exit(pytest.main([*arguments, "-q", "-p", "no:cacheprovider", "-o", "timeout=300", "-W", "default"]))
+    os.environ[SWITCH] = suite = sys.argv[1]
+    here = Path(__file__).parent
+    chosen = [] if any(".py" in each for each in sys.argv[2:]) else [str(here / file) for file in SUITES[suite]]
+    options = ["-q", "-p", "no:cacheprovider", "-o", "timeout=60", "-W", "default"]
+    code = pytest.main([*chosen, *sys.argv[2:], *options])
+    files.remove()
+    sys.stdout.flush()
+    os._exit(code)

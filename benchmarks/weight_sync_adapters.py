@@ -1,0 +1,188 @@
+"""The part of `benchmarks.weight_sync` about adapters: what a publish costs calls in flight, and a refresh their KV."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentrl.core.ports import Refresh
+from agentrl.core.records import PolicyVersion
+from agentrl.engines.vllm_engine import VllmEngine
+from agentrl.engines.vllm_start import start_vllm
+from benchmarks.report import Report
+from benchmarks.vllm_parts import Adapters, Requests, WatchedVllm, at_percent, settings_for, spread
+
+MODEL = Path(__file__).resolve().parents[1] / "environments" / "calculator" / "model"
+VOCABULARY = 440
+POLICY = "solver"
+START = {POLICY: PolicyVersion(POLICY, 0, 0)}
+PLACES, SLOTS, CONTEXT = 7, 32, 1024
+PROMPT, NEW = 57, 48
+BEHIND = 16
+"""Calls in flight while adapters are published."""
+WINDOW_S = 0.1
+"""After a publish begins, in which its effect on calls in flight is looked for."""
+TURNS, UPDATE_EVERY, SHARED, TOOL, SAMPLED, CONVERSATIONS = 20, 6, 64, 24, 16, 10
+
+
+async def adapters(report: Report, *, publishes: int, quick: bool) -> None:
+    """Start vLLM for adapters and measure."""
+    settings = settings_for(slots=SLOTS, max_context=CONTEXT, refresh="lazy", adapter_slots=PLACES)
+    llm = WatchedVllm(start_vllm(str(MODEL), settings))
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            published = Adapters(MODEL, Path(scratch), 8)
+            await publishing(report, llm, published, publishes)
+            await refreshing(report, llm, published, quick=quick)
+    finally:
+        llm.bare.shutdown()
+
+
+def engine_over(llm: WatchedVllm, refresh: Refresh, max_staleness: int) -> VllmEngine:
+    """An engine of ours over the vLLM that runs."""
+    settings = settings_for(
+        slots=SLOTS, max_context=CONTEXT, refresh=refresh, adapter_slots=PLACES, max_staleness=max_staleness
+    )
+    shared: Any = llm
+    return VllmEngine(shared, str(MODEL), versions=START, settings=settings)
+
+
+# --- a publish, seen by calls in flight and by the next one -----------------------------------------------------------
+
+
+async def publishing(report: Report, llm: WatchedVllm, published: Adapters, publishes: int) -> None:
+    """Publishes and, in between, the same without one."""
+    engine, requests = engine_over(llm, "lazy", 1), Requests(VOCABULARY)
+    lost = 0
+    stop = asyncio.Event()
+
+    async def converse() -> None:
+        nonlocal lost
+        while not stop.is_set():
+            completion = await requests.ask(engine, POLICY, requests.prompt(PROMPT), NEW)
+            lost += len(completion.token_ids) != NEW or completion.spans[-1].stop != NEW
+
+    async def first_token(step: int | None) -> float:
+        begun = time.perf_counter()
+        if step is not None:
+            await engine.update(published.publish(POLICY))
+        completion = await requests.ask(engine, POLICY, requests.prompt(PROMPT), 1)
+        taken = time.perf_counter() - begun
+        assert step is None or completion.spans[-1].version.step == step
+        await asyncio.sleep(max(0.0, WINDOW_S - taken))
+        windows[step is not None].append((begun, begun + WINDOW_S))
+        seconds[step is not None].append(taken)
+        return taken
+
+    windows: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    running = [asyncio.create_task(converse()) for _ in range(BEHIND)]
+    await asyncio.sleep(1.0)  # until all are in flight
+    pauses = llm.pauses
+    for step in range(1, publishes + 1):
+        await first_token(step)
+        await first_token(None)
+        await asyncio.sleep(WINDOW_S)
+    stop.set()
+    await asyncio.gather(*running)
+    idle = [1e3 * await first_token(step) for step in range(publishes + 1, publishes + 1 + publishes // 4)]
+    await engine.close()
+    with_one, without = (
+        [gap for gaps in llm.gaps_within(windows[kind][:publishes]) for gap in gaps] for kind in (True, False)
+    )
+    report.figures["lora_pause_calls"] = llm.pauses - pauses
+    report.figures["lora_gap_p99_ms"] = at_percent(with_one, 99) - at_percent(without, 99)
+    report.figures["lora_publish_ms"] = 1e3 * statistics.median(seconds[True][:publishes])
+    report.figures["requests_lost"] = lost
+    for name, gaps in (("during a publish", with_one), ("without", without)):
+        shown = "  ".join(f"p{percent} {at_percent(gaps, percent):.1f}" for percent in (50, 90, 99, 99.9))
+        print(f"gaps {name:16s} {shown} ms over {len(gaps)} gaps of {BEHIND} calls in flight")
+    print(
+        f"publish to first token, {BEHIND} calls in flight  {spread([1e3 * s for s in seconds[True][:publishes]])} ms"
+    )
+    print(f"first token without a publish           {spread([1e3 * s for s in seconds[False]])} ms")
+    print(f"publish to first token, nothing in flight {spread(idle)} ms", flush=True)
+
+
+# --- long conversations -----------------------------------------------------------------------------------------------
+
+
+class Conversation:
+    """A conversation of `TURNS` turns; its words are the same in every arm."""
+
+    def __init__(self, engine: VllmEngine, number: int, requests: Requests) -> None:
+        self.turns = 0
+        self._random = np.random.default_rng(number)
+        opening = np.random.default_rng(1 << 20).integers(0, VOCABULARY, SHARED)
+        self._context = np.concatenate([opening, self._random.integers(0, VOCABULARY, TOOL)]).astype(np.int32)
+        self._session = engine.open(f"conversation {number}", POLICY)
+        self._requests = requests
+
+    async def turn(self) -> int:
+        """One turn; how many tokens vLLM had to compute before the first new one."""
+        completion = await self._session.generate(self._requests.call(self._context, SAMPLED))
+        said = self._random.integers(0, VOCABULARY, TOOL).astype(np.int32)
+        self._context = np.concatenate([self._context, completion.token_ids, said])
+        self.turns += 1
+        if self.turns == TURNS:
+            self._session.close()
+        return completion.prompt_tokens - completion.cached_tokens
+
+
+async def refreshing(report: Report, llm: WatchedVllm, published: Adapters, *, quick: bool) -> None:
+    """Prefill of long conversations by refresh."""
+    arms: dict[str, tuple[Refresh, int, str]] = {
+        "no updates": ("lazy", 4, "none"),
+        "lazy, max_staleness 4": ("lazy", 4, "update"),
+        "turn": ("turn", 1, "update"),
+    }
+    ticks = 30 if quick else 80
+    if not quick:
+        arms |= {
+            "lazy, max_staleness 2": ("lazy", 2, "update"),
+            "lazy, max_staleness 1": ("lazy", 1, "update"),
+            "cache cleared at each update": ("lazy", 4, "clear"),
+        }
+    per_turn = {}
+    for name, (refresh, max_staleness, event) in arms.items():
+        per_turn[name] = await conversations(llm, published, refresh, max_staleness, event=event, ticks=ticks)
+        ratio = per_turn[name] / per_turn["no updates"]
+        print(f"prefill per turn, {name:28s} {per_turn[name]:6.1f} tokens, {ratio:.3f} of no updates", flush=True)
+    report.figures["lazy_prefill_ratio"] = per_turn["lazy, max_staleness 4"] / per_turn["no updates"]
+    report.figures["turn_prefill_ratio"] = per_turn["turn"] / per_turn["no updates"]
+
+
+async def conversations(
+    llm: WatchedVllm, published: Adapters, refresh: Refresh, max_staleness: int, *, event: str, ticks: int
+) -> float:
+    """Prefill tokens per turn with `CONVERSATIONS` at a time, begun one after the other; every tick each has a turn."""
+    assert await llm.reset_prefix_cache(), "vLLM still holds keys and values of someone"
+    engine, requests = engine_over(llm, refresh, max_staleness), Requests(VOCABULARY)
+    numbers: Iterator[int] = iter(range(1 << 20))
+    await engine.update(published.publish(POLICY))
+    places: list[Conversation | None] = [None] * CONVERSATIONS
+    prefilled = turns = 0
+    for tick in range(ticks):
+        if tick and tick % UPDATE_EVERY == 0:
+            if event == "update":
+                await engine.update(published.publish(POLICY))
+            elif event == "clear":
+                assert await llm.reset_prefix_cache()
+        for place, conversation in enumerate(places):
+            may_begin = conversation is None and tick >= place * TURNS // CONVERSATIONS
+            if may_begin or (conversation is not None and conversation.turns == TURNS):
+                places[place] = Conversation(engine, next(numbers), requests)
+        talking = [conversation for conversation in places if conversation is not None]
+        prefilled += sum(await asyncio.gather(*(conversation.turn() for conversation in talking)))
+        turns += len(talking)
+    with contextlib.suppress(asyncio.CancelledError):
+        await engine.close()
+    return prefilled / turns

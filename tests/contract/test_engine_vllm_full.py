@@ -1,0 +1,318 @@
+"""vLLM with full weights: tokens on both sides of an update, and files that must be refused."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError
+from agentrl.core.records import Completion
+from tests.contract.engine_kinds import (
+    START,
+    ModelZoo,
+    check_logprobs,
+    check_refused,
+    plain_logprobs,
+    prompt,
+    request,
+    token_logprobs,
+    version,
+    write_adapter,
+    write_full,
+)
+from tests.contract.test_engine_updates import SPOILT
+from tests.contract.vllm_suite import MakeVllm
+
+SOLVER = START["solver"]
+
+
+async def in_flight(engine: Any) -> None:
+    """Return when a short call that starts now has ended: calls beside it are in flight."""
+    session = engine.open("pace", "solver")
+    await session.generate(request("pace", prompt(3), max_tokens=6))
+    session.close()
+
+
+def tensors_of(zoo: ModelZoo, seed: int) -> dict[str, Any]:
+    return {
+        name: tensor.clone() for name, tensor in zoo.load(seed=seed).state_dict().items() if name != "lm_head.weight"
+    }
+
+
+def steps(completion: Completion) -> list[int]:
+    return [span.version.step for span in completion.spans]
+
+
+@pytest.mark.parametrize("keep_kv", [True, False])
+def test_every_token_is_of_the_version_its_span_says(make_vllm: MakeVllm, zoo: ModelZoo, keep_kv: bool) -> None:
+    async def main() -> None:
+        engine = make_vllm(keep_kv=keep_kv)
+        heard: list[tuple[int, int]] = []
+
+        def on_delta(request_id: str, token_ids: Any, logprobs: Any, sampler: Any) -> None:
+            heard.extend((token, sampler.step) for token in token_ids)
+
+        contexts = [prompt(40 + each, each) for each in range(4)]
+        calls = [
+            asyncio.ensure_future(
+                engine.open(f"s{each}", "solver").generate(
+                    request(f"r{each}", context, max_tokens=300), on_delta if each == 0 else None
+                )
+            )
+            for each, context in enumerate(contexts)
+        ]
+        for step in (1, 2, 3):
+            await in_flight(engine)
+            await engine.update(zoo.full(version(step), seed=step))
+        models = [zoo.load(seed=seed) for seed in range(4)]
+        completions = await asyncio.gather(*calls)
+        for context, completion in zip(contexts, completions, strict=True):
+            assert steps(completion) == [0, 1, 2, 3]
+            assert completion.spans[0].start == 0
+            assert completion.spans[-1].stop == len(completion.token_ids) == 300
+            plain = [token_logprobs(model, context, completion) for model in models]
+            for at, (start, stop, sampler) in enumerate(completion.spans):
+                found = completion.logprobs[start:stop]
+                exact = bool(np.allclose(found, plain[sampler.step][start:stop], atol=2e-4))
+                assert exact is (at == 0 or not keep_kv)
+                if at:
+                    assert not np.allclose(found, plain[sampler.step - 1][start:stop], atol=2e-4)
+                    assert not np.isclose(found[0], plain[sampler.step - 1][start], atol=2e-4), "nor its first token"
+        expected = [int(token) for token in completions[0].token_ids]
+        by_token = [span.version.step for span in completions[0].spans for _ in range(span.start, span.stop)]
+        assert heard == list(zip(expected, by_token, strict=True))[: len(heard)]
+        assert len(heard) >= completions[0].spans[-1].start
+        await engine.close()
+
+    make_vllm.run(main)
+
+
+def test_refresh_turn_waits_for_the_turns_in_flight_and_holds_new_ones(make_vllm: MakeVllm, zoo: ModelZoo) -> None:
+    async def main() -> None:
+        engine = make_vllm(refresh="turn")
+        context = prompt(40)
+        running = asyncio.ensure_future(engine.open("s", "solver").generate(request("a", context, max_tokens=200)))
+        await in_flight(engine)
+        updating = asyncio.ensure_future(engine.update(zoo.full(version(1), seed=1)))
+        while "solver" not in engine._versions._held:
+            await asyncio.sleep(0.001)
+        held = asyncio.ensure_future(engine.open("t", "solver").generate(request("b", context)))
+        before = await running
+        await updating
+        after = await held
+        assert (steps(before), steps(after)) == ([0], [1])
+        check_logprobs(zoo.load(), context, before)
+        check_logprobs(zoo.load(seed=1), context, after)
+        await engine.close()
+
+    make_vllm.run(main)
+
+
+def test_no_prefix_is_served_across_versions(make_vllm: MakeVllm, zoo: ModelZoo) -> None:
+    async def main() -> None:
+        engine = make_vllm()
+        context = prompt(130)
+        for step in range(3):
+            if step:
+                await engine.update(zoo.full(version(step), seed=step))
+            for again in range(2):
+                completion = await engine.open(f"{step}.{again}", "solver").generate(request("r", context))
+                assert (completion.cached_tokens > 0) == bool(again)
+                check_logprobs(zoo.load(seed=step), context, completion)
+            scored = await engine.score(version(step), np.concatenate([context, completion.token_ids]))
+            np.testing.assert_allclose(scored[len(context) :], completion.logprobs, atol=2e-4)
+        with pytest.raises(EngineError, match=r"solver@0\.1 is not served here"):
+            await engine.score(version(1), context)
+        await engine.close()
+
+    make_vllm.run(main)
+
+
+def test_a_prefix_computed_while_weights_changed_is_not_served_again(make_vllm: MakeVllm, zoo: ModelZoo) -> None:
+    async def main() -> None:
+        engine = make_vllm(keep_kv=True)
+        session, context = engine.open("s", "solver"), prompt(64)
+        running = asyncio.ensure_future(session.generate(request("a", context, max_tokens=200)))
+        await in_flight(engine)
+        await engine.update(zoo.full(version(1), seed=1))
+        mixed = await running
+        assert steps(mixed) == [0, 1]
+        longer = np.concatenate([context, mixed.token_ids])
+        after = await session.generate(request("b", longer))
+        assert after.cached_tokens == 0
+        check_logprobs(zoo.load(seed=1), longer, after)
+        await engine.close()
+
+    make_vllm.run(main)
+
+
+def test_scores_are_of_one_version_while_weights_change(make_vllm: MakeVllm, zoo: ModelZoo) -> None:
+    async def main() -> None:
+        engine = make_vllm()
+        context = prompt(60)
+        plain = [plain_scores(zoo, seed, context) for seed in (0, 1)]
+        updating = asyncio.ensure_future(engine.update(zoo.full(version(1), seed=1)))
+        with pytest.raises(EngineError, match=r"solver@0\.0 is not served here"):
+            while True:
+                scores, newest = await asyncio.gather(engine.score(SOLVER, context), engine.score("solver", context))
+                np.testing.assert_allclose(scores[1:], plain[0], atol=2e-4)
+                assert any(np.allclose(newest[1:], each, atol=2e-4) for each in plain)
+        await updating
+        np.testing.assert_allclose((await engine.score("solver", context))[1:], plain[1], atol=2e-4)
+        await engine.close()
+
+    make_vllm.run(main)
+
+
+def plain_scores(zoo: ModelZoo, seed: int, context: Any) -> Any:
+    scores = plain_logprobs(zoo.load(seed=seed), context)
+    return np.take_along_axis(scores, context[1:, None].astype(np.int64), 1)[:, 0]
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", sorted([*SPOILT, "digest", "truncated", "absent"]))
+def test_spoilt_weights_are_refused_and_the_old_version_serves(
+    make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path, fault: str
+) -> None:
+    tensors = tensors_of(zoo, 1)
+    spoil, message = SPOILT.get(fault, (lambda tensors: None, "cannot be read" if fault == "absent" else "SHA-256"))
+    spoil(tensors)
+    weights = write_full(tmp_path / "spoilt", version(1), tensors)
+    file = tmp_path / "spoilt" / "model.safetensors"
+    match fault:
+        case "digest":
+            weights = replace(weights, sha256="0" * 64)
+        case "truncated":
+            file.write_bytes(file.read_bytes()[:-10])
+        case "absent":
+            file.unlink()
+
+    async def main() -> None:
+        engine: Any = make_vllm()
+        await check_refused(engine, zoo, weights, message)
+        assert not await make_vllm.llm.is_paused()
+
+    make_vllm.run(main)
+
+
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_load_that_fails_half_way_leaves_the_version_before(
+    make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path, updated: bool
+) -> None:
+    async def main() -> None:
+        engine = make_vllm()
+        if updated:
+            await engine.update(zoo.full(version(1), seed=1))
+        context = prompt(40)
+        running = asyncio.ensure_future(engine.open("s", "solver").generate(request("a", context, max_tokens=300)))
+        await in_flight(engine)
+        weights = write_full(tmp_path / "2", version(2), tensors_of(zoo, 2))
+
+        make_vllm.llm.before["start_weight_update"] = (tmp_path / "2" / "model.safetensors").unlink
+        with pytest.raises(EngineError, match=r"solver@0\.2 refused: vLLM cannot load it.* keeps serving"):
+            await engine.update(weights)
+        completion = await running
+        assert steps(completion) == [int(updated)]
+        assert len(completion.token_ids) == 300
+        check_logprobs(zoo.load(seed=int(updated)), context, completion)
+        await engine.update(zoo.full(version(3), seed=3))
+        check_logprobs(zoo.load(seed=3), context, await engine.open("t", "solver").generate(request("b", context)))
+        await engine.close()
+
+    make_vllm.run(main)
+
+
+def test_an_engine_that_cannot_go_back_says_it_is_lost(make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = make_vllm()
+        first, second = (write_full(tmp_path / f"{step}", version(step), tensors_of(zoo, step)) for step in (1, 2))
+        await engine.update(first)
+
+        def fail() -> None:
+            for step in (1, 2):
+                (tmp_path / f"{step}" / "model.safetensors").unlink()
+
+        make_vllm.llm.before["start_weight_update"] = fail
+        with pytest.raises(EngineLostError, match=r"solver@0\.2"):
+            await engine.update(second)
+        with pytest.raises(EngineError):
+            await engine.open("s", "solver").generate(request("r", prompt(5)))
+        await engine.close()
+
+    make_vllm.run(main)
+
+
+def test_what_full_weights_cannot_do_is_refused_by_name(make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path) -> None:
+    async def main() -> None:
+        for refresh in ("lazy", "episode"):
+            with pytest.raises(EngineCapabilityError, match="set it to token or turn"):
+                make_vllm(refresh=refresh)
+        with pytest.raises(EngineCapabilityError, match="proposer, solver"):
+            make_vllm(versions=START)
+        engine: Any = make_vllm()
+        with pytest.raises(EngineError, match="none can be kept"):
+            await engine.update(zoo.full(version(1), seed=1), keep=True)
+        with pytest.raises(EngineError, match=r"solver@0\.1 is not served here"):
+            engine.open("s", "solver", pin=version(1))
+        weights = write_adapter(tmp_path / "a", version(1), zoo.load(), seed=1)
+        await check_refused(engine, zoo, weights, "adapter_slots = 0")
+
+    make_vllm.run(main)
+
+
+def test_a_version_id_is_never_served_with_other_weights(make_vllm: MakeVllm, zoo: ModelZoo) -> None:
+    async def main() -> None:
+        engine = make_vllm()
+        await engine.update(zoo.full(version(1), seed=1))
+        await engine.update(zoo.full(version(1), seed=1))  # a repeated delivery
+        with pytest.raises(EngineError, match="never reused"):
+            await engine.update(zoo.full(version(1), seed=2))
+        await engine.close()
+
+    make_vllm.run(main)
+
+
+def test_an_update_while_paused_takes_effect_and_leaves_the_pause(make_vllm: MakeVllm, zoo: ModelZoo) -> None:
+    async def main() -> None:
+        engine = make_vllm()
+        context = prompt(20)
+        running = asyncio.ensure_future(engine.open("s", "solver").generate(request("a", context, max_tokens=200)))
+        await in_flight(engine)
+        await engine.pause()
+        await engine.update(zoo.full(version(1), seed=1))
+        assert await make_vllm.llm.is_paused()
+        assert not running.done()
+        await engine.resume()
+        completion = await running
+        assert steps(completion) == [0, 1]
+        await engine.close()
+
+    make_vllm.run(main)
+
+
+def test_an_update_that_has_begun_is_finished_though_its_caller_is_cancelled(
+    make_vllm: MakeVllm, zoo: ModelZoo
+) -> None:
+    async def main() -> None:
+        engine = make_vllm()
+        context = prompt(20)
+        running = asyncio.ensure_future(engine.open("s", "solver").generate(request("a", context, max_tokens=400)))
+        await in_flight(engine)
+        for step in range(1, 4):
+            updating = asyncio.ensure_future(engine.update(zoo.full(version(step), seed=step)))
+            await asyncio.sleep(0.001 * step)
+            updating.cancel()
+        await running
+        serving = await engine.open("t", "solver").generate(request("b", context))
+        check_logprobs(zoo.load(seed=serving.spans[0].version.step), context, serving)
+        assert not await make_vllm.llm.is_paused()
+        await engine.close()
+
+    make_vllm.run(main)
