@@ -46,8 +46,9 @@ def prepare() -> None:
     if is_cpu_build():
         for name in _UNUSED:
             sys.modules[name] = None  # type: ignore[assignment]  # an import of it fails as if it were not there
-    if multiprocessing.parent_process() is not None:
-        die_with(os.getppid())
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        die_with(parent.pid)  # not getppid(): it may be dead already
 
 
 def _keep_files_in(private: Path) -> None:

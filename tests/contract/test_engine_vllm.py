@@ -28,11 +28,20 @@ from tests.contract.engine_kinds import (
     version,
     write_adapter,
 )
-from tests.contract.test_engine_adapters import A, SPOILT_ADAPTERS, versions_over_turns, with_adapter
+from tests.contract.test_engine_adapters import SPOILT_ADAPTERS, A, versions_over_turns, with_adapter
 from tests.contract.vllm_suite import ADAPTER_PLACES, SLOTS, MakeVllm
 
 COPIES = Path(os.environ.get(VARIABLE, ""))
 """Where private copies lie."""
+
+
+def copies() -> set[Path]:
+    return {path for engine in COPIES.glob("adapters-*") for path in (engine, *engine.iterdir())}
+
+
+def spoil_copies() -> None:
+    for path in COPIES.glob("adapters-*/*/adapter_model.safetensors"):
+        path.unlink()
 
 
 def adapter(zoo: ModelZoo, directory: Path, step: int, policy: str = "solver", **options: Any) -> WeightsRef:
@@ -204,9 +213,7 @@ def test_calls_in_flight_under_turn_refresh_end_on_their_adapter(
     make_vllm.run(main)
 
 
-def test_an_update_waits_for_the_place_of_a_leased_adapter(
-    make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path
-) -> None:
+def test_an_update_waits_for_the_place_of_a_leased_adapter(make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path) -> None:
     async def main() -> None:
         engine = make_vllm(refresh="episode", adapter_slots=2)
         await engine.update(adapter(zoo, tmp_path / "1", 1))
@@ -346,12 +353,10 @@ def test_spoilt_adapters_are_refused_and_the_old_version_serves(
 def test_an_adapter_that_vllm_itself_cannot_load_is_refused(make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path) -> None:
     async def main() -> None:
         engine: Any = make_vllm()
-        before = set(COPIES.iterdir())
-        make_vllm.llm.before["add_lora"] = lambda: [
-            path.unlink() for each in COPIES.glob("adapters-*") for path in each.glob("*/adapter_model.safetensors")
-        ]
+        before = copies()
+        make_vllm.llm.before["add_lora"] = spoil_copies
         await check_refused(engine, zoo, adapter(zoo, tmp_path / "1", 1), r"solver@0\.1 refused: vLLM cannot load it")
-        assert set(COPIES.iterdir()) <= before, "closed: no copy is left"
+        assert copies() <= before, "closed: no copy is left"
 
     make_vllm.run(main)
 
@@ -403,9 +408,8 @@ def test_a_version_that_nothing_needs_is_unloaded_and_its_copy_removed(
     make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path
 ) -> None:
     async def main() -> None:
-        before = set(COPIES.iterdir())
+        before = copies()
         engine = make_vllm()
-        (copies,) = set(COPIES.iterdir()) - before
         held = engine.open("s", "solver")
         for step in range(1, 2 * ADAPTER_PLACES):
             cut = asyncio.ensure_future(held.generate(request(f"r{step}", prompt(9), max_tokens=400)))
@@ -417,10 +421,10 @@ def test_a_version_that_nothing_needs_is_unloaded_and_its_copy_removed(
                 await cut
             await unloaded(make_vllm, 1)
         async with asyncio.timeout(30):
-            while len([each for each in copies.iterdir() if each.is_dir()]) > 1:
+            while len(copies() - before) > 2:  # the engine's directory, and the newest adapter's
                 await asyncio.sleep(0.01)
         await engine.close()
-        assert set(COPIES.iterdir()) <= before
+        assert copies() <= before
 
     make_vllm.run(main)
 

@@ -10,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import pytest
 
 from agentrl.core.errors import AgentRLError, EngineCapabilityError, EngineError, EngineLostError, ModelError
 from agentrl.core.records import PolicyVersion
+from agentrl.engines.private_files import VARIABLE
 from agentrl.engines.process import EngineProgram, ProcessEngine
 from tests.contract.engine_kinds import START, ModelZoo, check_logprobs, prompt, request, version, write_adapter
 from tests.contract.test_engine_adapters import with_adapter
@@ -45,9 +45,7 @@ def test_the_suite_passes_over_one_vllm(repository: Path, suite: str) -> None:
 
 def program(path: Path, **options: Any) -> EngineProgram:
     arguments = {"model_path": str(path), "adapter_slots": 3, "max_rank": 8, "slots": 8, **options}
-    return EngineProgram(
-        "agentrl.engines.vllm_engine:VllmEngine.load", arguments, host="agentrl.engines.vllm_process"
-    )
+    return EngineProgram("agentrl.engines.vllm_engine:VllmEngine.load", arguments, host="agentrl.engines.vllm_process")
 
 
 def session_of(leader: int) -> dict[int, str]:
@@ -89,47 +87,58 @@ async def gone(leader: int) -> None:
             await asyncio.sleep(0.02)
 
 
-def files() -> set[str]:
-    """What of vLLM's kind lies in memory and in the directory for temporary files."""
-    kinds = ("agentrl-", "psm_", "sem.", "vllm", "adapters-")
-    places = [place for place in (SHARED_MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
-    return {each.name for place in places for each in place.iterdir() if each.name.startswith(kinds)}
+def private_name(leader: int) -> str:
+    """Under which a process and what it starts keep their files."""
+    variables = Path(f"/proc/{leader}/environ").read_bytes().decode().split("\0")
+    return next(Path(each.partition("=")[2]).name for each in variables if each.startswith(f"{VARIABLE}="))
+
+
+def files_of(names: set[str]) -> list[str]:
+    """What lies in shared memory under these names."""
+    return [each.name for each in SHARED_MEMORY.iterdir() if any(name in each.name for name in names)]
 
 
 LOOPBACK = ("tcp 0100007F:", "tcp6 00000000000000000000000001000000:")
 
 
+async def cut(engine: ProcessEngine, session: Any, context: Any, victim: str) -> list[int]:
+    """Kill one of its processes in the middle of a turn; what was heard of it."""
+    heard: list[int] = []
+    begun = asyncio.Event()
+
+    def on_delta(request_id: str, token_ids: Any, logprobs: Any, sampler: PolicyVersion) -> None:
+        assert sampler == version(2)
+        heard.extend(token_ids)
+        begun.set()
+
+    running = asyncio.ensure_future(session.generate(request("r", context, seed=3, max_tokens=460), on_delta))
+    await begun.wait()
+    leader = engine.supervisor.process_id
+    assert leader is not None
+    named = [process for process, name in session_of(leader).items() if name.startswith(victim)]
+    os.kill(named[0] if named else leader, signal.SIGKILL)
+    async with asyncio.timeout(20):
+        with pytest.raises(EngineLostError, match="died"):
+            await running
+    assert 0 < len(heard) < 460
+    await gone(leader)
+    return heard
+
+
 @needs_vllm
-def test_whatever_of_it_dies_the_turn_goes_on_in_the_next_process(zoo: ModelZoo, tmp_path: Path) -> None:
+def test_whatever_of_it_dies_the_turn_goes_on_in_the_next_process(
+    zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     context = prompt(40)
-
-    async def cut(engine: ProcessEngine, session: Any, victim: str) -> list[int]:
-        """Kill one of its processes in the middle of a turn; what was heard of it."""
-        heard: list[int] = []
-        begun = asyncio.Event()
-
-        def on_delta(request_id: str, token_ids: Any, logprobs: Any, sampler: PolicyVersion) -> None:
-            assert sampler == version(2)
-            heard.extend(token_ids)
-            begun.set()
-
-        running = asyncio.ensure_future(session.generate(request("r", context, seed=3, max_tokens=460), on_delta))
-        await begun.wait()
-        leader = engine.supervisor.process_id
-        assert leader is not None
-        named = [process for process, name in session_of(leader).items() if name.startswith(victim)]
-        os.kill(named[0] if named else leader, signal.SIGKILL)
-        async with asyncio.timeout(20):
-            with pytest.raises(EngineLostError, match="died"):
-                await running
-        assert 0 < len(heard) < 460
-        await gone(leader)
-        return heard
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
 
     async def main() -> None:
-        before = files()
         engine = await ProcessEngine(program(zoo.directory()), START, clock=NoWaiting()).ready()
         assert engine.supervisor.process_id is not None
+        private = {private_name(engine.supervisor.process_id)}
+        assert len(files_of(private)) > 1, "its directory, and shared memory"
         processes = session_of(engine.supervisor.process_id)
         assert {"VLLM::EngineCor", "VLLM::Worker"} <= set(processes.values())
         bound = list(listening(processes))
@@ -142,7 +151,7 @@ def test_whatever_of_it_dies_the_turn_goes_on_in_the_next_process(zoo: ModelZoo,
         await engine.update(written[1])
         session = engine.open("s", "solver")
         for losses, victim in enumerate(("the host", "VLLM::EngineCor"), start=1):
-            heard = await cut(engine, session, victim)
+            heard = await cut(engine, session, context, victim)
             longer = np.concatenate([context, np.array(heard, np.int32)])
             rest, older, base = await asyncio.gather(
                 session.generate(request("r", longer, seed=3, max_tokens=20, sampled_before=len(heard))),
@@ -150,16 +159,20 @@ def test_whatever_of_it_dies_the_turn_goes_on_in_the_next_process(zoo: ModelZoo,
                 engine.open(f"b{losses}", "proposer").generate(request("b", context)),
             )
             assert engine.supervisor.losses == losses
+            assert files_of(private) == []
+            private = {private_name(engine.supervisor.process_id)}
             for tokens, completion, step in ((longer, rest, 2), (context, older, 1), (context, base, 0)):
                 assert [span.version.step for span in completion.spans] == [step]
                 check_logprobs(models[step], tokens, completion)
-        await cut(engine, session, "VLLM::Worker")
+        await cut(engine, session, context, "VLLM::Worker")
         while engine.supervisor.process_id is None:
             await asyncio.sleep(0.01)
         starting = engine.supervisor.process_id
+        private.add(private_name(starting))
         await engine.close()
         await gone(starting)
-        assert files() <= before
+        assert files_of(private) == []
+        assert list(temporary.iterdir()) == []
 
     asyncio.run(main())
 

@@ -118,9 +118,7 @@ def vllm_settings(
     from agentrl.engines.vllm_start import VllmSettings
 
     settings = {"keep_kv": True, "max_rank": 8, "max_staleness": 1, **more}
-    return VllmSettings(
-        slots=slots, max_context=max_context, refresh=refresh, adapter_slots=adapter_slots, **settings
-    )
+    return VllmSettings(slots=slots, max_context=max_context, refresh=refresh, adapter_slots=adapter_slots, **settings)
 
 
 def started(zoo: ModelZoo) -> Iterator[MakeVllm]:
