@@ -93,7 +93,7 @@ def test_adapters_mixed_in_a_batch_equal_peft_alone(make_vllm: MakeVllm, zoo: Mo
             check_logprobs(models[name], context, completion)
             scored = await engine.score(name, np.concatenate([context, completion.token_ids]))
             np.testing.assert_allclose(scored[len(context) :], completion.logprobs, atol=2e-4)
-        with pytest.raises(EngineCapabilityError, match="temperature 1, not 0.5"):
+        with pytest.raises(EngineCapabilityError, match=r"temperature 1, not 0\.5"):
             await engine.score("solver", contexts[0], 0.5)
         await engine.close()
 
