@@ -292,6 +292,11 @@ class RunConfig(Section):
         for seat, policy in self.seats.items():
             if policy not in self.policies:
                 raise ValueError(f"seats.{seat}: no policy {policy!r}; there are: {', '.join(sorted(self.policies))}")
+        self._check_full_weights()
+        self._check_engine()
+        return self
+
+    def _check_full_weights(self) -> None:
         for name, policy_config in self.policies.items():
             if policy_config.trainable and policy_config.lora is None and self.engine.refresh in ("episode", "lazy"):
                 raise ValueError(
@@ -304,6 +309,8 @@ class RunConfig(Section):
                     f"deterministic = true with full weights needs policies.{name}.max_staleness = 0: an engine has "
                     f"one version of them, and each wave is sampled by one. Set it, or policies.{name}.lora"
                 )
+
+    def _check_engine(self) -> None:
         if self.engine.kind == "vllm":
             self._check_vllm()
         elif self.engine.replicas > 1 and not self.engine.own_process:
@@ -314,7 +321,6 @@ class RunConfig(Section):
             raise ValueError(
                 "deterministic = true needs engine.replicas = 1: who shares a batch with whom must not vary"
             )
-        return self
 
     def _check_vllm(self) -> None:
         full = [name for name, policy in self.policies.items() if policy.trainable and policy.lora is None]

@@ -39,8 +39,9 @@ def prepare() -> None:
     private = os.environ.get(VARIABLE)
     if private:
         _keep_files_in(Path(private))
-    if multiprocessing.parent_process() is not None:
-        die_with(os.getppid())
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        die_with(parent.pid)  # not getppid(): it may be dead already
 
 
 def _keep_files_in(private: Path) -> None:

@@ -63,6 +63,7 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
         logprobs_mode="processed_logprobs",
         enable_log_requests=False,
         disable_log_stats=True,
+        use_tqdm_on_load=False,
         worker_extension_cls=f"{vllm_worker.__name__}.WorkerExtension",
         weight_transfer_config=WeightTransferConfig(backend=vllm_worker.BACKEND),
         **_memory(shapes.config, slots=slots, max_context=max_context, kv_memory=kv_memory),

@@ -315,7 +315,7 @@ class VllmUpdates:
             old = self.of_policy(weights.version.policy).version
             try:
                 await self._load_file(self._file, str(old))
-            except Exception as second:
+            except Exception as second:  # noqa: BLE001 (whatever it is: no version serves)
                 self._lost = True
                 raise EngineLostError(
                     f"weights {weights.version}: vLLM can neither load them ({error}) nor go back to {old} ({second})"

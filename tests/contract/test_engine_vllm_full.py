@@ -157,11 +157,15 @@ def test_scores_are_of_one_version_while_weights_change(make_vllm: MakeVllm, zoo
         context = prompt(60)
         plain = [plain_scores(zoo, seed, context) for seed in (0, 1)]
         updating = asyncio.ensure_future(engine.update(zoo.full(version(1), seed=1)))
-        with pytest.raises(EngineError, match=r"solver@0\.0 is not served here"):
+
+        async def until_replaced() -> None:
             while True:
                 scores, newest = await asyncio.gather(engine.score(SOLVER, context), engine.score("solver", context))
                 np.testing.assert_allclose(scores[1:], plain[0], atol=2e-4)
                 assert any(np.allclose(newest[1:], each, atol=2e-4) for each in plain)
+
+        with pytest.raises(EngineError, match=r"solver@0\.0 is not served here"):
+            await until_replaced()
         await updating
         np.testing.assert_allclose((await engine.score("solver", context))[1:], plain[1], atol=2e-4)
         await engine.close()

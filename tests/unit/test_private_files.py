@@ -1,0 +1,64 @@
+"""What a dead child leaves in shared memory is removed, and what is in use is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.engines import private_files
+from agentrl.engines.private_files import PrivateFiles
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Instead of the machine's shared memory."""
+    monkeypatch.setattr(private_files, "_SHARED_MEMORY", tmp_path)
+    return tmp_path
+
+
+def names(root: Path) -> list[str]:
+    return sorted(each.name for each in root.iterdir())
+
+
+def test_everything_under_the_childs_name_goes_and_nothing_else(root: Path) -> None:
+    one, other = PrivateFiles(), PrivateFiles()
+    assert one.path.stat().st_mode & 0o777 == 0o700
+    for each in (one, other):
+        (each.path / "adapters").mkdir()
+        (root / f"{each.path.name}-7-0").touch()
+        (root / f"sem.{each.path.name}-x").touch()
+    (root / "psm_of_another").touch()
+    one.remove()
+    one.remove()
+    left = [other.path.name, f"{other.path.name}-7-0", f"sem.{other.path.name}-x", "psm_of_another"]
+    assert names(root) == sorted(left)
+    other.remove()
+    assert names(root) == ["psm_of_another"]
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from agentrl.engines import private_files
+private_files._SHARED_MEMORY = Path(sys.argv[1])
+files = private_files.PrivateFiles()
+(files.path / "inside").touch()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_parent_left_goes_when_the_next_place_is_made(root: Path, repository: Path) -> None:
+    subprocess.run([sys.executable, "-c", _KILLED, str(root)], cwd=repository, check=False)
+    (left,) = names(root)
+    (root / f"{left}-9-0").touch()
+    used = PrivateFiles()
+    assert names(root) == [used.path.name]
+    again = PrivateFiles()
+    assert names(root) == sorted([used.path.name, again.path.name])
+    again.remove()
+    used.remove()
+    assert os.listdir(root) == []
