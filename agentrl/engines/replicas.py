@@ -151,7 +151,7 @@ class ReplicatedEngine:
         """Let a replica do something once it has done what it is doing."""
         loop = asyncio.get_running_loop()
         task = replica.newest = loop.create_task(_after(replica.newest, work), name=f"engine replica {replica.number}")
-        task.add_done_callback(lambda done: self._updated(replica, done))
+        task.add_done_callback(lambda ended: self._updated(replica, ended))
         return task
 
     def _updated(self, replica: Replica, task: asyncio.Task[None]) -> None:
