@@ -6,7 +6,7 @@ Owns: what was sampled so far and by whom. Does not ask vLLM for anything; the e
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -20,10 +20,21 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.core.ports import Delta, GenerateRequest
     from agentrl.core.records import FinishReason, PolicyVersion
-    from agentrl.engines.vllm_engine import VllmEngine
     from agentrl.engines.vllm_updates import VllmVersion
 
 _DELTA_SECONDS = 0.2
+
+
+class SessionOwner(Protocol):
+    """The engine, as far as its sessions need it."""
+
+    async def generate(self, session: VllmSession, request: GenerateRequest, on_delta: Delta | None) -> Completion:
+        """One call of `session`."""
+        ...
+
+    def close_session(self, session: VllmSession) -> None:
+        """Give back what `session` holds."""
+        ...
 
 
 class VllmSession:
@@ -35,7 +46,7 @@ class VllmSession:
     """vLLM does not say when it drops a prefix; it is taken to have it."""
 
     def __init__(
-        self, engine: VllmEngine, session_id: str, policy: str, *, pin: VllmVersion | None, priority: int
+        self, engine: SessionOwner, session_id: str, policy: str, *, pin: VllmVersion | None, priority: int
     ) -> None:
         self._engine = engine
         self.session_id = session_id

@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 SWITCH = "AGENTRL_VLLM_SUITE"
 """Set in the process that has vLLM, to the name of the suite."""
 SUITES = {
-    "adapters": ["test_engine_contract.py", "test_interrupted_turns.py", "test_engine_vllm.py"],
+    "adapters": [
+        "test_engine_contract.py",
+        "test_interrupted_turns.py",
+        "test_engine_vllm.py",
+        "test_engine_vllm_calls.py",
+    ],
     "full": ["test_engine_vllm_full.py"],
 }
 ADAPTER_PLACES = 6
