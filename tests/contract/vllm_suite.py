@@ -94,7 +94,7 @@ class MakeVllm:
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """In the loop that vLLM was started in; afterwards vLLM serves what it was started with."""
         try:
-            self._loop.run_until_complete(asyncio.wait_for(main(), 40))
+            self._loop.run_until_complete(asyncio.wait_for(main(), 100))
         finally:
             self._loop.run_until_complete(self._restore())
 
@@ -148,7 +148,7 @@ if __name__ == "__main__":
     os.environ[SWITCH] = suite = sys.argv[1]
     here = Path(__file__).parent
     chosen = [] if any(".py" in each for each in sys.argv[2:]) else [str(here / file) for file in SUITES[suite]]
-    options = ["-q", "-p", "no:cacheprovider", "-o", "timeout=60", "-W", "default"]
+    options = ["-q", "-p", "no:cacheprovider", "-o", "timeout=300", "-W", "default"]
     code = pytest.main([*chosen, *sys.argv[2:], *options])
     files.remove()
     sys.stdout.flush()
