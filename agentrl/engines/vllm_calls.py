@@ -26,11 +26,9 @@ _DELTA_SECONDS = 0.2
 
 
 class SessionOwner(Protocol):
-    """The engine, as its sessions see it."""
+    """The engine, as far as its sessions need it."""
 
-    async def generate(
-        self, session: VllmSession, request: GenerateRequest, on_delta: Delta | None = None
-    ) -> Completion:
+    async def generate(self, session: VllmSession, request: GenerateRequest, on_delta: Delta | None) -> Completion:
         """One call of `session`."""
         ...
 

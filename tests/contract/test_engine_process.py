@@ -253,10 +253,10 @@ class LeavesOneBehind:
         return process
 
     async def welcome(self) -> None:
-        raise EngineLostError("it never serves")
+        await asyncio.Event().wait()
 
     async def died(self, how: str) -> None:
-        assert how == "died (exit code 3)"
+        assert len(self.watches) > 0
 
 
 def test_what_a_dead_child_had_started_is_ended_too() -> None:

@@ -29,7 +29,7 @@ from tests.contract.engine_kinds import (
     write_adapter,
 )
 from tests.contract.test_engine_adapters import SPOILT_ADAPTERS, A, versions_over_turns, with_adapter
-from tests.contract.vllm_suite import ADAPTER_PLACES, SLOTS, MakeVllm
+from tests.contract.vllm_suite import ADAPTER_PLACES, MakeVllm
 
 COPIES = Path(os.environ.get(VARIABLE, ""))
 """Where private copies lie."""
@@ -425,56 +425,5 @@ def test_a_version_that_nothing_needs_is_unloaded_and_its_copy_removed(
                 await asyncio.sleep(0.01)
         await engine.close()
         assert copies() <= before
-
-    make_vllm.run(main)
-
-
-# --- calls ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
-def test_filters_are_refused_with_the_alternatives(make_vllm: MakeVllm, filters: dict[str, Any]) -> None:
-    async def main() -> None:
-        engine = make_vllm()
-        with pytest.raises(EngineCapabilityError, match=r"leave them off, or set engine\.kind to embedded"):
-            await engine.open("s", "solver").generate(request("r", prompt(5), **filters))
-        await engine.close()
-
-    make_vllm.run(main)
-
-
-def test_a_session_of_lower_priority_is_served_first(make_vllm: MakeVllm) -> None:
-    async def main() -> None:
-        engine = make_vllm()
-        ended: list[str] = []
-
-        async def call(name: str, priority: int, tokens: int) -> None:
-            session = engine.open(name, "solver", priority=priority)
-            await session.generate(request(name, prompt(5), max_tokens=tokens))
-            ended.append(name)
-
-        running = [asyncio.ensure_future(call(f"r{each}", 0, 150)) for each in range(SLOTS)]
-        await asyncio.sleep(0)
-        waiting = [asyncio.ensure_future(call(f"w{each}", 2, 60)) for each in range(SLOTS)]
-        await asyncio.sleep(0)
-        waiting.append(asyncio.ensure_future(call("late", 1, 60)))
-        await asyncio.gather(*running, *waiting)
-        assert ended.index("late") < min(ended.index(f"w{each}") for each in range(SLOTS))
-        await engine.close()
-
-    make_vllm.run(main)
-
-
-def test_busy_seconds_stand_still_while_no_call_is_in_flight(make_vllm: MakeVllm) -> None:
-    async def main() -> None:
-        engine = make_vllm()
-        await in_flight(engine)
-        busy = engine.busy_seconds()
-        assert busy > 0
-        await asyncio.sleep(0.01)
-        assert engine.busy_seconds() == busy
-        await in_flight(engine)
-        assert engine.busy_seconds() > busy
-        await engine.close()
 
     make_vllm.run(main)

@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 SWITCH = "AGENTRL_VLLM_SUITE"
 """Set in the process that has vLLM, to the name of the suite."""
 SUITES = {
-    "adapters": ["test_engine_contract.py", "test_interrupted_turns.py", "test_engine_vllm.py"],
+    "adapters": [
+        "test_engine_contract.py",
+        "test_interrupted_turns.py",
+        "test_engine_vllm.py",
+        "test_engine_vllm_calls.py",
+    ],
     "full": ["test_engine_vllm_full.py"],
 }
 ADAPTER_PLACES = 6
@@ -89,7 +94,7 @@ class MakeVllm:
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """In the loop that vLLM was started in; afterwards vLLM serves what it was started with."""
         try:
-            self._loop.run_until_complete(asyncio.wait_for(main(), 40))
+            self._loop.run_until_complete(asyncio.wait_for(main(), 100))
         finally:
             self._loop.run_until_complete(self._restore())
 
@@ -143,7 +148,7 @@ if __name__ == "__main__":
     os.environ[SWITCH] = suite = sys.argv[1]
     here = Path(__file__).parent
     chosen = [] if any(".py" in each for each in sys.argv[2:]) else [str(here / file) for file in SUITES[suite]]
-    options = ["-q", "-p", "no:cacheprovider", "-o", "timeout=60", "-W", "default"]
+    options = ["-q", "-p", "no:cacheprovider", "-o", "timeout=300", "-W", "default"]
     code = pytest.main([*chosen, *sys.argv[2:], *options])
     files.remove()
     sys.stdout.flush()

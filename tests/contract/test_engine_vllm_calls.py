@@ -1,0 +1,61 @@
+"""vLLM's calls: filters, priorities, and the time it works."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from agentrl.core.errors import EngineCapabilityError
+from tests.contract.engine_kinds import prompt, request
+from tests.contract.test_engine_vllm import in_flight
+from tests.contract.vllm_suite import SLOTS, MakeVllm
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_filters_are_refused_with_the_alternatives(make_vllm: MakeVllm, filters: dict[str, Any]) -> None:
+    async def main() -> None:
+        engine = make_vllm()
+        with pytest.raises(EngineCapabilityError, match=r"leave them off, or set engine\.kind to embedded"):
+            await engine.open("s", "solver").generate(request("r", prompt(5), **filters))
+        await engine.close()
+
+    make_vllm.run(main)
+
+
+def test_a_session_of_lower_priority_is_served_first(make_vllm: MakeVllm) -> None:
+    async def main() -> None:
+        engine = make_vllm()
+        ended: list[str] = []
+
+        async def call(name: str, priority: int, tokens: int) -> None:
+            session = engine.open(name, "solver", priority=priority)
+            await session.generate(request(name, prompt(5), max_tokens=tokens))
+            ended.append(name)
+
+        running = [asyncio.ensure_future(call(f"r{each}", 0, 150)) for each in range(SLOTS)]
+        await asyncio.sleep(0)
+        waiting = [asyncio.ensure_future(call(f"w{each}", 2, 60)) for each in range(SLOTS)]
+        await asyncio.sleep(0)
+        waiting.append(asyncio.ensure_future(call("late", 1, 60)))
+        await asyncio.gather(*running, *waiting)
+        assert ended.index("late") < min(ended.index(f"w{each}") for each in range(SLOTS))
+        await engine.close()
+
+    make_vllm.run(main)
+
+
+def test_busy_seconds_stand_still_while_no_call_is_in_flight(make_vllm: MakeVllm) -> None:
+    async def main() -> None:
+        engine = make_vllm()
+        await in_flight(engine)
+        busy = engine.busy_seconds()
+        assert busy > 0
+        await asyncio.sleep(0.01)
+        assert engine.busy_seconds() == busy
+        await in_flight(engine)
+        assert engine.busy_seconds() > busy
+        await engine.close()
+
+    make_vllm.run(main)
