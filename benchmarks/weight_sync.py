@@ -60,7 +60,7 @@ def main() -> None:
     if options.part in (None, "full"):
         asyncio.run(full_weights(report, updates=updates, keep_kv=True))
         if not options.quick:
-            asyncio.run(full_weights(report, updates=updates // 4, keep_kv=False))
+            asyncio.run(full_weights(report, updates=updates // 10, keep_kv=False))
     report.print()
     os._exit(0)  # vLLM's threads would be waited for
 

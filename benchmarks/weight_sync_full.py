@@ -20,7 +20,8 @@ from benchmarks.vllm_parts import CountingModel, Requests, WatchedVllm, at_perce
 
 POLICY = "solver"
 IN_FLIGHT, CONTEXT, PROMPT, NEW = 64, 256, 32, 160
-APART_S = 0.15
+APART_S = {True: 0.15, False: 2.0}
+"""Between two updates, by whether KV is kept: all of it is to be computed again before the next one comes."""
 
 
 class Traffic:
@@ -104,11 +105,11 @@ async def by_turns(
     for step in range(2, updates + 2):
         weights = model.weights(POLICY, step)
         for name in ("ours", "bare"):
-            await asyncio.sleep(APART_S)
+            await asyncio.sleep(APART_S[keep_kv])
             begun = time.perf_counter()
             await (engine.update(weights) if name == "ours" else bare_update(llm, weights, keep_kv=keep_kv))
             windows[name].append((begun, time.perf_counter()))
-    await asyncio.sleep(APART_S)
+    await asyncio.sleep(APART_S[keep_kv])
     return windows
 
 
