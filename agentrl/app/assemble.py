@@ -31,6 +31,9 @@ from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
 
+TURN_LOG = "0"
+"""Of the one worker."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
@@ -40,6 +43,9 @@ class Past:
     """Committed episodes of groups of which something is still to be trained."""
     resolved: Mapping[tuple[str, str], str | None] = field(default_factory=dict)
     """What became of units among them, by (policy, episode id): None for trained ones, else the drop reason."""
+    dead: frozenset[tuple[str, str]] = frozenset()
+    """Units among those and of the unfinished, by (policy, episode id), to be left out: some of their tokens are of
+    weights that a rollback undid."""
     unfinished: Sequence[EpisodeSpec] = ()
     ended_children: Mapping[str, EpisodeHeader] = field(default_factory=dict)
     """Of unfinished parents."""
@@ -108,7 +114,10 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     check_capabilities(config, parts.engine.capabilities)
     trainable = {name: policy for name, policy in config.policies.items() if policy.trainable}
     signal = Signal()
-    buffer = EpisodeBuffer(trainable, ADVANTAGES[config.credit.advantage], resolved_before=parts.past.resolved)
+    past = parts.past
+    buffer = EpisodeBuffer(
+        trainable, ADVANTAGES[config.credit.advantage], resolved_before=past.resolved, dead=past.dead
+    )
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
     board = PolicyBoard(versions, trainable, parts.parents)
     dispatcher = make_dispatcher(config, environment, buffer, parts.store, signal, past=parts.past)
@@ -258,7 +267,7 @@ def attach_worker(
         engine=engine,
         chat_format=chat_format,
         store=store,
-        log=store.turn_log("0"),
+        log=store.turn_log(TURN_LOG),
         host=dispatcher,
         clock=clock,
         settings=settings,

@@ -11,16 +11,18 @@ where a life that died before it could record its own may have left files.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from agentrl.app.assemble import Past, past_of, pinned_policies
+from agentrl.app.assemble import TURN_LOG, Past, past_of, pinned_policies
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_leftovers
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.journal.entries import TurnEntry
+from agentrl.journal.partials import decode_partial
 from agentrl.journal.port import JournalStore, RunLog
 from agentrl.orchestrator.manifest import Manifest, newest
 from agentrl.orchestrator.retention import versions_in
@@ -113,10 +115,32 @@ class Recovery:
         await journal.flush()
         return weights
 
-    def past(self, config: RunConfig, journal: RunLog) -> Past:
+    def past(self, config: RunConfig, journal: RunJournal) -> Past:
         """What the journal says is left of the lives before."""
         versions = {} if self.manifest is None else self.manifest.versions
-        return past_of(journal, versions, group_size=config.credit.group_size)
+        past = past_of(journal, versions, group_size=config.credit.group_size)
+        if config.checkpoint.dead_lineage == "keep" or not versions:
+            return past
+        return replace(past, dead=_dead_units(past, versions, journal))
+
+
+def _dead_units(past: Past, versions: Mapping[str, PolicyVersion], journal: RunJournal) -> frozenset[tuple[str, str]]:
+    """Units, by (policy, episode id), with a token that no ancestor of the checkpoint's versions sampled."""
+    board = PolicyBoard(versions, (), journal.parents())
+    log = journal.turn_log(TURN_LOG)
+    dead = set()
+    for spec in (*(spec for spec, _ in past.ended), *past.unfinished):
+        policies = {binding.policy for binding in spec.seats.values()} & versions.keys()
+        sampled_by = set()
+        for entry in log.read(spec.episode_id, spec.attempt):
+            turn = entry.decode()
+            if isinstance(turn, TurnEntry) and turn.policy in versions:
+                sampled_by |= {PolicyVersion(turn.policy, span.lineage, span.step) for span in turn.spans}
+        for row in log.read_partials(spec.episode_id, spec.attempt):
+            spans = decode_partial(row.body).spans  # a partial does not say whose it is
+            sampled_by |= {PolicyVersion(policy, span.lineage, span.step) for policy in policies for span in spans}
+        dead |= {(version.policy, spec.episode_id) for version in sampled_by if not board.survives(version)}
+    return frozenset(dead)
 
 
 async def serve_older(

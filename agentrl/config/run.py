@@ -233,6 +233,9 @@ class CheckpointConfig(Section):
 
     every: MaybeSteps = 10
     """Steps between checkpoints; one is always written at the end, and that alone where this is 0."""
+    dead_lineage: Literal["keep", "drop"] = "keep"
+    """Units with tokens sampled by weights that a rollback undid: train on them, as their recorded logprobs stay true
+    and their staleness is counted from where the lineages part; or drop them."""
     keep: Annotated[Positive, Unit("checkpoints")] = 2
     """How many of the newest are kept; two, so that a damaged one costs no more than `every` steps."""
     versions: Annotated[NonNegative, Unit("versions")] = 4

@@ -11,7 +11,7 @@ after every call.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -53,6 +53,8 @@ class EpisodeBuffer:
         advantage: baseline and advantage over the rewards of one seat in one group.
         resolved_before: what became of units in an earlier life of the run, by (policy, episode id): None where they
             were trained, else the drop reason. They are compared with their siblings again, and never trained again.
+        dead: units, by (policy, episode id), with tokens of weights that a rollback undid, where those are to be left
+            out: they are compared with their siblings, and dropped.
     """
 
     def __init__(
@@ -61,10 +63,12 @@ class EpisodeBuffer:
         advantage: AdvantageFunction,
         *,
         resolved_before: Mapping[tuple[str, str], str | None] | None = None,
+        dead: Collection[tuple[str, str]] = (),
     ) -> None:
         self._trainable = frozenset(trainable)
         self._advantage = advantage
         self._resolved_before = dict(resolved_before or {})
+        self._dead = frozenset(dead)
         self._groups: dict[str, _Group] = {}
         self._ready: dict[str, deque[ReadyUnit]] = {policy: deque() for policy in self._trainable}
         self._in_flight: Counter[str] = Counter()
@@ -114,6 +118,9 @@ class EpisodeBuffer:
                 reason = self._resolved_before[policy, header.episode_id]
                 self._known[policy] += reason is None
                 self._resolve(header.episode_id, policy, reason=reason)
+            elif (policy, header.episode_id) in self._dead:
+                drops.append(UnitDrop(header.episode_id, header.attempt, policy, "dead_lineage"))
+                self._resolve(header.episode_id, policy, reason="dead_lineage")
             elif any(t.reward is None for t in header.trajectories if t.policy == policy):
                 drops.append(UnitDrop(header.episode_id, header.attempt, policy, "no_reward"))
                 self._resolve(header.episode_id, policy, reason="no_reward")

@@ -18,12 +18,15 @@ import pytest
 
 from agentrl.app.parts import Adapters
 from agentrl.app.training import Run, run_training
+from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import InputError, JournalError, RunDirectoryError, StorageError, TrainerLostError
 from agentrl.core.ports import Engine
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.journal.entries import EntryBody, Span, TurnEntry
+from agentrl.journal.store import SqliteJournal
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.rollout.plain_format import PlainFormat
 from agentrl.testing import RecordingTrainer
@@ -70,13 +73,20 @@ class Lives:
         return ScriptedEngine(guess, versions=versions)
 
     def run(
-        self, path: Path, *, resume: bool = False, checkpoint: int = 2, attempts: int = 5, held_out: int = 0
+        self,
+        path: Path,
+        *,
+        resume: bool = False,
+        checkpoint: int = 2,
+        attempts: int = 5,
+        held_out: int = 0,
+        dead_lineage: str = "keep",
     ) -> Run:
         config = config_for(
             steps=6,
             name="run",
             directory=str(path),
-            checkpoint={"every": checkpoint, "versions": 0},
+            checkpoint={"every": checkpoint, "versions": 0, "dead_lineage": dead_lineage},
             infrastructure_attempts=attempts,
             evaluation={"tasks": held_out, "every": 0},
         )
@@ -142,6 +152,33 @@ def test_a_lost_trainer_costs_the_steps_since_the_checkpoint_and_nothing_else(tm
     steps = surviving_steps(tmp_path)
     assert [(lineage, step) for lineage, step, _ in steps] == [(0, 1), (0, 2), (1, 3), (1, 4), (2, 5), (2, 6)]
     assert max(Counter(episode for _, _, episodes in steps for episode in episodes).values()) == 1
+
+
+def test_units_of_weights_that_a_rollback_undid_are_left_out_where_it_is_asked_for(tmp_path: Path) -> None:
+    def sampled_by(path: Path) -> dict[str, set[tuple[int, int]]]:
+        store = SqliteJournal(path / "run" / "journal")
+        log = store.turn_log("0")
+        trained = {episode for _, _, episodes in surviving_steps(path) for episode in episodes}
+        found = {
+            episode: {(span.lineage, span.step) for entry in log.read(episode, 0) for span in spans_of(entry.decode())}
+            for episode in trained
+        }
+        asyncio.run(store.close())
+        return found
+
+    def spans_of(body: EntryBody) -> tuple[Span, ...]:
+        return body.spans if isinstance(body, TurnEntry) else ()
+
+    dead = (0, 3)  # published after the checkpoint that the second life begins at
+    for choice in ("keep", "drop"):
+        path = tmp_path / choice
+        Lives([4]).run(path, dead_lineage=choice)
+        assert any(dead in versions for versions in sampled_by(path).values()) == (choice == "keep")
+        with sqlite3.connect(path / "run/journal/control.db") as connection:
+            ((count,),) = connection.execute("SELECT count(*) FROM unit_drops WHERE reason = 'dead_lineage'")
+        connection.close()
+        assert (count > 0) == (choice == "drop")
+        assert main(["run", "ledger", str(path / "run")]) == 0
 
 
 def test_without_a_checkpoint_it_starts_again_from_the_base_model(tmp_path: Path) -> None:
