@@ -114,10 +114,8 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     check_capabilities(config, parts.engine.capabilities)
     trainable = {name: policy for name, policy in config.policies.items() if policy.trainable}
     signal = Signal()
-    past = parts.past
-    buffer = EpisodeBuffer(
-        trainable, ADVANTAGES[config.credit.advantage], resolved_before=past.resolved, dead=past.dead
-    )
+    advantage = ADVANTAGES[config.credit.advantage]
+    buffer = EpisodeBuffer(trainable, advantage, resolved_before=parts.past.resolved, dead=parts.past.dead)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
     board = PolicyBoard(versions, trainable, parts.parents)
     dispatcher = make_dispatcher(config, environment, buffer, parts.store, signal, past=parts.past)
