@@ -37,6 +37,10 @@ _nurseries: dict[tuple[int, str], _Nursery] = {}
 """By process and module."""
 
 
+_START_S = 60.0
+"""How long a process may take to import a module on a machine that is busy."""
+
+
 class IsolatedError(Exception):
     """What an object in a process of its own raised, as a type of the same name; or what became of its process."""
 
@@ -53,7 +57,8 @@ def isolated(
     Args:
         factory: makes the object, there: a function or class at the top level of a module.
         arguments: for the factory, JSON data.
-        timeout_s: seconds any call may take, the making included.
+        timeout_s: seconds any call may take; the making gets a minute more, since a process that has the module may
+            have to be started for it.
         memory_bytes: how much address space the process may use; what it needs to import its module counts.
 
     Example:
@@ -105,17 +110,17 @@ class IsolatedObject:
 
     async def _make(self, first: Any) -> None:
         try:
-            await self._ask(first, self._name)
+            await self._ask(first, self._name, more_s=_START_S)
         except IsolatedError as error:
             self._ended = self._ended or f"{self._name} raised {type(error).__name__}: {error}"
             self._end()
             raise
 
-    async def _ask(self, message: Any, what: str) -> Any:
+    async def _ask(self, message: Any, what: str, *, more_s: float = 0.0) -> Any:
         if self._ended:
             raise IsolatedError(f"the process of {self._name} is gone: {self._ended}")
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s + more_s):
                 await asyncio.get_running_loop().sock_sendall(self._line, framed(message))
                 kind, answer = await self._received()
         except TimeoutError:

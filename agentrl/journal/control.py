@@ -22,7 +22,7 @@ from agentrl.core.records import (
     WeightsRef,
 )
 from agentrl.journal.checksums import row_checksum
-from agentrl.journal.schema import database_error
+from agentrl.journal.schema import DAMAGE, database_error
 from agentrl.journal.writer import insert_rows
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ def verify_tables(connection: sqlite3.Connection, path: Path) -> None:
         try:
             for row in connection.execute(f"SELECT * FROM {table}"):
                 _verify(table, row, f"{path}: ")
-        except sqlite3.Error as error:
+        except DAMAGE as error:
             raise database_error(path, error) from error
     for policy, lineage, step in all_rows(connection, path, _STEPS_WITH_HOLES):
         raise JournalError(
@@ -302,5 +302,5 @@ def all_rows(connection: sqlite3.Connection, path: Path, statement: str, *parame
     """All rows of a query; a damaged file is a `JournalError`."""
     try:
         return connection.execute(statement, parameters).fetchall()
-    except sqlite3.Error as error:
+    except DAMAGE as error:
         raise database_error(path, error) from error

@@ -11,7 +11,7 @@ from agentrl.core.errors import JournalError
 from agentrl.core.ids import is_safe_name
 from agentrl.journal.checksums import entry_checksum, episode_digest
 from agentrl.journal.entries import JournalEntry
-from agentrl.journal.schema import database_error, open_to_read
+from agentrl.journal.schema import DAMAGE, database_error, open_to_read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -80,7 +80,7 @@ class TurnReader:
             for row in connection.execute(_SELECT_PARTIALS, (episode_id, attempt)):
                 with suppress(JournalError):
                     found.append(_verified(path, row))
-        except sqlite3.Error:  # a damaged page: the rows before it are good
+        except DAMAGE:  # a damaged page: the rows before it are good
             return found
         return found
 
@@ -95,7 +95,7 @@ class TurnReader:
         try:
             for row in connection.execute(_SELECT.format(",".join("?" * len(episodes))), episodes):
                 yield _verified(path, row)
-        except sqlite3.Error as error:
+        except DAMAGE as error:
             raise database_error(path, error) from error
 
     def _open(self, partition: str) -> tuple[Path, sqlite3.Connection]:

@@ -22,6 +22,8 @@ Kind = Literal["control", "turns"]
 
 CONTROL_FILE = "control.db"
 MAX_VALUE_BYTES = 64 << 20
+DAMAGE = (sqlite3.Error, UnicodeDecodeError)
+"""What reading a damaged database raises; the latter where SQLite's own message quotes text that is none."""
 """Longest text or blob of a row, written or read."""
 
 _META = "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID"
@@ -112,7 +114,7 @@ def open_to_write(path: Path, kind: Kind, identity: dict[str, str], *, run: str 
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA wal_autocheckpoint = 2000")
         _check(connection, path, kind, run)
-    except sqlite3.Error as error:
+    except DAMAGE as error:
         connection.close()
         raise database_error(path, error) from error
     except JournalError:
@@ -138,13 +140,13 @@ def open_to_read(path: Path, kind: Kind, run: str | None = None) -> sqlite3.Conn
             raise database_error(path, error) from error
         try:  # a directory we may not write, and nothing in the log: the file alone is the whole database
             connection = _connect_to_read(uri + "&immutable=1")
-        except sqlite3.Error as second:
+        except DAMAGE as second:
             raise database_error(path, second) from second
-    except sqlite3.Error as error:
+    except DAMAGE as error:
         raise database_error(path, error) from error
     try:
         _check(connection, path, kind, run)
-    except sqlite3.Error as error:
+    except DAMAGE as error:
         connection.close()
         raise database_error(path, error) from error
     except JournalError:
@@ -165,7 +167,7 @@ def _connect_to_read(uri: str) -> sqlite3.Connection:
         connection.execute("PRAGMA query_only = ON")
         connection.text_factory = _text
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    except sqlite3.Error:
+    except DAMAGE:
         connection.close()
         raise
     return connection
@@ -228,6 +230,6 @@ def _check(connection: sqlite3.Connection, path: Path, kind: Kind, run: str | No
         )
 
 
-def database_error(path: Path, error: sqlite3.Error) -> JournalError:
+def database_error(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> JournalError:
     """What to raise where reading `path` failed."""
     return JournalError(f"{path}: cannot be read ({error}); it is damaged, or not a database of agentrl")

@@ -35,9 +35,9 @@ def test_fifty_kills_lose_nothing_and_train_nothing_twice(repository: Path) -> N
 
 @pytest.mark.ray
 def test_three_kills_of_the_main_job_lose_nothing(repository: Path) -> None:
-    figures = figures_of(repository, "--scripted=0", "--real=3", "--real-steps=20")
+    figures = figures_of(repository, "--scripted=0", "--real=3", "--real-steps=40")
     assert figures["kills"] == 3
-    assert figures["runs"] == 1
+    assert figures["runs"] >= 1
     assert len([name for name in figures if name.startswith("kills_")]) == 3
     assert figures["lost"] == figures["twice"] == figures["ledger_errors"] == 0
 

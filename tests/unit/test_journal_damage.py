@@ -150,3 +150,12 @@ def test_a_changed_partial_is_left_out(tmp_path: Path, change: str) -> None:
         assert found == [b"\x00", b"\x02"]
 
     asyncio.run(main())
+
+
+def test_a_schema_that_is_no_text_is_damage_by_name(tmp_path: Path) -> None:
+    asyncio.run(one_episode(tmp_path))
+    file = tmp_path / "control.db"
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"WITHOUT ROWID", b"WITHOUT R\xceWID"))  # SQLite quotes it in its message
+    with pytest.raises(JournalError, match=r"control\.db: cannot be read"):
+        SqliteRunLog(tmp_path)
