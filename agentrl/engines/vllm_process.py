@@ -31,6 +31,10 @@ _GENTLE = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 """Defaults that the user's own environment may override."""
 
 
+_STARTER = "AGENTRL_VLLM_STARTER"
+"""Holds the id of the process that spawns, for those it spawns."""
+
+
 def prepare() -> None:
     """Set up this process before vLLM, torch or transformers are imported."""
     os.environ.update(_ENVIRONMENT)
@@ -39,9 +43,9 @@ def prepare() -> None:
     private = os.environ.get(VARIABLE)
     if private:
         _keep_files_in(Path(private))
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid is not None:
-        die_with(parent.pid)  # not getppid(): it may be dead already
+    starter, os.environ[_STARTER] = os.environ.get(_STARTER), str(os.getpid())
+    if starter is not None and getattr(multiprocessing.current_process(), "_inheriting", False):
+        die_with(int(starter))  # not getppid(): it may be dead already; nor parent_process(), which is not set yet
 
 
 def _keep_files_in(private: Path) -> None:
