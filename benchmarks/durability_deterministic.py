@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = 16
+STEPS = 32
 KILLS = 25
 LIFE_LIMIT_S = 300.0
 
