@@ -1,7 +1,8 @@
-"""What the journal costs where a model is trained: the main job beside the same job with a store that forgets.
+"""What the journal costs where a model is trained: its share of the CPU seconds of the main job, Ray's included.
 
-`journal_cost_main`: the journal's share of the CPU seconds per step of all processes, Ray's included; the median over
-interleaved pairs. The learning rate is as good as nothing, so that both jobs of a pair play the same episodes.
+`journal_cost_main`: CPU seconds of the writer's thread, and of the calls on the journal in the event loop's, over those
+of all processes of the same run, from its first step to its last; the median over seeds. It is counted inside one run
+and not against a store that forgets: the trainer reads its tokens from the journal, so without one there is no main job.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
+import time
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks.durability_cost import ForgetfulJournal, ForgetfulLog
-from benchmarks.main_job import EXAMPLE, ROOT, Recorder
+from benchmarks.main_job import EXAMPLE, ROOT
+from benchmarks.processes import ProcessTree
 
-PAIRS = 5
+SEEDS = 5
 STEPS = 20
 
 
@@ -25,66 +27,87 @@ def figures(quick: bool) -> dict[str, float | None]:
     if quick:
         return {"journal_cost_main": None}
     shares = []
-    for pair in range(PAIRS):
-        order = ("kept", "forgotten") if pair % 2 else ("forgotten", "kept")
-        spent = {kind: _cpu_per_step(kind, pair) for kind in order}
-        shares.append((spent["kept"] - spent["forgotten"]) / spent["kept"])
-        print(f"cost_main: {spent['kept']:.3f} CPU s per step, {spent['forgotten']:.3f} without a journal", flush=True)
+    for seed in range(SEEDS):
+        finished = subprocess.run(
+            [sys.executable, "-m", __name__, str(seed)], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        if finished.returncode:
+            raise SystemExit(f"the main job failed:\n{finished.stderr[-4000:]}")
+        journal, everything = map(float, finished.stdout.splitlines()[-1].split())
+        shares.append(journal / everything)
+        print(f"cost_main: {journal:.2f} of {everything:.1f} CPU s are the journal's", flush=True)
     low, median, high = statistics.quantiles(shares, n=4)
-    print(f"cost_main: journal's share of the main job {median:.3f} ({low:.3f} to {high:.3f})", flush=True)
+    print(f"cost_main: journal's share of the main job {median:.4f} ({low:.4f} to {high:.4f})", flush=True)
     return {"journal_cost_main": median}
 
 
-def _cpu_per_step(kind: str, seed: int) -> float:
-    command = [sys.executable, "-m", __name__, kind, str(seed)]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if finished.returncode:
-        raise SystemExit(f"the main job, {kind}, failed:\n{finished.stderr[-4000:]}")
-    return float(finished.stdout.splitlines()[-1])
+class Counted:
+    """CPU seconds of the journal in this process."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, owner: Any, method: str) -> None:
+        """Count the thread's CPU seconds in a method that does not wait."""
+        inner: Callable[..., Any] = getattr(owner, method)
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            started = time.thread_time()
+            try:
+                return inner(*arguments, **options)
+            finally:
+                self.seconds += time.thread_time() - started
+
+        setattr(owner, method, counted)
 
 
-def _forget() -> None:
-    """From here on a run writes its start and its end, and nothing in between."""
-    from agentrl.journal import store
-
-    kept = store.SqliteJournal
-
-    class Forgetting(ForgetfulJournal, kept):  # type: ignore[misc, valid-type]
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            kept.__init__(self, *arguments, **options)
-            self._nothing = ForgetfulLog()
-
-        def turn_log(self, worker: str) -> Any:
-            kept.turn_log(self, worker)  # its file is there, and stays empty
-            return self._nothing
-
-        async def close(self) -> None:
-            await kept.close(self)
-
-    store.SqliteJournal = Forgetting  # type: ignore[misc]
-
-
-def _main_job(directory: str, seed: int) -> float:
+def main_job(seed: int) -> None:
+    """Run it; prints the journal's CPU seconds and those of everything."""
     import agentrl
     from agentrl.config.load import load
+    from agentrl.journal.entries import JournalEntry
+    from agentrl.journal.store import SqliteJournal, SqliteTurnLog
+    from agentrl.journal.writer import GroupCommitWriter
 
-    overrides = {
-        "name": "run",
-        "directory": directory,
-        "seed": seed,
-        "steps": STEPS,
-        "policies.solver.learning_rate": 1e-9,
-        "evaluation.tasks": 0,
-        "checkpoint.every": 0,
-    }
-    recorder = Recorder()
-    config = load(EXAMPLE, [f"--{name}={value}" for name, value in overrides.items()])
-    agentrl.train(config, quiet=True, observers=[recorder])
-    return recorder.trace.cpu_per_step()
+    counted = Counted()
+    counted.around(GroupCommitWriter, "_round")
+    for method in ("admit", "record_drop", "record_version", "record_step", "record_metrics"):
+        counted.around(SqliteJournal, method)
+    for method in ("append", "append_partial", "remove_partials"):
+        counted.around(SqliteTurnLog, method)
+    counted.around(JournalEntry, "decode")
+    tree = ProcessTree()
+    with tempfile.TemporaryDirectory(prefix="agentrl-cost-") as directory:
+        overrides = {
+            "name": "run",
+            "directory": directory,
+            "seed": seed,
+            "steps": STEPS,
+            "evaluation.tasks": 0,
+            "checkpoint.every": 0,
+        }
+        observer = Watching(tree, counted)
+        config = load(EXAMPLE, [f"--{name}={value}" for name, value in overrides.items()])
+        agentrl.train(config, quiet=True, observers=[observer])
+    (journal, everything), (journal_then, everything_then) = observer.seen[-1], observer.seen[0]
+    print(journal - journal_then, everything - everything_then)
+
+
+class Watching:
+    """An observer that reads, step by step, what the journal and all processes have spent."""
+
+    def __init__(self, tree: ProcessTree, journal: Counted) -> None:
+        self._tree = tree
+        self._journal = journal
+        self.seen: list[tuple[float, float]] = []
+
+    def on_step(self, *_: Any) -> None:
+        """Read it."""
+        self.seen.append((self._journal.seconds, self._tree.cpu_seconds()))
+
+    def on_evaluation(self, *_: Any) -> None:
+        """Nothing to read."""
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "forgotten":
-        _forget()
-    with tempfile.TemporaryDirectory(prefix="agentrl-cost-") as scratch:
-        print(_main_job(str(Path(scratch)), int(sys.argv[2])))
+    main_job(int(sys.argv[1]))
