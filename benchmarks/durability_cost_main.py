@@ -1,8 +1,8 @@
 """What the journal costs where a model is trained: its share of the CPU seconds of the main job, Ray's included.
 
 `journal_cost_main`: CPU seconds of the writer's thread, and of the calls on the journal in the event loop's, over those
-of all processes of the same run, from its first step to its last; the median over seeds. It is counted inside one run
-and not against a store that forgets: the trainer reads its tokens from the journal, so without one there is no main job.
+of all processes of the same run, from its first step to its last; the median over seeds. Counted inside one run: the
+trainer reads its tokens from the journal, so beside a store that forgets there is no main job.
 """
 
 from __future__ import annotations
