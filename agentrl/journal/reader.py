@@ -79,7 +79,7 @@ class TurnReader:
         try:
             for row in connection.execute(_SELECT_PARTIALS, (episode_id, attempt)):
                 with suppress(JournalError):
-                    found.append(_verified(path, row))
+                    found.append(verified_entry(path, row))
         except DAMAGE:  # a damaged page: the rows before it are good
             return found
         return found
@@ -94,7 +94,7 @@ class TurnReader:
         path, connection = self._open(partition)
         try:
             for row in connection.execute(_SELECT.format(",".join("?" * len(episodes))), episodes):
-                yield _verified(path, row)
+                yield verified_entry(path, row)
         except DAMAGE as error:
             raise database_error(path, error) from error
 
@@ -124,7 +124,12 @@ def _check_committed(key: EntryKey, rows: Sequence[JournalEntry]) -> None:
         )
 
 
-def _verified(path: Path, row: tuple[str, int, str, bytes, bytes, int]) -> JournalEntry:
+def verified_entry(path: Path, row: tuple[str, int, str, bytes, bytes, int]) -> JournalEntry:
+    """The entry of a row, whose checksum fits.
+
+    Raises:
+        JournalError: it does not.
+    """
     episode, attempt, call, asked, body, checksum = row
     types = (type(episode), type(attempt), type(call), type(asked), type(body))
     if types != (str, int, str, bytes, bytes) or entry_checksum(episode, attempt, call, asked, body) != checksum:

@@ -22,6 +22,7 @@ from agentrl.journal.control import (
     read_spec,
     verify_tables,
 )
+from agentrl.journal.reader import verified_entry
 from agentrl.journal.schema import CONTROL_FILE, meta, open_to_read
 
 if TYPE_CHECKING:
@@ -82,7 +83,10 @@ class SqliteRunLog:
             connection = open_to_read(partition, "turns")
             try:
                 statement = "SELECT DISTINCT episode FROM entries WHERE episode GLOB ?"
-                known |= {row[0] for row in all_rows(connection, partition, statement, pattern)}
+                named = {row[0] for row in all_rows(connection, partition, statement, pattern)}
+                for name in named - known:
+                    _check_is_there(connection, partition, name)
+                known |= named
             finally:
                 connection.close()
         numbers = (name.removeprefix(prefix) for name in known)
@@ -267,3 +271,21 @@ class SqliteRunLog:
             return {**info, "format": int(values["format"]), "run": values["run"]}
         except (sqlite3.Error, ValueError, TypeError, KeyError, RecursionError) as error:
             raise JournalError(f"{self.path}: the run's identity cannot be read ({error}); it is damaged") from error
+
+
+def _check_is_there(connection: sqlite3.Connection, partition: Path, episode_id: str) -> None:
+    """An episode that only an index names has an entry, whose checksum fits: indexes carry none.
+
+    Raises:
+        JournalError: it has not.
+    """
+    statement = (
+        "SELECT episode, attempt, call, asked, body, checksum FROM entries NOT INDEXED WHERE episode = ? LIMIT 1"
+    )
+    rows = all_rows(connection, partition, statement, episode_id)
+    if not rows:
+        raise JournalError(
+            f"{partition}: its index names an episode {episode_id[:100]!r} of which it has no entry; the file is "
+            "damaged, restore it from a copy"
+        )
+    verified_entry(partition, rows[0])

@@ -159,3 +159,23 @@ def test_a_schema_that_is_no_text_is_damage_by_name(tmp_path: Path) -> None:
     file.write_bytes(content.replace(b"WITHOUT ROWID", b"WITHOUT R\xceWID"))  # SQLite quotes it in its message
     with pytest.raises(JournalError, match=r"control\.db: cannot be read"):
         SqliteRunLog(tmp_path)
+
+
+def test_an_index_that_names_another_episode_is_damage_or_changes_nothing(tmp_path: Path) -> None:
+    asyncio.run(one_episode(tmp_path))
+    log = SqliteRunLog(tmp_path)
+    number = log.next_number("e")
+    log.close()
+    file = tmp_path / "turns-w0.db"
+    sound = file.read_bytes()
+    places = [at for at in range(len(sound)) if sound.startswith(b"e0", at)]
+    named = 0
+    for at in places:
+        file.write_bytes(sound[:at] + b"e7" + sound[at + 2 :])
+        log = SqliteRunLog(tmp_path)
+        try:
+            assert log.next_number("e") == number
+        except JournalError as error:
+            named += "turns-w0.db" in str(error)
+        log.close()
+    assert named
