@@ -7,14 +7,16 @@ Does not schedule; the engine does.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from agentrl.core.errors import EngineError
 from agentrl.core.records import Completion, VersionSpan
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Container
 
     from agentrl.core.ports import Delta, GenerateRequest
     from agentrl.core.records import FinishReason
@@ -141,3 +143,31 @@ def empty_completion(context: int, reason: FinishReason) -> Completion:
         spans=(),
         prompt_tokens=context,
     )
+
+
+class _Conversation(Protocol):
+    """A session, as far as a new call goes."""
+
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def call(self) -> object | None: ...
+
+
+def check_request(
+    request: GenerateRequest, session: _Conversation, in_flight: Container[str], *, vocabulary: int, where: str
+) -> None:
+    """Refuse a call that no engine takes; `in_flight` are the request ids of others, `where` names the call.
+
+    Raises:
+        EngineError: the session is closed or has a call, or the tokens or the temperature make no sense.
+    """
+    if session.closed:
+        raise EngineError(f"{where}: the session is closed")
+    if session.call is not None or request.request_id in in_flight:
+        raise EngineError(f"{where}: a session has one call at a time, with a request id of its own")
+    ids = request.token_ids
+    if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise EngineError(f"{where}: the context must have tokens, all in [0, {vocabulary})")
+    if not request.sampling.temperature > 0:
+        raise EngineError(f"{where}: temperature {request.sampling.temperature} is not above 0")

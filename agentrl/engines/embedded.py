@@ -24,7 +24,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError
 from agentrl.core.ports import EngineCapabilities
 from agentrl.engines.batcher import Batcher
-from agentrl.engines.calls import Call, EmbeddedSession, empty_completion
+from agentrl.engines.calls import Call, EmbeddedSession, check_request, empty_completion
 from agentrl.engines.capture import KeptSets, RoutingTap
 from agentrl.engines.passes import Pass, PassRunner
 from agentrl.engines.self_check import check_rows, check_slots
@@ -258,15 +258,7 @@ class EmbeddedEngine:
         where = f"call {request.request_id} of session {session.session_id}"
         if self._closed or self._failure is not None:
             raise EngineError(f"{where}: the engine is {'closed' if self._closed else 'dead'}") from self._failure
-        if session.closed:
-            raise EngineError(f"{where}: the session is closed")
-        if session.call is not None or request.request_id in self._calls:
-            raise EngineError(f"{where}: a session has one call at a time, with a request id of its own")
-        ids = request.token_ids
-        if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= self._vocabulary:
-            raise EngineError(f"{where}: the context must have tokens, all in [0, {self._vocabulary})")
-        if not request.sampling.temperature > 0:
-            raise EngineError(f"{where}: temperature {request.sampling.temperature} is not above 0")
+        check_request(request, session, self._calls, vocabulary=self._vocabulary, where=where)
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 

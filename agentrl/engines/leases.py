@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from agentrl.core.errors import EngineError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from agentrl.core.ports import Refresh
     from agentrl.core.records import PolicyVersion
@@ -38,6 +40,33 @@ class LiveVersion:
 
 
 LiveT = TypeVar("LiveT", bound=LiveVersion)
+
+
+def newest_of(current: Mapping[str, LiveT], policy: str) -> LiveT:
+    """A policy's newest version.
+
+    Raises:
+        EngineError: the engine does not serve the policy.
+    """
+    serving = current.get(policy)
+    if serving is None:
+        raise EngineError(f"no policy {policy!r} in this engine; it serves: {', '.join(sorted(current))}")
+    return serving
+
+
+def live_version(live: Mapping[PolicyVersion, LiveT], version: PolicyVersion) -> LiveT:
+    """A live version.
+
+    Raises:
+        EngineError: the version is not (or no longer) here.
+    """
+    serving = live.get(version)
+    if serving is None:
+        names = ", ".join(sorted(map(str, live)))
+        raise EngineError(
+            f"version {version} is not served here (live: {names}); give it by update(..., keep=True) first"
+        )
+    return serving
 
 
 class Leaseholder(Protocol[LiveT]):

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentrl.core.errors import EngineError
 from agentrl.engines.adapter_bank import AdapterBank
-from agentrl.engines.leases import LiveVersion
+from agentrl.engines.leases import LiveVersion, live_version, newest_of
 from agentrl.engines.weight_files import ready_to_sample
 
 if TYPE_CHECKING:
@@ -83,10 +82,7 @@ class VersionTable:
         Raises:
             EngineError: the engine does not serve the policy.
         """
-        serving = self.current.get(policy)
-        if serving is None:
-            raise EngineError(f"no policy {policy!r} in this engine; it serves: {', '.join(sorted(self.current))}")
-        return serving
+        return newest_of(self.current, policy)
 
     def of_version(self, version: PolicyVersion) -> Serving:
         """A live version.
@@ -94,13 +90,7 @@ class VersionTable:
         Raises:
             EngineError: the version is not (or no longer) here.
         """
-        serving = self.live.get(version)
-        if serving is None:
-            live = ", ".join(sorted(map(str, self.live)))
-            raise EngineError(
-                f"version {version} is not served here (live: {live}); give it by update(..., keep=True) first"
-            )
-        return serving
+        return live_version(self.live, version)
 
     def servings_of(self, served: ServedModel) -> list[Serving]:
         """Live versions that a model copy serves."""

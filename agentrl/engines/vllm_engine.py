@@ -19,7 +19,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError
 from agentrl.core.ids import key64
 from agentrl.core.ports import EngineCapabilities
-from agentrl.engines.calls import empty_completion
+from agentrl.engines.calls import check_request, empty_completion
 from agentrl.engines.vllm_calls import VllmCall, VllmSession
 from agentrl.engines.vllm_start import VllmSettings, start_vllm
 from agentrl.engines.vllm_updates import VllmUpdates, VllmVersion
@@ -192,15 +192,7 @@ class VllmEngine:
         where = f"call {request.request_id} of session {session.session_id}"
         if self._closed:
             raise EngineError(f"{where}: the engine is closed")
-        if session.closed:
-            raise EngineError(f"{where}: the session is closed")
-        if session.call is not None or request.request_id in self._calls:
-            raise EngineError(f"{where}: a session has one call at a time, with a request id of its own")
-        ids = request.token_ids
-        if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= self._vocabulary:
-            raise EngineError(f"{where}: the context must have tokens, all in [0, {self._vocabulary})")
-        if not request.sampling.temperature > 0:
-            raise EngineError(f"{where}: temperature {request.sampling.temperature} is not above 0")
+        check_request(request, session, self._calls, vocabulary=self._vocabulary, where=where)
         if request.sampling.is_filtered:
             raise EngineCapabilityError(
                 f"{where}: top_k, top_p and min_p need the kept sets, which vLLM does not return here; leave them off, "

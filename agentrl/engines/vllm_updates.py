@@ -32,7 +32,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from agentrl.core.errors import EngineError, EngineLostError
 from agentrl.engines.adapter_files import check_adapter, read_adapter
-from agentrl.engines.leases import Leases, LiveVersion
+from agentrl.engines.leases import Leases, LiveVersion, live_version, newest_of
 from agentrl.engines.private_files import VARIABLE
 from agentrl.engines.weight_files import match_full_weights, read_weights, refusal
 
@@ -126,10 +126,7 @@ class VllmUpdates:
         Raises:
             EngineError: the engine does not serve the policy.
         """
-        serving = self._current.get(policy)
-        if serving is None:
-            raise EngineError(f"no policy {policy!r} in this engine; it serves: {', '.join(sorted(self._current))}")
-        return serving
+        return newest_of(self._current, policy)
 
     def of_version(self, version: PolicyVersion) -> VllmVersion:
         """A live version.
@@ -137,13 +134,7 @@ class VllmUpdates:
         Raises:
             EngineError: the version is not (or no longer) here.
         """
-        serving = self._live.get(version)
-        if serving is None:
-            live = ", ".join(sorted(map(str, self._live)))
-            raise EngineError(
-                f"version {version} is not served here (live: {live}); give it by update(..., keep=True) first"
-            )
-        return serving
+        return live_version(self._live, version)
 
     def is_live(self, serving: VllmVersion) -> bool:
         """Whether it can still be sampled from."""
