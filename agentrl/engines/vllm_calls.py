@@ -78,10 +78,12 @@ class VllmCall:
     """Whose weights sample it, or sampled it last."""
     name: str = ""
     """Of vLLM's request."""
+    asked: bool = False
+    """vLLM works on it: it is counted among the calls of `serving`."""
     ending: bool = False
     """Aborted: it returns what it has."""
     moving: bool = False
-    """Its weights are replaced: it goes on under the new ones."""
+    """Other weights sample it from here on, in a new request."""
     cached: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

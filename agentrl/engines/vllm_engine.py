@@ -213,13 +213,14 @@ class VllmEngine:
                 raise EngineError(f"call {call.request.request_id}: the engine was closed")
             if call.ending:
                 return "abort"
-            call.serving, call.moving = self._versions.leases.resolve(call.session), False
+            call.serving, call.moving, call.asked = self._versions.leases.resolve(call.session), False, True
             call.serving.calls += 1
             self._work(1)
             try:
                 reason = await self._ask(call, limit - len(call.tokens))
             finally:
                 self._work(-1)
+                call.asked = False
                 call.serving.calls -= 1
                 self._versions.settle(call.serving)
             if reason != "abort" or call.ending:
@@ -245,19 +246,25 @@ class VllmEngine:
             skip_clone=True,
         )
         prompt = TokensPrompt(prompt_token_ids=[*request.token_ids.tolist(), *call.tokens], cache_salt=serving.salt)  # type: ignore[typeddict-item]  # None is taken
-        told, reason = False, None
+        told = False
+        reason: FinishReason | None = None
         outputs = self._llm.generate(
             prompt, parameters, call.name, lora_request=serving.adapter, priority=call.session.priority
         )
         async for output in outputs:
             chosen = output.outputs[0]
-            if before == 0 and not call.tokens:
-                call.cached = output.num_cached_tokens or 0
-            call.take(chosen)
-            if chosen.finish_reason is not None:
-                reason = _reason(chosen, request)
-                call.close_spans(self._versions.spans(call.serving, output, start=before, stop=len(call.tokens)))
-            elif (call.ending or call.moving) and not told:  # asked for before vLLM knew of the request
+            if call.moving and not self._versions.adapters:  # full weights: perhaps new ones over an old prefix
+                reason = None if chosen.finish_reason is None else "abort"
+            else:
+                if before == 0 and not call.tokens:
+                    call.cached = output.num_cached_tokens or 0
+                call.take(chosen)
+                if chosen.finish_reason is not None:
+                    reason = _reason(chosen, request)
+                    call.close_spans(self._versions.spans(call.serving, output, start=before, stop=len(call.tokens)))
+            if (
+                reason is None and (call.ending or call.moving) and not told
+            ):  # asked for before vLLM knew of the request
                 told = True
                 await self._llm.abort(call.name)
         if reason is None:
@@ -284,18 +291,21 @@ class VllmEngine:
         except EngineDeadError as error:
             raise EngineLostError(f"weights {weights.version}: vLLM died") from error
 
-    def _switch_calls(self, old: VllmVersion, new: VllmVersion) -> None:
-        """Calls that `old` samples go on under `new`: in place where weights are replaced, else as new requests."""
+    async def _switch_calls(self, old: VllmVersion, new: VllmVersion) -> None:
+        """Calls that `old` samples go on under `new`: begun turns in place where weights are replaced, else anew."""
+        anew = []
         for call in self._calls.values():
-            if call.serving is not old or call.session.pin is not None or call.ending:
+            if not call.asked or call.serving is not old or call.session.pin is not None or call.ending:
                 continue
-            if new.adapter is not None:
+            if new.adapter is not None or not call.tokens:
                 call.moving = True
-                self._abort(call.name)
-            elif old.calls:
+                anew.append(call.name)
+            else:
                 call.deliver()
                 old.calls, new.calls = old.calls - 1, new.calls + 1
                 call.serving = new
+        if anew:
+            await self._llm.abort(anew)
 
     def release(self, version: PolicyVersion) -> None:
         """See `agentrl.core.ports.Engine.release`."""
@@ -330,6 +340,7 @@ class VllmEngine:
             raise EngineCapabilityError(f"vLLM scores tokens at temperature 1, not {temperature}")
         versions = self._versions
         while True:
+            await versions.may_sample(version if isinstance(version, str) else version.policy, lambda: self._closed)
             serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
             scores = await versions.score(serving, token_ids)
             if versions.is_live(serving):

@@ -3,10 +3,10 @@
 Owns: the live versions, adapter places, private copies of adapters, pauses, and the order of steps of an update. Does
 not know tokens. Invariant: until an update has succeeded the old version serves, and no failure leaves vLLM paused.
 
-refresh   adapters (nothing is paused)               full weights (one version at a time)
-token     calls go on under the new one, as a new    pause, load, go on; KV kept or recomputed
+refresh   adapters (nothing is paused)               full weights (one version at a time; new calls wait)
+token     calls go on under the new one, as a new    pause, load, go on; KV of begun turns kept or recomputed
           request over the tokens they have
-turn      calls in flight end on theirs              new calls wait until those in flight have ended, then the same
+turn      calls in flight end on theirs              the same, once those in flight have ended
 episode   sessions stay on theirs until they close   refused
 lazy      sessions stay until their lag exceeds      refused
           `max_staleness`, or a place is short
@@ -37,7 +37,7 @@ from agentrl.engines.private_files import VARIABLE
 from agentrl.engines.weight_files import match_full_weights, read_weights, refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
     from transformers import PreTrainedModel
     from vllm.outputs import RequestOutput
@@ -68,7 +68,8 @@ class VllmUpdates:
         model: the model's shapes.
         versions: for each policy, the version that the directory's weights are.
         settings: the engine's.
-        switch: told when calls in flight that the first version samples are to go on under the second.
+        switch: told when calls in flight that the first version samples are to go on under the second; what it has
+            to ask of vLLM for that is asked when it returns.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class VllmUpdates:
         versions: Mapping[str, PolicyVersion],
         settings: VllmSettings,
         *,
-        switch: Callable[[VllmVersion, VllmVersion], None],
+        switch: Callable[[VllmVersion, VllmVersion], Awaitable[None]],
     ) -> None:
         self._llm = llm
         self._model = model
@@ -101,7 +102,7 @@ class VllmUpdates:
         self._switch = switch
         self._numbers = itertools.count(1)
         self._held: set[str] = set()
-        """Policies whose new calls wait for an update at a turn boundary."""
+        """Policies whose new calls wait for an update."""
         self._paused = False
         self._ready_for_files = False
         self._one_at_a_time = asyncio.Lock()
@@ -213,7 +214,7 @@ class VllmUpdates:
                     self._check_may_free(weights, adapters)
                     await self._change()
             adapter = LoRARequest(lora_name=f"{weights.version}/{number}", lora_int_id=number, lora_path=str(copy))
-            await asyncio.shield(self._load_adapter(weights, adapter, keep=keep))
+            await _finished(self._load_adapter(weights, adapter, keep=keep))
         except BaseException:
             if weights.version not in self._live:
                 shutil.rmtree(copy, ignore_errors=True)
@@ -227,7 +228,6 @@ class VllmUpdates:
             shutil.copyfile(Path(weights.path) / name, copy / name)
 
     async def _load_adapter(self, weights: WeightsRef, adapter: LoRARequest, *, keep: bool) -> None:
-        """Once begun it is finished, even if whoever asked for it is cancelled."""
         try:
             await self._llm.add_lora(adapter)
         except EngineDeadError:
@@ -237,7 +237,7 @@ class VllmUpdates:
         new = VllmVersion(version=weights.version, digest=weights.sha256, kept=int(keep), adapter=adapter)
         old = self._promote(new)
         if self._refresh == "token":
-            self._switch(old, new)
+            await self._switch(old, new)
         self.settle(old)
 
     def _check_may_free(self, weights: WeightsRef, adapters: list[VllmVersion]) -> None:
@@ -260,16 +260,15 @@ class VllmUpdates:
             raise refusal(weights, "vLLM serves one full version at a time, so none can be kept; use lora")
         policy = weights.version.policy
         await asyncio.to_thread(self._check_full, weights)
+        self._held.add(policy)  # a turn that began now would find the prefixes of the version that leaves
         try:
-            if self._refresh == "turn":
-                self._held.add(policy)
-                while self.of_policy(policy).calls:
-                    if self._paused:
-                        raise refusal(
-                            weights, "the engine is paused in the middle of turns; resume it, or use refresh token"
-                        )
-                    await self._change()
-            await asyncio.shield(self._load_full(weights))
+            while self._refresh == "turn" and self.of_policy(policy).calls:
+                if self._paused:
+                    raise refusal(
+                        weights, "the engine is paused in the middle of turns; resume it, or use refresh token"
+                    )
+                await self._change()
+            await _finished(self._load_full(weights))
         finally:
             self._held.discard(policy)
             self._changed.set()
@@ -278,7 +277,10 @@ class VllmUpdates:
         match_full_weights(weights, read_weights(weights), self._model.state_dict(), self._model)
 
     async def _load_full(self, weights: WeightsRef) -> None:
-        """Once begun it is finished, even if whoever asked for it is cancelled."""
+        if (pinned := self.of_policy(weights.version.policy)).pins:
+            raise refusal(
+                weights, f"{pinned.pins} conversations are pinned to {pinned.version}; close them, or use lora"
+            )
         file = str(Path(weights.path) / "model.safetensors")
         async with self._controls:
             if not self._ready_for_files:
@@ -292,7 +294,7 @@ class VllmUpdates:
                 new = VllmVersion(version=weights.version, digest=weights.sha256, salt=label)
                 old = self._promote(new)
                 self._live = {new.version: new}
-                self._switch(old, new)
+                await self._switch(old, new)
             finally:
                 if not (self._paused or self._lost):
                     await self._llm.resume_generation()
@@ -370,3 +372,15 @@ class VllmUpdates:
         self._closed = True
         self._changed.set()
         self._copies.cleanup()
+
+
+async def _finished(work: Coroutine[Any, Any, None]) -> None:
+    """Do work that is finished once it has begun, although its caller is cancelled: locks and files stay until then."""
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # nobody is there to hear of it
+        raise

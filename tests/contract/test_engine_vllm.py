@@ -427,3 +427,22 @@ def test_a_version_that_nothing_needs_is_unloaded_and_its_copy_removed(
         assert copies() <= before
 
     make_vllm.run(main)
+
+
+def test_an_update_cancelled_while_vllm_reads_its_files_serves_them(
+    make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        engine = make_vllm()
+        context = prompt(20)
+        first = adapter(zoo, tmp_path / "1", 1)
+        updating = asyncio.ensure_future(engine.update(first))
+        make_vllm.llm.before["add_lora"] = updating.cancel
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        completion = await engine.open("s", "solver").generate(request("a", context))
+        assert [span.version.step for span in completion.spans] == [1]
+        check_logprobs(with_adapter(zoo, first), context, completion)
+        await engine.close()
+
+    make_vllm.run(main)

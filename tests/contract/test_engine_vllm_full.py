@@ -26,7 +26,7 @@ from tests.contract.engine_kinds import (
     write_full,
 )
 from tests.contract.test_engine_updates import SPOILT
-from tests.contract.vllm_suite import MakeVllm
+from tests.contract.vllm_suite import SLOTS, MakeVllm
 
 SOLVER = START["solver"]
 
@@ -146,6 +146,89 @@ def test_a_prefix_computed_while_weights_changed_is_not_served_again(make_vllm: 
         after = await session.generate(request("b", longer))
         assert after.cached_tokens == 0
         check_logprobs(zoo.load(seed=1), longer, after)
+        await engine.close()
+
+    make_vllm.run(main)
+
+
+def test_a_turn_that_begins_during_an_update_finds_nothing_of_the_old_weights(
+    make_vllm: MakeVllm, zoo: ModelZoo
+) -> None:
+    async def main() -> None:
+        engine = make_vllm(keep_kv=True)
+        session, context = engine.open("s", "solver"), prompt(64)
+        first = await session.generate(request("a", context))
+        longer = np.concatenate([context, first.token_ids])
+        begun = []
+        make_vllm.llm.before["start_weight_update"] = lambda: begun.append(
+            asyncio.ensure_future(session.generate(request("b", longer)))
+        )
+        await engine.update(zoo.full(version(1), seed=1))
+        second = await begun[0]
+        assert (steps(second), second.cached_tokens) == ([1], 0)
+        check_logprobs(zoo.load(seed=1), longer, second)
+        await engine.close()
+
+    make_vllm.run(main)
+
+
+def test_calls_that_wait_for_a_slot_find_nothing_of_the_old_weights(make_vllm: MakeVllm, zoo: ModelZoo) -> None:
+    async def main() -> None:
+        engine = make_vllm(keep_kv=True)
+        contexts = [prompt(64, each) for each in range(SLOTS + 8)]
+        sessions = [engine.open(f"s{each}", "solver") for each in range(len(contexts))]
+        turns = zip(sessions, contexts, strict=True)
+        firsts = await asyncio.gather(*(each.generate(request(each.session_id, context)) for each, context in turns))
+        longer = [np.concatenate([context, first.token_ids]) for context, first in zip(contexts, firsts, strict=True)]
+        calls = [
+            asyncio.ensure_future(each.generate(request(each.session_id, context, max_tokens=100)))
+            for each, context in zip(sessions, longer, strict=True)
+        ]
+        while not any(each.call is not None and each.call.tokens for each in sessions):
+            await asyncio.sleep(0)
+        await engine.update(zoo.full(version(1), seed=1))
+        seconds = await asyncio.gather(*calls)
+        waited = [(context, each) for context, each in zip(longer, seconds, strict=True) if steps(each) == [1]]
+        assert len(waited) >= len(contexts) - SLOTS
+        for context, each in waited:
+            assert each.cached_tokens == 0
+            check_logprobs(zoo.load(seed=1), context, each)
+        await engine.close()
+
+    make_vllm.run(main)
+
+
+def test_a_score_beside_a_held_call_keeps_the_count_of_calls(make_vllm: MakeVllm, zoo: ModelZoo) -> None:
+    async def main() -> None:
+        engine = make_vllm(refresh="turn")
+        context, later = prompt(40), []
+        make_vllm.llm.before["start_weight_update"] = lambda: later.extend(
+            [
+                asyncio.ensure_future(engine.open("s", "solver").generate(request("a", context))),
+                asyncio.ensure_future(engine.score("solver", context)),
+            ]
+        )
+        await engine.update(zoo.full(version(1), seed=1))
+        completion, scores = await asyncio.gather(*later)
+        assert steps(completion) == [1]
+        np.testing.assert_allclose(scores[1:], plain_scores(zoo, 1, context), atol=2e-4)
+        await engine.update(zoo.full(version(2), seed=2))
+        assert steps(await engine.open("t", "solver").generate(request("b", context))) == [2]
+        await engine.close()
+
+    make_vllm.run(main)
+
+
+def test_weights_under_a_pinned_conversation_are_not_replaced(make_vllm: MakeVllm, zoo: ModelZoo) -> None:
+    async def main() -> None:
+        engine = make_vllm()
+        pinned = engine.open("s", "solver", pin=SOLVER)
+        with pytest.raises(EngineError, match=r"1 conversations are pinned to solver@0\.0"):
+            await engine.update(zoo.full(version(1), seed=1))
+        assert not await make_vllm.llm.is_paused()
+        assert steps(await pinned.generate(request("a", prompt(9)))) == [0]
+        pinned.close()
+        await engine.update(zoo.full(version(1), seed=1))
         await engine.close()
 
     make_vllm.run(main)
