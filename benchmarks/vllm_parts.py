@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,13 @@ class WatchedVllm:
 
 
 def settings_for(
-    *, slots: int, max_context: int, refresh: Refresh, adapter_slots: int, max_staleness: int = 1, keep_kv: bool = True
+    *,
+    slots: int,
+    max_context: int,
+    refresh: Refresh,
+    adapter_slots: int,
+    max_staleness: Mapping[str, int] | None = None,
+    keep_kv: bool = True,
 ) -> VllmSettings:
     """Settings of a vLLM engine."""
     return VllmSettings(
@@ -82,7 +88,7 @@ def settings_for(
         keep_kv=keep_kv,
         adapter_slots=adapter_slots,
         max_rank=RANK,
-        max_staleness=max_staleness,
+        max_staleness=max_staleness or {},
     )
 
 

@@ -49,7 +49,7 @@ async def adapters(report: Report, *, publishes: int, quick: bool) -> None:
 def engine_over(llm: WatchedVllm, refresh: Refresh, max_staleness: int) -> VllmEngine:
     """An engine of ours over the vLLM that runs."""
     settings = settings_for(
-        slots=SLOTS, max_context=CONTEXT, refresh=refresh, adapter_slots=PLACES, max_staleness=max_staleness
+        slots=SLOTS, max_context=CONTEXT, refresh=refresh, adapter_slots=PLACES, max_staleness={POLICY: max_staleness}
     )
     shared: Any = llm
     return VllmEngine(shared, str(MODEL), versions=START, settings=settings)

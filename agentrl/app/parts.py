@@ -47,7 +47,7 @@ async def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion], 
         "keep_kv": section.keep_kv,
         "adapter_slots": sum(policy.max_staleness + 2 for policy in adapted) + 1 if adapted else 0,
         "max_rank": max((policy.lora.rank for policy in adapted if policy.lora is not None), default=1),
-        "max_staleness": max((policy.max_staleness for policy in config.policies.values()), default=0),
+        "max_staleness": {name: policy.max_staleness for name, policy in config.policies.items()},
         "threads": section.threads,
     }
     if section.kind == "vllm":

@@ -15,6 +15,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,7 +58,7 @@ class EmbeddedSettings:
     refresh: Refresh
     keep_kv: bool
     max_rank: int
-    max_staleness: int
+    max_staleness: Mapping[str, int]
     prefill_tokens: int
     fixed_shapes: bool
 
@@ -76,7 +77,7 @@ class EmbeddedEngine:
         capture_mask: record the kept set of each sampled token.
         adapter_slots: adapters served side by side; 0: full weights only.
         max_rank: the largest rank of an adapter.
-        max_staleness: refresh `lazy`: how many steps a session may stay behind.
+        max_staleness: refresh `lazy`: how many steps a session of a policy may stay behind; 1 where absent.
         prefill_tokens: padded context tokens computed per step.
         fixed_shapes: compute every token alone, in passes of one shape, so that it is the same bit for bit whoever else
             is there and however often the conversation was interrupted; several times slower.
@@ -160,7 +161,7 @@ class EmbeddedEngine:
         capture_mask: bool = False,
         adapter_slots: int = 4,
         max_rank: int = 64,
-        max_staleness: int = 1,
+        max_staleness: Mapping[str, int] = MappingProxyType({}),
         prefill_tokens: int = 2048,
         fixed_shapes: bool = False,
         threads: int = 1,

@@ -87,7 +87,7 @@ class Leases(Generic[LiveT]):
 
     Args:
         refresh: when sessions move to newer weights.
-        max_staleness: refresh `lazy`: how many steps a session may stay behind.
+        max_staleness: refresh `lazy`: how many steps a session of a policy may stay behind; 1 where absent.
         current: a policy's newest version.
         ended: called with a version that a lease, pin or call of has ended.
     """
@@ -96,7 +96,7 @@ class Leases(Generic[LiveT]):
         self,
         *,
         refresh: Refresh,
-        max_staleness: int,
+        max_staleness: Mapping[str, int],
         current: Callable[[str], LiveT],
         ended: Callable[[LiveT], None],
     ) -> None:
@@ -124,7 +124,8 @@ class Leases(Generic[LiveT]):
 
     def _is_fresh(self, session: Leaseholder[LiveT], lease: LiveT, current: LiveT) -> bool:
         mine, newest = lease.version, current.version
-        return session.has_kv and mine.lineage == newest.lineage and newest.step - mine.step <= self._max_staleness
+        bound = self._max_staleness.get(session.policy, 1)
+        return session.has_kv and mine.lineage == newest.lineage and newest.step - mine.step <= bound
 
     def end(self, session: Leaseholder[LiveT]) -> None:
         """The session no longer holds on to a version."""

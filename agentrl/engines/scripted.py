@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -75,7 +76,7 @@ class ScriptedEngine:
         hold: calls stay in flight until `release_held`.
         seeded_logprobs: logprobs drawn from the request's seed, in (-3, 0], instead of -1.
         refresh: when a session moves to a newer version.
-        max_staleness: refresh `lazy`: how many steps a session may stay behind.
+        max_staleness: refresh `lazy`: how many steps a session of a policy may stay behind; 1 where absent.
         max_context: longest context, completion included.
 
     Example:
@@ -92,7 +93,7 @@ class ScriptedEngine:
         hold: bool = False,
         seeded_logprobs: bool = False,
         refresh: Refresh = "token",
-        max_staleness: int = 1,
+        max_staleness: Mapping[str, int] = MappingProxyType({}),
         max_context: int = 1 << 20,
     ) -> None:
         self.capabilities = EngineCapabilities(
@@ -165,7 +166,7 @@ class ScriptedEngine:
         current = self._current[policy]
         if lease is None or self._refresh in ("token", "turn"):
             return current
-        lags = lease.lineage != current.lineage or current.step - lease.step > self._max_staleness
+        lags = lease.lineage != current.lineage or current.step - lease.step > self._max_staleness.get(lease.policy, 1)
         return current if self._refresh == "lazy" and lags else lease
 
     def start(

@@ -42,7 +42,7 @@ class WeightUpdates:
         *,
         versions: VersionTable,
         refresh: Refresh,
-        max_staleness: int,
+        max_staleness: Mapping[str, int],
         between_passes: asyncio.Lock,
         switch: Callable[[Serving, Serving], None],
         on_worker: Callable[[Callable[[], None]], Awaitable[None]],

@@ -9,6 +9,7 @@ keeps its tokens; nothing is asked of vLLM while it is paused; when vLLM dies th
 from __future__ import annotations
 
 import asyncio
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from vllm import SamplingParams, TokensPrompt
@@ -103,7 +104,7 @@ class VllmEngine:
         keep_kv: bool = True,
         adapter_slots: int = 4,
         max_rank: int = 64,
-        max_staleness: int = 1,
+        max_staleness: Mapping[str, int] = MappingProxyType({}),
         kv_memory: int = 0,
         threads: int = 1,
     ) -> VllmEngine:
@@ -118,7 +119,7 @@ class VllmEngine:
             keep_kv: full weights, refresh `token`: whether calls in flight keep the KV that older weights computed.
             adapter_slots: adapters served side by side; 0: full weights, of one policy.
             max_rank: the largest rank of an adapter.
-            max_staleness: refresh `lazy`: how many steps a session may stay behind.
+            max_staleness: refresh `lazy`: how many steps a session of a policy may stay behind; 1 where absent.
             kv_memory: bytes for keys and values; 0: as vLLM decides on a GPU, what `slots` contexts need on CPU.
             threads: torch threads of its worker on CPU.
 

@@ -19,6 +19,8 @@ from agentrl.engines import vllm_worker
 from agentrl.engines.weight_files import read_shapes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from agentrl.core.ports import Refresh
 
 _BLOCK = 32
@@ -39,7 +41,7 @@ class VllmSettings:
     keep_kv: bool
     adapter_slots: int
     max_rank: int
-    max_staleness: int
+    max_staleness: Mapping[str, int]
 
 
 def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, threads: int = 1) -> AsyncLLM:

@@ -112,8 +112,8 @@ async def versions_over_turns(engine: EmbeddedEngine, zoo: ModelZoo, root: Path,
         ({"refresh": "token"}, [0, 1, 2, 3, 4]),
         ({"refresh": "turn"}, [0, 1, 2, 3, 4]),
         ({"refresh": "episode"}, [0, 0, 0, 0, 0]),
-        ({"refresh": "lazy", "max_staleness": 1}, [0, 0, 2, 2, 4]),
-        ({"refresh": "lazy", "max_staleness": 2}, [0, 0, 0, 3, 3]),
+        ({"refresh": "lazy", "max_staleness": {"solver": 1}}, [0, 0, 2, 2, 4]),
+        ({"refresh": "lazy", "max_staleness": {"solver": 2}}, [0, 0, 0, 3, 3]),
     ],
 )
 def test_sessions_move_to_newer_adapters_as_refresh_says(
@@ -129,7 +129,7 @@ def test_sessions_move_to_newer_adapters_as_refresh_says(
 
 def test_lazy_sessions_reuse_their_kv_until_they_move(zoo: ModelZoo, tmp_path: Path) -> None:
     async def main() -> None:
-        engine = load_engine(zoo, refresh="lazy", max_staleness=1)
+        engine = load_engine(zoo, refresh="lazy", max_staleness={"proposer": 0})
         session, context, cached = engine.open("s", "solver"), prompt(20), []
         for turn in range(3):
             completion = await session.generate(request(f"r{turn}", context))
@@ -144,7 +144,7 @@ def test_lazy_sessions_reuse_their_kv_until_they_move(zoo: ModelZoo, tmp_path: P
 
 def test_lazy_leases_give_way_when_places_are_short(zoo: ModelZoo, tmp_path: Path) -> None:
     async def main() -> None:
-        engine = load_engine(zoo, refresh="lazy", max_staleness=100, adapter_slots=2)
+        engine = load_engine(zoo, refresh="lazy", max_staleness={"solver": 100}, adapter_slots=2)
         assert await versions_over_turns(engine, zoo, tmp_path, 5) == [0, 0, 0, 0, 0]
         session = engine.open("t", "solver")
         steps = []

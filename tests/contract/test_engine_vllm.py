@@ -176,8 +176,8 @@ def test_deltas_are_the_completion_with_the_versions_of_its_spans(
         ({"refresh": "token"}, [0, 1, 2, 3, 4]),
         ({"refresh": "turn"}, [0, 1, 2, 3, 4]),
         ({"refresh": "episode"}, [0, 0, 0, 0, 0]),
-        ({"refresh": "lazy", "max_staleness": 1}, [0, 0, 2, 2, 4]),
-        ({"refresh": "lazy", "max_staleness": 2}, [0, 0, 0, 3, 3]),
+        ({"refresh": "lazy", "max_staleness": {"solver": 1}}, [0, 0, 2, 2, 4]),
+        ({"refresh": "lazy", "max_staleness": {"solver": 2}}, [0, 0, 0, 3, 3]),
     ],
 )
 def test_sessions_move_to_newer_adapters_as_refresh_says(
@@ -235,7 +235,7 @@ def test_an_update_waits_for_the_place_of_a_leased_adapter(make_vllm: MakeVllm, 
 
 def test_lazy_leases_give_way_when_places_are_short(make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path) -> None:
     async def main() -> None:
-        engine: Any = make_vllm(refresh="lazy", max_staleness=100, adapter_slots=2)
+        engine: Any = make_vllm(refresh="lazy", max_staleness={"solver": 100}, adapter_slots=2)
         session, seen = engine.open("t", "solver"), []
         for turn in range(6):
             seen += steps(await session.generate(request(f"t{turn}", prompt(9))))

@@ -122,7 +122,7 @@ def vllm_settings(
     """As the suite starts vLLM, or as one engine over it is made."""
     from agentrl.engines.vllm_start import VllmSettings
 
-    settings = {"keep_kv": True, "max_rank": 8, "max_staleness": 1, **more}
+    settings = {"keep_kv": True, "max_rank": 8, "max_staleness": {}, **more}
     return VllmSettings(slots=slots, max_context=max_context, refresh=refresh, adapter_slots=adapter_slots, **settings)
 
 

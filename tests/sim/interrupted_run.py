@@ -294,7 +294,7 @@ class InterruptedRun:
             self._current = [(0.0, version) for version in versions.values()]
             journal, known = MemoryJournal(), dict[str, int]()
             while True:
-                engine = WatchedEngine(versions, known, refresh=self.refresh, max_staleness=1)
+                engine = WatchedEngine(versions, known, refresh=self.refresh)
                 life = Life(journal=journal, engine=engine, run_seed=self.seed % 4)
                 killed = await self._live(life, disturbed=disturbed)
                 self.resampled += engine.resampled
