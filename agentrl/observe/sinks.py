@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.core.errors import ConfigError
+from agentrl.core.installation import install_command
 from agentrl.observe.metrics import describe
 from agentrl.observe.view import plain
 
@@ -160,7 +161,7 @@ def _import(module: str, package: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"sinks: {package!r} needs a package that is not installed ({error}); install it with "
-            f"`python -m pip install 'agentrl[{package}]'`, or leave it out of `sinks`"
+            f"`{install_command(package)}`, or leave it out of `sinks`"
         ) from error
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from agentrl.cli import doctor, probes
 from agentrl.cli.main import main
 from agentrl.cli.probes import Check
+from agentrl.core.installation import install_command
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +35,7 @@ def failing() -> list[Check]:
 
 
 def missing() -> list[Check]:
-    return [Check(name="torch", found="not installed", level="missing", fix="pip install 'agentrl[train]'")]
+    return [Check(name="torch", found="not installed", level="missing", fix="pip install '.[train]'")]
 
 
 def test_a_probe_that_fails_hides_no_other_and_what_is_missing_is_exit_code_1(
@@ -45,7 +46,7 @@ def test_a_probe_that_fails_hides_no_other_and_what_is_missing_is_exit_code_1(
     said = capsys.readouterr().out
     assert "failing" in said
     assert "cannot be told (PermissionError: /proc/meminfo is hidden)" in said
-    assert "→ pip install 'agentrl[train]'" in said
+    assert "→ pip install '.[train]'" in said
     assert "Python" in said
     assert "not ready: 1 thing(s)" in said
 
@@ -67,7 +68,7 @@ def test_a_file_that_hides_a_library_is_named(
 def test_a_package_that_is_absent_or_old_is_told_with_its_command() -> None:
     absent = probes.package("no-such-package-here", {}, extra="train", needed=True)
     assert (absent.level, absent.found) == ("missing", "not installed")
-    assert absent.fix.endswith("-m pip install 'agentrl[train]'")
+    assert absent.fix == install_command("train")
     optional = probes.package("no-such-package-here", {}, extra="ray", needed=False)
     assert (optional.level, optional.found) == ("note", "not installed; without it set --trainer.kind=in_process")
     old = probes.package("numpy", {"numpy": "99.1"}, extra="train", needed=True)
@@ -85,5 +86,5 @@ def test_a_missing_library_is_one_line_with_the_extra_that_brings_it(
 
     monkeypatch.setattr("agentrl.cli.training.demo", demo)
     assert main(["demo"]) == 2
-    expected = "agentrl: ray is not installed: pip install 'agentrl[ray]', or set --trainer.kind=in_process\n"
+    expected = f"agentrl: ray is not installed: {install_command('ray')}, or set --trainer.kind=in_process\n"
     assert capsys.readouterr().err == expected

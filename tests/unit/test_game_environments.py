@@ -20,7 +20,7 @@ from agentrl.rollout.plain_format import PlainFormat
 from agentrl.testing.random_policy import random_policy
 from tests.unit.episodes import Played, play
 
-INSTALL = "pip install 'agentrl[games]'"
+INSTALL = "the extra games is not installed"
 
 
 def told(played: Played, seat: str) -> list[str]:
