@@ -396,7 +396,7 @@ def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> None:
         if before and then != today:
             raise ConfigError(
                 f"{key} was {then!r} and is {today!r}: a run is resumed as it was, with environment and model where "
-                f"they were; restore the value (--{key}=…), or change --name"
+                f"they were; restore the value (--{key}={'null' if then is None else '…'}), or change --name"
             )
 
 
