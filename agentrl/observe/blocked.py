@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 BLOCKED_S = 1.0
 _MAX_CALLERS = 5
 _PACKAGE = __file__.rpartition("/observe/")[0]
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")})
 
 
 @contextlib.contextmanager
@@ -114,11 +114,15 @@ class _Watch:
         task = asyncio.current_task(self._loop)
         name = "" if task is None or task.get_name().startswith("Task-") else f" in episode {task.get_name()}"
         callers = "".join(f", called from {_place(frame)}" for frame in stack[1:_MAX_CALLERS])
-        return (
+        what = (
             f"the event loop has been blocked for {seconds:.1f} s{name} by {_place(stack[0])}: "
-            f"`{linecache.getline(file, number).strip()}`{callers}. No episode goes on meanwhile: await it "
-            "(`ctx.sleep`, `ctx.effect` with an async function), or mark the tool @tool(external=True), which runs it "
-            "in a thread"
+            f"`{linecache.getline(file, number).strip()}`{callers}. No episode goes on meanwhile: "
+        )
+        if not is_users(file):
+            return f"{what}no code of yours is in it; agentrl or a library works, or the machine is busy"
+        return (
+            f"{what}await it (`ctx.sleep`, `ctx.effect` with an async function), or mark the tool "
+            "@tool(external=True), which runs it in a thread"
         )
 
 

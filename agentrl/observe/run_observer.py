@@ -148,11 +148,20 @@ class RunObserver:
             title = f"training reward{whose} by optimizer step"
             self._stream.write("\n" + curve(rewards, steps=steps, title=title) + "\n")
         self._stream.write(self._held_out(summary["held_out_tasks"]))
+        planned, reached = (
+            self.state.plan.steps,
+            max((policy.step for policy in self.state.policies.values()), default=0),
+        )
+        nothing = (
+            f"no step was taken: --resume goes on from step {reached} of {planned}\n"
+            if reached < planned
+            else f"nothing was left to do: the run has its {planned} steps; --steps=N goes on to more\n"
+        )
         self._stream.write(
             f"{summary['steps']} steps in {summary['rl_seconds']:.1f} s; "
             f"engine busy {summary['engine_busy_share']:.0%}, trainer {summary['trainer_busy_share']:.0%} of the time\n"
-            if self.steps or not self.state.plan.steps
-            else f"nothing was left to do: the run has its {self.state.plan.steps} steps; --steps=N goes on to more\n"
+            if self.steps or not planned
+            else nothing
         )
         self._stream.write(f"run directory: {safe_line(str(self._directory.given))}\n")
         self._stream.flush()

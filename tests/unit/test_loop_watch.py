@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sysconfig
 import threading
 from collections.abc import Callable, Coroutine
 
-from agentrl.observe.blocked import watch_loop
+from agentrl.observe.blocked import is_users, watch_loop
 
 
 def told_during(act: Callable[[threading.Event], Coroutine[object, object, None]]) -> list[str]:
@@ -54,6 +55,11 @@ def test_an_episode_that_blocks_the_loop_is_named_with_its_stack() -> None:
     assert "in episode e7 by" in said
     assert "in think: `heard.wait()`, called from" in said
     assert " in run" in said
+
+
+def test_the_command_that_starts_a_program_is_nobodys_code() -> None:
+    assert not is_users(f"{sysconfig.get_path('scripts')}/agentrl")
+    assert is_users(__file__)
 
 
 def test_an_error_nobody_awaits_is_named_with_its_line() -> None:

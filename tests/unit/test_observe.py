@@ -166,6 +166,10 @@ def test_the_end_shows_the_whole_run_also_after_a_resume_and_a_curve_for_each_po
     with RunObserver(directory, plan=plan, stream=stream) as observer:
         observer.finish({**summary, "steps": 0})
     assert "nothing was left to do: the run has its 4 steps; --steps=N goes on to more" in stream.getvalue()
+    longer = RunPlan(name="demo", steps=6, max_staleness={"a": 1, "b": 1})
+    with RunObserver(directory, plan=longer, stream=stream) as observer:
+        observer.finish({**summary, "steps": 0})
+    assert "no step was taken: --resume goes on from step 4 of 6" in stream.getvalue()
 
 
 def test_what_is_waited_for_after_the_end_is_shown_on_a_terminal(
