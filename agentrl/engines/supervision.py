@@ -126,6 +126,8 @@ class Supervisor:
                     return
                 self._tell(f"{self._name} {how}; it is started again in {wait:g} s")
                 await self._clock.sleep(wait)
+        except Exception as error:  # noqa: BLE001 - a bug of ours: whoever waits for the child must not wait for ever
+            self._give_up(EngineError(f"{self._name} could not be kept running: {type(error).__name__}: {error}"))
         finally:
             self.kill()
             if self._process is not None:

@@ -183,6 +183,32 @@ def test_a_bug_in_making_a_process_ready_is_raised_by_who_waits_for_it() -> None
     asyncio.run(main())
 
 
+class Unmourned(Unwelcome):
+    """A process whose death a bug of ours stumbles over."""
+
+    async def welcome(self) -> None:
+        await asyncio.Event().wait()
+
+    async def died(self, how: str) -> None:
+        raise KeyError("a bug")
+
+
+def test_a_bug_in_taking_leave_of_a_process_is_raised_by_who_waits_for_the_next() -> None:
+    async def main() -> None:
+        supervisor = Supervisor(
+            "the process", Unmourned(), budget=RetryBudget(5), clock=NoWaiting(), tell=lambda line: None
+        )
+        while supervisor.process_id is None:
+            await asyncio.sleep(0)
+        supervisor.kill()
+        async with asyncio.timeout(20):
+            with pytest.raises(EngineError, match="could not be kept running: KeyError: 'a bug'"):
+                await supervisor.serving()
+            await supervisor.stop()
+
+    asyncio.run(main())
+
+
 def test_a_process_that_dies_again_and_again_is_given_up_and_an_answer_starts_the_count_anew() -> None:
     async def main() -> None:
         engine, clock = await made(attempts=2)
