@@ -73,6 +73,8 @@ class Supervisor:
         self._clock = clock
         self._tell = tell
         self._process: Process | None = None
+        self._why = ""
+        """It was killed."""
         self._serving = asyncio.Event()
         self._failure: AgentRLError | None = None
         self._task = asyncio.get_running_loop().create_task(self._keep(), name=f"keep {name}")
@@ -97,9 +99,10 @@ class Supervisor:
         """The child did something useful: its next loss is the first in a row."""
         self._budget.achieved()
 
-    def kill(self) -> None:
-        """End the child, and what it started, at once; it is replaced as if it had died by itself."""
+    def kill(self, why: str = "") -> None:
+        """End the child, and what it started, at once; it is replaced as if it had died by itself, for that reason."""
         if self._process is not None and self._process.returncode is None:
+            self._why = self._why or why
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -135,6 +138,7 @@ class Supervisor:
 
     async def _live(self) -> str:
         """One child, from its start to its death; how it died."""
+        self._why = ""
         try:
             process = self._process = await self._supervised.launch()
         except OSError as error:
@@ -146,7 +150,7 @@ class Supervisor:
                 os.killpg(process.pid, signal.SIGKILL)  # what it had started
             if self._failure is None:
                 self._serving.clear()
-            how = f"died ({_cause(code)})"
+            how = f"was killed: {self._why}" if self._why else f"died ({_cause(code)})"
             await self._supervised.died(how)
             return how
         finally:

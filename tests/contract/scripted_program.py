@@ -30,3 +30,8 @@ def scripted_engine(
         seeded_logprobs=True,
         max_context=max_context,
     )
+
+
+def confused_engine(versions: Mapping[str, PolicyVersion]) -> ScriptedEngine:
+    """Says token ids that are none."""
+    return ScriptedEngine(lambda *_: [1 << 40] * 600, versions=versions, seconds_per_token=5e-4)

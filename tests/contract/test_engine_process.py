@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -150,6 +151,45 @@ def test_what_is_said_to_a_process_that_has_not_been_told_all_does_not_end_it() 
             await asyncio.sleep(0)
         engine.abort("nobody")
         await engine.ready()
+        assert engine.supervisor.losses == 0
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_process_that_talks_nonsense_is_replaced_by_name() -> None:
+    async def main() -> None:
+        said: list[str] = []
+        engine = ProcessEngine(
+            EngineProgram("tests.contract.scripted_program:confused_engine", {}),
+            START,
+            clock=NoWaiting(),
+            tell=said.append,
+        )
+        async with asyncio.timeout(20):
+            with pytest.raises(EngineLostError, match="was killed: what it said makes no sense"):
+                await engine.open("a", "solver").generate(request("a", prompt(9), max_tokens=590), lambda *_: None)
+            await engine.ready()
+        assert len(said) == engine.supervisor.losses == 1
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_listener_that_raises_ends_its_own_call_and_no_other() -> None:
+    async def main() -> None:
+        engine, _ = await made()
+
+        def on_delta(*_: Any) -> None:
+            raise LookupError("of the listener")
+
+        async with asyncio.timeout(20):
+            beside = asyncio.ensure_future(engine.open("b", "solver").generate(request("b", prompt(9), max_tokens=590)))
+            session = engine.open("a", "solver")
+            with pytest.raises(LookupError, match="of the listener"):
+                await session.generate(request("a", prompt(9), max_tokens=590), on_delta)
+            assert len((await session.generate(request("a", prompt(9)))).token_ids) == 8
+            assert len((await beside).token_ids) == 590
         assert engine.supervisor.losses == 0
         await engine.close()
 
