@@ -6,6 +6,7 @@ Serves one connection, the socket it was started with, and ends with it. Owns th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import socket
@@ -36,6 +37,7 @@ class EngineHost:
         self._sessions: dict[int, EngineSession | AgentRLError] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._said_busy = 0.0
+        self._leaving = False
 
     def handle(self, message: wire.Request) -> None:  # noqa: C901, PLR0912 (one branch per message)
         """Do what a message asks for; calls in tasks of their own."""
@@ -92,13 +94,24 @@ class EngineHost:
         try:
             reply = await work
         except EngineLostError:
-            os._exit(1)  # what this process serves is dead: the next process begins anew
-        except AgentRLError as error:
-            reply = wire.Failed(call=call, kind=type(error).__name__, message=str(error))
+            await self._leave()
+            return
         except Exception as error:  # noqa: BLE001 - the client must hear of whatever an engine raises
-            reply = wire.Failed(call=call, kind="EngineError", message=f"{type(error).__name__}: {error}")
+            reply = _failed(call, error)
         self._tell_busy()
         wire.send(self._writer, wire.Answered(call=call) if reply is None else reply)
+
+    async def _leave(self) -> None:
+        """What this process serves is dead: the next one begins anew, once every call has said what it has."""
+        if self._leaving:
+            return
+        self._leaving = True
+        if others := set(self._tasks.values()) - {asyncio.current_task()}:
+            await asyncio.wait(others, timeout=BUSY_S)
+        self._writer.transport.set_write_buffer_limits(0)
+        with contextlib.suppress(ConnectionError):
+            await self._writer.drain()  # to the last byte
+        os._exit(1)
 
     async def _generate(self, message: wire.Generate) -> wire.Reply:
         session = self._sessions.get(message.session)
@@ -117,6 +130,12 @@ class EngineHost:
     async def _score(self, message: wire.Score) -> wire.Reply:
         scores = await self._engine.score(message.version, wire.tokens_of(message.token_ids), message.temperature)
         return wire.Scored(call=message.call, logprobs=scores.astype("<f4", copy=False).tobytes())
+
+
+def _failed(call: int, error: Exception) -> wire.Failed:
+    if isinstance(error, AgentRLError):
+        return wire.Failed(call=call, kind=type(error).__name__, message=str(error))
+    return wire.Failed(call=call, kind="EngineError", message=f"{type(error).__name__}: {error}")
 
 
 def _make(load: wire.Load) -> Engine:
@@ -144,8 +163,8 @@ async def _serve(connection: socket.socket) -> None:
         return
     try:
         engine = _make(load)
-    except AgentRLError as error:
-        wire.send(writer, wire.Failed(call=0, kind=type(error).__name__, message=str(error)))
+    except Exception as error:  # noqa: BLE001 - the client must hear of whatever a factory raises
+        wire.send(writer, _failed(0, error))
         await writer.drain()
         return
     host = EngineHost(engine, writer)

@@ -304,6 +304,37 @@ def test_what_the_factory_raises_is_raised_here(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_whatever_the_factory_raises_is_raised_here_at_once() -> None:
+    async def main() -> None:
+        program = EngineProgram(SCRIPTED.factory, {"no_such_argument": 1})
+        engine = ProcessEngine(program, START, clock=NoWaiting())
+        with pytest.raises(EngineError, match=r"TypeError: .*no_such_argument"):
+            await engine.ready()
+        assert engine.supervisor.losses == 0
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_of_all_calls_of_an_engine_that_is_lost_the_last_words_are_heard() -> None:
+    async def main() -> None:
+        engine = ProcessEngine(
+            EngineProgram("tests.contract.scripted_program:MortalEngine", {}), START, clock=NoWaiting()
+        )
+        heard: list[str] = []
+
+        def on_delta(request_id: str, *_: Any) -> None:
+            heard.append(request_id)
+
+        calls = (engine.open(name, "solver").generate(request(name, prompt(9)), on_delta) for name in "abc")
+        for lost in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(lost, EngineLostError)
+        assert sorted(heard) == ["a", "b", "c"]
+        await engine.close()
+
+    asyncio.run(main())
+
+
 class LeavesOneBehind:
     """A child that starts another process and dies."""
 
