@@ -113,8 +113,9 @@ class ProcessEngine:
         ours, theirs = socket.socketpair()
         self._files = PrivateFiles()
         command = [sys.executable, "-m", self._program.host, str(theirs.fileno()), str(os.getpid())]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        environment[VARIABLE] = str(self._files.path)
+        # it imports what this process would, and nothing that only lies in the working directory
+        paths = os.pathsep.join(map(os.path.abspath, sys.path))
+        environment = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1", VARIABLE: str(self._files.path)}
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,

@@ -196,6 +196,17 @@ def test_a_listener_that_raises_ends_its_own_call_and_no_other() -> None:
     asyncio.run(main())
 
 
+def test_a_module_in_the_working_directory_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "msgspec.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+
+    async def main() -> None:
+        engine, _ = await made(attempts=1)
+        await engine.close()
+
+    asyncio.run(main())
+
+
 class Unwelcome:
     """A process that a bug of ours keeps from being made ready."""
 
