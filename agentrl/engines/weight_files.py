@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from agentrl.core.errors import EngineError, ModelError
+from agentrl.core.records import WEIGHT_FILES
 from agentrl.engines.attention import use_grouped_attention
 
 if TYPE_CHECKING:
@@ -181,22 +182,23 @@ def _check_window(config: PretrainedConfig, max_context: int, path: str | Path) 
         )
 
 
-def read_weights(weights: WeightsRef) -> dict[str, Tensor]:
-    """Read a version's safetensors file after checking its digest.
+def read_weights(weights: WeightsRef, *, beside: bytes = b"") -> dict[str, Tensor]:
+    """Read a version's safetensors file after checking its digest, which is also of what lies `beside` it.
 
     Raises:
         EngineError: the file is missing, damaged or not the one whose digest was published; or a tensor is of a wrong
             dtype or has a value that is not finite.
     """
-    name = "model.safetensors" if weights.kind == "full" else "adapter_model.safetensors"
-    path = Path(weights.path) / name
+    path = Path(weights.path) / WEIGHT_FILES[weights.kind][0]
     try:
         content = path.read_bytes()
     except OSError as error:
         raise refusal(weights, f"{path} cannot be read ({error.strerror})") from error
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != weights.sha256:
-        raise refusal(weights, f"the SHA-256 digest of {path} is {digest}, {weights.sha256} was published")
+    digest = hashlib.sha256(content)
+    digest.update(beside)
+    if digest.hexdigest() != weights.sha256:
+        what = f"{path} and its configuration" if beside else path
+        raise refusal(weights, f"the SHA-256 digest of {what} is {digest.hexdigest()}, {weights.sha256} was published")
     try:
         tensors = load_safetensors(content)
     except SafetensorError as error:
