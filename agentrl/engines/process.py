@@ -60,6 +60,7 @@ class ProcessEngine:
     Args:
         program: what the process runs.
         versions: the version each policy begins at.
+        silence_s: how long it may give no sign of life, before it is taken to hang and is killed.
         attempts: how often in a row the process may die with no call answered in between.
         clock: where waits between attempts come from.
         tell: takes a line for people when the process died; nobody is told where it is None.
@@ -73,6 +74,7 @@ class ProcessEngine:
         program: EngineProgram,
         versions: Mapping[str, PolicyVersion],
         *,
+        silence_s: float = 300.0,
         attempts: int = 5,
         clock: Clock | None = None,
         tell: Callable[[str], None] | None = None,
@@ -93,6 +95,7 @@ class ProcessEngine:
             "the engine's process",
             self,
             budget=RetryBudget(attempts),
+            silence_s=silence_s,
             clock=clock or SystemClock(),
             tell=tell or (lambda line: None),
         )
@@ -394,6 +397,7 @@ class _Connection:
         why = ""  # it hangs up when it dies
         try:
             while (body := await wire.receive(reader)) is not None:
+                self._supervisor.heard()
                 self._hear(wire.REPLIES.decode(body))
         except Exception as error:  # noqa: BLE001 - whatever it said, its calls must not wait for ever
             why = f"what it said makes no sense ({type(error).__name__}: {error})"

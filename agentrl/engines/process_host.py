@@ -12,31 +12,43 @@ import os
 import socket
 import sys
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.core.errors import AgentRLError, EngineCapabilityError, EngineError, EngineLostError
+from agentrl.core.ports import Engine
 from agentrl.engines import wire
 from agentrl.engines.supervision import die_with
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from agentrl.core.ports import Engine, EngineSession
+    from agentrl.core.ports import EngineSession
     from agentrl.core.records import PolicyVersion
 
 BUSY_S = 0.2
-"""How often the client hears how long the engine has been computing."""
+"""How often, at most, the client hears how long the engine has been computing."""
+
+
+class HostedEngine(Engine, Protocol):
+    """An engine that can be asked whether it hangs."""
+
+    async def ping(self) -> None:
+        """Return when all that computes has been heard from: never, where it hangs.
+
+        Raises:
+            EngineLostError: it is dead.
+        """
+        ...
 
 
 class EngineHost:
     """One engine behind one connection."""
 
-    def __init__(self, engine: Engine, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, engine: HostedEngine, writer: asyncio.StreamWriter) -> None:
         self._engine = engine
         self._writer = writer
         self._sessions: dict[int, EngineSession | AgentRLError] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._said_busy = 0.0
         self._leaving = False
 
     def handle(self, message: wire.Request) -> None:  # noqa: C901, PLR0912 (one branch per message)
@@ -73,16 +85,17 @@ class EngineHost:
                 raise EngineError("an engine is loaded once")
 
     async def tell_busy(self) -> None:
-        """Tell the client how long the engine has been computing, for ever."""
+        """Tell the client how long the engine has been computing, and thereby that it does not hang, for ever."""
         while True:
             await asyncio.sleep(BUSY_S)
+            try:
+                await self._engine.ping()
+            except EngineLostError:
+                await self._leave()
             self._tell_busy()
 
     def _tell_busy(self) -> None:
-        seconds = self._engine.busy_seconds()
-        if seconds != self._said_busy:
-            self._said_busy = seconds
-            wire.send(self._writer, wire.Busy(seconds=seconds))
+        wire.send(self._writer, wire.Busy(seconds=self._engine.busy_seconds()))
 
     def _start(self, call: int, work: Coroutine[Any, Any, wire.Reply | None]) -> None:
         task = asyncio.get_running_loop().create_task(self._answer(call, work))
@@ -138,7 +151,7 @@ def _failed(call: int, error: Exception) -> wire.Failed:
     return wire.Failed(call=call, kind="EngineError", message=f"{type(error).__name__}: {error}")
 
 
-def _make(load: wire.Load) -> Engine:
+def _make(load: wire.Load) -> HostedEngine:
     module, _, names = load.factory.partition(":")
     try:
         factory: Any = importlib.import_module(module)
@@ -149,7 +162,7 @@ def _make(load: wire.Load) -> Engine:
         ) from error
     for name in names.split("."):
         factory = getattr(factory, name)
-    engine: Engine = factory(versions=load.versions, **load.arguments)
+    engine: HostedEngine = factory(versions=load.versions, **load.arguments)
     return engine
 
 

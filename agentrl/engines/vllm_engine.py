@@ -347,6 +347,13 @@ class VllmEngine:
             if versions.is_live(serving):
                 return scores  # otherwise full weights were replaced meanwhile, and some scores may be of either
 
+    async def ping(self) -> None:
+        """See `process_host.HostedEngine`: vLLM's core is heard from between two steps of its worker."""
+        try:
+            await self._llm.is_sleeping()
+        except EngineDeadError as error:
+            raise EngineLostError("vLLM died") from error
+
     def busy_seconds(self) -> float:
         """See `agentrl.core.ports.Engine.busy_seconds`: seconds in which any call was in flight."""
         self._work(0)

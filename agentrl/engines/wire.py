@@ -173,7 +173,7 @@ class Delta(_Message, frozen=True):
 
 
 class Busy(_Message, frozen=True):
-    """How long the engine has been computing since it was made."""
+    """How long the engine has been computing since it was made; it does not hang."""
 
     seconds: float
 

@@ -39,6 +39,17 @@ def confused_engine(versions: Mapping[str, PolicyVersion]) -> ScriptedEngine:
     return ScriptedEngine(lambda *_: [1 << 40] * 600, versions=versions, seconds_per_token=5e-4)
 
 
+class HangingEngine(ScriptedEngine):
+    """Serves, but for what computes."""
+
+    def __init__(self, versions: Mapping[str, PolicyVersion]) -> None:
+        super().__init__([[3]], versions=versions)
+
+    async def ping(self) -> None:
+        """Never heard from."""
+        await asyncio.Event().wait()
+
+
 class MortalEngine(ScriptedEngine):
     """Dies of its third call, like an engine over a process that is dead: each call delivers what it has, and fails."""
 

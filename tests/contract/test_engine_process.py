@@ -157,6 +157,40 @@ def test_what_is_said_to_a_process_that_has_not_been_told_all_does_not_end_it() 
     asyncio.run(main())
 
 
+def test_a_process_that_hangs_is_replaced_like_one_that_died_and_named() -> None:
+    async def main() -> None:
+        said: list[str] = []
+        engine = ProcessEngine(SCRIPTED, START, silence_s=2, clock=NoWaiting(), tell=said.append)
+        await engine.ready()
+        running = asyncio.ensure_future(engine.open("a", "solver").generate(request("a", prompt(9), max_tokens=590)))
+        await asyncio.sleep(0)
+        assert engine.supervisor.process_id is not None
+        os.kill(engine.supervisor.process_id, signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            updating = asyncio.ensure_future(engine.update(weights_of(1)))
+            with pytest.raises(EngineLostError, match="was killed: it gave no sign of life for 2 s"):
+                await running
+            await updating
+            completion = await engine.open("b", "solver").generate(request("b", prompt(9)))
+        assert completion.spans[0].version == version(1)
+        assert said == ["the engine's process was killed: it gave no sign of life for 2 s; it is started again in 1 s"]
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_process_whose_engine_hangs_hangs() -> None:
+    async def main() -> None:
+        program = EngineProgram("tests.contract.scripted_program:HangingEngine", {})
+        said: asyncio.Queue[str] = asyncio.Queue()
+        engine = await ProcessEngine(program, START, silence_s=0.5, clock=NoWaiting(), tell=said.put_nowait).ready()
+        async with asyncio.timeout(60):
+            assert "was killed: it gave no sign of life for 0.5 s" in await said.get()
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_a_process_that_talks_nonsense_is_replaced_by_name() -> None:
     async def main() -> None:
         said: list[str] = []
@@ -223,7 +257,7 @@ class Unwelcome:
 def test_a_bug_in_making_a_process_ready_is_raised_by_who_waits_for_it() -> None:
     async def main() -> None:
         supervisor = Supervisor(
-            "the process", Unwelcome(), budget=RetryBudget(5), clock=NoWaiting(), tell=lambda line: None
+            "the process", Unwelcome(), budget=RetryBudget(5), silence_s=300, clock=NoWaiting(), tell=lambda line: None
         )
         async with asyncio.timeout(20):
             with pytest.raises(EngineError, match="could not be made ready: KeyError: 'a bug'"):
@@ -247,7 +281,7 @@ class Unmourned(Unwelcome):
 def test_a_bug_in_taking_leave_of_a_process_is_raised_by_who_waits_for_the_next() -> None:
     async def main() -> None:
         supervisor = Supervisor(
-            "the process", Unmourned(), budget=RetryBudget(5), clock=NoWaiting(), tell=lambda line: None
+            "the process", Unmourned(), budget=RetryBudget(5), silence_s=300, clock=NoWaiting(), tell=lambda line: None
         )
         while supervisor.process_id is None:
             await asyncio.sleep(0)
@@ -370,7 +404,9 @@ class LeavesOneBehind:
 def test_what_a_dead_child_had_started_is_ended_too() -> None:
     async def main() -> None:
         child = LeavesOneBehind()
-        supervisor = Supervisor("a child", child, budget=RetryBudget(1), clock=NoWaiting(), tell=lambda line: None)
+        supervisor = Supervisor(
+            "a child", child, budget=RetryBudget(1), silence_s=300, clock=NoWaiting(), tell=lambda line: None
+        )
         with pytest.raises(EngineError, match="not started again"):
             await supervisor.serving()
         await supervisor.stop()
