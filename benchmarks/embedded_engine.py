@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import json
 import statistics
 import sys
@@ -26,6 +25,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from agentrl.core.files import sha256_of
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.counter_random import uniform
@@ -66,7 +66,7 @@ def random_adapter(model: PreTrainedModel, directory: Path, seed: int, rank: int
     save_file(tensors, directory / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(TARGETS), "bias": "none"}
     (directory / "adapter_config.json").write_text(json.dumps(config))
-    return hashlib.sha256((directory / "adapter_model.safetensors").read_bytes()).hexdigest()
+    return sha256_of(directory / "adapter_model.safetensors", directory / "adapter_config.json")
 
 
 def bare_loop(model: PreTrainedModel, prompts: torch.Tensor, seed: int) -> None:

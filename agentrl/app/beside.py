@@ -13,7 +13,7 @@ from agentrl.config.run import LoraConfig, RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineError, InputError
 from agentrl.core.files import sha256_of
-from agentrl.core.records import EpisodeHeader, PolicyVersion, WeightsRef
+from agentrl.core.records import WEIGHT_FILES, EpisodeHeader, PolicyVersion, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.signal import Signal
@@ -37,15 +37,20 @@ def weights_in(policy: str, directory: str | Path) -> WeightsRef:
         InputError: there are none.
     """
     directory = Path(directory).resolve()  # `policies/NAME` is a link, which will point elsewhere
-    kinds: dict[str, Literal["full", "adapter"]] = {"model.safetensors": "full", "adapter_model.safetensors": "adapter"}
-    for file, kind in kinds.items():
-        if (directory / file).is_file():
-            digest = sha256_of(directory / file)
+    kinds: tuple[Literal["full", "adapter"], ...] = ("full", "adapter")
+    for kind in kinds:
+        files = [directory / name for name in WEIGHT_FILES[kind]]
+        if files[0].is_file():
+            try:
+                digest = sha256_of(*files)
+            except OSError as error:
+                raise InputError(f"{error.filename}: cannot be read ({error.strerror})") from error
             version = PolicyVersion(policy, GIVEN, 1 + int(digest[:8], 16))
             return WeightsRef(version=version, path=str(directory), kind=kind, sha256=digest)
+    names = " nor ".join(WEIGHT_FILES[kind][0] for kind in kinds)
     raise InputError(
-        f"{directory}: no weights there (neither {' nor '.join(kinds)}); give a run's policies/NAME. Another base "
-        "model is given by model.path"
+        f"{directory}: no weights there (neither {names}); give a run's policies/NAME. Another base model is given by "
+        "model.path"
     )
 
 
@@ -62,7 +67,7 @@ def with_weights(config: RunConfig, given: Sequence[WeightsRef]) -> RunConfig:
             file = Path(weights.path) / "adapter_config.json"
             try:
                 lora = LoraConfig(rank=json.loads(file.read_text(encoding="utf-8"))["r"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
                 raise InputError(f"{file}: not the configuration of a LoRA adapter ({error!r})") from error
         name = weights.version.policy
         policies[name] = policies[name].model_copy(update={"lora": lora})

@@ -76,7 +76,8 @@ async def _beside(
 ) -> Engine:
     """As many processes of an engine as are configured, as one engine; none is left where one does not start."""
     attempts = config.infrastructure_attempts
-    engines = [ProcessEngine(program, versions, attempts=attempts, tell=tell) for _ in range(config.engine.replicas)]
+    silence_s, replicas = config.engine.silence_timeout_s, range(config.engine.replicas)
+    engines = [ProcessEngine(program, versions, silence_s=silence_s, attempts=attempts, tell=tell) for _ in replicas]
     try:
         for engine in engines:
             await engine.ready()

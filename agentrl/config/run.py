@@ -115,6 +115,8 @@ class EngineConfig(Section):
     """Record which experts each position used, and train through them (mixture-of-experts models)."""
     threads: Threads = 1
     """Torch threads of the engine on CPU; one each for engine and trainer is best on two cores."""
+    silence_timeout_s: Seconds = 300.0
+    """An engine's process that gives no sign of life for so long, while loading new weights or else, is replaced."""
     kv_memory: Annotated[NonNegative, Unit("MiB")] = 0
     """`vllm`: memory for keys and values; 0: what `slots` contexts need on CPU, what vLLM finds free on a GPU."""
 

@@ -65,10 +65,13 @@ def size_of(file: BufferedReader) -> int:
     return os.fstat(file.fileno()).st_size
 
 
-def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's content, read piece by piece; links are followed."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256_of(*paths: Path) -> str:
+    """Hexadecimal SHA-256 of files' contents, one after another, read piece by piece; links are followed."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
 
 
 class Disk(Protocol):

@@ -5,14 +5,15 @@ Owns: the checks an adapter must pass. Does not decide who serves it; never unpi
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 from torch import nn
 
+from agentrl.core.records import WEIGHT_FILES
 from agentrl.engines.weight_files import read_weights, refusal
 
 if TYPE_CHECKING:
@@ -24,14 +25,25 @@ if TYPE_CHECKING:
     from agentrl.core.records import WeightsRef
 
 _PREFIX = "base_model.model."
-_UNSUPPORTED = (
-    "use_dora",
-    "modules_to_save",
-    "target_parameters",
-    "rank_pattern",
-    "alpha_pattern",
-    "layer_replication",
-)
+_CONFIG_BYTES = 1 << 16
+_HARMLESS = {
+    *("auto_mapping", "base_model_name_or_path", "bias", "eva_config", "exclude_modules", "inference_mode"),
+    *("init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core"),
+    *("peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules"),
+    *("task_type", "use_rslora"),
+}
+"""Keys of PEFT's configuration that ask for nothing but plain LoRA. Another one that is set would be left out by the
+embedded engine, or refused by vLLM."""
+
+
+class _Config(msgspec.Struct, kw_only=True):
+    peft_type: Literal["LORA"]
+    r: Annotated[int, msgspec.Meta(ge=1)]
+    lora_alpha: float
+    use_rslora: bool = False
+    bias: Literal["none"] = "none"
+    init_lora_weights: bool | Literal["gaussian", "orthogonal", "eva"] | None = True
+    """The other ways begin by changing the base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,23 +60,18 @@ def read_adapter(weights: WeightsRef) -> AdapterFile:
     Raises:
         EngineError: the files are damaged, not the published ones, or of a kind that is not served.
     """
-    tensors = read_weights(weights)
-    try:
-        config = json.loads((Path(weights.path) / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise refusal(weights, f"{weights.path}/adapter_config.json cannot be read ({error})") from error
-    if config.get("peft_type") != "LORA":
-        raise refusal(weights, f"its peft_type is {config.get('peft_type')!r}; LORA is served")
-    used = [key for key in _UNSUPPORTED if config.get(key)]
-    if used or config.get("bias", "none") != "none":
-        raise refusal(weights, f"plain LoRA is served, without {', '.join(used) or 'bias'}")
-    rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    content = _read_config(weights)
+    tensors = read_weights(weights, beside=content)
+    config = _decode_config(weights, content)
+    rank = config.r
+    scale = config.lora_alpha / (math.sqrt(rank) if config.use_rslora else rank)
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         module, _, kind = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
         if not key.startswith(_PREFIX) or kind not in ("lora_A", "lora_B"):
             raise refusal(weights, f"{key} is not a LoRA matrix of a linear layer")
+        if tensor.ndim != 2:
+            raise refusal(weights, f"{key} has shape {tuple(tensor.shape)}, which is no matrix")
         halves.setdefault(module, {})[kind] = tensor
     matrices = {}
     for module, pair in halves.items():
@@ -73,8 +80,36 @@ def read_adapter(weights: WeightsRef) -> AdapterFile:
         if pair["lora_A"].shape[0] != rank or pair["lora_B"].shape[1] != rank:
             found = (tuple(pair["lora_A"].shape), tuple(pair["lora_B"].shape))
             raise refusal(weights, f"{module} has shapes {found}, which are not of the configured rank {rank}")
-        matrices[module] = (pair["lora_A"], pair["lora_B"] * scale)
+        matrices[module] = (pair["lora_A"], scaled := pair["lora_B"] * scale)
+        if not bool(scaled.isfinite().all()):
+            raise refusal(weights, f"{module} has values that are not finite once they are scaled by {scale:g}")
+    if not matrices:
+        raise refusal(weights, "it has no matrices")
     return AdapterFile(rank=rank, matrices=matrices)
+
+
+def _read_config(weights: WeightsRef) -> bytes:
+    path = Path(weights.path) / WEIGHT_FILES["adapter"][1]
+    try:
+        with path.open("rb") as file:
+            content = file.read(_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise refusal(weights, f"{path} cannot be read ({error.strerror})") from error
+    if len(content) > _CONFIG_BYTES:
+        raise refusal(weights, f"{path} is longer than {_CONFIG_BYTES} bytes")
+    return content
+
+
+def _decode_config(weights: WeightsRef, content: bytes) -> _Config:
+    try:
+        config = msgspec.json.decode(content, type=_Config)
+        found = msgspec.json.decode(content, type=dict[str, Any])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise refusal(weights, f"its configuration is not that of a LoRA adapter that is served ({error})") from error
+    used = sorted(ascii(key) for key, value in found.items() if value and key not in _HARMLESS)
+    if used:
+        raise refusal(weights, f"plain LoRA is served, without {', '.join(used)}")
+    return config
 
 
 def check_adapter(weights: WeightsRef, adapter: AdapterFile, model: PreTrainedModel, *, max_rank: int) -> None:

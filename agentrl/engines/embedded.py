@@ -337,6 +337,10 @@ class EmbeddedEngine:
         self._runner.interrupted = True
         self._wake.set()
 
+    async def ping(self) -> None:
+        """See `process_host.HostedEngine`: heard from when a forward pass has ended."""
+        await self._on_worker(lambda: None)
+
     async def _on_worker(self, work: Callable[[], None]) -> None:
         await asyncio.get_running_loop().run_in_executor(self._worker, work)
 

@@ -1,11 +1,13 @@
 """A child's own place for files in memory, which its parent removes when the child is dead, however it died.
 
 Owns: one directory, and what lies beside it under its name (shared memory has names, not paths). Invariants: only this
-user can read it; what a parent that was killed has left behind goes when the next one is made.
+user can read it; what a parent that was killed has left behind goes when the next one is made; nothing else goes: no
+directory without the mark that was set here, and no failure to remove is anybody's failure.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -14,7 +16,9 @@ from pathlib import Path
 
 VARIABLE = "AGENTRL_PRIVATE_FILES"
 """Tells a child where its directory is."""
-_PREFIX = "agentrl-"
+_PREFIX = "agentrl-child-"
+_MARK = "made_for_a_child"
+"""An empty file: whoever else makes a directory of such a name does not lose it."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -23,11 +27,12 @@ class PrivateFiles:
 
     def __init__(self) -> None:
         _remove_leftovers()
-        made = tempfile.mkdtemp(prefix="new-agentrl-", dir=_root())
+        made = Path(tempfile.mkdtemp(prefix=f"new-{_PREFIX}", dir=_root()))
         self._lock = os.open(made, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.path = Path(made).with_name(Path(made).name.removeprefix("new-"))
-        os.rename(made, self.path)  # only now others may take it for a leftover, and it is locked
+        (made / _MARK).touch()
+        self.path = made.with_name(made.name.removeprefix("new-"))
+        made.rename(self.path)  # only now others may take it for a leftover, and it is locked
 
     def remove(self) -> None:
         """The child is dead. Idempotent."""
@@ -44,22 +49,22 @@ def _root() -> Path:
 def _remove(path: Path) -> None:
     for pattern in (f"{path.name}-*", f"sem.{path.name}-*"):
         for each in path.parent.glob(pattern):
-            each.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # not ours: shared memory is everybody's, and so are its names
+                each.unlink()
     shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_leftovers() -> None:
     for path in _root().glob(f"{_PREFIX}*"):
-        if path.is_symlink() or not path.is_dir() or path.stat().st_uid != os.getuid():
-            continue
-        try:
-            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
+        with contextlib.suppress(OSError):  # no directory, gone already, another's, or in use
+            _remove_leftover(path)
+
+
+def _remove_leftover(path: Path) -> None:
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(lock).st_uid == os.getuid() and (path / _MARK).is_file():
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove(path)
-        except BlockingIOError:
-            pass  # in use
-        finally:
-            os.close(lock)
+    finally:
+        os.close(lock)

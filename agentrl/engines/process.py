@@ -17,8 +17,6 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from agentrl.core import errors
 from agentrl.core.budget import RetryBudget
 from agentrl.core.clock import SystemClock
@@ -62,6 +60,7 @@ class ProcessEngine:
     Args:
         program: what the process runs.
         versions: the version each policy begins at.
+        silence_s: how long it may give no sign of life, before it is taken to hang and is killed.
         attempts: how often in a row the process may die with no call answered in between.
         clock: where waits between attempts come from.
         tell: takes a line for people when the process died; nobody is told where it is None.
@@ -75,6 +74,7 @@ class ProcessEngine:
         program: EngineProgram,
         versions: Mapping[str, PolicyVersion],
         *,
+        silence_s: float = 300.0,
         attempts: int = 5,
         clock: Clock | None = None,
         tell: Callable[[str], None] | None = None,
@@ -95,6 +95,7 @@ class ProcessEngine:
             "the engine's process",
             self,
             budget=RetryBudget(attempts),
+            silence_s=silence_s,
             clock=clock or SystemClock(),
             tell=tell or (lambda line: None),
         )
@@ -115,8 +116,9 @@ class ProcessEngine:
         ours, theirs = socket.socketpair()
         self._files = PrivateFiles()
         command = [sys.executable, "-m", self._program.host, str(theirs.fileno()), str(os.getpid())]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        environment[VARIABLE] = str(self._files.path)
+        # it imports what this process would, and nothing that only lies in the working directory
+        paths = os.pathsep.join(map(os.path.abspath, sys.path))
+        environment = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1", VARIABLE: str(self._files.path)}
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -392,20 +394,19 @@ class _Connection:
                 future.set_exception(self._ended.with_traceback(None))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
+        why = ""  # it hangs up when it dies
         try:
             while (body := await wire.receive(reader)) is not None:
+                self._supervisor.heard()
                 self._hear(wire.REPLIES.decode(body))
-        except (ValueError, msgspec.MsgspecError):
-            pass
-        self._supervisor.kill()  # it hangs up when it dies, or has lost its mind
+        except Exception as error:  # noqa: BLE001 - whatever it said, its calls must not wait for ever
+            why = f"what it said makes no sense ({type(error).__name__}: {error})"
+        self._supervisor.kill(why)
 
     def _hear(self, reply: wire.Reply) -> None:
         match reply:
             case wire.Delta():
-                listener = self._listeners.get(reply.call)
-                if listener is not None:
-                    request_id, on_delta = listener
-                    on_delta(request_id, reply.token_ids, reply.logprobs, reply.version)
+                self._deliver(reply)
             case wire.Busy():
                 self.busy = reply.seconds
             case wire.Failed():
@@ -418,11 +419,23 @@ class _Connection:
             case _:
                 self._settle(reply.call, reply)
 
-    def _settle(self, call: int, result: wire.Reply | AgentRLError) -> None:
+    def _deliver(self, delta: wire.Delta) -> None:
+        listener = self._listeners.get(delta.call)
+        if listener is None:
+            return
+        request_id, on_delta = listener
+        try:
+            on_delta(request_id, delta.token_ids, delta.logprobs, delta.version)
+        except Exception as error:  # noqa: BLE001 - of whoever made the call, and raised there
+            del self._listeners[delta.call]
+            self._settle(delta.call, error)
+            self.tell(wire.Cancel(call=delta.call))
+
+    def _settle(self, call: int, result: wire.Reply | Exception) -> None:
         future = self._calls.get(call)
         if future is None or future.done():
             return
-        if isinstance(result, AgentRLError):
+        if isinstance(result, Exception):
             future.set_exception(result)
         else:
             future.set_result(result)

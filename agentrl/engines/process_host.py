@@ -6,36 +6,50 @@ Serves one connection, the socket it was started with, and ends with it. Owns th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import socket
 import sys
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.core.errors import AgentRLError, EngineCapabilityError, EngineError, EngineLostError
+from agentrl.core.ports import Engine
 from agentrl.engines import wire
 from agentrl.engines.supervision import die_with
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from agentrl.core.ports import Engine, EngineSession
+    from agentrl.core.ports import EngineSession
     from agentrl.core.records import PolicyVersion
 
 BUSY_S = 0.2
-"""How often the client hears how long the engine has been computing."""
+"""How often, at most, the client hears how long the engine has been computing."""
+
+
+class HostedEngine(Engine, Protocol):
+    """An engine that can be asked whether it hangs."""
+
+    async def ping(self) -> None:
+        """Return when all that computes has been heard from: never, where it hangs.
+
+        Raises:
+            EngineLostError: it is dead.
+        """
+        ...
 
 
 class EngineHost:
     """One engine behind one connection."""
 
-    def __init__(self, engine: Engine, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, engine: HostedEngine, writer: asyncio.StreamWriter) -> None:
         self._engine = engine
         self._writer = writer
         self._sessions: dict[int, EngineSession | AgentRLError] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._said_busy = 0.0
+        self._leaving = False
 
     def handle(self, message: wire.Request) -> None:  # noqa: C901, PLR0912 (one branch per message)
         """Do what a message asks for; calls in tasks of their own."""
@@ -71,16 +85,17 @@ class EngineHost:
                 raise EngineError("an engine is loaded once")
 
     async def tell_busy(self) -> None:
-        """Tell the client how long the engine has been computing, for ever."""
+        """Tell the client how long the engine has been computing, and thereby that it does not hang, for ever."""
         while True:
             await asyncio.sleep(BUSY_S)
+            try:
+                await self._engine.ping()
+            except EngineLostError:
+                await self._leave()
             self._tell_busy()
 
     def _tell_busy(self) -> None:
-        seconds = self._engine.busy_seconds()
-        if seconds != self._said_busy:
-            self._said_busy = seconds
-            wire.send(self._writer, wire.Busy(seconds=seconds))
+        wire.send(self._writer, wire.Busy(seconds=self._engine.busy_seconds()))
 
     def _start(self, call: int, work: Coroutine[Any, Any, wire.Reply | None]) -> None:
         task = asyncio.get_running_loop().create_task(self._answer(call, work))
@@ -92,13 +107,24 @@ class EngineHost:
         try:
             reply = await work
         except EngineLostError:
-            os._exit(1)  # what this process serves is dead: the next process begins anew
-        except AgentRLError as error:
-            reply = wire.Failed(call=call, kind=type(error).__name__, message=str(error))
+            await self._leave()
+            return
         except Exception as error:  # noqa: BLE001 - the client must hear of whatever an engine raises
-            reply = wire.Failed(call=call, kind="EngineError", message=f"{type(error).__name__}: {error}")
+            reply = _failed(call, error)
         self._tell_busy()
         wire.send(self._writer, wire.Answered(call=call) if reply is None else reply)
+
+    async def _leave(self) -> None:
+        """What this process serves is dead: the next one begins anew, once every call has said what it has."""
+        if self._leaving:
+            return
+        self._leaving = True
+        if others := set(self._tasks.values()) - {asyncio.current_task()}:
+            await asyncio.wait(others, timeout=BUSY_S)
+        self._writer.transport.set_write_buffer_limits(0)
+        with contextlib.suppress(ConnectionError):
+            await self._writer.drain()  # to the last byte
+        os._exit(1)
 
     async def _generate(self, message: wire.Generate) -> wire.Reply:
         session = self._sessions.get(message.session)
@@ -119,7 +145,13 @@ class EngineHost:
         return wire.Scored(call=message.call, logprobs=scores.astype("<f4", copy=False).tobytes())
 
 
-def _make(load: wire.Load) -> Engine:
+def _failed(call: int, error: Exception) -> wire.Failed:
+    if isinstance(error, AgentRLError):
+        return wire.Failed(call=call, kind=type(error).__name__, message=str(error))
+    return wire.Failed(call=call, kind="EngineError", message=f"{type(error).__name__}: {error}")
+
+
+def _make(load: wire.Load) -> HostedEngine:
     module, _, names = load.factory.partition(":")
     try:
         factory: Any = importlib.import_module(module)
@@ -130,7 +162,7 @@ def _make(load: wire.Load) -> Engine:
         ) from error
     for name in names.split("."):
         factory = getattr(factory, name)
-    engine: Engine = factory(versions=load.versions, **load.arguments)
+    engine: HostedEngine = factory(versions=load.versions, **load.arguments)
     return engine
 
 
@@ -144,8 +176,8 @@ async def _serve(connection: socket.socket) -> None:
         return
     try:
         engine = _make(load)
-    except AgentRLError as error:
-        wire.send(writer, wire.Failed(call=0, kind=type(error).__name__, message=str(error)))
+    except Exception as error:  # noqa: BLE001 - the client must hear of whatever a factory raises
+        wire.send(writer, _failed(0, error))
         await writer.drain()
         return
     host = EngineHost(engine, writer)

@@ -358,6 +358,9 @@ class ScriptedEngine:
         scores[:1] = 0.0
         return scores
 
+    async def ping(self) -> None:
+        """See `process_host.HostedEngine`; it computes in the event loop."""
+
     def busy_seconds(self) -> float:
         """Seconds during which calls were in flight; 0 for an engine that takes no time."""
         return self._busy + (asyncio.get_running_loop().time() - self._busy_since if self._calls else 0.0)

@@ -2,7 +2,8 @@
 
 Owns the child's life and the budget of its losses. Knows nothing of what is said to the child: `Supervised` brings the
 command, what makes a fresh child ready, and what its death means. Invariants: one child at a time; `serving` returns
-only while a child is ready; a child that has died is told of before the next one starts; nothing is left running.
+only while a child is ready; a child that has died is told of before the next one starts; nothing is left running; a
+child that has spoken and falls silent is killed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock
 
 _PR_SET_PDEATHSIG = 1
+_PIECES = 10
+"""Of a silence: when this process itself stood still, one of them has passed, and the child is not to blame."""
 
 
 class Supervised(Protocol):
@@ -53,6 +56,7 @@ class Supervisor:
     Args:
         name: what the child is called in messages.
         budget: of losses in a row.
+        silence_s: how long a child that was `heard` once may say nothing.
         tell: takes a line for people, when a child died and another is started.
     """
 
@@ -62,6 +66,7 @@ class Supervisor:
         supervised: Supervised,
         *,
         budget: RetryBudget,
+        silence_s: float,
         clock: Clock,
         tell: Callable[[str], None],
     ) -> None:
@@ -73,6 +78,11 @@ class Supervisor:
         self._clock = clock
         self._tell = tell
         self._process: Process | None = None
+        self._silence_s = silence_s
+        self._silent: int | None = None
+        """For how many pieces of `silence_s`; None: it has not spoken yet."""
+        self._why = ""
+        """It was killed."""
         self._serving = asyncio.Event()
         self._failure: AgentRLError | None = None
         self._task = asyncio.get_running_loop().create_task(self._keep(), name=f"keep {name}")
@@ -97,9 +107,14 @@ class Supervisor:
         """The child did something useful: its next loss is the first in a row."""
         self._budget.achieved()
 
-    def kill(self) -> None:
-        """End the child, and what it started, at once; it is replaced as if it had died by itself."""
+    def heard(self) -> None:
+        """The child gave a sign of life."""
+        self._silent = 0
+
+    def kill(self, why: str = "") -> None:
+        """End the child, and what it started, at once; it is replaced as if it had died by itself, for that reason."""
         if self._process is not None and self._process.returncode is None:
+            self._why = self._why or why
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -126,6 +141,8 @@ class Supervisor:
                     return
                 self._tell(f"{self._name} {how}; it is started again in {wait:g} s")
                 await self._clock.sleep(wait)
+        except Exception as error:  # noqa: BLE001 - a bug of ours: whoever waits for the child must not wait for ever
+            self._give_up(EngineError(f"{self._name} could not be kept running: {type(error).__name__}: {error}"))
         finally:
             self.kill()
             if self._process is not None:
@@ -133,23 +150,35 @@ class Supervisor:
 
     async def _live(self) -> str:
         """One child, from its start to its death; how it died."""
+        self._why, self._silent = "", None
         try:
             process = self._process = await self._supervised.launch()
         except OSError as error:
             return f"could not be started ({error.strerror})"
-        welcoming = asyncio.get_running_loop().create_task(self._welcome(process), name=f"welcome {self._name}")
+        loop = asyncio.get_running_loop()
+        welcoming = loop.create_task(self._welcome(process), name=f"welcome {self._name}")
+        watching = loop.create_task(self._watch(), name=f"watch {self._name}")
         try:
             code = await process.wait()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # what it had started
             if self._failure is None:
                 self._serving.clear()
-            how = f"died ({_cause(code)})"
+            how = f"was killed: {self._why}" if self._why else f"died ({_cause(code)})"
             await self._supervised.died(how)
             return how
         finally:
             welcoming.cancel()
-            await asyncio.wait({welcoming})
+            watching.cancel()
+            await asyncio.wait({welcoming, watching})
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._silence_s / _PIECES)
+            if self._silent is not None:
+                self._silent += 1
+                if self._silent > _PIECES:
+                    self.kill(f"it gave no sign of life for {self._silence_s:g} s")
 
     async def _welcome(self, process: Process) -> None:
         try:

@@ -82,7 +82,7 @@ class VllmEngine:
         )
         self._llm = llm
         self._versions = VllmUpdates(llm, model_path, shapes, versions, settings, switch=self._switch_calls)
-        self._vocabulary = int(shapes.config.vocab_size)
+        self._vocabulary = int(shapes.config.get_text_config().vocab_size)
         self._clock = clock or SystemClock()
         self._calls: dict[str, VllmCall] = {}
         self._requests = 0
@@ -346,6 +346,13 @@ class VllmEngine:
             scores = await versions.score(serving, token_ids)
             if versions.is_live(serving):
                 return scores  # otherwise full weights were replaced meanwhile, and some scores may be of either
+
+    async def ping(self) -> None:
+        """See `process_host.HostedEngine`: vLLM's core is heard from between two steps of its worker."""
+        try:
+            await self._llm.is_sleeping()
+        except EngineDeadError as error:
+            raise EngineLostError("vLLM died") from error
 
     def busy_seconds(self) -> float:
         """See `agentrl.core.ports.Engine.busy_seconds`: seconds in which any call was in flight."""

@@ -2,7 +2,8 @@
 
 vLLM starts processes of its own by spawning, and each of them imports this module before anything else: what stands
 here at module level holds in all of them. Imports nothing heavy.
-Invariants: no process outlives the one that started it; nothing but loopback is bound; no usage report is sent.
+Invariants: no process outlives the one that started it; nothing but loopback is bound; no usage report is sent; vLLM's
+processes unpickle nothing they send each other.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _ENVIRONMENT = {
     "VLLM_LOOPBACK_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process imports nothing: it would not die with its starter
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
 }
+"""Whatever the user's own environment says."""
 _GENTLE = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 """Defaults that the user's own environment may override."""
 
@@ -51,7 +55,7 @@ def prepare() -> None:
 def _keep_files_in(private: Path) -> None:
     """Sockets, rendezvous files, shared memory and semaphores: removed by the parent, however this process ends."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
-    os.environ["TMPDIR"] = tempfile.tempdir = str(private)
+    os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.tempdir = str(private)
     multiprocessing.current_process()._config["semprefix"] = f"/{private.name}"  # type: ignore[attr-defined]
     numbers = itertools.count()
     named: Any = shared_memory

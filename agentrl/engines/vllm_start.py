@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from agentrl.core.errors import EngineCapabilityError, EngineError
 from agentrl.engines import vllm_worker
-from agentrl.engines.weight_files import read_shapes
+from agentrl.engines.weight_files import kv_bytes_per_token, read_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -90,10 +90,8 @@ def _adapters(places: int, max_rank: int) -> dict[str, Any]:
 
 def _memory(config: Any, *, slots: int, max_context: int, kv_memory: int) -> dict[str, Any]:
     """On CPU vLLM would take most of the machine's memory, and its compiler gains nothing on small models."""
-    heads = config.num_key_value_heads if hasattr(config, "num_key_value_heads") else config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     blocks = -(-max_context // _BLOCK)
-    block = _BLOCK * 2 * heads * size * config.num_hidden_layers * (config.dtype or torch.float32).itemsize
+    block = _BLOCK * kv_bytes_per_token(config)
     if 0 < kv_memory < (blocks + 1) * block:  # vLLM would say so in its log only
         raise EngineCapabilityError(
             f"the memory for keys and values is {kv_memory} bytes, one context of {max_context} tokens needs "

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from agentrl.core.errors import EngineError, ModelError
+from agentrl.core.records import WEIGHT_FILES
 from agentrl.engines.attention import use_grouped_attention
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def read_model(path: str | Path, *, dtype: torch.dtype, max_context: int | None 
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         if max_context is not None:
-            check_context(config, max_context, str(path))
+            _check_positions(config, max_context, path)
+            _check_window(config, max_context, path)
         model, report = load(
             path,
             config=config,
@@ -95,7 +97,7 @@ def read_shapes(path: str | Path, *, max_context: int) -> PreTrainedModel:
     """The model of a directory without its weights, on the meta device: names, shapes, configuration.
 
     Raises:
-        ModelError: the directory holds no such model, or one that cannot serve contexts of `max_context`.
+        ModelError: the directory holds no such model, or one with fewer positions than `max_context`.
     """
     _check_directory(path)
     make: Any = AutoModelForCausalLM.from_config
@@ -106,8 +108,17 @@ def read_shapes(path: str | Path, *, max_context: int) -> PreTrainedModel:
     except _LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelError(f"{path}: config.json describes no causal LM ({reason})") from error
-    check_context(config, max_context, str(path))
+    _check_positions(config, max_context, path)
     return model
+
+
+def kv_bytes_per_token(config: PretrainedConfig) -> int:
+    """Bytes of keys and values of one token in all layers of a model, of its decoder where it has other parts."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    dtype: Any = config.dtype or text.dtype or torch.float32
+    return int(2 * heads * size * text.num_hidden_layers * dtype.itemsize)
 
 
 def _check_directory(path: str | Path) -> None:
@@ -153,41 +164,41 @@ def ready_to_sample(model: PreTrainedModel, device: str | torch.device) -> PreTr
     return model
 
 
-def check_context(config: PretrainedConfig, max_context: int, path: str) -> None:
-    """Refuse contexts longer than the model's positions or than its attention window.
-
-    Raises:
-        ModelError: `max_context` is too long.
-    """
-    positions = getattr(config, "max_position_embeddings", None)
+def _check_positions(config: PretrainedConfig, max_context: int, path: str | Path) -> None:
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and max_context > positions:
         raise ModelError(f"{path}: max_context is {max_context}, but the model has {positions} positions; lower it")
-    layer_types = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
+
+
+def _check_window(config: PretrainedConfig, max_context: int, path: str | Path) -> None:
+    """The embedded engine's attention knows no window."""
+    text = config.get_text_config()
+    layer_types, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
     slides = layer_types is None or "sliding_attention" in layer_types
-    if window is not None and slides and getattr(config, "use_sliding_window", True) and max_context > window:
+    if window is not None and slides and getattr(text, "use_sliding_window", True) and max_context > window:
         raise ModelError(
             f"{path}: the model attends to a window of {window} tokens, which the embedded engine serves only up to "
-            f"that length; set engine.max_context to at most {window}"
+            f"that length; set engine.max_context to at most {window}, or engine.kind to vllm"
         )
 
 
-def read_weights(weights: WeightsRef) -> dict[str, Tensor]:
-    """Read a version's safetensors file after checking its digest.
+def read_weights(weights: WeightsRef, *, beside: bytes = b"") -> dict[str, Tensor]:
+    """Read a version's safetensors file after checking its digest, which is also of what lies `beside` it.
 
     Raises:
         EngineError: the file is missing, damaged or not the one whose digest was published; or a tensor is of a wrong
             dtype or has a value that is not finite.
     """
-    name = "model.safetensors" if weights.kind == "full" else "adapter_model.safetensors"
-    path = Path(weights.path) / name
+    path = Path(weights.path) / WEIGHT_FILES[weights.kind][0]
     try:
         content = path.read_bytes()
     except OSError as error:
         raise refusal(weights, f"{path} cannot be read ({error.strerror})") from error
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != weights.sha256:
-        raise refusal(weights, f"the SHA-256 digest of {path} is {digest}, {weights.sha256} was published")
+    digest = hashlib.sha256(content)
+    digest.update(beside)
+    if digest.hexdigest() != weights.sha256:
+        what = f"{path} and its configuration" if beside else path
+        raise refusal(weights, f"the SHA-256 digest of {what} is {digest.hexdigest()}, {weights.sha256} was published")
     try:
         tensors = load_safetensors(content)
     except SafetensorError as error:

@@ -7,7 +7,7 @@ here can make the reader run code: a frame is one of the messages below, or the 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 MAX_FRAME_BYTES = 1 << 30
 _HEAD_BYTES = 4
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -166,13 +167,13 @@ class Delta(_Message, frozen=True):
     """New tokens of a `Generate`."""
 
     call: int
-    token_ids: list[int]
+    token_ids: list[TokenId]
     logprobs: list[float]
     version: PolicyVersion
 
 
 class Busy(_Message, frozen=True):
-    """How long the engine has been computing since it was made."""
+    """How long the engine has been computing since it was made; it does not hang."""
 
     seconds: float
 

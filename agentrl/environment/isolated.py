@@ -168,9 +168,9 @@ class _Nursery:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "agentrl.environment.isolated_host", str(theirs.fileno()), module]
         command.append(str(os.getpid()))
-        # The same order of sets and the same imports in every life of a run.
-        paths = os.pathsep.join(path for path in sys.path if path)
-        environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": paths}
+        # The same order of sets and the same imports in every life of a run, and none from the working directory alone.
+        paths = os.pathsep.join(map(os.path.abspath, sys.path))
+        environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
         with theirs:
             self._process = subprocess.Popen(
                 command,

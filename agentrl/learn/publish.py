@@ -19,15 +19,15 @@ from safetensors.torch import save_file
 
 from agentrl.core.errors import TrainerError
 from agentrl.core.files import place, sha256_of, staged
-from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.records import WEIGHT_FILES, PolicyVersion, WeightsRef
 from agentrl.learn.models import PolicyModel
 from agentrl.learn.writing import writing
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FULL_FILE = "model.safetensors"
-ADAPTER_FILE = "adapter_model.safetensors"
+(FULL_FILE,) = WEIGHT_FILES["full"]
+ADAPTER_FILE, ADAPTER_CONFIG = WEIGHT_FILES["adapter"]
 
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "chat_templates/*")
 """What belongs to a model besides its weights: configuration, tokenizer, chat template."""
@@ -51,25 +51,25 @@ class Publisher:
         directory = self._root / version.policy / f"{version.lineage}.{version.step}"
         name = FULL_FILE if model.adapter_config() is None else ADAPTER_FILE
         with writing(directory), staged(directory, depth=2) as staging:
-            sha256 = self._write(staging, name, model)
+            self._write(staging, name, model)
             try:
                 place(staging, directory, unless_same=name)
             except FileExistsError as error:
                 raise TrainerError(
                     f"version {version} exists in {directory} with other weights; ids are never reused"
                 ) from error
-        return WeightsRef(version=version, path=str(directory), kind=model.kind, sha256=sha256)
+        digest = sha256_of(*(directory / each for each in WEIGHT_FILES[model.kind]))
+        return WeightsRef(version=version, path=str(directory), kind=model.kind, sha256=digest)
 
-    def _write(self, directory: Path, name: str, model: PolicyModel) -> str:
-        """Write all files of a version; returns the sha256 of its weights."""
-        sha256 = _write_tensors(directory / name, model.published())
+    def _write(self, directory: Path, name: str, model: PolicyModel) -> None:
+        """Write all files of a version."""
+        _write_tensors(directory / name, model.published())
         adapter_config = model.adapter_config()
         if adapter_config is None:
             self._add_companions(directory)
         else:
             text = json.dumps(adapter_config, indent=2, sort_keys=True, default=list)
-            (directory / "adapter_config.json").write_text(text)
-        return sha256
+            (directory / ADAPTER_CONFIG).write_text(text)
 
     def _add_companions(self, directory: Path) -> None:
         """Link the run's own copy of configuration and tokenizer, made once, into a version."""
@@ -92,7 +92,5 @@ class Publisher:
                 shutil.copyfile(file, target)
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write a safetensors file; returns its sha256."""
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    return sha256_of(path)

@@ -17,6 +17,7 @@ import transformers
 from safetensors.torch import save_file
 
 from agentrl.core.errors import EngineError
+from agentrl.core.files import sha256_of
 from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.embedded import EmbeddedEngine
@@ -127,9 +128,8 @@ def write_adapter(
     save_file(tensors, directory / "adapter_model.safetensors")
     written = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"}
     (directory / "adapter_config.json").write_text(json.dumps({**written, **(config or {})}))
-    return WeightsRef(
-        version=version, path=str(directory), kind="adapter", sha256=digest(directory / "adapter_model.safetensors")
-    )
+    files = (directory / "adapter_model.safetensors", directory / "adapter_config.json")
+    return WeightsRef(version=version, path=str(directory), kind="adapter", sha256=sha256_of(*files))
 
 
 def request(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import PolicyVersion
+from agentrl.core.errors import EngineLostError
+from agentrl.core.ports import Delta, EngineSession, GenerateRequest
+from agentrl.core.records import Completion, PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
 
 VOCABULARY = 97
@@ -30,3 +32,46 @@ def scripted_engine(
         seeded_logprobs=True,
         max_context=max_context,
     )
+
+
+def confused_engine(versions: Mapping[str, PolicyVersion]) -> ScriptedEngine:
+    """Says token ids that are none."""
+    return ScriptedEngine(lambda *_: [1 << 40] * 600, versions=versions, seconds_per_token=5e-4)
+
+
+class HangingEngine(ScriptedEngine):
+    """Serves, but for what computes."""
+
+    def __init__(self, versions: Mapping[str, PolicyVersion]) -> None:
+        super().__init__([[3]], versions=versions)
+
+    async def ping(self) -> None:
+        """Never heard from."""
+        await asyncio.Event().wait()
+
+
+class MortalEngine(ScriptedEngine):
+    """Dies of its third call, like an engine over a process that is dead: each call delivers what it has, and fails."""
+
+    def __init__(self, versions: Mapping[str, PolicyVersion]) -> None:
+        super().__init__([[3]], versions=versions)
+        self.calls = asyncio.Barrier(3)
+
+    def open(self, session_id: str, policy: str, **_: Any) -> EngineSession:
+        """See `agentrl.core.ports.Engine.open`."""
+        return _MortalSession(self, self.version_for(policy, None))
+
+
+class _MortalSession:
+    def __init__(self, engine: MortalEngine, version: PolicyVersion) -> None:
+        self._engine = engine
+        self._version = version
+
+    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
+        await self._engine.calls.wait()
+        if on_delta is not None:
+            on_delta(request.request_id, [7], [-1.0], self._version)
+        raise EngineLostError("dead")
+
+    def close(self) -> None:
+        pass

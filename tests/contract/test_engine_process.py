@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -156,6 +157,90 @@ def test_what_is_said_to_a_process_that_has_not_been_told_all_does_not_end_it() 
     asyncio.run(main())
 
 
+def test_a_process_that_hangs_is_replaced_like_one_that_died_and_named() -> None:
+    async def main() -> None:
+        said: list[str] = []
+        engine = ProcessEngine(SCRIPTED, START, silence_s=2, clock=NoWaiting(), tell=said.append)
+        await engine.ready()
+        running = asyncio.ensure_future(engine.open("a", "solver").generate(request("a", prompt(9), max_tokens=590)))
+        await asyncio.sleep(0)
+        assert engine.supervisor.process_id is not None
+        os.kill(engine.supervisor.process_id, signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            updating = asyncio.ensure_future(engine.update(weights_of(1)))
+            with pytest.raises(EngineLostError, match="was killed: it gave no sign of life for 2 s"):
+                await running
+            await updating
+            completion = await engine.open("b", "solver").generate(request("b", prompt(9)))
+        assert completion.spans[0].version == version(1)
+        assert said == ["the engine's process was killed: it gave no sign of life for 2 s; it is started again in 1 s"]
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_process_whose_engine_hangs_hangs() -> None:
+    async def main() -> None:
+        program = EngineProgram("tests.contract.scripted_program:HangingEngine", {})
+        said: asyncio.Queue[str] = asyncio.Queue()
+        engine = await ProcessEngine(program, START, silence_s=0.5, clock=NoWaiting(), tell=said.put_nowait).ready()
+        async with asyncio.timeout(60):
+            assert "was killed: it gave no sign of life for 0.5 s" in await said.get()
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_process_that_talks_nonsense_is_replaced_by_name() -> None:
+    async def main() -> None:
+        said: list[str] = []
+        engine = ProcessEngine(
+            EngineProgram("tests.contract.scripted_program:confused_engine", {}),
+            START,
+            clock=NoWaiting(),
+            tell=said.append,
+        )
+        async with asyncio.timeout(20):
+            with pytest.raises(EngineLostError, match="was killed: what it said makes no sense"):
+                await engine.open("a", "solver").generate(request("a", prompt(9), max_tokens=590), lambda *_: None)
+            await engine.ready()
+        assert len(said) == engine.supervisor.losses == 1
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_listener_that_raises_ends_its_own_call_and_no_other() -> None:
+    async def main() -> None:
+        engine, _ = await made()
+
+        def on_delta(*_: Any) -> None:
+            raise LookupError("of the listener")
+
+        async with asyncio.timeout(20):
+            beside = asyncio.ensure_future(engine.open("b", "solver").generate(request("b", prompt(9), max_tokens=590)))
+            session = engine.open("a", "solver")
+            with pytest.raises(LookupError, match="of the listener"):
+                await session.generate(request("a", prompt(9), max_tokens=590), on_delta)
+            assert len((await session.generate(request("a", prompt(9)))).token_ids) == 8
+            assert len((await beside).token_ids) == 590
+        assert engine.supervisor.losses == 0
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_module_in_the_working_directory_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "msgspec.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+
+    async def main() -> None:
+        engine, _ = await made(attempts=1)
+        await engine.close()
+
+    asyncio.run(main())
+
+
 class Unwelcome:
     """A process that a bug of ours keeps from being made ready."""
 
@@ -172,13 +257,39 @@ class Unwelcome:
 def test_a_bug_in_making_a_process_ready_is_raised_by_who_waits_for_it() -> None:
     async def main() -> None:
         supervisor = Supervisor(
-            "the process", Unwelcome(), budget=RetryBudget(5), clock=NoWaiting(), tell=lambda line: None
+            "the process", Unwelcome(), budget=RetryBudget(5), silence_s=300, clock=NoWaiting(), tell=lambda line: None
         )
         async with asyncio.timeout(20):
             with pytest.raises(EngineError, match="could not be made ready: KeyError: 'a bug'"):
                 await supervisor.serving()
             await supervisor.stop()
         assert supervisor.process_id is None
+
+    asyncio.run(main())
+
+
+class Unmourned(Unwelcome):
+    """A process whose death a bug of ours stumbles over."""
+
+    async def welcome(self) -> None:
+        await asyncio.Event().wait()
+
+    async def died(self, how: str) -> None:
+        raise KeyError("a bug")
+
+
+def test_a_bug_in_taking_leave_of_a_process_is_raised_by_who_waits_for_the_next() -> None:
+    async def main() -> None:
+        supervisor = Supervisor(
+            "the process", Unmourned(), budget=RetryBudget(5), silence_s=300, clock=NoWaiting(), tell=lambda line: None
+        )
+        while supervisor.process_id is None:
+            await asyncio.sleep(0)
+        supervisor.kill()
+        async with asyncio.timeout(20):
+            with pytest.raises(EngineError, match="could not be kept running: KeyError: 'a bug'"):
+                await supervisor.serving()
+            await supervisor.stop()
 
     asyncio.run(main())
 
@@ -238,6 +349,37 @@ def test_what_the_factory_raises_is_raised_here(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_whatever_the_factory_raises_is_raised_here_at_once() -> None:
+    async def main() -> None:
+        program = EngineProgram(SCRIPTED.factory, {"no_such_argument": 1})
+        engine = ProcessEngine(program, START, clock=NoWaiting())
+        with pytest.raises(EngineError, match=r"TypeError: .*no_such_argument"):
+            await engine.ready()
+        assert engine.supervisor.losses == 0
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_of_all_calls_of_an_engine_that_is_lost_the_last_words_are_heard() -> None:
+    async def main() -> None:
+        engine = ProcessEngine(
+            EngineProgram("tests.contract.scripted_program:MortalEngine", {}), START, clock=NoWaiting()
+        )
+        heard: list[str] = []
+
+        def on_delta(request_id: str, *_: Any) -> None:
+            heard.append(request_id)
+
+        calls = (engine.open(name, "solver").generate(request(name, prompt(9)), on_delta) for name in "abc")
+        for lost in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(lost, EngineLostError)
+        assert sorted(heard) == ["a", "b", "c"]
+        await engine.close()
+
+    asyncio.run(main())
+
+
 class LeavesOneBehind:
     """A child that starts another process and dies."""
 
@@ -262,7 +404,9 @@ class LeavesOneBehind:
 def test_what_a_dead_child_had_started_is_ended_too() -> None:
     async def main() -> None:
         child = LeavesOneBehind()
-        supervisor = Supervisor("a child", child, budget=RetryBudget(1), clock=NoWaiting(), tell=lambda line: None)
+        supervisor = Supervisor(
+            "a child", child, budget=RetryBudget(1), silence_s=300, clock=NoWaiting(), tell=lambda line: None
+        )
         with pytest.raises(EngineError, match="not started again"):
             await supervisor.serving()
         await supervisor.stop()

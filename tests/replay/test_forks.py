@@ -291,6 +291,9 @@ def test_weights_given_by_hand_are_found_again_and_never_taken_for_the_runs(tmp_
     given = tmp_path / "given"
     given.mkdir()
     (given / "adapter_model.safetensors").write_bytes(b"given by hand")
+    with pytest.raises(InputError, match=r"adapter_config\.json: cannot be read"):
+        weights_in("policy", given)
+    (given / "adapter_config.json").write_bytes(b"{}")
     published = run / "versions" / "policy" / "0.1"
     published.mkdir(parents=True)
     of_the_run = WeightsRef(version=PolicyVersion("policy", 0, 1), path=str(published), kind="adapter", sha256="00")

@@ -172,8 +172,12 @@ def test_it_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
         "asyncio.run(main())\n"
     )
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    (tmp_path / "msgspec.py").write_text(
+        "raise SystemExit(9)"
+    )  # not to be imported: -P keeps the directory off the path
     ended = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-P", "-c", script],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,

@@ -62,3 +62,20 @@ def test_what_a_killed_parent_left_goes_when_the_next_place_is_made(root: Path, 
     again.remove()
     used.remove()
     assert os.listdir(root) == []
+
+
+@pytest.mark.parametrize("name", ["agentrl-runs", "agentrl-4242-session", "agentrl-child-of-mine"])
+def test_a_directory_of_such_a_name_that_was_not_made_here_stays(root: Path, name: str) -> None:
+    (root / name / "inside").mkdir(parents=True)
+    PrivateFiles().remove()
+    assert names(root) == [name]
+    assert (root / name / "inside").is_dir()
+
+
+def test_what_another_user_put_under_the_childs_name_is_left_and_hinders_nobody(root: Path) -> None:
+    files = PrivateFiles()
+    (root / f"{files.path.name}-1").mkdir()
+    (root / f"{files.path.name}-2").touch()
+    files.remove()
+    assert names(root) == [f"{files.path.name}-1"]
+    PrivateFiles().remove()
