@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from agentrl.core.clock import LoopClock, SystemClock
-from agentrl.core.errors import AgentRLError, EpisodeError
+from agentrl.core.errors import AgentRLError, EpisodeError, GlobalRandomError
 from agentrl.core.ports import SamplingParams
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.credit.advantages import ADVANTAGES
@@ -97,6 +97,10 @@ async def execute(
         await dispatcher.worker.drain()
     except TimeoutError:
         return f"run() did not end within {TIMEOUT_S:g} s"
+    except GlobalRandomError as error:
+        if recorded:
+            return str(error)
+        return await execute(environment, spec, script, answers=answers, sums=sums, max_turns=max_turns)
     except EpisodeError as error:
         return f"{RESOURCE_LOST if error.reason == 'resource_lost' else ''}{error}"
     except AgentRLError as error:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 import agentrl
 from agentrl.core.clock import LoopClock
@@ -44,6 +47,14 @@ class NoChildren:
 def digits(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
     """A few digits that depend on the request alone."""
     return [*str(request.seed % 1000).encode(), STOP_TOKEN]
+
+
+def digits_among_draws(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+    """The same in a process where others draw from the global generators, and leave half a normal draw behind."""
+    for _ in range(request.seed % 5):
+        random.random()
+        np.random.randn()
+    return digits(request, policy, version)
 
 
 def told(request: GenerateRequest) -> bytes:
