@@ -61,6 +61,23 @@ def test_the_time_of_a_parked_episode_stands_still(simulated_loop: SimulatedLoop
         assert ends == {None: 9, "episode_timeout": 1}, "the parked one, whose time ran on after it had come back"
 
 
+def test_the_time_without_an_engine_is_not_the_episodes(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> set[str | None]:
+        one = life(episode_timeout_s=30.0)
+        await asyncio.sleep(0.5)
+        one.engine.lose()
+        await asyncio.sleep(60.0)
+        assert one.worker.park("e0"), "both at once"
+        one.engine.restore()
+        await asyncio.sleep(60.0)
+        one.worker.unpark()
+        await one.worker.drain()
+        return {end.header.drop_reason for end in one.journal.of_kind(EpisodeEnd)}
+
+    for ends in simulated_loop.run(main):
+        assert ends == {None}
+
+
 def test_turns_that_end_at_once_write_no_partials(simulated_loop: SimulatedLoop) -> None:
     async def main() -> None:
         one = life()
