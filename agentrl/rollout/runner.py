@@ -18,7 +18,7 @@ from typing import Any
 
 from agentrl.core import ids
 from agentrl.core.clock import Clock
-from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, GlobalRandomError
+from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, GlobalRandomError, JournalError
 from agentrl.core.ports import ChatFormat, Engine, EpisodeHost
 from agentrl.core.records import (
     DataLocation,
@@ -155,8 +155,15 @@ class EpisodeRunner:
         """Called when a program has returned, before its commit: for who compares executions."""
 
     def recorded(self, spec: EpisodeSpec) -> list[JournalEntry]:
-        """What the journal holds of an attempt."""
-        return self._log.read(spec.episode_id, spec.attempt)
+        """What the journal holds of an attempt.
+
+        Raises:
+            EpisodeError: some of it is damaged.
+        """
+        try:
+            return self._log.read(spec.episode_id, spec.attempt)
+        except JournalError as error:
+            raise EpisodeError(f"it cannot go on: {error}", reason="journal_damaged") from None
 
     def forget(self, spec: EpisodeSpec) -> None:
         """An attempt has failed: what its turns had sampled will not be gone on with."""
@@ -264,6 +271,8 @@ async def _program(environment: type[Environment], context: LiveContext) -> None
         environment.own_random = True
     if journal.failure is not None:
         raise journal.failure
+    if journal.is_stopped:  # the program swallowed it: another time it goes on where it was
+        raise asyncio.CancelledError
 
 
 class _Overdue:
