@@ -23,12 +23,12 @@ import argparse
 import asyncio
 import os
 import random
-import subprocess
-import sys
-import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
+from multiprocessing import get_context
 from typing import Any
 
 import msgspec
@@ -52,6 +52,8 @@ from benchmarks.resume_foreign_trl import trl_cases
 TURNS = 240
 QUICK_TURNS = 40
 QUICK_CUTS = 4
+BESIDE = 2
+"""Processes that play at the same time, an environment each."""
 VARYING = ("seconds", "started", "cached_tokens")
 """Fields of entries that say how long something took or what the engine still had."""
 
@@ -189,24 +191,29 @@ def play(case: Case, task: agentrl.Task, recorded: Sequence[JournalEntry] = (), 
     )
 
 
-# --- the two processes ------------------------------------------------------------------------------------------------
+# --- the processes ----------------------------------------------------------------------------------------------------
 
 
-def first(chosen: Sequence[Case], folder: Path, *, quick: bool) -> None:
-    """Play every task of every case once and write down how it went."""
-    played = [[play(case, task, quick=quick) for task in _tasks(case, quick=quick)] for case in reversed(chosen)]
-    (folder / "played").write_bytes(msgspec.msgpack.encode(played[::-1]))
+def beginning(name: str, quick: bool) -> list[Played]:
+    """Every task of a case, played once: what a process of the first kind does."""
+    case = _case(name)
+    return [play(case, task, quick=quick) for task in _tasks(case, quick=quick)]
 
 
-def second(chosen: Sequence[Case], folder: Path, *, quick: bool) -> None:
-    """Resume every case from every cut, in another order than they were played; a row of the table for each."""
-    before = msgspec.msgpack.decode((folder / "played").read_bytes(), type=list[list[Played]])
-    verdicts = []
-    print(f"{'environment':42} {'family':11} turns entries resumed  named chance silent  class")
-    for case, games in zip(chosen, before, strict=True):
-        verdicts.append(resume(case, games, quick=quick))
-        show(case, games, verdicts[-1])
-    (folder / "verdicts").write_bytes(msgspec.msgpack.encode(verdicts))
+def resumption(name: str, games: list[Played], quick: bool) -> Verdict:
+    """A case resumed from every cut: what a process of the second kind does."""
+    return resume(_case(name), games, quick=quick)
+
+
+def processes(hash_seed: str) -> ProcessPoolExecutor:
+    """Processes with a hash seed of their own, each beside another; what they play is in no order."""
+    os.environ["PYTHONHASHSEED"] = hash_seed
+    return ProcessPoolExecutor(BESIDE, get_context("spawn"), initializer=warnings.simplefilter, initargs=("ignore",))
+
+
+@cache
+def _case(name: str) -> Case:
+    return cases(name)[0]
 
 
 def resume(case: Case, games: Sequence[Played], *, quick: bool) -> Verdict:
@@ -290,26 +297,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short episode each, cut four times")
     parser.add_argument("--only", help="one environment, by its name in the table")
-    parser.add_argument("--process", choices=["first", "second"], help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     chosen = cases(arguments.only)
     if not chosen:
         parser.error(f"no environment {arguments.only!r}")
-    if arguments.process is not None:
-        warnings.simplefilter("ignore")
-        if arguments.process == "first":
-            first(chosen, arguments.folder, quick=arguments.quick)
-        else:
-            second(chosen, arguments.folder, quick=arguments.quick)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        for process, hash_seed in (("first", "1"), ("second", "2")):
-            options = [argument for argument in sys.argv[1:] if argument]
-            command = [sys.executable, "-m", "benchmarks.resume_foreign", *options]
-            command += ["--process", process, "--folder", folder]
-            subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": hash_seed})
-        verdicts = msgspec.msgpack.decode((Path(folder) / "verdicts").read_bytes(), type=list[Verdict])
+    started = time.monotonic()
+    names, quick = [case.name for case in chosen], [arguments.quick] * len(chosen)
+    with processes("1") as first:
+        games = list(first.map(beginning, names, quick))
+    print(f"played in {time.monotonic() - started:.0f} s; now killed and resumed", flush=True)
+    print(f"{'':9} {'environment':42} {'family':11} turns entries resumed  named chance silent  class", flush=True)
+    with processes("2") as second:
+        running = {second.submit(resumption, *a): i for i, a in enumerate(zip(names, games, quick, strict=True))}
+        for done, resumed in enumerate(as_completed(running), 1):
+            index = running[resumed]
+            print(f"{done:2}/{len(names)} {time.monotonic() - started:4.0f}s", end=" ")
+            show(chosen[index], games[index], resumed.result())
+    verdicts = [resumed.result() for resumed in running]
     classes = [kind_of(case, found) for case, found in zip(chosen, verdicts, strict=True) if case.foreign]
     figures: dict[str, float | None] = {
         "environments": len(classes),

@@ -248,38 +248,11 @@ class ShellSnapshot(Tool):
         return str(await self.directory.call("run_command", command))
 
 
-class Interpreter:
-    """Python that keeps its variables, as a resource: its draws are its own."""
-
-    def __init__(self) -> None:
-        self.names: dict[str, Any] = {}
-
-    def python(self, code: str) -> str:
-        """Run some code; its errors are for the policy to read."""
-        try:
-            return run_python(code, self.names)
-        except Exception as error:  # noqa: BLE001 - whatever the policy's code raises
-            return f"error: {error}"
-
-
-class ReplResource(Tool):
-    """The Python tool with chance again, its interpreter a resource."""
-
-    async def run(self, ctx: agentrl.EpisodeContext) -> None:
-        self.interpreter = ctx.resource(Interpreter, level="replay")
-        await super().run(ctx)
-
-    @agentrl.tool
-    async def python(self, code: str) -> str:
-        """Run some code and show what it prints."""
-        return str(await self.interpreter.call("python", code))
-
-
 def remedy_cases() -> list[Case]:
     """What was pinned, with a state that can be told and taken."""
     task = [agentrl.Task(id=f"try-{number}", data={}) for number in range(3)]
 
-    def case(name: str, environment: type[Tool], policy: Policy, state: Any, level: str = "snapshot") -> Case:
+    def case(name: str, environment: type[Tool], policy: Policy, state: Any) -> Case:
         return Case(
             name=name,
             family="remedy",
@@ -288,14 +261,12 @@ def remedy_cases() -> list[Case]:
             tasks=task,
             state=state,
             foreign=False,
-            level=level,
+            level="snapshot",
         )
 
     sql = calls(("query", {"sql": (*SQL, *SQL_OF_CHANCE)}))
     commands = calls(("run_command", {"command": (*SHELL, *SHELL_OF_THE_HOUR)}))
-    code = calls(("python", {"code": (*PYTHON, *PYTHON_OF_CHANCE)}))
     return [
-        case("repl with chance, resource", ReplResource, code, lambda env: None, "replay"),
         case("sql with chance, snapshot", SqlSnapshot, sql, lambda env: env.database.state()),
         case("shell with clock, snapshot", ShellSnapshot, commands, lambda env: env.directory.state()),
     ]

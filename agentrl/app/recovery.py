@@ -17,7 +17,7 @@ from typing import Protocol
 
 from agentrl.app.assemble import TURN_LOG, Past, past_of, pinned_policies
 from agentrl.config.run import RunConfig
-from agentrl.core.errors import RunDirectoryError, StorageError
+from agentrl.core.errors import JournalError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_leftovers
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
@@ -132,7 +132,11 @@ def _dead_units(past: Past, versions: Mapping[str, PolicyVersion], journal: RunJ
     for spec in (*(spec for spec, _ in past.ended), *past.unfinished):
         policies = {binding.policy for binding in spec.seats.values()} & versions.keys()
         sampled_by = set()
-        for entry in log.read(spec.episode_id, spec.attempt):
+        try:
+            recorded = log.read(spec.episode_id, spec.attempt)
+        except JournalError:
+            continue  # whoever needs it says so
+        for entry in recorded:
             turn = entry.decode()
             if isinstance(turn, TurnEntry) and turn.policy in versions:
                 sampled_by |= {PolicyVersion(turn.policy, span.lineage, span.step) for span in turn.spans}

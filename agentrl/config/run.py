@@ -258,9 +258,10 @@ class RunConfig(Section):
     max_in_flight: Episodes = 256
     """Episodes running at once, beyond what staleness allows anyway: a bound for memory and for services."""
     episode_timeout_s: Seconds = 600.0
-    """An episode longer than this is dropped (`episode_timeout`), so that a stuck one holds nothing for ever."""
+    """An episode longer than this is dropped (`episode_timeout`), so that a stuck one holds nothing for ever. Time
+    while it is parked, or waits for an engine that was lost, does not count."""
     data_attempts: Annotated[Positive, Unit("attempts")] = 2
-    """How often an episode whose environment raises is tried before it is dropped."""
+    """How often an episode whose environment raises is tried before it is dropped, in one life of the run."""
     deterministic: bool = False
     """The weights after any number of kills are those of the undisturbed run, bit for bit: episodes in waves, each
     played with the weights of one step, computed in fixed shapes. Several times slower: to find a fault, and to test.

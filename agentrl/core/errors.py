@@ -143,6 +143,18 @@ class ReplayMismatchError(EpisodeError):
         super().__init__(message, reason="nondeterminism", begin_again=code_changed)
 
 
+class GlobalRandomError(EpisodeError):
+    """An episode's code drew from the random generators of the process: it begins again with some of its own."""
+
+    def __init__(self, episode_id: str) -> None:
+        super().__init__(
+            f"episode {episode_id} drew from `random` or `numpy.random`, as other episodes do, so that it could not be "
+            "executed again. Draw from ctx.rng, or declare `own_random = True` on its environment",
+            reason="global_random",
+            begin_again=True,
+        )
+
+
 class UnstructuredConcurrencyError(EpisodeError):
     """An episode made a call from a task it did not start through `ctx.gather` or `ctx.spawn`."""
 

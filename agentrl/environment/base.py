@@ -287,6 +287,9 @@ class Environment(ABC):
     """Child episodes one episode starts, by class name, so that admission can reserve them; learned where absent."""
     truncated_reward: ClassVar[float | None] = 0.0
     """What an agent without a reward gets when a limit ends the episode; None drops such episodes."""
+    own_random: ClassVar[bool] = False
+    """Its code draws from `random` or `numpy.random`, so each episode has a state of its own there. Seen at the first
+    draw, after which the episode begins again; declared, it need not."""
 
     @abstractmethod
     async def run(self, ctx: EpisodeContext) -> None:

@@ -1,19 +1,40 @@
-"""The global random generators as one stateful object of an episode sees them.
+"""The global random generators as one stateful object, or one episode's code, sees them.
 
-Games draw from `random` and `numpy.random` while other episodes run in the same process; each object gets a state of
-its own, swapped in for its calls and out again, so that its draws are the same on every execution.
+Games and programs draw from `random` and `numpy.random` while other episodes run in the same process. Either each gets
+a state of its own, swapped in for its steps and out again, so that its draws are the same on every execution
+(`GlobalRandom`, 60 us a step), or it is seen whether it draws at all (`NoDraws`, under a microsecond).
 """
 
 from __future__ import annotations
 
+import _random
+import ctypes
+import functools
 import inspect
 import random
+from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 _spare: list[Any] = []
 """numpy's generators of those that were released: making one takes 0.3 ms, seeding it anew a few microseconds."""
+
+
+class Guard(Protocol):
+    """Around each step of some code."""
+
+    def enter(self) -> None:
+        """The step begins."""
+        ...
+
+    def leave(self) -> bool:
+        """It has ended; whether it drew what it must not."""
+        ...
+
+    def release(self) -> None:
+        """There are no further steps."""
+        ...
 
 
 class GlobalRandom:
@@ -25,15 +46,20 @@ class GlobalRandom:
         """State of `random`, once it was swapped out."""
         self._numpy: Any = None
         """Generator of `numpy.random`, from the first use on."""
+        self._half: Any = None
+        """State of `numpy.random` where it holds the second half of a normal draw, which no generator remembers."""
+        self._others: Any = None
+        """What was there before, while it is swapped in."""
+        self._entered: tuple[int, int] = (0, 0)
 
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """Within: the object's own state."""
+    def enter(self) -> None:
+        """Swap the object's own state in."""
         from numpy.random import MT19937, get_state, set_state
         from numpy.random import seed as seed_numpy
         from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-        python, numpy, generator = random.getstate(), get_state(legacy=False), get_bit_generator()
+        numpy = get_state(legacy=False)
+        self._others = random.getstate(), numpy if numpy["has_gauss"] else None, get_bit_generator()
         if self._numpy is None:
             self._numpy = _spare.pop() if _spare else MT19937()
             set_bit_generator(self._numpy)  # a hundred times cheaper than setting a state
@@ -41,15 +67,35 @@ class GlobalRandom:
             random.setstate(random.Random(self._seed).getstate())
         else:
             set_bit_generator(self._numpy)
+            if self._half is not None:
+                set_state(self._half)
             random.setstate(self._python)
+        self._entered = _place(self._numpy)
+
+    def leave(self) -> bool:
+        """Swap it out."""
+        from numpy.random import get_state, set_state
+        from numpy.random.mtrand import set_bit_generator
+
+        self._python = random.getstate()
+        if self._half is not None or _place(self._numpy) != self._entered:
+            state = get_state(legacy=False)
+            self._half = state if state["has_gauss"] else None
+        python, half, generator = self._others
+        random.setstate(python)
+        set_bit_generator(generator)
+        if half is not None:
+            set_state(half)
+        return False
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Within: the object's own state."""
+        self.enter()
         try:
             yield
         finally:
-            self._python = random.getstate()
-            random.setstate(python)
-            set_bit_generator(generator)
-            if numpy["has_gauss"]:  # the second half of a normal draw, which the swap forgot
-                set_state(numpy)
+            self.leave()
 
     def release(self) -> None:
         """Nobody draws from it any more."""
@@ -58,31 +104,129 @@ class GlobalRandom:
             self._numpy = None
 
 
+class NoDraws:
+    """Sees whether a step drew from `random` or `numpy.random`.
+
+    A normal draw of numpy's whose other half somebody else had drawn before is not seen.
+    """
+
+    __slots__ = ("_before", "_places")
+
+    def __init__(self) -> None:
+        self._places = _places()
+        self._before: tuple[object, ...] = ()
+
+    def enter(self) -> None:
+        """Remember where the generators are."""
+        self._before = self._places()
+
+    def leave(self) -> bool:
+        """Whether they have moved."""
+        return self._places() != self._before
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+@functools.cache
+def _places() -> Callable[[], tuple[object, ...]]:
+    """What tells where the generators of the process are: `random.getstate()` alone would take 25 us.
+
+    Both are Mersenne twisters, of 624 words and the number of those that are used up; the words change when all are.
+    (The first is the same after every seed.)
+    """
+    from numpy.random.mtrand import get_bit_generator
+
+    generator = get_bit_generator()
+    own = random._inst
+    if _random.Random.__basicsize__ >= object.__basicsize__ + ctypes.sizeof(_Words):
+        python, numpy = _Words.from_address(id(own) + object.__basicsize__), _words(generator)
+        if (*python[1:], python[0]) == own.getstate()[1]:
+            return lambda: (python[0], python[2], numpy[624], numpy[1], own, generator)
+    return lambda: (own.getstate(), _place(generator))
+
+
+_Words = ctypes.c_uint32 * 625
+
+
+def _words(generator: Any) -> Any:
+    return _Words.from_address(generator.ctypes.state_address)
+
+
+def _place(generator: Any) -> tuple[int, int]:
+    """How many words of a Mersenne twister of numpy's are used up, and one of them."""
+    words = _words(generator)
+    return words[624], words[1]
+
+
 async def awaited_under(own: GlobalRandom, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """What a function returns, or what its coroutine does; `own` is swapped out whenever that waits."""
     with own.swapped_in():
         value = function(*arguments, **named)
-    return await _Steps(own, value) if inspect.isawaitable(value) else value
+    return await Steps(own, value) if inspect.isawaitable(value) else value
 
 
-class _Steps:
-    """An awaitable each of whose steps runs under a global random state."""
+class Steps:
+    """An awaitable each of whose steps runs under a guard.
 
-    def __init__(self, own: GlobalRandom, awaitable: Awaitable[Any]) -> None:
-        self._own = own
+    Args:
+        guard: of its steps.
+        awaitable: what is awaited.
+        on_draw: called after a step that drew what it must not; what is awaited is then cancelled.
+    """
+
+    __slots__ = ("_awaitable", "_guard", "_is_outside", "_on_draw")
+
+    def __init__(self, guard: Guard, awaitable: Awaitable[Any], on_draw: Callable[[], None] | None = None) -> None:
+        self._guard = guard
         self._awaitable = awaitable
+        self._on_draw = on_draw
+        self._is_outside = False
 
     def __await__(self) -> Generator[Any, Any, Any]:
         steps: Any = self._awaitable.__await__()
         thrown: BaseException | None = None
         while True:
+            self._enter()
             try:
-                with self._own.swapped_in():
-                    waits_for = next(steps) if thrown is None else steps.throw(thrown)
+                waits_for = next(steps) if thrown is None else steps.throw(thrown)
             except StopIteration as end:
                 return end.value
+            finally:
+                drew = self._leave()
+            if drew:
+                thrown = CancelledError()
+                continue
             thrown = None
             try:
                 yield waits_for
             except BaseException as error:  # noqa: BLE001 - whatever is thrown in belongs to the coroutine
                 thrown = error
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Within, from inside a step: code that the guard does not concern, which may wait.
+
+        Raises:
+            CancelledError: the step has drawn what it must not.
+        """
+        if self._leave():
+            raise CancelledError
+        self._is_outside = True
+        try:
+            yield
+        finally:
+            self._is_outside = False
+            self._enter()
+
+    def _enter(self) -> None:
+        if not self._is_outside:
+            self._guard.enter()
+
+    def _leave(self) -> bool:
+        if self._is_outside or not self._guard.leave():
+            return False
+        self._is_outside = True  # once is enough
+        if self._on_draw is not None:
+            self._on_draw()
+        return True

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, get_type_hints, overload
 
@@ -21,7 +20,6 @@ from pydantic.errors import PydanticSchemaGenerationError
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.records import Message, Task, ToolCall, ToolSpec, Turn
 from agentrl.environment.base import Environment, EpisodeContext, Guarantee, LimitReachedError, ToolCallError, user
-from agentrl.environment.global_random import GlobalRandom, awaited_under
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -176,13 +174,8 @@ async def run_tool(
     instance: object,
     tools: Mapping[str, BoundTool],
     call: ToolCall,
-    *,
-    own_random: GlobalRandom | None = None,
 ) -> Message:
-    """Answer one tool call with a tool message; the policy's mistakes become observations.
-
-    The tool runs under `own_random`, where there is one. It costs 60 us a call and, once used, 30 kB an episode.
-    """
+    """Answer one tool call with a tool message; the policy's mistakes become observations."""
     bound = tools.get(call.name)
     if bound is None:
         return await _refuse(
@@ -196,12 +189,10 @@ async def run_tool(
     where = method.__qualname__
 
     def invoke() -> str | Awaitable[str]:
-        with nullcontext() if own_random is None else own_random.swapped_in():
-            return observation_of(method(**arguments), where)
+        return observation_of(method(**arguments), where)
 
     async def invoke_async() -> str:
-        value = method(**arguments) if own_random is None else awaited_under(own_random, method, **arguments)
-        return observation_of(await value, where)
+        return observation_of(await method(**arguments), where)
 
     text = await ctx.call_tool(
         call.name,

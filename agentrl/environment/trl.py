@@ -1,7 +1,6 @@
 """Classes written for TRL's `environment_factory` run unchanged: `reset(**row)`, `get_reward()`, methods as tools.
 
-They draw from the global random generators as they like: each instance runs under a state of its own (`GlobalRandom`),
-drawn from `ctx.rng`, so that what it draws is the same when the episode is executed again.
+They draw from the global random generators as they like (`own_random`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any, ClassVar
 from agentrl.core.errors import EnvironmentDefinitionError, RewardError
 from agentrl.core.records import Message, Task
 from agentrl.environment.base import EpisodeContext, LimitReachedError, Split, TaskSource, user
-from agentrl.environment.global_random import GlobalRandom, awaited_under
 from agentrl.environment.tools import BoundTool, ToolEnvironment, ToolEpisode, bind_tools, run_tool
 
 _RESERVED = {"reset", "get_reward", "tasks"}
@@ -31,6 +29,7 @@ class TrlEnvironment(ToolEnvironment):
     the observation `reset` returns is appended to it.
     """
 
+    own_random = True
     wrapped: ClassVar[type]
 
     instance: Any
@@ -72,24 +71,21 @@ class TrlEnvironment(ToolEnvironment):
         """Reset, converse, and ask the instance for its reward."""
         tools = self.tool_table()
         agent = ctx.agent(self.seats[0], tools=[bound.spec for bound in tools.values()])
-        own_random = GlobalRandom(ctx.rng.getrandbits(32))
-        with own_random.swapped_in():
-            self.instance = self.wrapped()
-        observation = await awaited_under(own_random, self.instance.reset, **self._row(ctx.task.data))
+        self.instance = self.wrapped()
+        observation = await _awaited(self.instance.reset(**self._row(ctx.task.data)))
         text = self.prompt(ctx.task) + (observation if isinstance(observation, str) else "")
         pending: list[Message] = [user(text)]
         try:
             while pending:
                 turn = await agent.act(*pending)
-                calls = turn.tool_calls
-                pending = [await run_tool(ctx, self.instance, tools, call, own_random=own_random) for call in calls]
+                pending = [await run_tool(ctx, self.instance, tools, call) for call in turn.tool_calls]
         except LimitReachedError as limit:
             ctx.truncate(limit)
         if not hasattr(self.instance, "get_reward"):
             raise EnvironmentDefinitionError(
                 f"{self.wrapped.__qualname__} has no get_reward(): agentrl needs the reward from the class"
             )
-        value = await awaited_under(own_random, self.instance.get_reward)
+        value = await _awaited(self.instance.get_reward())
         if value is None:
             raise RewardError(f"{self.wrapped.__qualname__}.get_reward returned None; return a number")
         agent.reward(value)
@@ -99,6 +95,10 @@ class TrlEnvironment(ToolEnvironment):
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return dict(data)
         return {parameter.name: data[parameter.name] for parameter in parameters if parameter.name in data}
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
 
 
 def adapt_trl(wrapped: type) -> type[TrlEnvironment]:

@@ -245,11 +245,14 @@ class RunReader:
         return points
 
     def metric(self, name: str) -> dict[str, list[tuple[int, float | None]]]:
-        """A metric's values by policy and step; where a step was repeated after a rollback, the newest."""
+        """A metric's values by policy and step, along the surviving line: not what a rollback undid."""
         values: dict[str, dict[int, float | None]] = {}
-        for policy, step, value in self._log.rows(
-            "SELECT policy, step, value FROM metrics WHERE name = ? ORDER BY id", name
-        ):
+        statement = (
+            "SELECT policy, step, value FROM metrics m WHERE name = ? AND NOT EXISTS (SELECT 1 FROM versions v"
+            " WHERE v.policy = m.policy AND coalesce(v.parent_lineage, -1) < v.lineage"
+            " AND coalesce(v.parent_step, -1) < m.step AND v.published_at > m.recorded_at) ORDER BY id"
+        )
+        for policy, step, value in self._log.rows(statement, name):
             values.setdefault(policy, {})[step] = value
         return {policy: sorted(by_step.items()) for policy, by_step in sorted(values.items())}
 

@@ -42,6 +42,8 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     parent_id: str | None
     fork: ForkPoint | None = None
     """Where its recorded prefix lies."""
+    own_random: bool = False
+    """Whether its code has global random generators of its own."""
 
 
 class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):

@@ -94,8 +94,9 @@ class RunState:
         if any(name.startswith("evaluation/") for name in known):
             state.evaluations[step] = known
         else:
-            while state.steps and next(reversed(state.steps)) >= step:  # taken again: what came after it is void
-                state.steps.popitem()
+            for measured in (state.steps, state.evaluations):
+                while measured and next(reversed(measured)) >= step:  # taken again: what came after it is void
+                    measured.popitem()
             state.steps[step] = known
 
 

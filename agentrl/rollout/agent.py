@@ -108,7 +108,7 @@ class LiveAgent(Agent):
         else:
             started = services.clock.monotonic()
             try:
-                with journal.performing(call):
+                with journal.performing(call, "a turn"):
                     completion = await self._sampler.sample(call, self._conversation.context(), sampling)
             except EngineError as error:
                 journal.fail(error)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from agentrl.core.rng import stream
 if TYPE_CHECKING:
     import random
 
+    from agentrl.environment.global_random import Steps
 
 StreamKey = tuple[int, int]
 """Seed and attempt of the episode that made a call."""
@@ -46,6 +47,7 @@ class Branch:
         "patches",
         "path",
         "resources",
+        "steps",
         "task",
     )
 
@@ -68,6 +70,8 @@ class Branch:
         """Branches it waits for, unless the journal knows that it got them all."""
         self.task: asyncio.Task[object] | None = None
         """What runs it, also before it has begun."""
+        self.steps: Steps | None = None
+        """Its code, while that runs."""
         self.patches: dict[str, bool] = {}
         self._key = key
         self._rng: random.Random | None = None
@@ -79,10 +83,17 @@ class Branch:
 
     @contextmanager
     def inside(self, memoised: str | None) -> Iterator[None]:
-        """Within: the branch is in the middle of something that is not run again, if that is named."""
+        """Within: the branch is in the middle of something that is not run again, if that is named.
+
+        What that draws from global random generators is not the branch's: it would be missing when it is not run.
+        """
+        if memoised is None:
+            yield
+            return
         self.memoised = memoised
         try:
-            yield
+            with nullcontext() if self.steps is None else self.steps.outside():
+                yield
         finally:
             self.memoised = None
 

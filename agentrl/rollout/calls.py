@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 from agentrl.core import ids
-from agentrl.core.errors import EngineError, ReplayMismatchError, UnstructuredConcurrencyError
+from agentrl.core.errors import EngineError, GlobalRandomError, ReplayMismatchError, UnstructuredConcurrencyError
 from agentrl.journal.checksums import EpisodeDigest
 from agentrl.journal.entries import (
     Begin,
@@ -82,6 +82,7 @@ class CallJournal:
         "code_hash",
         "code_hash_then",
         "failure",
+        "own_random",
         "written",
     )
 
@@ -102,13 +103,15 @@ class CallJournal:
         self._digest = EpisodeDigest()
         self._ended = False
         self._stopped = False
-        self.failure: EngineError | None = None
-        """What the engine failed with; the episode ends with it, whatever its program makes of it."""
+        self.failure: EngineError | GlobalRandomError | None = None
+        """The episode ends with it, whatever its program makes of it."""
         self._cancelled: list[Call] = []
         self.code_hash = ""
         """Of the code that runs now."""
         self.code_hash_then = ""
         """Of the code that wrote what is recorded."""
+        self.own_random = False
+        """Whether the episode's code has global random generators of its own."""
         self.written = 0
         self._key = (seed, attempt)
         self._keys = {episode_id: self._key}
@@ -235,17 +238,13 @@ class CallJournal:
     @contextlib.contextmanager
     def performing(self, call: Call, memoised: str | None = None) -> Iterator[None]:
         """Around an act performed now: notes its cancellation; a `memoised` one may make no calls of its own."""
-        branch = None if memoised is None else call.branch
-        if branch is not None:
-            branch.memoised = memoised
+        assert call.branch is not None
         try:
-            yield
+            with call.branch.inside(memoised):
+                yield
         except asyncio.CancelledError:
             self.cancel(call)
             raise
-        finally:
-            if branch is not None:
-                branch.memoised = None
 
     def write(self, call: Call, body: EntryBody) -> None:
         """Append the entry of a call that was performed.
@@ -253,12 +252,12 @@ class CallJournal:
         Raises:
             UnstructuredConcurrencyError: the episode has ended, and its journal is another's to continue.
             ReplayMismatchError: the journal has a hole where this entry belongs.
-            EngineError: the engine has failed under the episode.
+            EngineError, GlobalRandomError: the episode has failed.
         """
         if self._ended:
             raise UnstructuredConcurrencyError(f"episode {self._episode_id}, call {call.call_id}: it ended meanwhile")
         if self.failure is not None:
-            raise self.failure  # what comes of an engine's failure is no part of the episode
+            raise self.failure  # what comes of that is no part of the episode
         if self._cancelled:
             self.settle()
         later = None if call.branch is None else self._order.after(call.branch.path, call.number)
@@ -282,6 +281,7 @@ class CallJournal:
             begin = made
             self.write(call, made)
         self.code_hash, self.code_hash_then = made.code_hash, begin.code_hash
+        self.own_random = begin.own_random
         return begin
 
     def intend(self, call: Call, name: str) -> bool:
@@ -361,8 +361,12 @@ class CallJournal:
         """The episode is about to be cancelled from outside, to go on another time: not an act of its own."""
         self._stopped = True
 
-    def fail(self, error: EngineError) -> None:
-        """The engine failed under the episode: what is cancelled because of that is no act of the episode either."""
+    def drew(self) -> None:
+        """The episode's code drew from the random generators of the process."""
+        self.fail(GlobalRandomError(self._episode_id))
+
+    def fail(self, error: EngineError | GlobalRandomError) -> None:
+        """The episode cannot go on: what is cancelled because of that is no act of its own."""
         self.failure = self.failure or error
         self.stop()
         self._cancelled.clear()

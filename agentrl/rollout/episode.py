@@ -1,13 +1,14 @@
 """One attempt of an episode while it runs: what its agents, resources and context share, and who serves them.
 
-Owns the counts an episode adds up (`metrics`), and stops its time while it is parked. `runner.py` makes one per
-attempt; `context.py` is what the environment sees of it.
+Owns the counts an episode adds up (`metrics`), and stops its time while it is parked or its engine is gone. `runner.py`
+makes one per attempt; `context.py` is what the environment sees of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -79,6 +80,8 @@ class LiveEpisode:
     """In the order in which the program first asked for them."""
     limit: asyncio.Timeout | None = None
     """Of the program, while it runs."""
+    _held: int = 0
+    """How many wait for the machinery: while any does, the limit stands still."""
     _left_s: float = 0.0
     """Of the limit, while it stands still."""
 
@@ -108,11 +111,29 @@ class LiveEpisode:
         self.metric("parked", 1.0)
         for agent in self.agents:
             agent.suspend()
-        if self.limit is not None and (when := self.limit.when()) is not None:
-            self._left_s = when - asyncio.get_running_loop().time()
-            self.limit.reschedule(None)
+        self._hold()
 
     def go_on(self) -> None:
         """See `parking.Parkable`."""
-        if self.limit is not None and self.limit.when() is None:
+        self._release()
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Within, the time that passes is the machinery's, not the episode's."""
+        self._hold()
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _hold(self) -> None:
+        self._held += 1
+        limit = self.limit
+        if self._held == 1 and limit is not None and not limit.expired() and (when := limit.when()) is not None:
+            self._left_s = when - asyncio.get_running_loop().time()
+            limit.reschedule(None)
+
+    def _release(self) -> None:
+        self._held -= 1
+        if not self._held and self.limit is not None and self.limit.when() is None:
             self.limit.reschedule(asyncio.get_running_loop().time() + self._left_s)

@@ -1,4 +1,4 @@
-"""Several things at once within an episode: each on a branch of its own, their end an entry like any other.
+"""Branches of an episode's code as they run; several at once are a gather, whose end is an entry like any other.
 
 1. Nothing is delivered to a branch before all have begun. What a branch does before its first call must not depend on
    what the others do.
@@ -12,10 +12,11 @@ import asyncio
 import contextvars
 import inspect
 from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.core import ids
-from agentrl.core.errors import ReplayMismatchError
+from agentrl.core.errors import GlobalRandomError, ReplayMismatchError
+from agentrl.environment.global_random import GlobalRandom, NoDraws, Steps
 from agentrl.journal.entries import OrderEntry
 from agentrl.rollout.branches import current_branch
 from agentrl.rollout.endings import of_the_episode
@@ -23,6 +24,26 @@ from agentrl.rollout.endings import of_the_episode
 if TYPE_CHECKING:
     from agentrl.rollout.branches import Branch
     from agentrl.rollout.calls import Call, CallJournal
+
+T = TypeVar("T")
+
+
+async def played(program: Awaitable[T], branch: Branch, journal: CallJournal) -> T:
+    """What the code of a branch returns; it has global random generators of its own, or must not draw from them.
+
+    Raises:
+        GlobalRandomError: it drew.
+    """
+    guard = GlobalRandom(ids.key64("branch", *branch.key, branch.path)) if journal.own_random else NoDraws()
+    branch.steps = Steps(guard, program, journal.drew)
+    try:
+        value: T = await branch.steps
+        return value
+    finally:
+        branch.steps = None
+        guard.release()
+        if isinstance(journal.failure, GlobalRandomError):
+            raise journal.failure
 
 
 async def gather(journal: CallJournal, awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
@@ -106,7 +127,7 @@ class _Gathering:
         own.begin()
         self._journal.look()
         try:
-            value = await awaitable
+            value = await played(awaitable, own, self._journal)
             self.finished.append(index)
             return value
         except asyncio.CancelledError:

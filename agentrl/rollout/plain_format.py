@@ -21,6 +21,8 @@ VOCABULARY_SIZE = 258
 
 _LITERALS = {START_TOKEN: "<|start|>", STOP_TOKEN: "<|stop|>"}
 _IDS = {literal: token for token, literal in _LITERALS.items()}
+_PIECES = [*(bytes([byte]) for byte in range(256)), *(literal.encode() for _, literal in sorted(_LITERALS.items()))]
+"""By token; a policy decodes its whole context at every turn."""
 _CONTROL = re.compile("(" + "|".join(map(re.escape, _IDS)) + ")")
 _PROMPT = [START_TOKEN, *b"assistant\n"]
 
@@ -62,8 +64,7 @@ class PlainFormat:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, control tokens as `<|start|>` and `<|stop|>`."""
-        pieces = (bytes([token]) if token < 256 else _LITERALS[int(token)].encode() for token in token_ids)
-        return b"".join(pieces).decode("utf-8", "replace")
+        return b"".join([_PIECES[token] for token in token_ids]).decode("utf-8", "replace")
 
     def encode(self, text: str) -> list[int]:
         """Token ids of text, the control tokens' literals recognised."""

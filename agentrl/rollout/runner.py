@@ -18,7 +18,7 @@ from typing import Any
 
 from agentrl.core import ids
 from agentrl.core.clock import Clock
-from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
+from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, GlobalRandomError, JournalError
 from agentrl.core.ports import ChatFormat, Engine, EpisodeHost
 from agentrl.core.records import (
     DataLocation,
@@ -30,10 +30,12 @@ from agentrl.core.records import (
 from agentrl.environment.base import Environment, LimitReachedError, valid_unicode
 from agentrl.journal.entries import Begin, JournalEntry
 from agentrl.journal.port import JournalStore, TurnLog
+from agentrl.rollout.branches import current_branch
 from agentrl.rollout.calls import CallJournal
 from agentrl.rollout.context import LiveContext
 from agentrl.rollout.endings import end_if_forked, of_the_episode
 from agentrl.rollout.episode import LiveEpisode, RolloutSettings, Services
+from agentrl.rollout.gathering import played
 from agentrl.rollout.parking import Parking
 from agentrl.rollout.partials import EpisodePartials
 
@@ -153,8 +155,15 @@ class EpisodeRunner:
         """Called when a program has returned, before its commit: for who compares executions."""
 
     def recorded(self, spec: EpisodeSpec) -> list[JournalEntry]:
-        """What the journal holds of an attempt."""
-        return self._log.read(spec.episode_id, spec.attempt)
+        """What the journal holds of an attempt.
+
+        Raises:
+            EpisodeError: some of it is damaged.
+        """
+        try:
+            return self._log.read(spec.episode_id, spec.attempt)
+        except JournalError as error:
+            raise EpisodeError(f"it cannot go on: {error}", reason="journal_damaged") from None
 
     def forget(self, spec: EpisodeSpec) -> None:
         """An attempt has failed: what its turns had sampled will not be gone on with."""
@@ -214,6 +223,8 @@ class EpisodeRunner:
                 group_size=spec.group_size,
                 parent_id=spec.parent_id,
                 fork=spec.fork,
+                # A fork's recorded part may have them, and can do without them only where it drew nothing.
+                own_random=environment.own_random or spec.fork is not None,
             )
         )
         policy = self._services.settings.on_code_change
@@ -238,10 +249,14 @@ def _nobody() -> None:
 
 
 async def _program(environment: type[Environment], context: LiveContext) -> None:
-    """The environment's program; where the engine failed under it, it ends with that, caught or not."""
+    """The environment's program; where the episode failed under it, it ends with that, caught or not."""
     journal = context.episode.journal
-    try:
+
+    async def program() -> None:
         await environment().run(context)
+
+    try:
+        await played(program(), current_branch(), journal)
         end_if_forked()
     except BaseException as error:
         end_if_forked()
@@ -252,8 +267,12 @@ async def _program(environment: type[Environment], context: LiveContext) -> None
             ) from error
         if journal.failure is None or isinstance(error, KeyboardInterrupt | GeneratorExit):
             raise of_the_episode(error)  # noqa: B904 - it is the same one, or has it as its cause
+    if isinstance(journal.failure, GlobalRandomError):
+        environment.own_random = True
     if journal.failure is not None:
         raise journal.failure
+    if journal.is_stopped:  # the program swallowed it: another time it goes on where it was
+        raise asyncio.CancelledError
 
 
 class _Overdue:

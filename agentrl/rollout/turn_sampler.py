@@ -72,7 +72,8 @@ class TurnSampler:
                 wait = budget.lost()
                 if wait is None:
                     raise
-                await episode.services.clock.sleep(wait)
+                with episode.standing_still():
+                    await episode.services.clock.sleep(wait)
         self.turn = None
         if len(turn.pieces) > 1:
             episode.metric("turns/interrupted", 1.0)

@@ -97,13 +97,8 @@ class AsyncioWorker:
         task.add_done_callback(self._ended)
 
     async def _run(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool) -> None:
-        recorded: Sequence[JournalEntry] = ()
-        if resume:
-            async with self._reading:  # one after another, and the loop goes on in between
-                recorded = self._runner.recorded(spec)
-                await asyncio.sleep(0)
-        header = await self._attempts(spec, recorded, on_end, resume=resume)
-        if header is not None:
+        header = await self._attempts(spec, on_end, resume=resume)
+        if header is not None and asyncio.current_task() in self._tasks:  # else it was left behind, perhaps committing
             on_end(header)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -130,9 +125,13 @@ class AsyncioWorker:
         self.last_failure = detail
         on_end(await self._runner.drop(spec, "episode_timeout", detail, 0.0))
 
-    async def _attempts(
-        self, spec: EpisodeSpec, recorded: Sequence[JournalEntry], on_end: OnEnd, *, resume: bool
-    ) -> EpisodeHeader | None:
+    async def _recorded(self, spec: EpisodeSpec) -> Sequence[JournalEntry]:
+        async with self._reading:  # one after another, and the loop goes on in between
+            recorded = self._runner.recorded(spec)
+            await asyncio.sleep(0)
+        return recorded
+
+    async def _attempts(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool) -> EpisodeHeader | None:
         """Attempts until one commits or the episode is dropped; None where it was left behind.
 
         A killed process may have written entries of a further attempt whose admission never reached the disk.
@@ -145,6 +144,7 @@ class AsyncioWorker:
         while True:
             begin_again = False
             try:
+                recorded = await self._recorded(spec) if resume else ()
                 return await self._runner.run(spec, environment, recorded, on_stuck=lambda: self._stuck(task, on_end))
             except EngineLostError as error:
                 reason, detail = "engine_lost", str(error)
@@ -166,7 +166,6 @@ class AsyncioWorker:
                 self.last_failure = detail
                 return await self._runner.drop(spec, reason, detail, self._runner.clock.monotonic() - started)
             spec = _next_attempt(spec)
-            recorded = self._runner.recorded(spec) if resume else ()  # its admission may be all that was lost of it
             self._tasks[task] = spec
             self._runner.host.readmit(spec)
 

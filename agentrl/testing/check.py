@@ -72,6 +72,8 @@ class EnvironmentReport:
     """Tools the random policy called."""
     uncalled: list[str] = field(default_factory=list)
     """Those it never came to call: nothing is known of them."""
+    own_random: bool = False
+    """Whether it was seen, or says, to draw from the global random generators."""
 
     @property
     def passed(self) -> bool:
@@ -86,10 +88,15 @@ class EnvironmentReport:
                 [f"{self.environment}: {len(self.findings)} finding(s)", *(f"- {f}" for f in self.findings)]
             )
         mean = sum(self.rewards) / len(self.rewards) if self.rewards else 0.0
+        drawing = " It draws: each episode has global random generators of its own." if self.own_random else ""
         return (
-            f"{self.environment}: passed. {self.episodes} episodes of a random policy (mean reward {mean:.2f}), "
-            f"killed and resumed {self.resumptions} times{_PROVED[self.resume_class]}: class `{self.resume_class}`."
-        ) + (f" Never called, and not tried: {', '.join(self.uncalled)}." if self.uncalled else "")
+            (
+                f"{self.environment}: passed. {self.episodes} episodes of a random policy (mean reward {mean:.2f}), "
+                f"killed and resumed {self.resumptions} times{_PROVED[self.resume_class]}: class `{self.resume_class}`."
+            )
+            + (f" Never called, and not tried: {', '.join(self.uncalled)}." if self.uncalled else "")
+            + drawing
+        )
 
 
 def check_environment(
@@ -118,6 +125,7 @@ def check_environment(
         report.findings[:0] = [f"task {task.id!r}: {text}" for text in told]
         if not report.passed:
             break
+    report.own_random = found.own_random
     if report.passed:
         _check_format(found, chosen, seed, report)
     return report

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from agentrl.core.clock import LoopClock, SystemClock
-from agentrl.core.errors import AgentRLError, EpisodeError
+from agentrl.core.errors import AgentRLError, EpisodeError, GlobalRandomError
 from agentrl.core.ports import SamplingParams
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.credit.advantages import ADVANTAGES
@@ -17,7 +17,7 @@ from agentrl.environment.registry import name_of
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.signal import Signal
-from agentrl.rollout.episode import RolloutSettings
+from agentrl.rollout.episode import OnCodeChange, RolloutSettings
 from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
@@ -97,6 +97,10 @@ async def execute(
         await dispatcher.worker.drain()
     except TimeoutError:
         return f"run() did not end within {TIMEOUT_S:g} s"
+    except GlobalRandomError as error:
+        if recorded:
+            return str(error)
+        return await execute(environment, spec, script, answers=answers, sums=sums, max_turns=max_turns)
     except EpisodeError as error:
         return f"{RESOURCE_LOST if error.reason == 'resource_lost' else ''}{error}"
     except AgentRLError as error:
@@ -117,6 +121,7 @@ def settings_of(
     max_context: int = 1 << 20,
     tool_timeout_s: float = TIMEOUT_S,
     episode_timeout_s: float = TIMEOUT_S,
+    on_code_change: OnCodeChange = "try",
 ) -> RolloutSettings:
     """How episodes in `PlainFormat` are sampled and limited."""
     return RolloutSettings(
@@ -124,6 +129,7 @@ def settings_of(
         limits=Limits(max_turns=max_turns, max_tokens=max_tokens, max_context=max_context),
         tool_timeout_s=tool_timeout_s,
         episode_timeout_s=episode_timeout_s,
+        on_code_change=on_code_change,
     )
 
 
@@ -134,17 +140,18 @@ def wired(
     settings: RolloutSettings,
     failures: list[BaseException],
     *,
+    policy: str = POLICY,
     data_attempts: int = 1,
     runner_type: type[R] = EpisodeRunner,  # type: ignore[assignment]
 ) -> tuple[Dispatcher, R]:
-    """The host, with its worker, and the runner of single episodes of an environment, all played by `POLICY`.
+    """The host, with its worker, and the runner of single episodes of an environment, all played by one policy.
 
     `failures` gets what no episode can be blamed for.
     """
     dispatcher = Dispatcher(
         environment=name_of(environment),
         seats=environment.seats,
-        policy_of=lambda seat: POLICY,
+        policy_of=lambda seat: policy,
         run_seed=0,
         group_size=1,
         buffer=EpisodeBuffer((), ADVANTAGES["none"]),

@@ -3,47 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 import agentrl
-from agentrl.core.clock import LoopClock
 from agentrl.core.errors import EpisodeError
-from agentrl.core.ports import GenerateRequest, SamplingParams, SpawnedGroup
+from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task
 from agentrl.engines.scripted import Script, ScriptedEngine
-from agentrl.environment.base import Limits
 from agentrl.journal.entries import EntryBody, JournalEntry
-from agentrl.rollout.episode import RolloutSettings
-from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
-from agentrl.rollout.runner import EpisodeRunner
+from agentrl.rollout.plain_format import STOP_TOKEN
 from agentrl.testing import MemoryJournal, simulate
-
-
-class NoChildren:
-    """A host of episodes that start none."""
-
-    def spawn(
-        self,
-        parent: EpisodeSpec,
-        environment: str,
-        tasks: Sequence[Task],
-        spawn_call: str,
-        on_end: Callable[[int, EpisodeHeader], None],
-    ) -> SpawnedGroup:
-        raise AssertionError("no children here")
-
-    def readmit(self, spec: EpisodeSpec) -> None:
-        raise AssertionError("one attempt here")
-
-    def measured(self, spec: EpisodeSpec, header: EpisodeHeader, metrics: object) -> None:
-        pass
+from agentrl.testing.execution import PARTITION, settings_of, wired
 
 
 def digits(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
     """A few digits that depend on the request alone."""
     return [*str(request.seed % 1000).encode(), STOP_TOKEN]
+
+
+def digits_among_draws(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+    """The same in a process where others draw from the global generators, and leave half a normal draw behind."""
+    for _ in range(request.seed % 5):
+        random.random()
+        np.random.randn()
+    return digits(request, policy, version)
 
 
 def told(request: GenerateRequest) -> bytes:
@@ -109,7 +97,7 @@ class Stage:
 
     async def _play(self, recorded: Sequence[JournalEntry]) -> Execution:
         journal = MemoryJournal()
-        log = journal.turn_log("0")
+        log = journal.turn_log(PARTITION)
         calls = 0
 
         def counted(request: GenerateRequest, policy: str, version: PolicyVersion) -> Sequence[int]:
@@ -120,20 +108,8 @@ class Stage:
         engine = ScriptedEngine(
             counted, versions={"policy": PolicyVersion("policy", 0, 0)}, seconds_per_token=self.seconds_per_token
         )
-        runner = EpisodeRunner(
-            engine=engine,
-            chat_format=PlainFormat(),
-            store=journal,
-            log=log,
-            host=NoChildren(),
-            clock=LoopClock(),
-            settings=RolloutSettings(
-                sampling=SamplingParams(max_tokens=256, stop_token_ids=(STOP_TOKEN,)),
-                limits=Limits(max_turns=100, max_tokens=256, max_context=1 << 16),
-                tool_timeout_s=60.0,
-                episode_timeout_s=3600.0,
-            ),
-        )
+        settings = settings_of(max_turns=100, max_context=1 << 16, tool_timeout_s=60.0, episode_timeout_s=3600.0)
+        _, runner = wired(self.environment, engine, journal, settings, [])
         for entry in recorded:
             log.append(entry)
         spec = self.spec

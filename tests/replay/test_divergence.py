@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, ClassVar
+import dataclasses
+from typing import ClassVar
 
 import pytest
 
 import agentrl
-from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EpisodeError, ReplayMismatchError
-from agentrl.core.ports import SamplingParams
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
+from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.environment.base import Limits
 from agentrl.journal.entries import Begin, JournalEntry, PatchEntry, ResourceEntry, encode_body
-from agentrl.rollout.episode import OnCodeChange, RolloutSettings
-from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
-from agentrl.rollout.runner import EpisodeRunner
-from agentrl.rollout.worker import MAX_ATTEMPTS, AsyncioWorker
+from agentrl.rollout.episode import OnCodeChange
+from agentrl.rollout.worker import MAX_ATTEMPTS
 from agentrl.testing import MemoryJournal
-from tests.replay.executions import NoChildren, Stage, digits
+from agentrl.testing.execution import PARTITION, settings_of, wired
+from agentrl.testing.memory_journal import Admission, EpisodeEnd
+from tests.replay.executions import Stage, digits
 
 
 class Edited(agentrl.Environment):
@@ -123,50 +121,26 @@ class Pinned(agentrl.Environment):
         ctx.agent("agent").reward(1.0)
 
 
-class Readmitting(NoChildren):
-    """A host that counts attempts."""
-
-    def __init__(self) -> None:
-        self.attempts: list[int] = []
-
-    def readmit(self, spec: EpisodeSpec) -> None:
-        self.attempts.append(spec.attempt)
-
-
 async def resumed(
     environment: type[agentrl.Environment], entries: list[JournalEntry], policy: OnCodeChange, attempt: int = 0
-) -> tuple[EpisodeHeader, list[int], str]:
-    journal = MemoryJournal()
-    log = journal.turn_log("0")
+) -> EpisodeEnd:
+    journal, failures = MemoryJournal(), list[BaseException]()
+    log = journal.turn_log(PARTITION)
     for entry in entries:
         log.append(JournalEntry(entry.episode_id, attempt, entry.call_id, entry.asked, entry.body))
     await log.flush()
-    host = Readmitting()
-    runner = EpisodeRunner(
-        engine=ScriptedEngine(digits, versions={"policy": PolicyVersion("policy", 0, 0)}),
-        chat_format=PlainFormat(),
-        store=journal,
-        log=log,
-        host=host,
-        clock=SystemClock(),
-        settings=RolloutSettings(
-            sampling=SamplingParams(max_tokens=256, stop_token_ids=(STOP_TOKEN,)),
-            limits=Limits(max_turns=100, max_tokens=256, max_context=1 << 16),
-            tool_timeout_s=60.0,
-            episode_timeout_s=60.0,
-            on_code_change=policy,
-        ),
-    )
-    failures: list[BaseException] = []
-    worker = AsyncioWorker(runner, environments={}, data_attempts=1, on_failure=failures.append)
-    ended: list[EpisodeHeader] = []
-    import dataclasses
-
+    engine = ScriptedEngine(digits, versions={"policy": PolicyVersion("policy", 0, 0)})
+    dispatcher, _ = wired(environment, engine, journal, settings_of(on_code_change=policy), failures)
     spec = dataclasses.replace(Stage(environment=environment).spec, attempt=attempt)
-    worker.submit(spec, ended.append, resume=True)
-    await worker.drain()
+    journal.admit(spec)
+    dispatcher.restore((), [spec])
+    await dispatcher.worker.drain()
     assert not failures, failures
-    return ended[0], host.attempts, worker.last_failure
+    [end] = journal.of_kind(EpisodeEnd)
+    assert [admission.spec.attempt for admission in journal.of_kind(Admission)] == [
+        *range(attempt, end.spec.attempt + 1)
+    ]
+    return end
 
 
 @pytest.mark.parametrize(
@@ -183,21 +157,19 @@ async def resumed(
 def test_on_code_change(version: str, policy: OnCodeChange, attempt: int, reason: str | None) -> None:
     entries = recorded()[:2]
     Edited.version = version
-    header, attempts, _ = asyncio.run(resumed(Edited, entries, policy))
+    header = asyncio.run(resumed(Edited, entries, policy)).header
     assert header.drop_reason == reason
-    assert attempts == [attempt][: attempt != 0]
     assert header.attempt == attempt
 
 
 def test_a_lost_resource_begins_the_episode_again_but_not_for_ever() -> None:
     entries = Stage(environment=Pinned).play().entries
     assert any(isinstance(entry.decode(), ResourceEntry) for entry in entries)
-    header, attempts, _ = asyncio.run(resumed(Pinned, entries, "try"))
-    assert header.drop_reason is None
-    assert attempts == [1]
-    last: Any = asyncio.run(resumed(Pinned, entries, "try", attempt=MAX_ATTEMPTS - 1))
-    assert last[0].drop_reason == "resource_lost"
-    assert "is pinned and died with its process" in last[2]
+    first = asyncio.run(resumed(Pinned, entries, "try"))
+    assert (first.header.drop_reason, first.header.attempt) == (None, 1)
+    last = asyncio.run(resumed(Pinned, entries, "try", attempt=MAX_ATTEMPTS - 1))
+    assert last.header.drop_reason == "resource_lost"
+    assert "is pinned and died with its process" in last.detail
 
 
 class Two(agentrl.Environment):

@@ -12,7 +12,7 @@ import agentrl
 from agentrl.core.errors import EffectError
 from agentrl.journal.entries import EffectEntry, IntentEntry, ResourceEntry, ToolEntry
 from agentrl.rollout.plain_format import STOP_TOKEN
-from tests.replay.executions import Execution, Stage, resumed_everywhere, told
+from tests.replay.executions import Execution, Stage, digits_among_draws, resumed_everywhere, told
 
 
 class Paying(agentrl.Environment):
@@ -182,7 +182,7 @@ class Counter:
 
 
 class Counting(agentrl.Environment):
-    """Uses a counter at a level the task names, among draws of its own."""
+    """Uses a counter at a level the task names."""
 
     made: ClassVar[list[Counter]] = []
 
@@ -195,7 +195,6 @@ class Counting(agentrl.Environment):
         agent = ctx.agent("agent")
         total = 0.0
         for value in (1, 2, -3, 4):
-            random.random()
             try:
                 total += sum(await counter.call("add", value))
             except EffectError as error:
@@ -207,7 +206,9 @@ class Counting(agentrl.Environment):
 
 def played(level: str) -> tuple[list[Execution], list[Counter]]:
     Counting.made.clear()
-    return resumed_everywhere(Stage(environment=Counting, data={"level": level})), list(Counting.made)
+    return resumed_everywhere(Stage(environment=Counting, data={"level": level}, script=digits_among_draws)), list(
+        Counting.made
+    )
 
 
 @pytest.mark.parametrize("level", ["replay", "snapshot"])

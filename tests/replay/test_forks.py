@@ -16,24 +16,17 @@ import pytest
 import agentrl
 from agentrl.app.beside import load_weights, weights_in
 from agentrl.app.forks import Parent, ended_children, find_parent, fork_spec, recorded_weights
-from agentrl.core.clock import SystemClock
 from agentrl.core.errors import InputError, JournalError
-from agentrl.core.ports import GenerateRequest, SamplingParams
+from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task, WeightsRef
-from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.environment.base import Limits
 from agentrl.environment.registry import name_of
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import SpawnEntry, TurnEntry
 from agentrl.journal.store import SqliteJournal
-from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import Dispatcher
-from agentrl.orchestrator.signal import Signal
-from agentrl.rollout.episode import RolloutSettings
-from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
-from agentrl.rollout.runner import EpisodeRunner
-from agentrl.rollout.worker import AsyncioWorker
+from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.testing.execution import settings_of, wired
 from tests.sim.small_run import config_for
 
 T = TypeVar("T")
@@ -152,33 +145,10 @@ class World:
 async def opened(directory: Path) -> AsyncIterator[World]:
     store = SqliteJournal(directory / "journal", info={"name": directory.name})
     failures: list[BaseException] = []
-    dispatcher = Dispatcher(
-        environment="unused",
-        seats=("agent",),
-        policy_of=lambda seat: "policy",
-        run_seed=0,
-        group_size=1,
-        buffer=EpisodeBuffer(["policy"], ADVANTAGES["none"]),
-        store=store,
-        signal=Signal(),
-    )
     engine = ScriptedEngine(script, versions={"policy": PolicyVersion("policy", 0, 0)})
-    runner = EpisodeRunner(
-        engine=engine,
-        chat_format=PlainFormat(),
-        store=store,
-        log=store.turn_log("0"),
-        host=dispatcher,
-        clock=SystemClock(),
-        settings=RolloutSettings(
-            sampling=SamplingParams(max_tokens=64, stop_token_ids=(STOP_TOKEN,)),
-            limits=Limits(max_turns=100, max_tokens=64, max_context=1 << 16),
-            tool_timeout_s=60.0,
-            episode_timeout_s=60.0,
-        ),
+    dispatcher, _ = wired(
+        Walk, engine, store, settings_of(max_turns=100, max_context=1 << 16), failures, policy="policy"
     )
-    dispatcher.worker = AsyncioWorker(runner, environments={}, data_attempts=1, on_failure=failures.append)
-    dispatcher.on_collapse = failures.append
     try:
         yield World(directory, store, engine, dispatcher, failures)
     finally:

@@ -12,7 +12,7 @@ from agentrl.core.errors import ReplayMismatchError
 from agentrl.core.records import FinishReason, Message, ToolSpec
 from agentrl.journal.entries import TurnEntry
 from agentrl.rollout.plain_format import PlainFormat
-from tests.replay import executions
+from agentrl.testing import execution
 from tests.replay.executions import Stage
 
 
@@ -49,7 +49,7 @@ class Talk(agentrl.Environment):
 
 @pytest.fixture(autouse=True)
 def _unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executions, "PlainFormat", Changing)
+    monkeypatch.setattr(execution, "PlainFormat", Changing)
     monkeypatch.setattr(Changing, "tokenised", 0)
     for name in ("described", "answer", "max_tokens"):
         monkeypatch.setattr(Talk, name, getattr(Talk, name))

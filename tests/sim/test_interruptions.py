@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 
-from agentrl.core.records import PolicyVersion
+import agentrl
+from agentrl.app.assemble import past_of
+from agentrl.core.records import PolicyVersion, Task
+from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
-from agentrl.testing import MemoryJournal
+from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.rollout.runner import GRACE_S
+from agentrl.testing import MemoryJournal, simulate
+from agentrl.testing.execution import PARTITION, POLICY, settings_of, wired
 from agentrl.testing.memory_journal import EpisodeEnd
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.interrupted_run import POLICIES, TOKEN_S, Life, WatchedEngine, check_schedule, request_name
@@ -61,6 +67,23 @@ def test_the_time_of_a_parked_episode_stands_still(simulated_loop: SimulatedLoop
         assert ends == {None: 9, "episode_timeout": 1}, "the parked one, whose time ran on after it had come back"
 
 
+def test_the_time_without_an_engine_is_not_the_episodes(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> set[str | None]:
+        one = life(episode_timeout_s=30.0)
+        await asyncio.sleep(0.5)
+        one.engine.lose()
+        await asyncio.sleep(60.0)
+        assert one.worker.park("e0"), "both at once"
+        one.engine.restore()
+        await asyncio.sleep(60.0)
+        one.worker.unpark()
+        await one.worker.drain()
+        return {end.header.drop_reason for end in one.journal.of_kind(EpisodeEnd)}
+
+    for ends in simulated_loop.run(main):
+        assert ends == {None}
+
+
 def test_turns_that_end_at_once_write_no_partials(simulated_loop: SimulatedLoop) -> None:
     async def main() -> None:
         one = life()
@@ -90,3 +113,60 @@ def test_a_failed_attempt_leaves_no_partials(simulated_loop: SimulatedLoop) -> N
             assert not log.read_partials(end.header.episode_id, 0)
 
     simulated_loop.run(main)
+
+
+LAST_TURN_S = 3.0
+
+
+class Swallowing(agentrl.Environment):
+    """Ends when it is cancelled, as if it were over."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("agent")
+        for _ in range(3):
+            try:
+                await agent.act(agentrl.user("?"))
+            except asyncio.CancelledError:
+                return
+        agent.reward(1.0)
+
+
+class SlowDisk(MemoryJournal):
+    """Takes a commit at once, as the writer's queue does, and is long about it."""
+
+    SECONDS = 2 * GRACE_S
+
+    async def commit_episode(self, *commit: Any, **options: Any) -> None:
+        await super().commit_episode(*commit, **options)
+        await asyncio.sleep(self.SECONDS)
+
+
+@pytest.mark.parametrize("moment", [0.5, 1.2, 2.2, 3.2, 9.0, 14.0])
+def test_a_worker_that_is_stopped_neither_loses_nor_doubles_a_commit(moment: float) -> None:
+    """In a turn, while the commit is on its way (from 3 s on; the next life finds it), and when it has been told."""
+
+    async def main() -> None:
+        journal, told, failures = SlowDisk(), list[Counter[str]](), list[BaseException]()
+        for is_first in (True, False):
+            engine = ScriptedEngine(
+                lambda *_: [STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)}, seconds_per_token=1.0
+            )
+            dispatcher, _ = wired(Swallowing, engine, journal, settings_of(), failures)
+            past = past_of(journal, {}, group_size=1)
+            dispatcher.restore(past.ended, past.unfinished)
+            if is_first:
+                dispatcher.admit_group(Task(id="t", data={}))
+                await asyncio.sleep(moment)
+                await dispatcher.worker.cancel()
+                await journal.turn_log(PARTITION).flush()
+                await journal.flush()
+            await dispatcher.worker.drain()
+            told.append(dispatcher.sums)
+        await asyncio.sleep(SlowDisk.SECONDS)
+        in_time = moment + GRACE_S > LAST_TURN_S + SlowDisk.SECONDS
+        assert [sums["episodes"] for sums in told] == [in_time, moment < LAST_TURN_S]
+        [end] = journal.of_kind(EpisodeEnd)
+        assert (end.header.committed, end.header.turns, end.header.reward) == (True, 3, 1.0)
+        assert not failures
+
+    simulate(main, seed=0)

@@ -68,12 +68,12 @@ class Trees(Adder):
 
 
 class Clockwork(Adder):
-    """Looks at the real dice."""
+    """Looks at the real clock."""
 
     async def run(self, ctx: agentrl.EpisodeContext) -> None:
         agent = ctx.agent("agent")
         for _ in range(3):
-            await agent.act(agentrl.user(f"roll {random.random()}"))
+            await agent.act(agentrl.user(f"it is {time.perf_counter()}"))
         agent.reward(1.0)
 
 

@@ -12,12 +12,14 @@ import pytest
 from rich.console import Console
 
 from agentrl.core.errors import InputError, JournalError
+from agentrl.core.records import PolicyVersion
 from agentrl.core.safe import safe
 from agentrl.inspection.reader import RunReader, runs
 from agentrl.inspection.render import MAX_CELL, curves, episode_table, episode_view, run_table
 from agentrl.journal.checksums import entry_checksum
 from agentrl.journal.entries import encode_body
-from tests.journal_cases import HOSTILE, entries_with, write_run
+from agentrl.journal.store import SqliteJournal
+from tests.journal_cases import HOSTILE, entries_with, weights, write_run
 
 
 @pytest.fixture
@@ -79,6 +81,24 @@ def test_the_curve_and_the_metrics(run: Path) -> None:
     assert reader.metric("grad_norm") == {"policy": [(1, None), (2, None)]}
     assert reader.metric_names() == ["grad_norm", "loss"]
     assert "reward of policy  0.50 → 2.50" in shown(curves(reader.curve()))
+    reader.close()
+
+
+def test_a_metric_is_told_along_the_surviving_line(tmp_path: Path) -> None:
+    async def write() -> None:
+        journal = SqliteJournal(tmp_path / "journal")
+        for lineage, parent, first in ((0, None, 0), (1, PolicyVersion("policy", 0, 4), 4)):
+            journal.record_version(weights("policy", lineage, first), parent)
+            for step in range(first, 7 - lineage):
+                journal.record_version(weights("policy", lineage, step), PolicyVersion("policy", lineage, step - 1))
+                journal.record_metrics("policy", step, {"loss": lineage + 0.1 * step})
+            journal.record_metrics("policy", 6 - lineage, {"evaluation/reward": float(lineage)})
+        await journal.close()
+
+    asyncio.run(write())
+    reader = RunReader(tmp_path)
+    assert reader.metric("loss") == {"policy": [*((step, 0.1 * step) for step in range(4)), (4, 1.4), (5, 1.5)]}
+    assert reader.metric("evaluation/reward") == {"policy": [(5, 1.0)]}
     reader.close()
 
 

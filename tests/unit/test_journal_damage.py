@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+import agentrl
+from agentrl.app.assemble import past_of
 from agentrl.core.errors import JournalError
-from agentrl.core.records import PolicyVersion
+from agentrl.core.records import PolicyVersion, Task
+from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.reader import EntryKey, TurnReader
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import SqliteJournal
+from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.testing.execution import POLICY, settings_of, wired
 from tests.journal_cases import one_episode, spec, write
 
 
@@ -179,3 +185,47 @@ def test_an_index_that_names_another_episode_is_damage_or_changes_nothing(tmp_pa
             named += "turns-w0.db" in str(error)
         log.close()
     assert named
+
+
+class Waiting(agentrl.Environment):
+    """Acts, and waits for the next life."""
+
+    gate: ClassVar[asyncio.Event]
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        turn = await ctx.agent("agent").act(agentrl.user("?"))
+        await self.gate.wait()
+        ctx.agent("agent").reward(float(len(turn.text)))
+
+
+async def life(directory: Path, *, goes_on: bool) -> dict[str, str | None]:
+    """A life of a run of three episodes: why each was dropped."""
+    Waiting.gate = asyncio.Event()
+    store, failures = SqliteJournal(directory), list[BaseException]()
+    engine = ScriptedEngine(lambda *_: [*b"yes", STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)})
+    dispatcher, _ = wired(Waiting, engine, store, settings_of(), failures)
+    if goes_on:
+        past = past_of(store, {}, group_size=1)
+        dispatcher.restore(past.ended, past.unfinished)
+        Waiting.gate.set()
+        await dispatcher.worker.drain()
+    else:
+        for number in range(3):
+            dispatcher.admit_group(Task(id=f"t{number}", data={}))
+        while len(store.turn_log("0").read("e2", 0)) < 2:
+            await asyncio.sleep(0.01)
+        await dispatcher.worker.cancel()
+    await store.close()
+    assert not failures
+    with sqlite3.connect(directory / "control.db") as connection:
+        return dict(connection.execute("SELECT episode, drop_reason || ': ' || detail FROM episodes"))
+
+
+def test_a_damaged_entry_of_an_episode_in_flight_costs_that_episode_by_name(tmp_path: Path) -> None:
+    assert asyncio.run(life(tmp_path, goes_on=False)) == {}
+    with sqlite3.connect(tmp_path / "turns-0.db") as connection:
+        connection.execute("UPDATE entries SET body = x'00' WHERE episode = 'e1' AND call = 'r#0'")
+    ends = asyncio.run(life(tmp_path, goes_on=True))
+    assert ends == {"e0": None, "e1": ends["e1"], "e2": None}
+    assert "journal_damaged: it cannot go on" in str(ends["e1"])
+    assert "r#0" in str(ends["e1"])

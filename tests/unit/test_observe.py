@@ -145,12 +145,24 @@ def test_a_resumed_run_shows_its_earlier_steps_and_repeats_replace_what_was_lost
     assert observer.state.policies["policy"].series("reward/mean") == ([1, 2], [0.1, 0.9])
 
 
+def test_evaluations_that_a_rollback_undid_are_shown_no_more() -> None:
+    state = RunState(plan=RunPlan())
+    for life in ((1, 2, 3, 4), (3, 4)):
+        for step in life:
+            state.record("policy", step, STEP)
+            if step % 2 == 0:
+                state.record("policy", step, {"evaluation/reward": float(len(life))})
+        assert state.policies["policy"].series("evaluation/reward")[0] == [2, 4]
+        state.record("policy", 3, STEP)
+        assert state.policies["policy"].series("evaluation/reward") == ([2], [4.0])
+
+
 def test_the_end_shows_the_whole_run_also_after_a_resume_and_a_curve_for_each_policy(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "run", "{}")
     summary = {"steps": 2, "rl_seconds": 1.0, "engine_busy_share": 0.5, "trainer_busy_share": 0.5, "held_out_tasks": 9}
     plan = RunPlan(name="demo", steps=4, max_staleness={"a": 1, "b": 1})
     stream = io.StringIO()
-    for steps, held_out, shown in (((1, 2), (0, 0.25), io.StringIO()), ((3, 4), (4, 0.75), stream)):
+    for steps, held_out, shown in (((1, 2), (0, 0.25), io.StringIO()), ((3, 4), (2, 0.75), stream)):
         with RunObserver(directory, plan=plan, stream=shown) as observer:
             step, reward = held_out
             observer.on_evaluation({"a": PolicyVersion("a", 0, step)}, {"evaluation/reward": reward})
