@@ -12,8 +12,8 @@ from agentrl.app.assemble import Past, attach_worker, make_dispatcher
 from agentrl.config.run import LoraConfig, RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineError, InputError
-from agentrl.core.files import sha256_of
-from agentrl.core.records import WEIGHT_FILES, EpisodeHeader, PolicyVersion, WeightsRef
+from agentrl.core.files import WEIGHT_FILES, sha256_of
+from agentrl.core.records import EpisodeHeader, PolicyVersion, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.signal import Signal

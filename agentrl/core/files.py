@@ -17,7 +17,7 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -26,6 +26,11 @@ T = TypeVar("T")
 
 STAGING = ".tmp-"
 """What the names of half-built directories begin with."""
+WEIGHT_FILES: Mapping[str, tuple[str, ...]] = {
+    "full": ("model.safetensors",),
+    "adapter": ("adapter_model.safetensors", "adapter_config.json"),
+}
+"""In a version's directory, by kind of weights, what decides what it samples: first the tensors, then their scale."""
 
 
 def open_regular(path: Path) -> BufferedReader:

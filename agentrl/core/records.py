@@ -94,14 +94,7 @@ class WeightsRef:
     """A directory: `model.safetensors` (full weights) or `adapter_model.safetensors` + `adapter_config.json`."""
     kind: Literal["full", "adapter"]
     sha256: str
-    """Digest of its `WEIGHT_FILES`, one after another; the engine checks it before it serves the version."""
-
-
-WEIGHT_FILES: Mapping[str, tuple[str, ...]] = {
-    "full": ("model.safetensors",),
-    "adapter": ("adapter_model.safetensors", "adapter_config.json"),
-}
-"""By kind of weights, what decides what a version samples: first the tensors, then how they are scaled."""
+    """Digest of its `files.WEIGHT_FILES`, one after another; the engine checks it before it serves the version."""
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

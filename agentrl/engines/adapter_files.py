@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from torch import nn
 
-from agentrl.core.records import WEIGHT_FILES
+from agentrl.core.files import WEIGHT_FILES
 from agentrl.engines.weight_files import read_weights, refusal
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from agentrl.core.errors import EngineError, ModelError
-from agentrl.core.records import WEIGHT_FILES
+from agentrl.core.files import WEIGHT_FILES
 from agentrl.engines.attention import use_grouped_attention
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from safetensors.torch import save_file
 
 from agentrl.core.errors import TrainerError
-from agentrl.core.files import place, sha256_of, staged
-from agentrl.core.records import WEIGHT_FILES, PolicyVersion, WeightsRef
+from agentrl.core.files import WEIGHT_FILES, place, sha256_of, staged
+from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.learn.models import PolicyModel
 from agentrl.learn.writing import writing
 
