@@ -4,25 +4,30 @@
     units of each policy:        committed = ready + consumed + dropped
 
 The two sides are counted from different tables, and every row that fits no side is named: an ended episode nobody
-admitted, a unit trained twice, trained and dropped, or trained without having been committed.
+admitted, a unit trained twice, trained and dropped, or trained without having been committed. So is a checkpoint of
+versions the log does not know: it was flushed before the checkpoint was sealed, and has lost its end since.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from agentrl.core.files import open_regular
 from agentrl.core.records import PolicyVersion
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from agentrl.journal.run_log import SqliteRunLog
 
 MAX_PROBLEMS = 20
 """Named one by one; more are counted."""
+
+MAX_MANIFEST_BYTES = 64 << 20
 
 Key = tuple[str, int]
 """Episode id and attempt."""
@@ -77,23 +82,37 @@ class RunLedger(msgspec.Struct):
         return not self.problems and all(balances)
 
 
-def run_ledger(log: SqliteRunLog) -> RunLedger:
+class _Manifest(msgspec.Struct):
+    """What a checkpoint's manifest says of versions, as (lineage, step) by policy."""
+
+    versions: dict[str, tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]]]
+
+
+def run_ledger(log: SqliteRunLog, checkpoints: Path) -> RunLedger:
     """Count a run's episodes and units. Policies that were never published are frozen and have no units.
+
+    Args:
+        log: the run's control log.
+        checkpoints: the directory of its checkpoints.
 
     Raises:
         JournalError: the control log is damaged.
     """
     log.verify()
-    return _Counting(log).ledger()
+    return _Counting(log, _sealed_versions(checkpoints)).ledger()
 
 
 class _Counting:
     """The tables of one run, read once."""
 
-    def __init__(self, log: SqliteRunLog) -> None:
+    def __init__(self, log: SqliteRunLog, sealed: Mapping[PolicyVersion, str]) -> None:
         self._problems: list[str] = []
         self._more = 0
         self._through = _newest_versions(log)
+        known = {PolicyVersion(*row) for row in log.rows("SELECT policy, lineage, step FROM versions")}
+        for version, checkpoint in sealed.items():
+            if version.step and version not in known:
+                self._problem(f"checkpoint {checkpoint} is of {version}, which the control log does not know")
         self._admitted: dict[Key, str] = {
             (episode, attempt): environment
             for episode, attempt, environment in log.rows(
@@ -206,3 +225,17 @@ def _newest_versions(log: SqliteRunLog) -> dict[str, PolicyVersion]:
     for policy, lineage, step in sorted(rows, key=lambda row: (str(row[0]), row[1])):
         newest[policy] = PolicyVersion(policy, lineage, step)
     return newest
+
+
+def _sealed_versions(checkpoints: Path) -> dict[PolicyVersion, str]:
+    """The versions checkpoints were sealed at, and their names; a manifest that cannot be read says nothing."""
+    sealed = {}
+    for path in sorted(checkpoints.glob("step_*/manifest.json")):
+        try:
+            with open_regular(path) as file:
+                manifest = msgspec.json.decode(file.read(MAX_MANIFEST_BYTES), type=_Manifest)
+        except (OSError, ValueError, RecursionError):
+            continue
+        for policy, (lineage, step) in manifest.versions.items():
+            sealed[PolicyVersion(policy, lineage, step)] = path.parent.name
+    return sealed

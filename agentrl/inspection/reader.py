@@ -281,7 +281,7 @@ class RunReader:
 
     def ledger(self) -> RunLedger:
         """Every episode and every unit accounted for; raises as `run_ledger`."""
-        return run_ledger(self._log)
+        return run_ledger(self._log, self.path / "checkpoints")
 
     def line(self) -> RunLine:
         """The run as a line of a list."""

@@ -193,6 +193,8 @@ class GroupCommitWriter:
         except (sqlite3.Error, OSError, ValueError, TypeError, OverflowError) as error:
             if connection.in_transaction:
                 connection.rollback()
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                return f"{database.path}: the file is damaged ({error}); restore it from a copy, with its -wal file"
             return (
                 f"{database.path}: could not be written ({error}). What was committed before is safe. "
                 "Free space or mend the disk, then start again with --resume"

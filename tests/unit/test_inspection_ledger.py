@@ -43,6 +43,20 @@ def spoil(run: Path, statement: str) -> None:
     connection.close()
 
 
+def test_a_log_that_lost_its_end_does_not_know_its_newest_checkpoint(run: Path) -> None:
+    for name, content in (
+        ("step_000001-0", '{"versions": {"policy": [0, 1]}}'),
+        ("step_000009-0", '{"versions": {"policy": [0, 9]}, "format": 0}'),
+        ("step_000010-0", '{"versions": {"policy": [0, -1]}}'),
+        ("step_000011-0", "not a manifest"),
+    ):
+        (run / "checkpoints" / name).mkdir(parents=True)
+        (run / "checkpoints" / name / "manifest.json").write_text(content)
+    found = ledger(run)
+    assert found.problems == ["checkpoint step_000009-0 is of policy@0.9, which the control log does not know"]
+    assert not found.holds
+
+
 def test_a_sound_run_is_accounted_for(run: Path) -> None:
     found = ledger(run)
     assert found.holds, found.problems

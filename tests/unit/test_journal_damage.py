@@ -11,7 +11,7 @@ import pytest
 
 import agentrl
 from agentrl.app.assemble import past_of
-from agentrl.core.errors import JournalError
+from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import JournalEntry
@@ -51,6 +51,26 @@ def test_a_partition_of_another_run_is_refused(tmp_path: Path) -> None:
         journal = SqliteJournal(tmp_path / "b")
         with pytest.raises(JournalError, match="belongs to run"):
             journal.turn_log("w0")
+        await journal.close()
+
+    asyncio.run(main())
+
+
+def test_a_partition_that_cannot_take_more_is_told_as_damaged_not_as_a_full_disk(tmp_path: Path) -> None:
+    asyncio.run(one_episode(tmp_path))
+    with sqlite3.connect(tmp_path / "turns-w0.db") as connection:
+        ((root,),) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'entries'")
+        ((size,),) = connection.execute("PRAGMA page_size")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
+    with (tmp_path / "turns-w0.db").open("r+b") as file:
+        file.seek((root - 1) * size)
+        file.write(b"\xff" * size)
+
+    async def main() -> None:
+        journal = SqliteJournal(tmp_path)
+        with pytest.raises(StorageError, match=r"turns-w0\.db: the file is damaged .*restore it from a copy"):
+            await write(journal, [spec(1)])
         await journal.close()
 
     asyncio.run(main())
