@@ -95,8 +95,6 @@ async def run_training(
     held_out_tasks = await asyncio.to_thread(held_out_source, config, environment, held_out)
     path = Path(config.directory) / config.name
     directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
-    if resume:
-        check_unchanged(directory.read_config(), config)
     async with _opened(config, directory, observers, quiet=quiet, resume=resume) as (store, observer):
         lasting = Lasting(
             config=config,
@@ -144,10 +142,12 @@ async def _opened(
     async with contextlib.AsyncExitStack() as stack:
         if not resume:
             stack.push(directory.forget_if_refused)
-        store = SqliteJournal(directory.journal, info={"name": config.name, "config": config.model_dump(mode="json")})
+        resolved = config.model_dump(mode="json")
+        store = SqliteJournal(directory.journal, info={"name": config.name, "config": resolved})
         stack.push_async_callback(store.close)
-        plan = plan_of(config.model_dump(mode="json"))
-        sinks = open_sinks(config.sinks, directory.path, config.model_dump(mode="json"))
+        check_unchanged(store.info().get("config", {}), config)
+        plan = plan_of(resolved)
+        sinks = open_sinks(config.sinks, directory.path, resolved)
         observer = stack.enter_context(RunObserver(directory, plan=plan, others=observers, sinks=sinks, quiet=quiet))
         observer.watch()
         stack.enter_context(ended_by_ctrl_c())

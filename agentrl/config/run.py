@@ -374,7 +374,7 @@ def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> None:
     """Refuse to resume a run as another one: what its episodes and weights depend on must be as it was.
 
     Args:
-        before: `config.json` of the run, as data.
+        before: the configuration the run was started with, as data.
         now: the configuration it is to go on with.
 
     Raises:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import InputError, RunDirectoryError, StorageError
-from agentrl.core.files import LOCAL, open_regular
+from agentrl.core.files import LOCAL
 from agentrl.observe.files import replace_file
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from agentrl.core.records import WeightsRef
 
 
-_MAX_CONFIG_BYTES = 1 << 24
 _FINISH = "make room or permission there, then finish the run with --resume"
 
 
@@ -84,15 +83,6 @@ class RunDirectory:
         if not (directory.journal.is_dir() or (path / "config.json").is_file()):
             raise RunDirectoryError(f"nothing to resume: {path} holds no run; start it without --resume")
         return directory
-
-    def read_config(self) -> dict[str, Any]:
-        """The resolved configuration the run was started with; empty where it cannot be read."""
-        try:
-            with open_regular(self.path / "config.json") as file:
-                content = json.loads(file.read(_MAX_CONFIG_BYTES))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return content if isinstance(content, dict) else {}
 
     def forget_if_refused(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

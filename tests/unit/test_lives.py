@@ -21,7 +21,7 @@ from agentrl.app.training import Run, run_training
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import InputError, JournalError, RunDirectoryError, StorageError, TrainerLostError
+from agentrl.core.errors import ConfigError, InputError, JournalError, RunDirectoryError, StorageError, TrainerLostError
 from agentrl.core.ports import Engine
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
@@ -81,9 +81,11 @@ class Lives:
         attempts: int = 5,
         held_out: int = 0,
         dead_lineage: str = "keep",
+        seed: int = 0,
     ) -> Run:
         config = config_for(
             steps=6,
+            seed=seed,
             name="run",
             directory=str(path),
             checkpoint={"every": checkpoint, "versions": 0, "dead_lineage": dead_lineage},
@@ -251,6 +253,14 @@ def test_a_run_refused_because_another_process_writes_it_leaves_it_alone(tmp_pat
     assert (tmp_path / "run/config.json").exists()
     directory.forget_if_refused(InputError, InputError("no such model"), None)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_resumed_as_its_journal_says_it_was(tmp_path: Path) -> None:
+    Lives([]).run(tmp_path)
+    (tmp_path / "run/config.json").unlink()
+    with pytest.raises(ConfigError, match="seed was 0 and is 3"):
+        Lives([]).run(tmp_path, resume=True, seed=3)
+    assert Lives([]).run(tmp_path, resume=True).summary["steps"] == 6
 
 
 @pytest.mark.parametrize("what", ["checkpoints", "journal"])
