@@ -1,4 +1,4 @@
-"""Lines of an environment's module that look like stray randomness or time, for the checker's messages."""
+"""Lines of an environment's module that look like time, or chance from the operating system, for the checker."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from agentrl.environment.base import Environment
 
 _STRAY = re.compile(
-    r"\b(?:random\.(?!Random\b|default_rng\(\w)\w+|time\.(?:time|monotonic|perf_counter)|uuid\.uuid[14]|os\.urandom"
-    r"|secrets\.\w+|datetime\.(?:now|utcnow|today))\("
+    r"\b(?:random\.(?:Random|RandomState|default_rng)\(\)|random\.SystemRandom\("
+    r"|(?:time\.(?:time|monotonic|perf_counter)|uuid\.uuid[14]|os\.urandom|secrets\.\w+"
+    r"|datetime\.(?:now|utcnow|today))\()"
 )
 _MOST = 3
 
@@ -19,7 +20,7 @@ def suspects(environment: type[Environment]) -> str:
     """Up to three such lines as a clause, or the empty string. A hint: what a line really does is not looked at.
 
     Example:
-        >>> bool(_STRAY.search("x = random.randint(1, 6)")), bool(_STRAY.search("draw = random.Random(3)"))
+        >>> bool(_STRAY.search("draw = random.Random()")), bool(_STRAY.search("draw = random.Random(3)"))
         (True, False)
     """
     lines = enumerate(environment.source().splitlines(), start=1)

@@ -68,7 +68,7 @@ class Planted(agentrl.Environment):
 """
 OUTSIDE = RUN.replace("{line}", "self.task = asyncio.create_task(self.later(agent))")
 BLOCKING = RUN.replace("{line}", "time.sleep(1.5); agent.reward(1.0)")
-UNSEEDED = RUN.replace("{line}", "agent.reward(random.random())")
+UNSEEDED = RUN.replace("{line}", "agent.reward(random.Random().random())")
 
 
 def say(directory: Path, *arguments: str, code: int, limit: int = 0) -> str:
@@ -102,7 +102,7 @@ def say(directory: Path, *arguments: str, code: int, limit: int = 0) -> str:
         (NO_TYPES, ["NoTypes.add", "parameter 'a' has no type", "`a: int`"]),
         (OUTSIDE, ["env.py:18", "Planted.later, outside run()", "before run() returns", "ctx.gather"]),
         (BLOCKING, ["blocked", "env.py:11 in run: `time.sleep(1.5)", "ctx.sleep", "external=True"]),
-        (UNSEEDED, ["run again", "ctx.rng", "line 11: `agent.reward(random.random())`"]),
+        (UNSEEDED, ["run again", "ctx.rng", "line 11: `agent.reward(random.Random().random())`"]),
     ],
     ids=["wrong seat", "tool without types", "reward outside the run", "blocking call", "unseeded random"],
 )
