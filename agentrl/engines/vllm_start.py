@@ -57,6 +57,7 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
     arguments = AsyncEngineArgs(
         model=model_path,
         skip_tokenizer_init=True,
+        load_format="safetensors",  # "auto" would unpickle *.bin, and prefer consolidated*.safetensors
         dtype=str(shapes.config.dtype or "auto").removeprefix("torch."),  # type: ignore[arg-type] # "auto" halves float32
         max_model_len=max_context,
         max_num_seqs=slots,
@@ -66,6 +67,7 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
         enable_log_requests=False,
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        config_format="hf",  # "auto" would prefer params.json
         worker_extension_cls=f"{vllm_worker.__name__}.WorkerExtension",
         weight_transfer_config=WeightTransferConfig(backend=vllm_worker.BACKEND),
         **_memory(shapes.config, slots=slots, max_context=max_context, kv_memory=kv_memory),

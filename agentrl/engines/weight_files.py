@@ -97,9 +97,11 @@ def read_shapes(path: str | Path, *, max_context: int) -> PreTrainedModel:
     """The model of a directory without its weights, on the meta device: names, shapes, configuration.
 
     Raises:
-        ModelError: the directory holds no such model, or one with fewer positions than `max_context`.
+        ModelError: the directory holds no such model, one with fewer positions than `max_context`, or weights that
+            vLLM would load over the model's.
     """
     _check_directory(path)
+    _check_alone(Path(path))
     make: Any = AutoModelForCausalLM.from_config
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -130,6 +132,17 @@ def _check_directory(path: str | Path) -> None:
         raise ModelError(f"{path}: holds an adapter (adapter_config.json). Merge it into the model, or move it away")
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
+
+
+def _check_alone(path: Path) -> None:
+    """Without an index, transformers reads one file and vLLM every one there is."""
+    if not (path / "model.safetensors.index.json").is_file():
+        others = {each.name for each in path.glob("*.safetensors")} - {WEIGHT_FILES["full"][0]}
+        if others:
+            raise ModelError(
+                f"{path}: vLLM would load {_first(others)} over model.safetensors; move it away, or save the "
+                "model with model.save_pretrained(directory)"
+            )
 
 
 def _check_report(path: str | Path, report: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from agentrl.core.errors import AgentRLError, EngineCapabilityError, EngineError, EngineLostError, ModelError
 from agentrl.core.records import PolicyVersion
@@ -125,6 +127,17 @@ async def cut(engine: ProcessEngine, session: Any, context: Any, victim: str) ->
     return heard
 
 
+def beside_others(zoo: ModelZoo, directory: Path) -> Path:
+    """A model beside files that vLLM, left to itself, would take for the model."""
+    shutil.copytree(zoo.directory(), directory)
+    index = {"weight_map": dict.fromkeys(load_file(directory / "model.safetensors"), "model.safetensors")}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"odd": np.zeros(1)}, directory / "consolidated.safetensors")
+    (directory / "params.json").write_text("no configuration")
+    (directory / "pytorch_model.bin").write_text("no pickle")
+    return directory
+
+
 @needs_vllm
 def test_whatever_of_it_dies_the_turn_goes_on_in_the_next_process(
     zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -133,9 +146,10 @@ def test_whatever_of_it_dies_the_turn_goes_on_in_the_next_process(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
+    directory = beside_others(zoo, tmp_path / "model")
 
     async def main() -> None:
-        engine = await ProcessEngine(program(zoo.directory()), START, clock=NoWaiting()).ready()
+        engine = await ProcessEngine(program(directory), START, clock=NoWaiting()).ready()
         assert engine.supervisor.process_id is not None
         private = {private_name(engine.supervisor.process_id)}
         assert len(files_of(private)) > 1, "its directory, and shared memory"

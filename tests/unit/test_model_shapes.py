@@ -41,6 +41,15 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_weights_beside_the_models_are_refused_where_vllm_would_load_them(model: Path) -> None:
+    for name in ("model.safetensors", "consolidated.safetensors"):
+        (model / name).touch()
+    with pytest.raises(ModelError, match=r"vLLM would load 'consolidated\.safetensors' over model\.safetensors"):
+        read_shapes(model, max_context=64)
+    (model / "model.safetensors.index.json").touch()
+    read_shapes(model, max_context=64)
+
+
 def test_a_window_bounds_the_embedded_engine_only_and_positions_bound_all(model: Path) -> None:
     config = read_shapes(model, max_context=64).config
     assert config.get_text_config().vocab_size == 97
