@@ -14,6 +14,7 @@ import msgspec
 from torch import nn
 
 from agentrl.core.files import WEIGHT_FILES
+from agentrl.engines.probe import Probe, read_probe
 from agentrl.engines.weight_files import read_weights, refusal
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class AdapterFile:
 
     rank: int
     matrices: Mapping[str, tuple[Tensor, Tensor]]
+    probe: Probe | None
 
 
 def read_adapter(weights: WeightsRef) -> AdapterFile:
@@ -61,12 +63,12 @@ def read_adapter(weights: WeightsRef) -> AdapterFile:
         EngineError: the files are damaged, not the published ones, or of a kind that is not served.
     """
     content = _read_config(weights)
-    tensors = read_weights(weights, beside=content)
+    file = read_weights(weights, beside=content)
     config = _decode_config(weights, content)
     rank = config.r
     scale = config.lora_alpha / (math.sqrt(rank) if config.use_rslora else rank)
     halves: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
+    for key, tensor in file.tensors.items():
         module, _, kind = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
         if not key.startswith(_PREFIX) or kind not in ("lora_A", "lora_B"):
             raise refusal(weights, f"{key} is not a LoRA matrix of a linear layer")
@@ -85,7 +87,7 @@ def read_adapter(weights: WeightsRef) -> AdapterFile:
             raise refusal(weights, f"{module} has values that are not finite once they are scaled by {scale:g}")
     if not matrices:
         raise refusal(weights, "it has no matrices")
-    return AdapterFile(rank=rank, matrices=matrices)
+    return AdapterFile(rank=rank, matrices=matrices, probe=read_probe(weights, file))
 
 
 def _read_config(weights: WeightsRef) -> bytes:

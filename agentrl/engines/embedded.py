@@ -39,12 +39,14 @@ from agentrl.engines.weight_files import load_model
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
     from agentrl.core.clock import Clock
     from agentrl.core.ports import Delta, GenerateRequest, Refresh
     from agentrl.core.records import Completion, FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.passes import EngineStats
+    from agentrl.engines.probe import Probe
     from agentrl.engines.serving import Serving
 
 _DELTA_SECONDS = 0.2
@@ -128,11 +130,11 @@ class EmbeddedEngine:
         self._between_passes = asyncio.Lock()
         self._updates = WeightUpdates(
             versions=self._versions,
-            refresh=settings.refresh,
-            max_staleness=settings.max_staleness,
+            settings=settings,
             between_passes=self._between_passes,
             switch=self._switch_calls,
             on_worker=self._on_worker,
+            answer=self._answer,
             interrupt=self._interrupt,
             tap=self._tap,
         )
@@ -395,17 +397,22 @@ class EmbeddedEngine:
         self._interrupt()
         async with self._between_passes:
             serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
-            served = serving.served
-            one = Pass(
-                model=served.model,
-                bank=served.bank,
-                slots=np.zeros(1, np.int64),
-                counts=np.array([len(token_ids)]),
-                adapters=np.array([serving.adapter]),
-            )
-            ids = token_ids.astype(np.int64)
-            loop = asyncio.get_running_loop()
+            ids, loop = token_ids.astype(np.int64), asyncio.get_running_loop()
+            one = self._alone(serving, np.array([len(ids)]))
             return await loop.run_in_executor(self._worker, self._runner.score, one, ids, temperature)
+
+    async def _answer(self, serving: Serving, probe: Probe) -> Float32Array:
+        """To the probe of `serving`; between two passes."""
+        contexts, tokens = probe.contexts.astype(np.int64), probe.token_ids.astype(np.int64)
+        one = self._alone(serving, np.full(len(contexts), contexts.shape[1]))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._worker, self._runner.next_logprobs, one, contexts, tokens)
+
+    def _alone(self, serving: Serving, counts: NDArray[np.int64]) -> Pass:
+        """A pass of one version over rows that have no slots."""
+        served, nowhere = serving.served, np.zeros(len(counts), np.int64)
+        adapters = np.full(len(counts), serving.adapter)
+        return Pass(model=served.model, bank=served.bank, slots=nowhere, counts=counts, adapters=adapters)
 
     @property
     def stats(self) -> EngineStats:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.ports import Refresh
     from agentrl.core.records import PolicyVersion
+    from agentrl.engines.probe import Probe
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -24,6 +25,8 @@ class LiveVersion:
 
     version: PolicyVersion
     digest: str = ""
+    probe: Probe | None = None
+    """What its trainer's file says it answers; other versions are told apart from it."""
     kept: int = 0
     """How often it was kept and not released."""
     pins: int = 0
@@ -144,6 +147,11 @@ class Leases(Generic[LiveT]):
             pin.pins -= 1
             self._ended(pin)
 
+    def forget(self, version: LiveT) -> None:
+        """End the leases of a version."""
+        for session in [session for session in self._holders if session.lease is version]:
+            self.end(session)
+
     def revoke(self, live: list[LiveT]) -> bool:
         """Under `lazy`, end the leases of the oldest of these versions that only idle sessions hold on to."""
         if self._refresh != "lazy":
@@ -158,6 +166,5 @@ class Leases(Generic[LiveT]):
         if not idle:
             return False
         oldest = min(idle, key=lambda version: (version.version.lineage, version.version.step))
-        for session in [session for session in self._holders if session.lease is oldest]:
-            self.end(session)
+        self.forget(oldest)
         return True

@@ -180,5 +180,16 @@ class PassRunner:
         self.stats.busy_seconds += self._clock.monotonic() - start
         return scored
 
+    def next_logprobs(self, one: Pass, contexts: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Log-probability of each of `tokens` after each context, `[B, n]`, without the cache."""
+        start = self._clock.monotonic()
+        with torch.inference_mode():
+            if one.bank is not None:
+                one.bank.select(one.adapters)
+            logits = one.model(input_ids=self._to_device(contexts), use_cache=False, logits_to_keep=1).logits[:, -1]
+            found: NDArray[np.float32] = torch.log_softmax(logits.float(), dim=-1)[:, tokens].cpu().numpy()
+        self.stats.busy_seconds += self._clock.monotonic() - start
+        return found
+
     def _to_device(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -102,11 +102,17 @@ class VllmCall:
                 self.deliver()
 
     def deliver(self) -> None:
-        """Give `on_delta` what it was not given yet, sampled by the version that serves."""
+        """Give `on_delta` what it was not given yet, sampled by the version that serves; not while that is on trial."""
+        if self.serving.is_on_trial:
+            return
         first, self._delivered = self._delivered, len(self.tokens)
         self._next_delta = self.clock.monotonic() + _DELTA_SECONDS
         if self.on_delta is not None and self._delivered > first:
             self.on_delta(self.request.request_id, self.tokens[first:], self.logprobs[first:], self.serving.version)
+
+    def cut(self) -> None:
+        """Forget what was held back: the version that sampled it is none."""
+        del self.tokens[self._delivered :], self.logprobs[self._delivered :]
 
     def close_spans(self, spans: Sequence[tuple[int, PolicyVersion]]) -> None:
         """All tokens so far belong to the versions of `spans`, which say where each ends."""

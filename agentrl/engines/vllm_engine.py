@@ -81,7 +81,9 @@ class VllmEngine:
             exact_continuation=False,
         )
         self._llm = llm
-        self._versions = VllmUpdates(llm, model_path, shapes, versions, settings, switch=self._switch_calls)
+        self._versions = VllmUpdates(
+            llm, model_path, shapes, versions, settings, switch=self._switch_calls, recall=self._recall_calls
+        )
         self._vocabulary = int(shapes.config.get_text_config().vocab_size)
         self._clock = clock or SystemClock()
         self._calls: dict[str, VllmCall] = {}
@@ -254,18 +256,18 @@ class VllmEngine:
         )
         async for output in outputs:
             chosen = output.outputs[0]
-            if call.moving and not self._versions.adapters:  # full weights: perhaps new ones over an old prefix
-                reason = None if chosen.finish_reason is None else "abort"
-            else:
+            passed_over = call.moving and not self._versions.adapters  # perhaps new weights over an old prefix
+            if not passed_over:
                 if before == 0 and not call.tokens:
                     call.cached = output.num_cached_tokens or 0
                 call.take(chosen)
-                if chosen.finish_reason is not None:
-                    reason = _reason(chosen, request)
-                    call.close_spans(self._versions.spans(call.serving, output, start=before, stop=len(call.tokens)))
-            if (
-                reason is None and (call.ending or call.moving) and not told
-            ):  # asked for before vLLM knew of the request
+            if chosen.finish_reason is not None:
+                reason = "abort" if passed_over else _reason(chosen, request)
+                if not await call.serving.is_accepted():
+                    call.cut()
+                    reason = "abort"
+                call.close_spans(self._versions.spans(call.serving, output, start=before, stop=len(call.tokens)))
+            elif (call.ending or call.moving) and not told:  # asked for before vLLM knew of the request
                 told = True
                 await self._llm.abort(call.name)
         if reason is None:
@@ -308,6 +310,14 @@ class VllmEngine:
         if anew:
             await self._llm.abort(anew)
 
+    async def _recall_calls(self, refused: VllmVersion) -> None:
+        """Calls that `refused` samples stop, to go on under another version."""
+        stopped = [call for call in self._calls.values() if call.asked and call.serving is refused and not call.ending]
+        for call in stopped:
+            call.moving = True
+        if stopped:
+            await self._llm.abort([call.name for call in stopped])
+
     def release(self, version: PolicyVersion) -> None:
         """See `agentrl.core.ports.Engine.release`."""
         self._versions.release(version)
@@ -344,8 +354,8 @@ class VllmEngine:
             await versions.may_sample(version if isinstance(version, str) else version.policy, lambda: self._closed)
             serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
             scores = await versions.score(serving, token_ids)
-            if versions.is_live(serving):
-                return scores  # otherwise full weights were replaced meanwhile, and some scores may be of either
+            if await serving.is_accepted() and versions.is_live(serving):
+                return scores  # otherwise weights were replaced meanwhile, and some scores may be of either
 
     async def ping(self) -> None:
         """See `process_host.HostedEngine`: vLLM's core is heard from between two steps of its worker."""

@@ -7,7 +7,9 @@ Does not decide which version serves; never executes code from a directory, neve
 from __future__ import annotations
 
 import hashlib
+import json
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,7 +197,15 @@ def _check_window(config: PretrainedConfig, max_context: int, path: str | Path) 
         )
 
 
-def read_weights(weights: WeightsRef, *, beside: bytes = b"") -> dict[str, Tensor]:
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A version's safetensors file, checked."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+
+def read_weights(weights: WeightsRef, *, beside: bytes = b"") -> WeightFile:
     """Read a version's safetensors file after checking its digest, which is also of what lies `beside` it.
 
     Raises:
@@ -221,7 +231,8 @@ def read_weights(weights: WeightsRef, *, beside: bytes = b"") -> dict[str, Tenso
             raise refusal(weights, f"{key} has dtype {tensor.dtype}; float32, bfloat16 or float16 is needed")
         if not bool(torch.isfinite(tensor).all()):
             raise refusal(weights, f"{key} has values that are not finite")
-    return tensors
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])  # which safetensors has checked
+    return WeightFile(tensors, header.get("__metadata__") or {})
 
 
 def match_full_weights(

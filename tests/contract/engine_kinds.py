@@ -21,6 +21,7 @@ from agentrl.core.files import sha256_of
 from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.embedded import EmbeddedEngine
+from agentrl.engines.probe import Probe
 from agentrl.engines.process import EngineProgram, ProcessEngine
 from agentrl.engines.replicas import ReplicatedEngine
 from agentrl.testing import simulate
@@ -97,10 +98,21 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def write_full(directory: Path, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> WeightsRef:
+def probe_of(model: Any, start: Any, *, contexts: int = 4) -> Probe:
+    """What a trainer with these weights writes beside them, if it began with those of `start`."""
+    rows, tokens = prompt(16 * contexts, seed=99).reshape(contexts, 16), prompt(24, seed=98)
+    with torch.no_grad():
+        ends = [each(input_ids=torch.from_numpy(rows).long(), use_cache=False).logits[:, -1] for each in (model, start)]
+    logprobs, start_logprobs = (end.log_softmax(-1)[:, tokens.astype(np.int64)].numpy() for end in ends)
+    return Probe(contexts=rows, token_ids=tokens, logprobs=logprobs, start_logprobs=start_logprobs)
+
+
+def write_full(
+    directory: Path, version: PolicyVersion, tensors: Mapping[str, torch.Tensor], *, probe: Probe | None = None
+) -> WeightsRef:
     """Publish tensors as full weights."""
     directory.mkdir(parents=True)
-    save_file(dict(tensors), directory / "model.safetensors")
+    save_file(dict(tensors), directory / "model.safetensors", metadata=probe.metadata() if probe else None)
     return WeightsRef(version=version, path=str(directory), kind="full", sha256=digest(directory / "model.safetensors"))
 
 
@@ -114,6 +126,7 @@ def write_adapter(
     targets: tuple[str, ...] = ("q_proj", "v_proj", "down_proj"),
     config: Mapping[str, object] | None = None,
     change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
+    metadata: dict[str, str] | None = None,
 ) -> WeightsRef:
     """Publish a random LoRA adapter in PEFT's format; `change` may spoil its tensors."""
     generator = torch.Generator().manual_seed(seed)
@@ -125,7 +138,7 @@ def write_adapter(
             tensors[f"{key}.lora_B.weight"] = 0.3 * torch.randn(module.out_features, rank, generator=generator)
     change(tensors)
     directory.mkdir(parents=True)
-    save_file(tensors, directory / "adapter_model.safetensors")
+    save_file(tensors, directory / "adapter_model.safetensors", metadata=metadata)
     written = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"}
     (directory / "adapter_config.json").write_text(json.dumps({**written, **(config or {})}))
     files = (directory / "adapter_model.safetensors", directory / "adapter_config.json")

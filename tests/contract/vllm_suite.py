@@ -34,6 +34,7 @@ SUITES = {
         "test_interrupted_turns.py",
         "test_engine_vllm.py",
         "test_engine_vllm_calls.py",
+        "test_engine_vllm_probe.py",
     ],
     "full": ["test_engine_vllm_full.py"],
 }
