@@ -19,6 +19,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from agentrl.core.files import WEIGHT_FILES, sha256_of
 from agentrl.core.ports import Engine, GenerateRequest, Refresh, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
 from agentrl.engines.probe import Probe
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from agentrl.core.records import Int32Array
 
 RANK = 8
-ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_FILE, ADAPTER_CONFIG = WEIGHT_FILES["adapter"]
 
 
 class WatchedVllm:
@@ -130,7 +131,7 @@ class Adapters:
             shutil.copytree(plain, probed)
             file = probed / ADAPTER_FILE
             add_probe(file, PeftModel.from_pretrained(load(), plain), load())
-            self._written.append({False: (plain, digest), True: (probed, _digest(file))})
+            self._written.append({False: (plain, digest), True: (probed, sha256_of(file, probed / ADAPTER_CONFIG))})
         self._step = 0
 
     def publish(self, policy: str, *, probed: bool = True) -> WeightsRef:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -33,7 +32,7 @@ from agentrl.engines.serving import ServedModel, VersionTable
 from agentrl.engines.slot_cache import SlotCache
 from agentrl.engines.slot_columns import SlotColumns
 from agentrl.engines.slot_table import SlotTable
-from agentrl.engines.updates import WeightUpdates
+from agentrl.engines.updates import EmbeddedSettings, WeightUpdates
 from agentrl.engines.weight_files import load_model
 
 if TYPE_CHECKING:
@@ -50,19 +49,6 @@ if TYPE_CHECKING:
     from agentrl.engines.serving import Serving
 
 _DELTA_SECONDS = 0.2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddedSettings:
-    """How an embedded engine works, beyond what its capabilities say; see `EmbeddedEngine.load`."""
-
-    slots: int
-    refresh: Refresh
-    keep_kv: bool
-    max_rank: int
-    max_staleness: Mapping[str, int]
-    prefill_tokens: int
-    fixed_shapes: bool
 
 
 class EmbeddedEngine:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from agentrl.core.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from agentrl.core.ports import Refresh
     from agentrl.core.records import PolicyVersion
@@ -40,6 +40,11 @@ class LiveVersion:
     def held(self) -> bool:
         """Whether something besides calls in flight needs it to stay as it is."""
         return self.kept > 0 or self.pins > 0 or self.leases > 0
+
+
+def probes_of(live: Iterable[LiveVersion]) -> dict[str, Probe]:
+    """The probes of those that have one, by version."""
+    return {str(each.version): each.probe for each in live if each.probe is not None}
 
 
 LiveT = TypeVar("LiveT", bound=LiveVersion)

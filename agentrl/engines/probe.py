@@ -16,11 +16,10 @@ import torch
 from agentrl.engines.weight_files import WeightFile, refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping
 
     from agentrl.core.errors import EngineError
     from agentrl.core.records import Float32Array, Int32Array, WeightsRef
-    from agentrl.engines.leases import LiveVersion
 
 KEY = "agentrl_probe"
 """In the metadata of the safetensors file."""
@@ -127,7 +126,7 @@ def read_probe(weights: WeightsRef, file: WeightFile) -> Probe | None:
 
 
 def check_answer(
-    weights: WeightsRef, probe: Probe, answer: Float32Array, *, dtype: torch.dtype, live: Iterable[LiveVersion]
+    weights: WeightsRef, probe: Probe, answer: Float32Array, *, dtype: torch.dtype, others: Mapping[str, Probe]
 ) -> None:
     """Refuse a version whose engine answers its probe as other weights would.
 
@@ -139,20 +138,16 @@ def check_answer(
         probe: its own.
         answer: [m, n], the engine's log-probabilities of the probe's tokens.
         dtype: the engine computes in.
-        live: what the engine serves beside it: what it may have been mistaken for.
+        others: by version, of what else the engine serves, or served before: what it may have been mistaken for.
 
     Raises:
         EngineError: the answer is not the version's.
     """
     limits = _EXACT if probe.is_exact and dtype == torch.float32 else _ROUNDED
-    others = [(_START, probe.start_logprobs)]
-    others += [
-        (str(each.version), each.probe.logprobs)
-        for each in live
-        if each.probe is not None and each.probe.asks_like(probe)
-    ]
-    own = _distance(answer, probe.logprobs)
-    name, nearest = min(((name, _distance(answer, logprobs)) for name, logprobs in others), key=lambda other: other[1])
+    own, nearest, name = _distance(answer, probe.logprobs), _distance(answer, probe.start_logprobs), _START
+    for version, other in others.items():
+        if other.asks_like(probe) and (distance := _distance(answer, other.logprobs)) < nearest:
+            nearest, name = distance, version
     if own > limits.floor and own > _NEARER * nearest:
         raise refusal(
             weights,

@@ -15,11 +15,12 @@ lazy      sessions stay until their lag exceeds      refused
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import EngineError
 from agentrl.engines.adapter_files import read_adapter
-from agentrl.engines.leases import Leases
+from agentrl.engines.leases import Leases, probes_of
 from agentrl.engines.probe import check_answer, read_probe
 from agentrl.engines.serving import BASE, Serving
 from agentrl.engines.weight_files import match_full_weights, read_weights, refusal
@@ -29,12 +30,25 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from agentrl.core.ports import Refresh
     from agentrl.core.records import Float32Array, WeightsRef
     from agentrl.engines.adapter_files import AdapterFile
     from agentrl.engines.capture import RoutingTap
-    from agentrl.engines.embedded import EmbeddedSettings
     from agentrl.engines.probe import Probe
     from agentrl.engines.serving import ServedModel, VersionTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedSettings:
+    """How an embedded engine works, beyond what its capabilities say; see `EmbeddedEngine.load`."""
+
+    slots: int
+    refresh: Refresh
+    keep_kv: bool
+    max_rank: int
+    max_staleness: Mapping[str, int]
+    prefill_tokens: int
+    fixed_shapes: bool
 
 
 class WeightUpdates:
@@ -217,8 +231,8 @@ class WeightUpdates:
         """
         if new.probe is not None:
             answer = await self._answer(new, new.probe)
-            live, dtype = self._versions.live.values(), new.served.model.dtype
-            check_answer(weights, new.probe, answer, dtype=dtype, live=live)
+            others, dtype = probes_of(self._versions.live.values()), new.served.model.dtype
+            check_answer(weights, new.probe, answer, dtype=dtype, others=others)
 
     def _move_calls(self, old: Serving, new: Serving) -> None:
         self._switch(old, new)

@@ -31,7 +31,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from agentrl.core.errors import EngineError, EngineLostError
 from agentrl.engines.adapter_files import check_adapter, read_adapter
-from agentrl.engines.leases import Leases, LiveVersion, live_version, newest_of
+from agentrl.engines.leases import Leases, LiveVersion, live_version, newest_of, probes_of
 from agentrl.engines.private_files import VARIABLE
 from agentrl.engines.probe import check_answer, read_probe
 from agentrl.engines.vllm_control import VllmControl
@@ -303,8 +303,8 @@ class VllmUpdates:
             raise refusal(weights, f"vLLM cannot answer its probe ({type(error).__name__}: {error})") from error
         dtype = self._model.config.dtype  # as vLLM was started, which halves what says nothing
         found = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-        live = [each for each in (old, *self._live.values()) if each is not new]
-        check_answer(weights, new.probe, answer, dtype=found, live=live)
+        others = probes_of(each for each in (old, *self._live.values()) if each is not new)
+        check_answer(weights, new.probe, answer, dtype=found, others=others)
 
     def _check_may_free(self, weights: WeightsRef, adapters: list[VllmVersion]) -> None:
         if all(each.kept or self._current[each.version.policy] is each for each in adapters):

@@ -36,7 +36,7 @@ SUITES = {
         "test_engine_vllm_calls.py",
         "test_engine_vllm_probe.py",
     ],
-    "full": ["test_engine_vllm_full.py"],
+    "full": ["test_engine_vllm_full.py", "test_engine_vllm_full_probe.py"],
 }
 ADAPTER_PLACES = 6
 PLACES = {"adapters": ADAPTER_PLACES, "full": 0}

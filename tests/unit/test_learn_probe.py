@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from agentrl.config.run import EngineConfig, PolicyConfig, TrainerConfig
 from agentrl.core.errors import TrainerError
 from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.engines.adapter_files import read_adapter
 from agentrl.engines.probe import Probe, read_probe
 from agentrl.engines.weight_files import read_weights
 from agentrl.learn.trainer import PolicyTrainer
@@ -28,7 +29,8 @@ def episodes() -> Episodes:
 
 
 def probe_in(reference: WeightsRef) -> Probe:
-    probe = read_probe(reference, read_weights(reference))
+    adapter = reference.kind == "adapter"
+    probe = read_adapter(reference).probe if adapter else read_probe(reference, read_weights(reference))
     assert probe is not None
     return probe
 
