@@ -34,7 +34,7 @@ _START = "the model the run began with"
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """In nats, of the mean |Δ log-probability| over the probe."""
+    """In nats, of the distance between an answer and log-probabilities."""
 
     tolerance: float
     """More is another model, or arithmetic that no ratio survives."""
@@ -109,7 +109,7 @@ def read_probe(weights: WeightsRef, file: WeightFile) -> Probe | None:
         raise refusal(weights, f"its probe cannot be read ({str(error)[:200]!a})") from error
     if contexts.ndim != 2 or not (0 < len(contexts) <= _MAX_CONTEXTS and 0 < contexts.shape[1] <= _MAX_LENGTH):
         raise refusal(weights, f"its probe has contexts of shape {contexts.shape}")
-    if not 0 < len(tokens) <= _MAX_TOKENS or {logprobs.shape, start.shape} != {(len(contexts), len(tokens))}:
+    if not 1 < len(tokens) <= _MAX_TOKENS or {logprobs.shape, start.shape} != {(len(contexts), len(tokens))}:
         raise refusal(weights, f"its probe has {len(tokens)} tokens, or not a log-probability for each")
     for ids in (contexts, tokens):
         if int(ids.min()) < 0 or int(ids.max()) > np.iinfo(np.int32).max:
@@ -171,5 +171,9 @@ def _too_far(weights: WeightsRef, difference: float, tolerance: float, dtype: to
 
 
 def _distance(answer: Float32Array, logprobs: Float32Array) -> float:
-    """Mean |Δ log-probability| in nats."""
-    return float(np.abs(answer.astype(np.float64) - logprobs).mean())
+    """Mean |Δ log-probability| in nats, each context's mean Δ taken off.
+
+    That is the rounding of one normaliser for all its tokens: left in, it makes strangers look alike.
+    """
+    difference = answer.astype(np.float64) - logprobs
+    return float(np.abs(difference - difference.mean(axis=1, keepdims=True)).mean())
