@@ -44,7 +44,7 @@ class _Limits:
 
 _EXACT = _Limits(tolerance=1e-2, floor=1e-5)
 """Engine and file in float32."""
-_ROUNDED = _Limits(tolerance=0.5, floor=1e-2)
+_ROUNDED = _Limits(tolerance=0.25, floor=1e-2)
 """Either in 16 bits."""
 _NEARER = 2.0
 """An answer that is this many times nearer to another version is that version's."""
