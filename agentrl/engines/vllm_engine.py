@@ -81,7 +81,7 @@ class VllmEngine:
             exact_continuation=False,
         )
         self._llm = llm
-        self._versions = VllmUpdates(llm, model_path, shapes, versions, settings, switch=self._switch_calls)
+        self._versions = VllmUpdates(llm, shapes, versions, settings, switch=self._switch_calls)
         self._vocabulary = int(shapes.config.get_text_config().vocab_size)
         self._clock = clock or SystemClock()
         self._calls: dict[str, VllmCall] = {}

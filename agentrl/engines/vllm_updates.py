@@ -19,7 +19,7 @@ import itertools
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from agentrl.core.errors import EngineError, EngineLostError
+from agentrl.core.files import WEIGHT_FILES
 from agentrl.engines.adapter_files import check_adapter, read_adapter
 from agentrl.engines.leases import Leases, LiveVersion, live_version, newest_of
 from agentrl.engines.private_files import VARIABLE
@@ -57,6 +58,8 @@ class VllmVersion(LiveVersion):
     adapter: LoRARequest | None = None
     salt: str | None = None
     """Sets its prefixes apart in vLLM's cache; an adapter's path does that by itself."""
+    file: str = ""
+    """Full weights; empty: what vLLM was started on."""
 
 
 class VllmUpdates:
@@ -64,7 +67,6 @@ class VllmUpdates:
 
     Args:
         llm: the vLLM.
-        model_path: what it was started on.
         model: the model's shapes.
         versions: for each policy, the version that the directory's weights are.
         settings: the engine's.
@@ -75,7 +77,6 @@ class VllmUpdates:
     def __init__(
         self,
         llm: AsyncLLM,
-        model_path: str,
         model: PreTrainedModel,
         versions: Mapping[str, PolicyVersion],
         settings: VllmSettings,
@@ -95,7 +96,6 @@ class VllmUpdates:
             self._live[version] = self._current[policy] = VllmVersion(version=version, salt=salt)
         self._labels = {label: version for version in versions.values() for label in (_FIRST_LABEL, str(version))}
         """With full weights there is one policy; adapters do not need vLLM's word."""
-        self._file = str(Path(model_path) / "model.safetensors")
         self.leases: Leases[VllmVersion] = Leases(
             refresh=settings.refresh, max_staleness=settings.max_staleness, current=self.of_policy, ended=self.settle
         )
@@ -221,11 +221,14 @@ class VllmUpdates:
             raise
 
     def _copy_checked(self, weights: WeightsRef, copy: Path) -> None:
-        """What was checked is what vLLM reads, and stays although a run prunes its old versions."""
-        check_adapter(weights, read_adapter(weights), self._model, max_rank=self._max_rank)
+        """The copy is checked: it is what vLLM reads, and stays although the run's own changes or is pruned."""
         copy.mkdir()
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
-            shutil.copyfile(Path(weights.path) / name, copy / name)
+        for name in WEIGHT_FILES["adapter"]:
+            try:
+                shutil.copyfile(Path(weights.path) / name, copy / name)
+            except OSError as error:
+                raise refusal(weights, f"{weights.path}/{name} cannot be read ({error.strerror})") from error
+        check_adapter(weights, read_adapter(replace(weights, path=str(copy))), self._model, max_rank=self._max_rank)
 
     async def _load_adapter(self, weights: WeightsRef, adapter: LoRARequest, *, keep: bool) -> None:
         try:
@@ -281,17 +284,16 @@ class VllmUpdates:
             raise refusal(
                 weights, f"{pinned.pins} conversations are pinned to {pinned.version}; close them, or use lora"
             )
-        file = str(Path(weights.path) / "model.safetensors")
+        label, file = str(weights.version), str(Path(weights.path) / "model.safetensors")
+        new = VllmVersion(version=weights.version, digest=weights.sha256, salt=label, file=file)
         async with self._controls:
             if not self._ready_for_files:
                 await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
                 self._ready_for_files = True
             await self._llm.pause_generation(mode="keep", clear_cache=not self._keep_kv)
             try:
-                label = str(weights.version)
-                await self._replace(weights, file, label)
-                self._file, self._labels[label] = file, weights.version
-                new = VllmVersion(version=weights.version, digest=weights.sha256, salt=label)
+                await self._replace(weights, new)
+                self._labels[label] = new.version
                 old = self._promote(new)
                 self._live = {new.version: new}
                 await self._switch(old, new)
@@ -299,26 +301,28 @@ class VllmUpdates:
                 if not (self._paused or self._lost):
                     await self._llm.resume_generation()
 
-    async def _replace(self, weights: WeightsRef, file: str, label: str) -> None:
+    async def _replace(self, weights: WeightsRef, new: VllmVersion) -> None:
         try:
-            await self._load_file(file, label)
+            await self._load_file(new)
         except EngineDeadError:
             raise
         except Exception as error:
-            old = self.of_policy(weights.version.policy).version
+            old = self.of_policy(weights.version.policy)
             try:
-                await self._load_file(self._file, str(old))
+                await self._load_file(old)
             except Exception as second:  # noqa: BLE001 (whatever it is: no version serves)
                 self._lost = True
                 raise EngineLostError(
-                    f"weights {weights.version}: vLLM can neither load them ({error}) nor go back to {old} ({second})"
+                    f"weights {weights.version}: vLLM can neither load them ({error}) nor go back to {old.version} "
+                    f"({second})"
                 ) from error
             raise refusal(weights, f"vLLM cannot load it ({type(error).__name__}: {error})") from error
 
-    async def _load_file(self, file: str, label: str) -> None:
+    async def _load_file(self, serving: VllmVersion) -> None:
         await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": file}))
-        await self._llm.finish_weight_update(weight_version=label)
+        update = {"path": serving.file, "sha256": serving.digest}
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+        await self._llm.finish_weight_update(weight_version=str(serving.version))
 
     # --- control ------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -302,9 +303,14 @@ def test_a_load_that_fails_half_way_leaves_the_version_before(
         await in_flight(engine)
         weights = write_full(tmp_path / "2", version(2), tensors_of(zoo, 2))
 
-        make_vllm.llm.before["start_weight_update"] = (tmp_path / "2" / "model.safetensors").unlink
-        with pytest.raises(EngineError, match=r"solver@0\.2 refused: vLLM cannot load it.* keeps serving"):
+        file = tmp_path / "2" / "model.safetensors"
+        other = write_full(tmp_path / "other", version(2), tensors_of(zoo, 3))
+        make_vllm.llm.before["start_weight_update"] = lambda: shutil.copyfile(f"{other.path}/{file.name}", file)
+        with pytest.raises(EngineError, match=r"solver@0\.2 refused: vLLM cannot load it.*has changed.* keeps serving"):
             await engine.update(weights)
+        make_vllm.llm.before["start_weight_update"] = Path(other.path, file.name).unlink
+        with pytest.raises(EngineError, match=r"solver@0\.2 refused: vLLM cannot load it.* keeps serving"):
+            await engine.update(other)
         completion = await running
         assert steps(completion) == [int(updated)]
         assert len(completion.token_ids) == 300

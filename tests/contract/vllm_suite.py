@@ -34,6 +34,7 @@ SUITES = {
         "test_interrupted_turns.py",
         "test_engine_vllm.py",
         "test_engine_vllm_calls.py",
+        "test_engine_vllm_files.py",
     ],
     "full": ["test_engine_vllm_full.py"],
 }
@@ -47,7 +48,7 @@ class SharedVllm:
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
-        self.before: dict[str, Callable[[], None]] = {}
+        self.before: dict[str, Callable[[], object]] = {}
         """What is done, once, before vLLM is asked to do the thing of that name."""
 
     def __getattr__(self, name: str) -> Any:
@@ -108,10 +109,9 @@ class MakeVllm:
         for number in await llm.list_loras() if self._places else ():
             await llm.remove_lora(number)
         if self._places == 0:
-            file = str(self._zoo.directory() / "model.safetensors")
             await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
             await llm.start_weight_update()
-            await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": file}))
+            await llm.update_weights(WeightTransferUpdateRequest(update_info={}))
             await llm.finish_weight_update(weight_version="default")
         await llm.reset_prefix_cache()
 
