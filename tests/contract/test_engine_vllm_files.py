@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from agentrl.core.errors import EngineError
 from agentrl.engines.private_files import VARIABLE
 from tests.contract.engine_kinds import ModelZoo, check_logprobs, check_refused, prompt, request, version
-from tests.contract.test_engine_adapters import SPOILT_ADAPTERS, A, with_adapter
+from tests.contract.test_engine_adapters import SPOILT_ADAPTERS, with_adapter
 from tests.contract.test_engine_vllm import adapter, in_flight, steps, unloaded
 from tests.contract.vllm_suite import ADAPTER_PLACES, MakeVllm
 
@@ -109,7 +108,6 @@ def test_a_version_id_is_never_served_with_other_weights(make_vllm: MakeVllm, zo
 SPOILT: dict[str, tuple[dict[str, Any], str]] = {
     **SPOILT_ADAPTERS,
     "rank too large": ({"rank": 9}, "at most 8"),
-    "dtype": ({"change": lambda t: t.update({A: t[A].to(torch.int8)})}, "dtype"),
 }
 SPOILT_FILES = {"truncated": "SHA-256", "digest": "SHA-256", "no config": "adapter_config", "absent": "cannot be read"}
 
