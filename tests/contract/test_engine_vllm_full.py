@@ -61,7 +61,7 @@ def test_every_token_is_of_the_version_its_span_says(make_vllm: MakeVllm, zoo: M
         calls = [
             asyncio.ensure_future(
                 engine.open(f"s{each}", "solver").generate(
-                    request(f"r{each}", context, max_tokens=300), on_delta if each == 0 else None
+                    request(f"r{each}", context, max_tokens=460), on_delta if each == 0 else None
                 )
             )
             for each, context in enumerate(contexts)
@@ -74,7 +74,7 @@ def test_every_token_is_of_the_version_its_span_says(make_vllm: MakeVllm, zoo: M
         for context, completion in zip(contexts, completions, strict=True):
             assert steps(completion) == [0, 1, 2, 3]
             assert completion.spans[0].start == 0
-            assert completion.spans[-1].stop == len(completion.token_ids) == 300
+            assert completion.spans[-1].stop == len(completion.token_ids) == 460
             plain = [token_logprobs(model, context, completion) for model in models]
             for at, (start, stop, sampler) in enumerate(completion.spans):
                 found = completion.logprobs[start:stop]
