@@ -184,7 +184,7 @@ def test_calls_that_wait_for_a_slot_find_nothing_of_the_old_weights(make_vllm: M
             asyncio.ensure_future(each.generate(request(each.session_id, context, max_tokens=100)))
             for each, context in zip(sessions, longer, strict=True)
         ]
-        while not any(each.call is not None and each.call.tokens for each in sessions):
+        while not any(call.tokens for call in engine._calls.values()):
             await asyncio.sleep(0)
         await engine.update(zoo.full(version(1), seed=1))
         seconds = await asyncio.gather(*calls)
