@@ -148,7 +148,7 @@ async def refreshing(report: Report, llm: WatchedVllm, published: Adapters, *, q
         "lazy, max_staleness 4": ("lazy", 4, "update"),
         "turn": ("turn", 1, "update"),
     }
-    ticks = 30 if quick else 80
+    ticks = 24 if quick else 80
     if not quick:
         arms |= {
             "lazy, max_staleness 2": ("lazy", 2, "update"),

@@ -24,11 +24,12 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError
 from agentrl.core.ports import EngineCapabilities
 from agentrl.engines.batcher import Batcher
-from agentrl.engines.calls import Call, EmbeddedSession, check_request, empty_completion
+from agentrl.engines.calls import Call, EmbeddedSession
 from agentrl.engines.capture import KeptSets, RoutingTap
 from agentrl.engines.passes import Pass, PassRunner
 from agentrl.engines.self_check import check_rows, check_slots
 from agentrl.engines.serving import ServedModel, VersionTable
+from agentrl.engines.sessions import check_request, empty_completion
 from agentrl.engines.slot_cache import SlotCache
 from agentrl.engines.slot_columns import SlotColumns
 from agentrl.engines.slot_table import SlotTable
@@ -200,24 +201,12 @@ class EmbeddedEngine:
         """See `agentrl.core.ports.Engine.open`."""
         self._versions.of_policy(policy)
         pinned = None if pin is None else self._versions.of_version(pin)
-        if pinned is not None:
-            pinned.pins += 1
-        return EmbeddedSession(self, session_id, policy, pin=pinned, priority=priority)
+        return EmbeddedSession(self, session_id, policy, pinned, priority)
 
-    def close_session(self, session: EmbeddedSession) -> None:
-        """Give back what `session` holds; a call of it in flight ends as by `abort`."""
-        if session.closed:
-            return
-        session.closed = True
-        if session.call is not None:
-            self.abort(session.call.request.request_id)
-        else:
-            self._leave(session)
-
-    def _leave(self, session: EmbeddedSession) -> None:
+    def leave(self, session: EmbeddedSession) -> None:
+        """See `sessions.SessionOwner`."""
         self._table.leave(session)
-        self._updates.leases.end(session)
-        self._updates.leases.end_pin(session)
+        self._updates.leases.close(session)
 
     async def generate(
         self, session: EmbeddedSession, request: GenerateRequest, on_delta: Delta | None = None
@@ -230,7 +219,7 @@ class EmbeddedEngine:
         loop = asyncio.get_running_loop()
         self._arrivals += 1
         call = Call(request, session, loop.create_future(), on_delta, self._arrivals)
-        self._calls[request.request_id] = session.call = call
+        self._calls[request.request_id], session.request = call, request
         self._batcher.submit(call)
         self._interrupt()
         if self._loop_task is None:
@@ -289,9 +278,7 @@ class EmbeddedEngine:
             serving.calls -= 1
             self._updates.settle(serving)
         del self._calls[call.request.request_id]
-        session.call = None
-        if session.closed:
-            self._leave(session)
+        session.end_call()
         if not call.future.done():
             call.future.set_result(completion)
 

@@ -7,7 +7,7 @@ interrupt calls: what happens to a turn in flight is the engine's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from agentrl.core.errors import EngineError
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import Refresh
     from agentrl.core.records import PolicyVersion
     from agentrl.engines.probe import Probe
+    from agentrl.engines.sessions import Session
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -77,19 +78,6 @@ def live_version(live: Mapping[PolicyVersion, LiveT], version: PolicyVersion) ->
     return serving
 
 
-class Leaseholder(Protocol[LiveT]):
-    """A session, as far as leases go."""
-
-    policy: str
-    pin: LiveT | None
-    lease: LiveT | None
-
-    @property
-    def has_kv(self) -> bool:
-        """Whether staying on its version saves it anything."""
-        ...
-
-
 class Leases(Generic[LiveT]):
     """Leases of one engine's sessions.
 
@@ -112,9 +100,9 @@ class Leases(Generic[LiveT]):
         self._max_staleness = max_staleness
         self._current = current
         self._ended = ended
-        self._holders: set[Leaseholder[LiveT]] = set()
+        self._holders: set[Session[LiveT]] = set()
 
-    def resolve(self, session: Leaseholder[LiveT]) -> LiveT:
+    def resolve(self, session: Session[LiveT]) -> LiveT:
         """The version that samples the next call of `session`, by its pin, its lease, or the refresh."""
         if session.pin is not None:
             return session.pin
@@ -130,12 +118,12 @@ class Leases(Generic[LiveT]):
         self._holders.add(session)
         return current
 
-    def _is_fresh(self, session: Leaseholder[LiveT], lease: LiveT, current: LiveT) -> bool:
+    def _is_fresh(self, session: Session[LiveT], lease: LiveT, current: LiveT) -> bool:
         mine, newest = lease.version, current.version
         bound = self._max_staleness.get(session.policy, 1)
         return session.has_kv and mine.lineage == newest.lineage and newest.step - mine.step <= bound
 
-    def end(self, session: Leaseholder[LiveT]) -> None:
+    def end(self, session: Session[LiveT]) -> None:
         """The session no longer holds on to a version."""
         lease = session.lease
         if lease is not None:
@@ -144,8 +132,9 @@ class Leases(Generic[LiveT]):
             self._holders.discard(session)
             self._ended(lease)
 
-    def end_pin(self, session: Leaseholder[LiveT]) -> None:
-        """The session is closed: it needs its pinned version no more."""
+    def close(self, session: Session[LiveT]) -> None:
+        """The session is closed: it needs neither its lease nor its pinned version any more."""
+        self.end(session)
         pin = session.pin
         if pin is not None:
             session.pin = None

@@ -73,10 +73,17 @@ class VllmControl:
                 if not (self.paused or self.lost):
                     await self._llm.resume_generation()
 
-    async def load_full(self, file: str, label: str) -> None:
-        """Put the weights of a file in place of those that are; what vLLM samples from then on bears the label."""
+    async def load_full(self, file: str, digest: str, label: str) -> None:
+        """Put the weights of a file in place of those that are; what vLLM samples from then on bears the label.
+
+        Args:
+            file: empty: what vLLM was started on.
+            digest: SHA-256 of the file, which must have it still.
+            label: of the version.
+        """
         await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": file}))
+        update = {"path": file, "sha256": digest}
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
         await self._llm.finish_weight_update(weight_version=label)
 
     async def load_adapter(self, adapter: LoRARequest) -> None:

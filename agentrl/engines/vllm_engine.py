@@ -20,7 +20,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError
 from agentrl.core.ids import key64
 from agentrl.core.ports import EngineCapabilities
-from agentrl.engines.calls import check_request, empty_completion
+from agentrl.engines.sessions import check_request, empty_completion
 from agentrl.engines.vllm_calls import VllmCall, VllmSession
 from agentrl.engines.vllm_start import VllmSettings, start_vllm
 from agentrl.engines.vllm_updates import VllmUpdates, VllmVersion
@@ -82,7 +82,7 @@ class VllmEngine:
         )
         self._llm = llm
         self._versions = VllmUpdates(
-            llm, model_path, shapes, versions, settings, switch=self._switch_calls, recall=self._recall_calls
+            llm, shapes, versions, settings, switch=self._switch_calls, recall=self._recall_calls
         )
         self._vocabulary = int(shapes.config.get_text_config().vocab_size)
         self._clock = clock or SystemClock()
@@ -152,23 +152,11 @@ class VllmEngine:
         """See `agentrl.core.ports.Engine.open`."""
         self._versions.of_policy(policy)
         pinned = None if pin is None else self._versions.of_version(pin)
-        if pinned is not None:
-            pinned.pins += 1
-        return VllmSession(self, session_id, policy, pin=pinned, priority=priority)
+        return VllmSession(self, session_id, policy, pinned, priority)
 
-    def close_session(self, session: VllmSession) -> None:
-        """Give back what `session` holds; a call of it in flight ends as by `abort`."""
-        if session.closed:
-            return
-        session.closed = True
-        if session.call is not None:
-            self.abort(session.call.request.request_id)
-        else:
-            self._leave(session)
-
-    def _leave(self, session: VllmSession) -> None:
-        self._versions.leases.end(session)
-        self._versions.leases.end_pin(session)
+    def leave(self, session: VllmSession) -> None:
+        """See `sessions.SessionOwner`."""
+        self._versions.leases.close(session)
 
     async def generate(
         self, session: VllmSession, request: GenerateRequest, on_delta: Delta | None = None
@@ -179,7 +167,7 @@ class VllmEngine:
         if context >= self.capabilities.max_context or request.sampling.max_tokens < 1:
             return empty_completion(context, "length")
         call = VllmCall(request, session, on_delta, self._clock, self._versions.of_policy(session.policy))
-        self._calls[request.request_id] = session.call = call
+        self._calls[request.request_id], session.request = call, request
         try:
             return call.complete(await self._sample(call))
         except EngineDeadError as error:
@@ -187,9 +175,7 @@ class VllmEngine:
             raise self._lost(request) from error
         finally:
             del self._calls[request.request_id]
-            session.call = None
-            if session.closed:
-                self._leave(session)
+            session.end_call()
 
     def _check(self, session: VllmSession, request: GenerateRequest) -> None:
         where = f"call {request.request_id} of session {session.session_id}"

@@ -21,7 +21,7 @@ import itertools
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from agentrl.core.errors import EngineError, EngineLostError
+from agentrl.core.files import WEIGHT_FILES
 from agentrl.engines.adapter_files import check_adapter, read_adapter
 from agentrl.engines.leases import Leases, LiveVersion, live_version, newest_of, probes_of
 from agentrl.engines.private_files import VARIABLE
@@ -59,6 +60,8 @@ class VllmVersion(LiveVersion):
     adapter: LoRARequest | None = None
     salt: str | None = None
     """Sets its prefixes apart in vLLM's cache; an adapter's path does that by itself."""
+    file: str = ""
+    """Full weights; empty: what vLLM was started on."""
     trial: asyncio.Future[bool] | None = None
     """While it is open what the version samples is held back; it becomes whether the version is what it should be."""
 
@@ -77,7 +80,6 @@ class VllmUpdates:
 
     Args:
         llm: the vLLM.
-        model_path: what it was started on.
         model: the model's shapes.
         versions: for each policy, the version that the directory's weights are.
         settings: the engine's.
@@ -89,7 +91,6 @@ class VllmUpdates:
     def __init__(
         self,
         llm: AsyncLLM,
-        model_path: str,
         model: PreTrainedModel,
         versions: Mapping[str, PolicyVersion],
         settings: VllmSettings,
@@ -110,7 +111,6 @@ class VllmUpdates:
             self._live[version] = self._current[policy] = VllmVersion(version=version, salt=salt)
         self._labels = {label: version for version in versions.values() for label in (_FIRST_LABEL, str(version))}
         """With full weights there is one policy; adapters do not need vLLM's word."""
-        self._file = str(Path(model_path) / "model.safetensors")
         self.leases: Leases[VllmVersion] = Leases(
             refresh=settings.refresh, max_staleness=settings.max_staleness, current=self.of_policy, ended=self.settle
         )
@@ -228,12 +228,15 @@ class VllmUpdates:
             raise
 
     def _copy_checked(self, weights: WeightsRef, copy: Path) -> Probe | None:
-        """What was checked is what vLLM reads, and stays although a run prunes its old versions."""
-        adapter = read_adapter(weights)
-        check_adapter(weights, adapter, self._model, max_rank=self._max_rank)
+        """The copy is checked: it is what vLLM reads, and stays although the run's own changes or is pruned."""
         copy.mkdir()
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
-            shutil.copyfile(Path(weights.path) / name, copy / name)
+        for name in WEIGHT_FILES["adapter"]:
+            try:
+                shutil.copyfile(Path(weights.path) / name, copy / name)
+            except OSError as error:
+                raise refusal(weights, f"{weights.path}/{name} cannot be read ({error.strerror})") from error
+        adapter = read_adapter(replace(weights, path=str(copy)))
+        check_adapter(weights, adapter, self._model, max_rank=self._max_rank)
         return self._of_the_model(weights, adapter.probe)
 
     def _of_the_model(self, weights: WeightsRef, probe: Probe | None) -> Probe | None:
@@ -351,45 +354,44 @@ class VllmUpdates:
             raise refusal(
                 weights, f"{pinned.pins} conversations are pinned to {pinned.version}; close them, or use lora"
             )
-        label, former = str(weights.version), self._file
         file = str(Path(weights.path) / "model.safetensors")
-        new = VllmVersion(version=weights.version, digest=weights.sha256, probe=probe, salt=label)
+        new = VllmVersion(
+            version=weights.version, digest=weights.sha256, probe=probe, salt=str(weights.version), file=file
+        )
         async with self._control.still(clear_cache=not self._keep_kv):
-            await self._replace(weights, file, label)
-            self._labels[label] = weights.version
+            await self._replace(weights, new)
+            self._labels[str(new.version)] = new.version
             old = self._promote(new)
-            self._live, self._file = {new.version: new}, file
+            self._live = {new.version: new}
             await self._switch(old, new)
 
         async def undo() -> None:
             async with self._control.still(clear_cache=False):
-                await self._go_back(weights, old.version, former, "they are refused")
-                self._file = former
+                await self._go_back(weights, old, "they are refused")
 
         await self._try(weights, old, new, undo)
 
-    async def _replace(self, weights: WeightsRef, file: str, label: str) -> None:
+    async def _replace(self, weights: WeightsRef, new: VllmVersion) -> None:
         try:
-            await self._control.load_full(file, label)
+            await self._control.load_full(new.file, new.digest, str(new.version))
         except EngineDeadError:
             raise
         except Exception as error:
-            old = self.of_policy(weights.version.policy).version
-            await self._go_back(weights, old, self._file, f"vLLM cannot load them: {error}")
+            await self._go_back(weights, self.of_policy(weights.version.policy), f"vLLM cannot load them: {error}")
             raise refusal(weights, f"vLLM cannot load it ({type(error).__name__}: {error})") from error
 
-    async def _go_back(self, weights: WeightsRef, old: PolicyVersion, file: str, reason: str) -> None:
+    async def _go_back(self, weights: WeightsRef, old: VllmVersion, reason: str) -> None:
         """Load the weights before again.
 
         Raises:
             EngineLostError: vLLM has weights of no version now.
         """
         try:
-            await self._control.load_full(file, str(old))
+            await self._control.load_full(old.file, old.digest, str(old.version))
         except Exception as error:
             self._control.lost = True
             raise EngineLostError(
-                f"weights {weights.version}: {reason}, and vLLM cannot go back to {old} ({error})"
+                f"weights {weights.version}: {reason}, and vLLM cannot go back to {old.version} ({error})"
             ) from error
 
     # --- control ------------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ _SHAPE = {
 }
 _ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3Config(**_SHAPE),
+    "qwen3_sharded": lambda: transformers.Qwen3Config(**_SHAPE),
     "llama": lambda: transformers.LlamaConfig(**{**_SHAPE, "tie_word_embeddings": False}),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **_SHAPE, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1
@@ -64,28 +65,30 @@ transformers.logging.disable_progress_bar()
 
 @dataclass
 class ModelZoo:
-    """Random models by architecture and seed, saved once per session."""
+    """Random models by architecture and seed, saved once per session; of a sharded one, what a run starts on is."""
 
     root: Path
+    default: str = "qwen3"
     saved: dict[tuple[str, int], Path] = field(default_factory=dict)
 
-    def directory(self, architecture: str = "qwen3", seed: int = 0) -> Path:
+    def directory(self, architecture: str = "", seed: int = 0) -> Path:
         """A Hugging Face directory; another seed gives other weights."""
-        key = (architecture, seed)
+        key = architecture, _ = (architecture or self.default, seed)
         if key not in self.saved:
             torch.manual_seed(seed)
             config = _ARCHITECTURES[architecture]()
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             self.saved[key] = self.root / f"{architecture}-{seed}"
-            model.save_pretrained(self.saved[key])
+            in_shards = architecture.endswith("_sharded") and seed == 0
+            model.save_pretrained(self.saved[key], max_shard_size="100KB" if in_shards else "1GB")
         return self.saved[key]
 
-    def load(self, architecture: str = "qwen3", seed: int = 0) -> Any:
+    def load(self, architecture: str = "", seed: int = 0) -> Any:
         """The model itself, to compare with."""
         directory = self.directory(architecture, seed)
         return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
-    def full(self, version: PolicyVersion, architecture: str = "qwen3", seed: int = 1) -> WeightsRef:
+    def full(self, version: PolicyVersion, architecture: str = "", seed: int = 1) -> WeightsRef:
         """Full weights as a trainer publishes them."""
         directory = self.directory(architecture, seed)
         return WeightsRef(
@@ -256,7 +259,7 @@ class MakeProcess:
         asyncio.run(main())
 
 
-def load_engine(zoo: ModelZoo, architecture: str = "qwen3", **options: Any) -> EmbeddedEngine:
+def load_engine(zoo: ModelZoo, architecture: str = "", **options: Any) -> EmbeddedEngine:
     """An embedded engine over a tiny model."""
     settings = {"versions": START, "slots": 8, "max_context": 256, **options}
     return EmbeddedEngine.load(str(zoo.directory(architecture)), **settings)
