@@ -15,14 +15,16 @@ import os
 import socket
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core import errors
 from agentrl.core.budget import RetryBudget
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import AgentRLError, EngineError, EngineLostError
+from agentrl.core.errors import AgentRLError, EngineError, EngineFailedError, EngineLostError
 from agentrl.engines import wire
 from agentrl.engines.private_files import VARIABLE, PrivateFiles
+from agentrl.engines.served import Served, finished
 from agentrl.engines.supervision import Supervisor
 
 if TYPE_CHECKING:
@@ -44,14 +46,6 @@ class EngineProgram:
     """Plain values."""
     host: str = "agentrl.engines.process_host"
     """The module that is run."""
-
-
-@dataclass(slots=True)
-class _Kept:
-    """A version that stays, until it was released as often as it was kept."""
-
-    weights: WeightsRef
-    times: int = 0
 
 
 class ProcessEngine:
@@ -81,10 +75,7 @@ class ProcessEngine:
     ) -> None:
         self._program = program
         self._first_versions = dict(versions)
-        self._current = dict(versions)
-        self._weights: dict[str, WeightsRef] = {}
-        """Of each policy that was updated."""
-        self._kept: dict[PolicyVersion, _Kept] = {}
+        self._served = Served()
         self._paused = False
         self._connection: _Connection | None = None
         self._is_welcomed = False
@@ -150,34 +141,30 @@ class ProcessEngine:
         if not isinstance(loaded, wire.Loaded):
             raise EngineLostError("the engine's process answered something else")
         self.capabilities = loaded.capabilities
-        asked = {version: await self._restore(connection, version) for version in sorted(self._kept)}
-        for weights in list(self._weights.values()):
-            await connection.update(weights, keep=False)
+        told = await self._restore(connection)
         if self._paused:
             await connection.pause(on=True)
-        for version, times in asked.items():  # what was released meanwhile
-            for _ in range(times - self._times_kept(version)):
-                connection.tell(wire.Release(version=version))
+        for weights in (told.kept - self._served.kept).elements():  # what was released meanwhile
+            connection.tell(wire.Release(version=weights.version))
         self._is_welcomed = True
 
-    async def _restore(self, connection: _Connection, version: PolicyVersion) -> int:
-        """Keep a version as often as it was kept, which is returned; one whose files are gone is kept no more: its
-        sessions are told so by name."""
-        asked = 0
-        while asked < self._times_kept(version):
-            try:
-                await connection.update(self._kept[version].weights, keep=True)
-            except EngineLostError:
-                raise
-            except EngineError:
-                self._kept.pop(version, None)
-            else:
-                asked += 1
-        return asked
-
-    def _times_kept(self, version: PolicyVersion) -> int:
-        kept = self._kept.get(version)
-        return 0 if kept is None else kept.times
+    async def _restore(self, connection: _Connection) -> Served:
+        """Give a fresh process the versions of the one before, which are returned; one that is kept and whose files are
+        gone is kept no more: its sessions are told so by name."""
+        told = Served()
+        while lacking := told.lacks(self._served):
+            for weights, keep in lacking.values():
+                try:
+                    await connection.update(weights, keep=keep)
+                except EngineLostError:
+                    raise
+                except EngineError:
+                    if not keep:
+                        raise
+                    del self._served.kept[weights]
+                else:
+                    told.take(weights, keep=keep)
+        return told
 
     async def died(self, how: str) -> None:
         """See `Supervised.died`."""
@@ -194,16 +181,24 @@ class ProcessEngine:
         self, session_id: str, policy: str, *, pin: PolicyVersion | None = None, priority: int = 0
     ) -> ProcessSession:
         """See `agentrl.core.ports.Engine.open`."""
-        if policy not in self._current:
-            raise EngineError(f"no policy {policy!r} in this engine; it serves: {', '.join(sorted(self._current))}")
-        if pin is not None and pin not in self._kept and pin != self._current.get(pin.policy):
+        if policy not in self._first_versions:
+            served = ", ".join(sorted(self._first_versions))
+            raise EngineError(f"no policy {policy!r} in this engine; it serves: {served}")
+        if pin is not None and not self._served.is_kept(pin) and pin != self._newest(pin.policy):
             raise EngineError(f"version {pin} is not served here; give it by update with keep=True")
         return ProcessSession(self, session_id, policy, pin, priority)
 
     async def connected(self) -> _Connection:
-        """The connection to a process that serves; see `ready`."""
+        """The connection to a process that serves.
+
+        Raises:
+            EngineFailedError: there never will be one again.
+        """
         while True:
-            await self.supervisor.serving()
+            try:
+                await self.supervisor.serving()
+            except AgentRLError as error:
+                raise EngineFailedError(str(error)) from error
             if self._connection is not None:
                 return self._connection
             await asyncio.sleep(0)
@@ -211,22 +206,22 @@ class ProcessEngine:
     # --- control ----------------------------------------------------------------------------------------------------
 
     async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
-        """See `agentrl.core.ports.Engine.update`."""
+        """See `agentrl.core.ports.Engine.update`; a caller who is cancelled keeps nothing."""
+        forsaken = partial(self.release, weights.version) if keep else None
+        await finished(self._update(weights, keep=keep), forsaken=forsaken)
+
+    async def _update(self, weights: WeightsRef, *, keep: bool) -> None:
         await self._until_answered(lambda connection: connection.update(weights, keep=keep))
-        if keep:
-            self._kept.setdefault(weights.version, _Kept(weights)).times += 1
-        self._current[weights.version.policy] = weights.version
-        self._weights[weights.version.policy] = weights
+        self._served.take(weights, keep=keep)
 
     def release(self, version: PolicyVersion) -> None:
         """See `agentrl.core.ports.Engine.release`."""
-        kept = self._kept.get(version)
-        if kept is None:
-            return
-        kept.times -= 1
-        if not kept.times:
-            del self._kept[version]
-        self._tell(wire.Release(version=version))
+        if self._served.release(version):
+            self._tell(wire.Release(version=version))
+
+    def _newest(self, policy: str) -> PolicyVersion | None:
+        weights = self._served.newest.get(policy)
+        return self._first_versions.get(policy) if weights is None else weights.version
 
     async def pause(self) -> None:
         """See `agentrl.core.ports.Engine.pause`."""
