@@ -4,12 +4,13 @@ The connection is a socket pair: no path, no port, nobody else can connect. Owns
 what a new process must be told before it serves: the versions served and kept, a pause. The child's life is the
 supervisor's, the messages are `wire.py`'s.
 Invariants: a call in flight when the process dies raises `EngineLostError` after its last delta; every other request
-waits for the next process and is made again; a session is opened again by its next call.
+waits for the next process and is made again, an update only once; a session is opened again by its next call.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import socket
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.core.ports import Delta, EngineCapabilities, GenerateRequest
     from agentrl.core.records import Completion, Float32Array, Int32Array, PolicyVersion, WeightsRef
+
+LOSSES_OF_AN_UPDATE = 2
+"""So many processes may die in one update; then it is taken for what kills them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +160,11 @@ class ProcessEngine:
             for weights, keep in lacking.values():
                 try:
                     await connection.update(weights, keep=keep)
-                except EngineLostError:
-                    raise
-                except EngineError:
-                    if not keep:
+                    told.take(weights, keep=keep)
+                except EngineError as error:
+                    if isinstance(error, EngineLostError) or not keep:
                         raise
                     del self._served.kept[weights]
-                else:
-                    told.take(weights, keep=keep)
         return told
 
     async def died(self, how: str) -> None:
@@ -189,11 +190,7 @@ class ProcessEngine:
         return ProcessSession(self, session_id, policy, pin, priority)
 
     async def connected(self) -> _Connection:
-        """The connection to a process that serves.
-
-        Raises:
-            EngineFailedError: there never will be one again.
-        """
+        """The connection to a process that serves; `EngineFailedError`: there never will be one again."""
         while True:
             try:
                 await self.supervisor.serving()
@@ -211,8 +208,14 @@ class ProcessEngine:
         await finished(self._update(weights, keep=keep), forsaken=forsaken)
 
     async def _update(self, weights: WeightsRef, *, keep: bool) -> None:
-        await self._until_answered(lambda connection: connection.update(weights, keep=keep))
-        self._served.take(weights, keep=keep)
+        for _ in range(LOSSES_OF_AN_UPDATE):
+            connection = await self.connected()
+            with contextlib.suppress(EngineLostError):
+                await connection.update(weights, keep=keep)
+                self._served.take(weights, keep=keep)
+                return
+        died = f"{LOSSES_OF_AN_UPDATE} processes of the engine died of it"
+        raise EngineError(f"weights {weights.version} refused: {died}. The version before it keeps serving")
 
     def release(self, version: PolicyVersion) -> None:
         """See `agentrl.core.ports.Engine.release`."""

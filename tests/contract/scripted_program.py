@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -77,6 +79,21 @@ class CountingEngine(ScriptedEngine):
         """How often the version is kept."""
         assert isinstance(version, PolicyVersion)
         return np.array([self.kept[version]], np.float32)
+
+
+class FragileEngine(ScriptedEngine):
+    """Dies of version 1, and of version 2 like vLLM when it can neither load a version nor go back."""
+
+    def __init__(self, versions: Mapping[str, PolicyVersion]) -> None:
+        super().__init__([[3]], versions=versions)
+
+    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
+        """See `agentrl.core.ports.Engine.update`."""
+        if weights.version.step == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if weights.version.step == 2:
+            raise EngineLostError("it serves no version now")
+        await super().update(weights, keep=keep)
 
 
 class MortalEngine(ScriptedEngine):

@@ -143,23 +143,6 @@ def test_a_version_kept_twice_stays_until_it_was_released_twice_also_in_the_next
     asyncio.run(main())
 
 
-def test_who_is_cancelled_in_an_update_keeps_nothing() -> None:
-    async def main() -> None:
-        engine, _ = await made(EngineProgram("tests.contract.scripted_program:CountingEngine", {}))
-        updating = asyncio.ensure_future(engine.update(weights_of(1), keep=True))
-        await asyncio.sleep(0)
-        updating.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await updating
-        await engine.update(weights_of(2))
-        assert (await engine.score(version(1), prompt(1))).tolist() == [0]
-        await engine.update(weights_of(2), keep=True)
-        assert (await engine.score(version(2), prompt(1))).tolist() == [1]
-        await engine.close()
-
-    asyncio.run(main())
-
-
 def test_what_is_said_to_a_process_that_has_not_been_told_all_does_not_end_it() -> None:
     async def main() -> None:
         engine = ProcessEngine(SCRIPTED, START, clock=NoWaiting())
