@@ -21,7 +21,7 @@ import itertools
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from agentrl.core.errors import EngineError, EngineLostError
-from agentrl.core.files import WEIGHT_FILES
-from agentrl.engines.adapter_files import check_adapter, read_adapter
+from agentrl.engines.adapter_files import check_adapter, copy_adapter, read_adapter
 from agentrl.engines.leases import Leases, LiveVersion, live_version, newest_of, probes_of
 from agentrl.engines.private_files import VARIABLE
 from agentrl.engines.probe import check_answer, read_probe
@@ -229,13 +228,10 @@ class VllmUpdates:
 
     def _copy_checked(self, weights: WeightsRef, copy: Path) -> Probe | None:
         """The copy is checked: it is what vLLM reads, and stays although the run's own changes or is pruned."""
-        copy.mkdir()
-        for name in WEIGHT_FILES["adapter"]:
-            try:
-                shutil.copyfile(Path(weights.path) / name, copy / name)
-            except OSError as error:
-                raise refusal(weights, f"{weights.path}/{name} cannot be read ({error.strerror})") from error
-        adapter = read_adapter(replace(weights, path=str(copy)))
+
+    def _copy_checked(self, weights: WeightsRef, copy: Path) -> Probe | None:
+        """The copy is checked: it is what vLLM reads, and stays although the run's own changes or is pruned."""
+        adapter = read_adapter(copy_adapter(weights, copy))
         check_adapter(weights, adapter, self._model, max_rank=self._max_rank)
         return self._of_the_model(weights, adapter.probe)
 
