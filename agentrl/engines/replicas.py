@@ -176,6 +176,8 @@ class ReplicatedEngine:
         async with self._one_at_a_time:
             before = self._wanted.newest.get(weights.version.policy)
             self._wanted.take(weights, keep=keep)
+            for replica in self._replicas:
+                replica.refused.clear()
             try:
                 for replica in self._living():
                     await self._in_turn(replica, weights)
@@ -192,7 +194,6 @@ class ReplicatedEngine:
         Raises:
             EngineError: it has refused, and no other has taken it.
         """
-        replica.refused.clear()
         following = self._follow(replica)
         if replica.is_fenced:
             return
@@ -215,14 +216,14 @@ class ReplicatedEngine:
         lacking = [replica for replica in living if policy in self._lacking(replica)]
         if len(lacking) < len(living):
             return True
-        refusals = [
-            (replica, error)
+        refused = {
+            replica.number: (replica, error)
             for replica in lacking
             for weights, error in replica.refused.items()
             if weights.version.policy == policy
-        ]
-        for replica, error in refusals:
-            if not replica.is_fenced or len(refusals) == len(living):
+        }
+        for replica, error in refused.values():
+            if not replica.is_fenced or len(refused) == len(living):
                 raise error
         return False
 
@@ -282,8 +283,9 @@ class ReplicatedEngine:
 
     def _trim(self, replica: Replica) -> None:
         """A replica keeps nothing that is kept no more; what it is only about to keep it will be asked then."""
-        for weights in (replica.serves.kept - self._wanted.kept).elements():
-            replica.serves.release(weights.version)
+        surplus = replica.serves.kept - self._wanted.kept
+        replica.serves.kept -= surplus
+        for weights in surplus.elements():
             replica.engine.release(weights.version)
 
     def _follow_fenced(self) -> None:

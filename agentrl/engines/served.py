@@ -41,16 +41,18 @@ class Served:
         else:
             self.newest[policy] = before
         if keep:
-            self.release(weights.version)
+            self._release(weights)
 
     def release(self, version: PolicyVersion) -> bool:
         """Take one `keep` back; False: it was not kept."""
         weights = self._kept(version)
         if weights is None:
             return False
-        self.kept[weights] -= 1
-        self.kept += Counter()  # without those that are kept no more
+        self._release(weights)
         return True
+
+    def _release(self, weights: WeightsRef) -> None:
+        self.kept -= Counter([weights])  # which leaves out what is kept no more
 
     def is_kept(self, version: PolicyVersion) -> bool:
         """Whether the version stays although a newer one may be served."""

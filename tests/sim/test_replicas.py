@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -41,7 +42,7 @@ class Engine(ScriptedEngine):
     async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
         await asyncio.sleep(self.update_s)
         self.check_not_failed()
-        if weights.version in self.refuses:
+        if weights.version in self.refuses or weights.sha256:
             raise EngineError(f"{weights.version} refused")
         self.updates.append(weights.version)
         await super().update(weights, keep=keep)
@@ -215,6 +216,23 @@ def test_a_version_that_was_kept_is_given_before_newer_ones_and_released_everywh
         assert await turns(engine, "a") == {3}
         engine.release(kept)
         assert [each.keeps(kept) for each in engines] == [False, False]
+        await engine.close()
+
+    simulate(main, seed=0)
+
+
+def test_a_kept_version_that_comes_again_with_other_weights_is_refused_and_stays_as_it_was() -> None:
+    async def main() -> None:
+        engines, told = [Engine() for _ in range(2)], list[str]()
+        engine = ReplicatedEngine(engines, tell=told.append)
+        await engine.update(weights(1), keep=True)
+        with pytest.raises(EngineError, match=r"solver@0\.1 refused"):
+            await engine.update(replace(weights(1), sha256="another"), keep=True)
+        await engine.update(weights(2))
+        assert [each.keeps(weights(1).version) for each in engines] == [True, True]
+        assert (await turns(engine, "a"), told) == ({2}, [])
+        engine.release(weights(1).version)
+        assert [each.keeps(weights(1).version) for each in engines] == [False, False]
         await engine.close()
 
     simulate(main, seed=0)
