@@ -228,9 +228,6 @@ class VllmUpdates:
 
     def _copy_checked(self, weights: WeightsRef, copy: Path) -> Probe | None:
         """The copy is checked: it is what vLLM reads, and stays although the run's own changes or is pruned."""
-
-    def _copy_checked(self, weights: WeightsRef, copy: Path) -> Probe | None:
-        """The copy is checked: it is what vLLM reads, and stays although the run's own changes or is pruned."""
         adapter = read_adapter(copy_adapter(weights, copy))
         check_adapter(weights, adapter, self._model, max_rank=self._max_rank)
         return self._of_the_model(weights, adapter.probe)
