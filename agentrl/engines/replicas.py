@@ -46,6 +46,8 @@ class Replica:
     """Its newest update, which begins when the one before has ended."""
     is_behind: bool = False
     """Fenced: it is lost, or has not taken the newest versions."""
+    gone: EngineError | None = None
+    """Why it will never be back."""
 
 
 class ReplicatedEngine:
@@ -87,7 +89,11 @@ class ReplicatedEngine:
         raise EngineLostError(f"session {session_id}: all replicas of the engine are gone")
 
     async def choose(self, context: Int32Array, policy: str) -> Replica:
-        """The replica for a conversation that begins with `context`; waits while all are behind."""
+        """The replica for a conversation that begins with `context`; waits while all are behind.
+
+        Raises:
+            EngineError: none will ever be back, and why.
+        """
         while not (able := [replica for replica in self._replicas if not replica.is_behind]):
             await self._change()
         if self._closed:
@@ -121,6 +127,11 @@ class ReplicatedEngine:
                 replica.engine.open("is it back?", self._policy).close()
             except EngineLostError:
                 await asyncio.sleep(BACK_S)
+            except EngineError as error:
+                replica.gone = error
+                self._tell(f"engine replica {replica.number} is gone for good: {error}")
+                self._changed.set()
+                raise
             else:
                 return
 
@@ -208,6 +219,14 @@ class ReplicatedEngine:
             await asyncio.wait(pending)
 
     async def _change(self) -> None:
+        """Wait for a replica that was behind.
+
+        Raises:
+            EngineError: all are gone for good.
+        """
+        gone = [replica.gone for replica in self._replicas if replica.gone is not None]
+        if len(gone) == len(self._replicas):
+            raise gone[0].with_traceback(None)
         self._changed.clear()
         await self._changed.wait()
 

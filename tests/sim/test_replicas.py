@@ -43,6 +43,11 @@ class Engine(ScriptedEngine):
         self.updates.append(weights.version)
         await super().update(weights, keep=keep)
 
+    async def resume(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        await super().resume()
+
 
 def request(name: str, context: Int32Array) -> GenerateRequest:
     return GenerateRequest(request_id=name, token_ids=context, sampling=SamplingParams(max_tokens=50), seed=1)
@@ -134,6 +139,29 @@ def test_a_turn_of_a_lost_replica_goes_on_elsewhere() -> None:
         await asyncio.sleep(5)
         await asyncio.gather(*(turn(engine, f"c{number}", number) for number in range(20)))
         assert len(busy.asked) > 1
+        await engine.close()
+
+    simulate(main, seed=0)
+
+
+def test_where_no_replica_will_ever_be_back_nobody_waits_for_one() -> None:
+    async def main() -> None:
+        engines, told = [Engine() for _ in range(2)], list[str]()
+        engine = ReplicatedEngine(engines, tell=told.append)
+        session = engine.open("a", "solver")
+        turns = [asyncio.ensure_future(turn(engine, f"b{number}", number)) for number in range(8)]
+        await asyncio.sleep(0.1)
+        for each in engines:
+            assert each.asked
+            each.lose()
+            each.refusal = EngineError("its process died 5 times")
+        assert {type(error) for error in await asyncio.gather(*turns, return_exceptions=True)} == {EngineLostError}
+        async with asyncio.timeout(60):
+            with pytest.raises(EngineError, match="died 5 times"):
+                await session.generate(request("c", context(1)))
+            with pytest.raises(EngineError, match="died 5 times"):
+                await engine.update(weights(1))
+        assert told[-1] == "engine replica 1 is gone for good: its process died 5 times"
         await engine.close()
 
     simulate(main, seed=0)
