@@ -103,6 +103,8 @@ class EngineConfig(Section):
     """`embedded`: in a process of its own, which is started again when it dies; costs some CPU per token."""
     replicas: Annotated[Positive, Unit("engines")] = 1
     """Engines side by side, each in a process of its own (`vllm`, or `own_process`); new weights reach them in turn."""
+    placement: Literal["local", "ray"] = "local"
+    """Where engines in processes of their own run: beside the run, or as Ray actors, on any node of its cluster."""
     slots: Annotated[Positive, Unit("conversations")] = 64
     """Conversations whose KV is held at once; more of them share each forward pass."""
     max_context: Tokens = 512
@@ -321,9 +323,10 @@ class RunConfig(Section):
     def _check_engine(self) -> None:
         if self.engine.kind == "vllm":
             self._check_vllm()
-        elif self.engine.replicas > 1 and not self.engine.own_process:
+        elif not self.engine.own_process and (self.engine.replicas > 1 or self.engine.placement == "ray"):
             raise ValueError(
-                "engine.replicas > 1 needs engines in processes of their own: set engine.own_process = true"
+                "engine.replicas > 1, and engine.placement = 'ray', need engines in processes of their own: set "
+                "engine.own_process = true"
             )
         if self.engine.replicas > 1 and self.deterministic:
             raise ValueError(

@@ -1,8 +1,7 @@
 """Any engine in a process of its own, which is started again when it dies; implements `core.ports.Engine`.
 
-The connection is a socket pair: no path, no port, nobody else can connect. Owns the connection, calls in flight, and
-what a new process must be told before it serves: the versions served and kept, a pause. The child's life is the
-supervisor's, the messages are `wire.py`'s.
+Owns the connection, calls in flight, and what a new process must be told before it serves: the versions served and
+kept, a pause. Where the process runs is the placement's, its life the supervisor's, the messages are `wire.py`'s.
 Invariants: a call in flight when the process dies raises `EngineLostError` after its last delta; every other request
 waits for the next process and is made again, an update only once; a session is opened again by its next call.
 """
@@ -12,10 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-import socket
-import sys
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,32 +19,20 @@ from agentrl.core.budget import RetryBudget
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, EngineError, EngineFailedError, EngineLostError
 from agentrl.engines import wire
-from agentrl.engines.private_files import VARIABLE, PrivateFiles
+from agentrl.engines.child_process import ThisMachine
 from agentrl.engines.served import Served, finished
 from agentrl.engines.supervision import Supervisor
 
 if TYPE_CHECKING:
-    from asyncio.subprocess import Process
     from collections.abc import Callable, Mapping
 
     from agentrl.core.clock import Clock
     from agentrl.core.ports import Delta, EngineCapabilities, GenerateRequest
     from agentrl.core.records import Completion, Float32Array, Int32Array, PolicyVersion, WeightsRef
+    from agentrl.engines.placement import EngineChild, EngineProgram, Placement
 
 LOSSES_OF_AN_UPDATE = 2
 """So many processes may die in one update; then it is taken for what kills them."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineProgram:
-    """What the process is to run."""
-
-    factory: str
-    """`module:name`, called as `name(versions=…, **arguments)`; returns an engine."""
-    arguments: Mapping[str, Any]
-    """Plain values."""
-    host: str = "agentrl.engines.process_host"
-    """The module that is run."""
 
 
 class ProcessEngine:
@@ -58,6 +41,7 @@ class ProcessEngine:
     Args:
         program: what the process runs.
         versions: the version each policy begins at.
+        placement: where it runs; closed with the engine. None: a child of this process.
         silence_s: how long it may give no sign of life, before it is taken to hang and is killed.
         attempts: how often in a row the process may die with no call answered in between.
         clock: where waits between attempts come from.
@@ -72,19 +56,20 @@ class ProcessEngine:
         program: EngineProgram,
         versions: Mapping[str, PolicyVersion],
         *,
+        placement: Placement | None = None,
         silence_s: float = 300.0,
         attempts: int = 5,
         clock: Clock | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
         self._program = program
+        self._placement = placement or ThisMachine()
         self._first_versions = dict(versions)
         self._served = Served()
         self._paused = False
         self._connection: _Connection | None = None
         self._is_welcomed = False
         """The process has been told all; before, nothing else is."""
-        self._files: PrivateFiles | None = None
         self._busy_before = 0.0
         self.supervisor = Supervisor(
             "the engine's process",
@@ -106,32 +91,12 @@ class ProcessEngine:
 
     # --- the process ------------------------------------------------------------------------------------------------
 
-    async def launch(self) -> Process:
+    async def launch(self) -> EngineChild:
         """See `Supervised.launch`."""
-        ours, theirs = socket.socketpair()
-        self._files = PrivateFiles()
-        command = [sys.executable, "-m", self._program.host, str(theirs.fileno()), str(os.getpid())]
-        # it imports what this process would, and nothing that only lies in the working directory
-        paths = os.pathsep.join(map(os.path.abspath, sys.path))
-        environment = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1", VARIABLE: str(self._files.path)}
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                start_new_session=True,
-            )
-            self._is_welcomed = False
-            self._connection = await _Connection.open(ours, self.supervisor)
-        except BaseException:  # a start that is cancelled, too: the child, if there is one, ends with its connection
-            ours.close()
-            self._files.remove()
-            raise
-        finally:
-            theirs.close()
-        return process
+        child = await self._placement.start(self._program)
+        self._is_welcomed = False
+        self._connection = _Connection(child, self.supervisor)
+        return child
 
     async def welcome(self) -> None:
         """See `Supervised.welcome`: a fresh process is told all that the one before it knew."""
@@ -173,8 +138,6 @@ class ProcessEngine:
         if connection is not None:
             await connection.end(EngineLostError(f"the engine's process {how}"))
             self._busy_before += connection.busy
-        if self._files is not None:
-            self._files.remove()
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
@@ -265,6 +228,7 @@ class ProcessEngine:
         if connection is not None:
             connection.hang_up(EngineError("the engine was closed"))
         await self.supervisor.stop()
+        await self._placement.close()
 
     def _tell(self, message: wire.Request) -> None:
         if self._connection is not None and self._is_welcomed:
@@ -322,21 +286,16 @@ class ProcessSession:
 class _Connection:
     """The line to one process, from its start to its death."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, supervisor: Supervisor) -> None:
+    def __init__(self, child: EngineChild, supervisor: Supervisor) -> None:
         self.busy = 0.0
         """Seconds this process has computed."""
-        self._writer = writer
+        self._writer = child.writer
         self._supervisor = supervisor
         self._numbers = itertools.count(1)
         self._calls: dict[int, asyncio.Future[wire.Reply]] = {}
         self._listeners: dict[int, tuple[str, Delta]] = {}
         self._ended: AgentRLError | None = None
-        self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="engine replies")
-
-    @classmethod
-    async def open(cls, connection: socket.socket, supervisor: Supervisor) -> _Connection:
-        reader, writer = await asyncio.open_connection(sock=connection)
-        return cls(reader, writer, supervisor)
+        self._reading = asyncio.get_running_loop().create_task(self._read(child.reader), name="engine replies")
 
     def next_call(self) -> int:
         return next(self._numbers)
