@@ -1,4 +1,4 @@
-"""The probe of a version, answered by vLLM with adapters; full weights are in `test_engine_vllm_full.py`."""
+"""The probe of a version, answered by vLLM with adapters; full weights are in `test_engine_vllm_full_probe.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from agentrl.core.records import Completion, PolicyVersion, WeightsRef
 from tests.contract.engine_kinds import ModelZoo, prompt, request, version
 from tests.contract.test_engine_adapters import with_adapter
 from tests.contract.test_engine_probe import moved, publish_adapter, vanished
-from tests.contract.test_engine_vllm import COPIES, check_spans, copies, steps
+from tests.contract.test_engine_vllm import check_spans, steps
+from tests.contract.test_engine_vllm_files import COPIES, copies
 from tests.contract.vllm_suite import MakeVllm
 
 
