@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agentrl.app.seats import check_capabilities, demand_of, policy_binding
+from agentrl.app.seats import check_capabilities, demands_of, policy_binding
+from agentrl.app.speech import spoken_to, spoken_to_otherwise
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
-from agentrl.core.ports import ChatFormat, Engine, Observer, SamplingParams, Trainer
+from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
-from agentrl.environment.base import Environment, Limits, TaskSource
+from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import name_of
 from agentrl.journal.port import JournalStore, RunLog
 from agentrl.orchestrator.buffer import EpisodeBuffer
@@ -21,6 +22,7 @@ from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.loop import Orchestrator, Plan
 from agentrl.orchestrator.manifest import CheckpointWriter
+from agentrl.orchestrator.phases import Phases
 from agentrl.orchestrator.retention import VersionRetention
 from agentrl.orchestrator.scheduler import Demand, Scheduler
 from agentrl.orchestrator.signal import Signal
@@ -112,7 +114,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
         ConfigError: sections that do not fit each other.
     """
     check_capabilities(config, parts.engine.capabilities)
-    trainable = {name: policy for name, policy in config.policies.items() if policy.trainable}
+    trainable = config.trained
     signal = Signal()
     advantage = ADVANTAGES[config.credit.advantage]
     buffer = EpisodeBuffer(trainable, advantage, resolved_before=parts.past.resolved, dead=parts.past.dead)
@@ -120,18 +122,18 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     board = PolicyBoard(versions, trainable, parts.parents)
     dispatcher = make_dispatcher(config, environment, buffer, parts.store, signal, past=parts.past)
     plan = Plan(
-        steps=config.steps,
         step_size={name: policy.step_size for name, policy in trainable.items()},
         normaliser={
             name: float(policy.step_size * config.trainer.tokens_per_unit) for name, policy in trainable.items()
         },
-        demand=demand_of(config, environment),
+        demands=demands_of(config, environment),
         evaluate_every=config.evaluation.every,
         checkpoint_every=config.checkpoint.every,
     )
     curriculum = Curriculum(parts.tasks, seed=config.seed)
-    scheduler = _scheduler(config, plan.demand, dispatcher, buffer, board)
+    scheduler = _scheduler(config, plan.demands[0], dispatcher, buffer, board)
     dispatcher.pins_of, dispatcher.resumable = scheduler.pins, scheduler.resumable
+    dispatcher.frozen = scheduler.phases.frozen
     orchestrator = Orchestrator(
         plan=plan,
         curriculum=curriculum,
@@ -171,7 +173,7 @@ def _kept_versions(config: RunConfig) -> int:
     keep = config.checkpoint.versions
     if not (config.deterministic and keep):
         return keep
-    return max(keep, config.checkpoint.every + 2 + max(policy.max_staleness for policy in config.policies.values()))
+    return max(keep, config.checkpoint.every + 2 + max(policy.max_staleness for policy in config.trained.values()))
 
 
 def _scheduler(
@@ -179,12 +181,16 @@ def _scheduler(
 ) -> Scheduler:
     bounds = {
         name: BoundedStaleness(max_staleness=policy.max_staleness, step_size=policy.step_size)
-        for name, policy in config.policies.items()
-        if policy.trainable
+        for name, policy in config.trained.items()
     }
+    phases = Phases(
+        board=board,
+        steps={name: config.steps_of(name) for name in config.trained},
+        lengths={name: policy.phase_steps for name, policy in config.trained.items() if policy.phase_steps},
+    )
     if not config.deterministic:
         return Scheduler(
-            buffer=buffer, board=board, staleness=bounds, steps=config.steps, max_in_flight=config.max_in_flight
+            buffer=buffer, board=board, staleness=bounds, phases=phases, max_in_flight=config.max_in_flight
         )
     return WaveScheduler(
         demand=demand,
@@ -192,18 +198,14 @@ def _scheduler(
         dispatcher=dispatcher,
         board=board,
         staleness=bounds,
-        steps=config.steps,
+        phases=phases,
         max_in_flight=config.max_in_flight,
     )
 
 
 def pinned_policies(config: RunConfig) -> list[str]:
     """The policies whose episodes are pinned to versions: adapters of a deterministic run, which live side by side."""
-    return [
-        name
-        for name, policy in config.policies.items()
-        if config.deterministic and policy.trainable and policy.lora is not None
-    ]
+    return [name for name, policy in config.trained.items() if config.deterministic and policy.lora is not None]
 
 
 def make_dispatcher(
@@ -242,22 +244,14 @@ def attach_worker(
     on_failure: Callable[[BaseException], None],
 ) -> None:
     """A worker needs its host first, so the host gets its worker last."""
-    sampling = config.sampling
+    run = spoken_to(config.sampling, chat_format, engine.capabilities.max_context)
     settings = RolloutSettings(
-        sampling=SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            stop_token_ids=chat_format.stop_token_ids,
-        ),
-        limits=Limits(
-            max_turns=sampling.max_turns, max_tokens=sampling.max_tokens, max_context=engine.capabilities.max_context
-        ),
+        sampling=run.sampling,
+        limits=run.limits,
+        policies=spoken_to_otherwise(config, chat_format, engine.capabilities.max_context),
         tool_timeout_s=config.environment.tool_timeout_s,
         episode_timeout_s=config.episode_timeout_s,
-        max_staleness={name: policy.max_staleness for name, policy in config.policies.items()},
+        max_staleness={name: policy.max_staleness for name, policy in config.trained.items()},
         on_code_change=config.environment.on_code_change,
         infrastructure_attempts=config.infrastructure_attempts,
     )

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agentrl.app.beside import load_weights, play_beside, weights_in, with_weights
+from agentrl.app.beside import play_beside, with_weights
 from agentrl.app.parts import make_chat_format, make_engine
+from agentrl.app.weights import load_weights, weights_in
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
 from agentrl.core.errors import InputError, JournalError

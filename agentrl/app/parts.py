@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from agentrl.app.seats import is_filtered
+from agentrl.app.weights import adapter_places, largest_rank
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, InputError
@@ -40,15 +42,14 @@ def load_config(config: RunConfig | str | Path) -> RunConfig:
 async def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None]) -> Engine:
     """The engine a configuration asks for, in this process or in one of its own, whose deaths are told."""
     section = config.engine
-    adapted = [policy for policy in config.policies.values() if policy.lora is not None]
     arguments: dict[str, Any] = {
         "slots": section.slots,
         "max_context": section.max_context,
         "refresh": section.refresh,
         "keep_kv": section.keep_kv,
-        "adapter_slots": sum(policy.max_staleness + 2 for policy in adapted) + 1 if adapted else 0,
-        "max_rank": max((policy.lora.rank for policy in adapted if policy.lora is not None), default=1),
-        "max_staleness": {name: policy.max_staleness for name, policy in config.policies.items()},
+        "adapter_slots": adapter_places(config),
+        "max_rank": largest_rank(config),
+        "max_staleness": {name: policy.max_staleness for name, policy in config.trained.items()},
         "threads": section.threads,
     }
     if section.kind == "vllm":
@@ -57,7 +58,7 @@ async def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion], 
         return await _beside(config, EngineProgram(VLLM, arguments, VLLM_HOST), versions, tell)
     arguments |= {
         "capture_routing": section.capture_routing,
-        "capture_mask": config.sampling.is_filtered,
+        "capture_mask": is_filtered(config),
         "fixed_shapes": config.deterministic,
     }
     if section.own_process:

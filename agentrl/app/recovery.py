@@ -78,9 +78,9 @@ class Recovery:
         """
         lineage = 1 + max(journal.highest_lineage(), _highest_on_disk(versions, disk))
         first = {}
-        for name, policy in config.policies.items():
+        for name in config.policies:
             step = 0
-            if self.manifest is not None and policy.trainable:
+            if self.manifest is not None and name in config.trained:
                 if name not in self.manifest.versions:
                     raise RunDirectoryError(
                         f"checkpoint {self.manifest.directory} has no policy {name!r}; resume with its configuration"
@@ -92,7 +92,7 @@ class Recovery:
                         "the one that belongs here"
                     )
                 step = self.manifest.versions[name].step
-            first[name] = PolicyVersion(name, lineage if policy.trainable else 0, step)
+            first[name] = PolicyVersion(name, lineage if name in config.trained else 0, step)
         return first
 
     async def serve(
@@ -159,7 +159,7 @@ async def serve_older(
     board = PolicyBoard(versions, (), journal.parents())
     for policy in versions.keys() & pinned_policies(config):
         now = versions[policy].step
-        for step in range(max(now - config.policies[policy].max_staleness, 0), now):
+        for step in range(max(now - config.trained[policy].max_staleness, 0), now):
             version = board.at(policy, step)
             weights = journal.published(version)
             if weights is None:

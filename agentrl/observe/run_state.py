@@ -112,7 +112,7 @@ def plan_of(config: Mapping[str, Any]) -> RunPlan:
         max_staleness={
             name: _whole(policy.get("max_staleness")) or 0
             for name, policy in trainable.items()
-            if policy.get("trainable", True)
+            if policy.get("kind", "trained") == "trained"
         },
     )
 

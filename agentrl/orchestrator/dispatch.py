@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -35,8 +35,8 @@ class Dispatcher:
     environment: str
     """The root environment's name in the registry."""
     seats: Sequence[str]
-    policy_of: Callable[[str], str]
-    """Which policy holds a seat, by `Env.seat` or bare name."""
+    policy_of: Callable[[str, int], str]
+    """Which policy holds a seat, by `Env.seat` or bare name, in a root group."""
     run_seed: int
     group_size: int
     buffer: EpisodeBuffer
@@ -50,13 +50,14 @@ class Dispatcher:
     """Children of parents that go on in this life of the run, ended in an earlier one or before their parent asked."""
     pins_of: Callable[[int], Mapping[str, PolicyVersion]] = field(default=lambda number: {})
     """Versions a root episode plays with, by its number; see `Scheduler.pins`."""
+    frozen: Callable[[], Collection[str]] = field(default=set)
+    """Policies that do not learn for now; see `Phases`."""
     resumable: Callable[[EpisodeSpec], EpisodeSpec | None] = field(default=lambda spec: spec)
     """See `Scheduler.resumable`."""
     worker: Worker = field(init=False)
     """Set once by the composition root: the worker's runner needs this host first."""
     on_collapse: Callable[[CheckFailedError], None] = field(init=False)
     """Called when too many training episodes in a row were dropped."""
-    _bindings: dict[str, SeatBinding] = field(init=False)
     _running: dict[str, EpisodeSpec] = field(default_factory=dict)
     _held: list[EpisodeSpec] = field(default_factory=list)
     """Episodes of an earlier life that cannot go on yet."""
@@ -74,9 +75,6 @@ class Dispatcher:
     ends that were ignored, how they kept the format, `units of POLICY`, `tokens of POLICY`, and `metric NAME` for what
     they counted themselves."""
     _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
-
-    def __post_init__(self) -> None:
-        self._bindings = {seat: SeatBinding(self.policy_of(seat)) for seat in self.seats}
 
     @property
     def next_group(self) -> int:
@@ -145,7 +143,8 @@ class Dispatcher:
     ) -> SpawnedGroup:
         """Start child episodes of a running one; children of an admitted parent are always admitted."""
         name = resolve(environment).__name__
-        seats = {seat: SeatBinding(self.policy_of(f"{name}.{seat}")) for seat in resolve(environment).seats}
+        group = self._group(parent.purpose, ids.root_number(parent.episode_id))
+        seats = {seat: SeatBinding(self.policy_of(f"{name}.{seat}", group)) for seat in resolve(environment).seats}
         group_id = f"{parent.episode_id}~{parent.attempt}.{spawn_call}"
         episode_ids = []
         starting: list[tuple[EpisodeSpec, OnEnd]] = []
@@ -261,11 +260,15 @@ class Dispatcher:
             environment=self.environment,
             task=task,
             seed=ids.key64(self.run_seed, episode_id),
-            seats=self._bindings,
+            seats={seat: SeatBinding(self.policy_of(seat, self._group(purpose, number))) for seat in self.seats},
             group_id=group,
             group_size=size,
             purpose=purpose,
         ).pinned(pins)
+
+    def _group(self, purpose: Purpose, number: int) -> int:
+        """Which root group an episode belongs to; outside training each is one of its own."""
+        return number // self.group_size if purpose == "train" else number
 
     def _training_spec(self, task: Task, number: int) -> EpisodeSpec:
         group = f"g{number - number % self.group_size}"
@@ -301,11 +304,18 @@ class Dispatcher:
         on_end = self._parents.pop(spec.episode_id, on_end)
         if spec.purpose == "train":
             self._record(self.buffer.end(spec, header))
+            self.drop_frozen()
             self._count(header)
             self._guard(spec, header)
         for tell in ([on_end] if on_end is not None else []) + self._sharers.pop(spec.episode_id, []):
             tell(header)
         self.signal.notify()
+
+    def drop_frozen(self) -> None:
+        """Drop what is ready of policies that do not learn now: it would be of weights long past when they do."""
+        for policy in self.frozen():
+            ready = self.buffer.take(policy, self.buffer.ready(policy))
+            self._record(self.buffer.drop(ready, "frozen"))
 
     def _admit(self, spec: EpisodeSpec) -> None:
         if spec.purpose == "train":

@@ -62,10 +62,10 @@ NEW_OBJECTS = 10_000
 class Plan:
     """What a run is to do, as far as the loop is concerned."""
 
-    steps: int
     step_size: Mapping[str, int]
     normaliser: Mapping[str, float]
-    demand: Demand
+    demands: Sequence[Demand]
+    """What a root group brings, group by group, and again from the first."""
     evaluate_every: int = 0
     checkpoint_every: int = 0
 
@@ -165,9 +165,11 @@ class Orchestrator:
             whose = "trainer" if len(self.plan.step_size) == 1 else f"trainer of {policy}"
             if policy in self._stepping:
                 waits.append(f"{whose} works on step {self._stepping[policy]}")
-            elif self.board.step(policy) < self.plan.steps:
+            elif policy in self.scheduler.phases.frozen():
+                waits.append(f"{whose} waits for its phase")
+            elif not self.scheduler.phases.is_over(policy):
                 waits.append(f"{whose} waits for episodes: {self.buffer.ready(policy)} of {size} units are ready")
-        reason = self.scheduler.why_not(self.plan.demand)
+        reason = self.scheduler.why_not(self._demand())
         waits.append("admission is open" if reason is None else f"admission waits for {reason}")
         return tuple(waits)
 
@@ -206,24 +208,29 @@ class Orchestrator:
         await self.store.flush()
 
     async def _admit(self) -> None:
-        demand = self.plan.demand
         while not self._finished():
-            while not self._finished() and self.scheduler.may_admit(demand):
+            while not self._finished() and self.scheduler.may_admit(self._demand()):
                 self.dispatcher.admit_group(self.curriculum.task(self.dispatcher.next_group))
-            await self.signal.wait_for(lambda: self._finished() or self.scheduler.may_admit(demand))
+            await self.signal.wait_for(lambda: self._finished() or self.scheduler.may_admit(self._demand()))
+
+    def _demand(self) -> Demand:
+        """What the next root group brings."""
+        return self.plan.demands[self.dispatcher.next_group % len(self.plan.demands)]
 
     async def _train(self, policy: str, loops: asyncio.TaskGroup) -> None:
-        plan = self.plan
-        while self.board.step(policy) < plan.steps:
-            await self.signal.wait_for(lambda: self._stopping or self.scheduler.may_step(policy, plan.demand))
+        plan, phases = self.plan, self.scheduler.phases
+        while not phases.is_over(policy):
+            await self.signal.wait_for(lambda: self._stopping or self.scheduler.may_step(policy, self._demand()))
             if self._stopping:
                 return
             if not await self._step(policy):
                 continue
             step = self.board.step(policy)
-            if plan.checkpoint_every and step % plan.checkpoint_every == 0 and step < plan.steps:
+            self.dispatcher.drop_frozen()
+            if plan.checkpoint_every and step % plan.checkpoint_every == 0 and not phases.is_over(policy):
                 await self._checkpoint()
-            if self.evaluator.tasks and plan.evaluate_every and step % plan.evaluate_every == 0 and step < plan.steps:
+            is_due = self.evaluator.tasks and plan.evaluate_every and step % plan.evaluate_every == 0
+            if is_due and not phases.is_over(policy):
                 evaluation = self.evaluator.beside(self.weights, self._is_stopping)
                 loops.create_task(evaluation, name=f"evaluate {self.board.current(policy)}")
         self.signal.notify()
@@ -276,12 +283,11 @@ class Orchestrator:
 
     async def _watch(self) -> None:
         """Nothing runs, nothing can start, and yet a policy waits: end the run with the reason."""
-        demand = self.plan.demand
-        await self.signal.wait_for(lambda: self._finished() or self.scheduler.is_starved(demand) is not None)
+        await self.signal.wait_for(lambda: self._finished() or self.scheduler.is_starved(self._demand()) is not None)
         if not self._finished():
             raise CheckFailedError(
-                f"no units can come any more for {self.scheduler.is_starved(demand)}: its seats never act, or are "
-                f"never rewarded. Last dropped episode: {self.dispatcher.worker.last_failure or 'none'}"
+                f"no units can come any more for {self.scheduler.is_starved(self._demand())}: its seats never act, or "
+                f"are never rewarded. Last dropped episode: {self.dispatcher.worker.last_failure or 'none'}"
             )
 
     def _skip(self, policy: str, taken: Sequence[ReadyUnit], error: NonFiniteError) -> None:
@@ -319,7 +325,7 @@ class Orchestrator:
         return self._stopping
 
     def _finished(self) -> bool:
-        return self._stopping or all(self.board.step(policy) >= self.plan.steps for policy in self.board.trainable)
+        return self._stopping or all(map(self.scheduler.phases.is_over, self.board.trainable))
 
     async def _drain(self) -> None:
         try:

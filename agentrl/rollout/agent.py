@@ -44,6 +44,7 @@ class LiveAgent(Agent):
         "_messages",
         "_pending",
         "_sampler",
+        "_spoken_to",
         "_turns",
         "index",
         "policy",
@@ -58,7 +59,8 @@ class LiveAgent(Agent):
         self._episode = episode
         binding = episode.spec.seats[seat]
         self.policy = binding.policy
-        self._conversation = Conversation(episode.services.chat_format, tools)
+        self._spoken_to = episode.services.spoken_to(binding.policy)
+        self._conversation = Conversation(self._spoken_to.chat_format, tools)
         self._sampler = TurnSampler(episode, binding, f"{seat}.{index}")
         self._turns: list[Turn] = []
         self._messages: list[Message] = []
@@ -78,7 +80,7 @@ class LiveAgent(Agent):
     async def act(self, *messages: Message, max_tokens: int | None = None) -> Turn:
         """Ask the policy; from the journal where it was asked before."""
         services = self._episode.services
-        limits = self._episode.services.settings.limits
+        limits = self._spoken_to.limits
         if len(self._turns) >= limits.max_turns:
             raise LimitReachedError(
                 f"agent {self.seat!r} has used its {limits.max_turns} turns", stop_reason="max_turns"
@@ -118,7 +120,7 @@ class LiveAgent(Agent):
             self._episode.metric("turns/length", 1.0)
         self._conversation.answer(completion)
         self._messages.extend(messages)
-        message = services.chat_format.parse(completion.token_ids.tolist())
+        message = self._spoken_to.chat_format.parse(completion.token_ids.tolist())
         self._messages.append(message)
         turn = Turn(text=message.content, message=message, completion=completion)
         self._turns.append(turn)
@@ -170,7 +172,7 @@ class LiveAgent(Agent):
 
     def _full(self, tokens: int) -> NoReturn:
         """The conversation does not fit; a first prompt that does not is told apart from a long episode."""
-        limit = self._episode.services.settings.limits.max_context
+        limit = self._spoken_to.limits.max_context
         if not self._turns:
             raise EpisodeError(
                 f"the first prompt of {self.seat!r} has at least {tokens} tokens, the context {limit}; "
@@ -182,8 +184,8 @@ class LiveAgent(Agent):
         )
 
     def _sampling(self, max_tokens: int | None) -> SamplingParams:
-        """The run's sampling parameters, with a shorter turn where one is asked for."""
-        sampling = self._episode.services.settings.sampling
+        """The policy's sampling parameters, with a shorter turn where one is asked for."""
+        sampling = self._spoken_to.sampling
         if max_tokens is None or max_tokens >= sampling.max_tokens:
             return sampling
         return dataclasses.replace(sampling, max_tokens=max_tokens)
@@ -199,7 +201,8 @@ class LiveAgent(Agent):
     ) -> None:
         services = self._episode.services
         sampled = completion.token_ids.tolist()
-        drift = services.chat_format.drift(sampled)
+        chat_format = self._spoken_to.chat_format
+        drift = chat_format.drift(sampled)
         if drift is not None:
             self._episode.metric(f"drift/{drift}", 1.0)
         routing, mask = completion.expert_routing, completion.sampling_mask
@@ -214,9 +217,9 @@ class LiveAgent(Agent):
             logprobs=completion.logprobs.tobytes(),
             finish_reason=completion.finish_reason,
             spans=tuple(Span(s.start, s.stop, s.version.lineage, s.version.step) for s in completion.spans),
-            text=services.chat_format.decode(sampled),
+            text=chat_format.decode(sampled),
             messages=tuple(message_data(message) for message in messages),
-            temperature=services.settings.sampling.temperature,
+            temperature=self._spoken_to.sampling.temperature,
             seconds=seconds,
             started=services.clock.wall() - seconds,
             expert_routing=None if routing is None else routing.tobytes(),

@@ -101,7 +101,7 @@ class CrashScenario:
             "evaluation": {"tasks": 0},
         }
         self.config = RunConfig(**{**values, **(changes or {})})
-        self.trainable = [name for name, policy in self.config.policies.items() if policy.trainable]
+        self.trainable = list(self.config.trained)
 
     # --- parts a mutant may replace ---------------------------------------------------------------------------------
 

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 
 from agentrl.cluster.session import RaySession
 from agentrl.cluster.trainer_pool import RayTrainerPool
-from agentrl.config.run import PolicyConfig, RunConfig
+from agentrl.config.policies import PolicyConfig
+from agentrl.config.run import RunConfig
 from agentrl.core.errors import JournalError, NonFiniteError, StorageError, TrainerError, TrainerLostError
 from agentrl.core.ports import Trainer
 from agentrl.core.records import DataLocation, PolicyVersion, StepReport

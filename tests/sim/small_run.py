@@ -121,7 +121,7 @@ class SmallRun:
         engine = self.engine_class(
             self.script, versions={name: PolicyVersion(name, 0, 0) for name in policies}, **self.engine_options
         )
-        trainable = [name for name in policies if self.config.policies[name].trainable]
+        trainable = list(self.config.trained)
         steps = {name: version.step for name, version in self.resumed_at.items()}
         self.trainer = RecordingTrainer(trainable, clock=LoopClock(), steps=steps, **self.trainer_options)
         versions = {
