@@ -13,6 +13,7 @@ from typing import Any
 
 from agentrl.app.seats import is_filtered
 from agentrl.app.weights import adapter_places, largest_rank
+from agentrl.config.policies import RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, InputError
@@ -41,6 +42,16 @@ def load_config(config: RunConfig | str | Path) -> RunConfig:
 
 async def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None]) -> Engine:
     """The engine a configuration asks for, in this process or in one of its own, whose deaths are told."""
+    remote = config.of_kind(RemotePolicy)
+    if not remote:
+        return await _own_engine(config, versions, tell)
+    from agentrl.engines.remote import RoutedEngine
+
+    here = {name: version for name, version in versions.items() if name not in remote}
+    return RoutedEngine(await _own_engine(config, here, tell), remote)
+
+
+async def _own_engine(config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None]) -> Engine:
     section = config.engine
     arguments: dict[str, Any] = {
         "slots": section.slots,
