@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentrl.app.seats import check_capabilities, demands_of, policy_binding
 from agentrl.app.speech import spoken_to, spoken_to_otherwise
+from agentrl.config.policies import PastPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
@@ -22,6 +23,7 @@ from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.loop import Orchestrator, Plan
 from agentrl.orchestrator.manifest import CheckpointWriter
+from agentrl.orchestrator.opponents import OpponentPool, Opponents
 from agentrl.orchestrator.phases import Phases
 from agentrl.orchestrator.retention import VersionRetention
 from agentrl.orchestrator.scheduler import Demand, Scheduler
@@ -56,6 +58,8 @@ class Past:
     lost: Sequence[int] = ()
     """Numbers before that of roots whose admission never reached the disk."""
     next_evaluation: int = 0
+    played: Sequence[EpisodeHeader] = ()
+    """Committed episodes against past versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,18 +81,23 @@ class Parts:
     """Published weights of the trainable ones."""
     parents: Mapping[tuple[str, int], PolicyVersion] = field(default_factory=dict)
     """What each (policy, lineage) but the first started from."""
+    opponents: Mapping[str, Sequence[PolicyVersion]] = field(default_factory=dict)
+    """Versions kept served for each past policy, oldest first; see `recovery.serve_opponents`."""
     past: Past = Past()
     disk: Disk = LOCAL
     """Where published versions lie."""
 
 
-def past_of(log: RunLog, consumed_through: Mapping[str, PolicyVersion], *, group_size: int) -> Past:
+def past_of(
+    log: RunLog, consumed_through: Mapping[str, PolicyVersion], *, group_size: int, opponents: Collection[str] = ()
+) -> Past:
     """What a resumed run takes over.
 
     Args:
         log: the run's control log.
         consumed_through: the manifest's version of each trainable policy; empty where there is no manifest.
         group_size: of root groups, `credit.group_size`.
+        opponents: policies that stand for past versions.
     """
     log.verify()
     next_number = -(-log.next_number("e") // group_size) * group_size
@@ -104,6 +113,7 @@ def past_of(log: RunLog, consumed_through: Mapping[str, PolicyVersion], *, group
         next_number=next_number,
         lost=log.lost_numbers("e", next_number),
         next_evaluation=log.next_number("v"),
+        played=tuple(log.played(opponents)),
     )
 
 
@@ -132,8 +142,8 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     )
     curriculum = Curriculum(parts.tasks, seed=config.seed)
     scheduler = _scheduler(config, plan.demands[0], dispatcher, buffer, board)
-    dispatcher.pins_of, dispatcher.resumable = scheduler.pins, scheduler.resumable
-    dispatcher.frozen = scheduler.phases.frozen
+    opponents = _opponents(config, parts, dispatcher)
+    _wire(dispatcher, scheduler, opponents)
     orchestrator = Orchestrator(
         plan=plan,
         curriculum=curriculum,
@@ -157,6 +167,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
             signal=signal,
         ),
         retention=VersionRetention(keep=_kept_versions(config), disk=parts.disk),
+        opponents=opponents,
         weights=dict(parts.weights),
     )
     attach_worker(
@@ -166,6 +177,34 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     lost = [(number, curriculum.task(number // size)) for number in parts.past.lost]
     dispatcher.restore(parts.past.ended, parts.past.unfinished, lost)
     return orchestrator
+
+
+def _opponents(config: RunConfig, parts: Parts, dispatcher: Dispatcher) -> Opponents:
+    pools = {
+        name: OpponentPool(
+            name=name,
+            of=past.of,
+            every=past.every,
+            size=past.size,
+            choose=past.choose,
+            served=list(parts.opponents[name]),
+        )
+        for name, past in config.of_kind(PastPolicy).items()
+    }
+    for header in parts.past.played:
+        for pool in pools.values():
+            pool.heard(header)
+    return Opponents(pools=pools, engine=parts.engine, run_seed=config.seed, pinned=dispatcher.pinned)
+
+
+def _wire(dispatcher: Dispatcher, scheduler: Scheduler, opponents: Opponents) -> None:
+    """Who is asked for the versions an episode plays with: waves have no opponents, and opponents no waves."""
+    dispatcher.pins_of, dispatcher.resumable = scheduler.pins, scheduler.resumable
+    if opponents.pools:
+        dispatcher.pins_of = lambda number: opponents.pins(number // dispatcher.group_size)
+        dispatcher.resumable = opponents.resumable
+        dispatcher.heard = opponents.heard
+    dispatcher.frozen = scheduler.phases.frozen
 
 
 def _kept_versions(config: RunConfig) -> int:

@@ -98,7 +98,7 @@ async def _life(lasting: Lasting) -> Orchestrator:
         stack.push_async_callback(engine.close)
         await load_weights(config, engine, store, await asyncio.to_thread(given_weights, config))
         trainable = {name: versions[name] for name in config.trained}
-        weights = await recovery.serve(config, trainable, trainer, engine, store)
+        served = await recovery.serve(config, trainable, trainer, engine, store)
         parts = Parts(
             engine=engine,
             trainer=trainer,
@@ -110,7 +110,8 @@ async def _life(lasting: Lasting) -> Orchestrator:
             held_out=lasting.held_out,
             checkpoints=CheckpointWriter(directory.checkpoints, keep=config.checkpoint.keep),
             versions=versions,
-            weights=weights,
+            weights=served.weights,
+            opponents=served.opponents,
             parents=store.parents(),
             past=recovery.past(config, store),
         )

@@ -154,6 +154,10 @@ class RunLog(Protocol):
         """Committed training episodes of some groups, whatever became of their units."""
         ...
 
+    def played(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
+        """Committed training episodes in which one of these policies acted."""
+        ...
+
     def resolved_units(
         self, consumed_through: Mapping[str, PolicyVersion]
     ) -> Mapping[tuple[str, int, str], str | None]:

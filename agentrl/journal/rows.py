@@ -120,7 +120,7 @@ def _row(turns: Sequence[TurnEntry]) -> Row:
         kept.append(mask_ids)
         start = at + len(context)
         for span in turn.spans:
-            version = PolicyVersion(turn.policy, span.lineage, span.step)
+            version = PolicyVersion(turn.weights_of or turn.policy, span.lineage, span.step)
             spans.append(VersionSpan(start + span.start, start + span.stop, version))
         at = start + len(sampled)
     masked = any(turn.mask_counts is not None for turn in turns)

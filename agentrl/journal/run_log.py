@@ -163,6 +163,13 @@ class SqliteRunLog:
             if spec.group_id in group_ids:
                 yield spec, header
 
+    def played(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
+        """Committed training episodes in which one of these policies acted, in order of commit."""
+        if policies:
+            for _, header in self._committed(self._trajectories()):
+                if any(trajectory.policy in policies for trajectory in header.trajectories):
+                    yield header
+
     def _trajectories(self) -> dict[tuple[str, int], list[Any]]:
         found: dict[tuple[str, int], list[Any]] = {}
         statement = f"SELECT {_TRAJECTORY} FROM trajectories t ORDER BY t.episode, t.attempt, t.seat, t.agent"

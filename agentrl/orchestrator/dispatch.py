@@ -50,6 +50,8 @@ class Dispatcher:
     """Children of parents that go on in this life of the run, ended in an earlier one or before their parent asked."""
     pins_of: Callable[[int], Mapping[str, PolicyVersion]] = field(default=lambda number: {})
     """Versions a root episode plays with, by its number; see `Scheduler.pins`."""
+    heard: Callable[[EpisodeHeader], None] = field(default=lambda header: None)
+    """Told of every training episode that ended."""
     frozen: Callable[[], Collection[str]] = field(default=set)
     """Policies that do not learn for now; see `Phases`."""
     resumable: Callable[[EpisodeSpec], EpisodeSpec | None] = field(default=lambda spec: spec)
@@ -84,6 +86,10 @@ class Dispatcher:
     def running(self) -> Iterable[str]:
         """Ids of the training episodes in flight, children included."""
         return (name for name, spec in self._running.items() if spec.purpose == "train")
+
+    def pinned(self) -> set[PolicyVersion]:
+        """Versions that training episodes in flight are pinned to, children included."""
+        return {pin for spec in self._running.values() if spec.purpose == "train" for pin in spec.pins.values()}
 
     def admit_group(self, task: Task) -> None:
         """Start a root group: `group_size` episodes of one task."""
@@ -306,6 +312,7 @@ class Dispatcher:
             self._record(self.buffer.end(spec, header))
             self.drop_frozen()
             self._count(header)
+            self.heard(header)
             self._guard(spec, header)
         for tell in ([on_end] if on_end is not None else []) + self._sharers.pop(spec.episode_id, []):
             tell(header)

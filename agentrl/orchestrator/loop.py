@@ -41,6 +41,7 @@ from agentrl.orchestrator.curriculum import Curriculum
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.manifest import CheckpointWriter
+from agentrl.orchestrator.opponents import Opponents
 from agentrl.orchestrator.retention import VersionRetention
 from agentrl.orchestrator.scheduler import Demand, Scheduler
 from agentrl.orchestrator.signal import Signal
@@ -96,6 +97,7 @@ class Orchestrator:
     observer: Observer
     evaluator: Evaluator
     retention: VersionRetention
+    opponents: Opponents
     weights: dict[str, WeightsRef]
     """Newest published weights of each trainable policy."""
     outcome: Outcome = field(default_factory=Outcome)
@@ -278,7 +280,8 @@ class Orchestrator:
         self.dispatcher.resume_held()
         self.store.record_metrics(policy, version.step, metrics)
         self.observer.on_step(policy, version.step, metrics)
-        await self.retention.published(weights, self.evaluator.pinned)
+        await self.opponents.published(weights)
+        await self.retention.published(weights, {*self.evaluator.pinned, *self.opponents.served()})
         return True
 
     async def _watch(self) -> None:

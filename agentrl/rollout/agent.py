@@ -231,6 +231,7 @@ class LiveAgent(Agent):
             cached_tokens=completion.cached_tokens,
             parent_context=before,
             routing_breaks=completion.routing_breaks,
+            weights_of="" if self._sampler.weights_of == self.policy else self._sampler.weights_of,
         )
         self._episode.journal.write(call, entry)
         self._episode.partials.ended(call)

@@ -75,6 +75,8 @@ class Services:
 class Sampling(Protocol):
     """What an episode asks of its agents: `agent.LiveAgent`."""
 
+    policy: str
+
     def suspend(self) -> None:
         """Cut the call in flight and give back what the engine holds."""
         ...
@@ -119,7 +121,12 @@ class LiveEpisode:
         """See `parking.Parkable`."""
         bounds = self.services.settings.max_staleness
         return min(
-            (version.step + bounds.get(version.policy, 0) for agent in self.agents for version in agent.versions()),
+            (
+                version.step + bounds.get(version.policy, 0)
+                for agent in self.agents
+                for version in agent.versions()
+                if version.policy == agent.policy  # an opponent's may be as old as it likes
+            ),
             default=float("inf"),
         )
 

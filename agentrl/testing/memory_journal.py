@@ -305,6 +305,12 @@ class MemoryJournal:
             if isinstance(record, EpisodeEnd) and record.header.committed and record.spec.group_id in group_ids:
                 yield record.spec, record.header
 
+    def played(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
+        """Committed training episodes in which one of these policies acted."""
+        for record in self.on_disk():
+            if isinstance(record, EpisodeEnd) and record.header.committed:
+                yield from [record.header] * any(t.policy in policies for t in record.header.trajectories)
+
     def parents(self) -> dict[tuple[str, int], PolicyVersion]:
         """What each (policy, lineage) but the first started from."""
         return {
