@@ -49,8 +49,8 @@ def result_of(header: EpisodeHeader, opponent: str, of: str) -> Result | None:
     if not all(sides):
         return None
     own, other = (sum(t.reward or 0.0 for t in side) / len(side) for side in sides)
-    versions = (PolicyVersion(of, side[0].lineage, side[0].oldest_step) for side in sides)
-    return Result(*versions, score=0.5 if own == other else float(own > other))
+    learner, past = (PolicyVersion(of, side[0].lineage, side[0].oldest_step) for side in sides)
+    return Result(learner, past, 0.5 if own == other else float(own > other))
 
 
 def joined_by(step: int, every: int, size: int) -> range:
