@@ -194,7 +194,9 @@ def _opponents(config: RunConfig, parts: Parts, dispatcher: Dispatcher) -> Oppon
     for header in parts.past.played:
         for pool in pools.values():
             pool.heard(header)
-    return Opponents(pools=pools, engine=parts.engine, run_seed=config.seed, pinned=dispatcher.pinned)
+    return Opponents(
+        pools=pools, engine=parts.engine, run_seed=config.seed, pinned=dispatcher.pinned, count=dispatcher.count
+    )
 
 
 def _wire(dispatcher: Dispatcher, scheduler: Scheduler, opponents: Opponents) -> None:

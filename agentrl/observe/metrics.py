@@ -62,6 +62,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("turns/interrupted", "turns", "per episode: turns that took more than one engine call, having been cut"),
     Metric("parked", "times", "per episode: how often it was parked"),
     Metric("turns/illegal", "turns", "per episode: turns the environment could not read, as it counts them itself"),
+    Metric("win_rate/<policy>", "fraction", "wins against this policy of kind `past`; draws count half"),
     Metric("format/episodes", "episodes", "committed episodes the format figures of the step are about"),
     Metric(
         "format/broken_turns",

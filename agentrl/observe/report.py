@@ -133,7 +133,8 @@ def _numbers(state: RunState, summary: Mapping[str, Any]) -> str:
     several = len(state.policies) > 1
     for policy in state.policies.values():
         whose = f" of {policy.name}" if several else ""
-        cells.append((f"{policy.step}" + (f" / {state.plan.steps}" if state.plan.steps else ""), f"steps{whose}"))
+        steps = state.plan.steps_of(policy.name)
+        cells.append((f"{policy.step}" + (f" / {steps}" if steps else ""), f"steps{whose}"))
         _, held_out = policy.series("evaluation/reward")
         if held_out:
             value = f"{held_out[0]:.3f} → {held_out[-1]:.3f}" if len(held_out) > 1 else f"{held_out[0]:.3f}"

@@ -110,7 +110,7 @@ def _cut(text: Text, width: int) -> Text:
 
 
 def _progress(state: RunState, policy: PolicyState, width: int, *, several: bool) -> Text:
-    steps = state.plan.steps
+    steps = state.plan.steps_of(policy.name)
     text = Text().append(f"{plain(policy.name)}  " if several else "", "bold")
     text.append(f"step {policy.step}" + (f"/{steps}  " if steps else ""))
     if steps:

@@ -75,7 +75,7 @@ class Dispatcher:
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of the training episodes that ended since the run began, growing: `episodes`, `tokens`, `turns`, `superseded`
     ends that were ignored, how they kept the format, `units of POLICY`, `tokens of POLICY`, and `metric NAME` for what
-    they counted themselves."""
+    they counted themselves, `episodes against OPPONENT` and `score against OPPONENT`."""
     _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
 
     @property
@@ -317,6 +317,10 @@ class Dispatcher:
         for tell in ([on_end] if on_end is not None else []) + self._sharers.pop(spec.episode_id, []):
             tell(header)
         self.signal.notify()
+
+    def count(self, name: str, value: float) -> None:
+        """Add to `sums`."""
+        self.sums[name] += value
 
     def drop_frozen(self) -> None:
         """Drop what is ready of policies that do not learn now: it would be of weights long past when they do."""

@@ -12,45 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from agentrl.core.ports import Engine
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
 from agentrl.core.rng import stream
-
-
-class Played(NamedTuple):
-    """Episodes between two, and what they came to: a win counts 1, a draw ½."""
-
-    episodes: int = 0
-    score: float = 0.0
-
-    @property
-    def win_rate(self) -> float:
-        """The mean, shrunk towards ½ by a win and a loss (Laplace): defined without any episode."""
-        return (self.score + 1.0) / (self.episodes + 2.0)
-
-
-class Result(NamedTuple):
-    """How a committed episode ended for who learns."""
-
-    learner: PolicyVersion
-    opponent: PolicyVersion
-    score: float
-    """1: who learns was given more than the opponent, ½: as much, 0: less; a seat given nothing counts as 0."""
-
-
-def result_of(header: EpisodeHeader, opponent: str, of: str) -> Result | None:
-    """An episode between a policy and a past version of it; None where one of them did not act.
-
-    Versions are the oldest that sampled a token; of a policy that holds several seats, the first seat's.
-    """
-    sides = [[t for t in header.trajectories if t.policy == policy] for policy in (of, opponent)]
-    if not all(sides):
-        return None
-    own, other = (sum(t.reward or 0.0 for t in side) / len(side) for side in sides)
-    learner, past = (PolicyVersion(of, side[0].lineage, side[0].oldest_step) for side in sides)
-    return Result(learner, past, 0.5 if own == other else float(own > other))
+from agentrl.journal.results import Played, Result, result_of
 
 
 def joined_by(step: int, every: int, size: int) -> range:
@@ -98,12 +65,12 @@ class OpponentPool:
         """Whether a version that became current is to join; later than its step where there was no place for it."""
         return version.step - version.step % self.every > self.served[-1].step and len(self.served) <= self.size
 
-    def heard(self, header: EpisodeHeader) -> None:
-        """Count a committed episode."""
+    def heard(self, header: EpisodeHeader) -> Result | None:
+        """Count a committed episode; how it ended, if it was played against one of these."""
         result = result_of(header, self.name, self.of)
         if result is not None:
-            known = self.played.get(result.opponent, Played())
-            self.played[result.opponent] = Played(known.episodes + 1, known.score + result.score)
+            self.played[result.opponent] = self.played.get(result.opponent, Played()).plus(result.score)
+        return result
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -115,6 +82,8 @@ class Opponents:
     run_seed: int
     pinned: Callable[[], Collection[PolicyVersion]]
     """Versions that episodes in flight are pinned to."""
+    count: Callable[[str, float], None]
+    """Adds to what the metrics of a step are made of."""
 
     def pins(self, group: int) -> dict[str, PolicyVersion]:
         """Whom the seats of each pool are held by in a root group: its members are compared, so they meet the same."""
@@ -139,9 +108,11 @@ class Opponents:
 
     def heard(self, header: EpisodeHeader) -> None:
         """A training episode ended."""
-        for pool in self.pools.values():
-            if header.committed:
-                pool.heard(header)
+        for name, pool in self.pools.items():
+            result = pool.heard(header) if header.committed else None
+            if result is not None:
+                self.count(f"episodes against {name}", 1.0)
+                self.count(f"score against {name}", result.score)
         self._let_go()
 
     def served(self) -> set[PolicyVersion]:

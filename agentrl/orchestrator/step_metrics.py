@@ -121,6 +121,10 @@ def of_ended(sums: Mapping[str, float]) -> dict[str, float]:
         metrics["episodes/tokens"] = sums["tokens"] / sums["episodes"]
     if sums["superseded"]:
         metrics["episodes/superseded"] = sums["superseded"]
+    for name, count in sums.items():
+        if name.startswith("episodes against ") and count:
+            opponent = name.removeprefix("episodes against ")
+            metrics[f"win_rate/{opponent}"] = sums[f"score against {opponent}"] / count
     if not sums["committed"]:
         return metrics
     metrics["format/episodes"] = sums["committed"]

@@ -12,6 +12,7 @@ import torch
 
 import agentrl
 from agentrl.app.weights import check_base, weights_in
+from agentrl.cli.main import main
 from agentrl.core.errors import InputError
 from agentrl.core.records import Row
 from agentrl.inspection.reader import RunReader
@@ -105,7 +106,9 @@ def logprobs_under(directory: Path, row: Row) -> np.ndarray[Any, Any]:
     return np.asarray(told[:, 0])[row.loss_mask[1:]]
 
 
-def test_each_seat_is_played_by_the_weights_it_says(base: Path, judge: Path, tmp_path: Path) -> None:
+def test_each_seat_is_played_by_the_weights_it_says(
+    base: Path, judge: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = {file.name: file.read_bytes() for file in judge.iterdir()}
     run = agentrl.train(config_of(base, judge, tmp_path / "runs"), environment=Match, quiet=True)
     config = config_of(base, judge, tmp_path / "runs", steps=6)
@@ -121,6 +124,14 @@ def test_each_seat_is_played_by_the_weights_it_says(base: Path, judge: Path, tmp
     judged = [row for turn, row in turns if turn.policy == "judge"]
     versions = {(span.version.lineage, span.version.step) for row in judged for span in row.spans}
     assert versions == {weights_in("judge", judge).version[1:]}
+    capsys.readouterr()
+    assert main(["run", "winrates", str(run.path), "--json"]) == 0
+    matrix = json.loads(capsys.readouterr().out)
+    assert {line["version"] for line in matrix} == {f"player@{lineage}.{step}" for lineage, step in opponents}
+    assert sum(line["episodes"] for line in matrix) == sum(turn.policy == "past" for turn, _ in turns)
+    assert any(0.0 <= metrics.get("win_rate/past", -1.0) <= 1.0 for metrics in run.metrics)
+    assert main(["run", "winrates", str(run.path)]) == 0
+    assert "player@0.0" in capsys.readouterr().out
     first = {(turn.policy, turn.spans[0]): (turn, row) for turn, row in reversed(turns) if len(turn.spans) == 1}
     assert {turn.policy for turn, _ in first.values()} == {"player", "other", "past", "judge"}
     for turn, row in list(first.values())[:8]:

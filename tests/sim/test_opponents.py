@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from agentrl.app.assemble import past_of
+from agentrl.app.seats import check_capabilities
+from agentrl.core.errors import ConfigError
 from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import PolicyVersion
+from agentrl.core.records import EpisodeSpec, PolicyVersion, Task, TrajectoryHeader, dropped_header
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
+from agentrl.journal.results import Played, win_rates
 from agentrl.orchestrator import loop
-from agentrl.orchestrator.opponents import OpponentPool, Played, joined_by
+from agentrl.orchestrator.opponents import OpponentPool, joined_by
 from agentrl.rollout.plain_format import STOP_TOKEN
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import SmallRun, config_for
@@ -22,6 +27,7 @@ from tests.sim.test_schedules import Duel
 
 pytestmark = pytest.mark.sim
 
+SPEC = EpisodeSpec(episode_id="e0", environment="duel", task=Task(id="t", data={}), seed=0, seats={}, group_id="g0")
 SIDES = {"x": ["player", "past"], "o": ["past", "player"]}
 
 
@@ -115,6 +121,14 @@ def test_a_resumed_run_plays_on_against_the_same(simulated_loop: SimulatedLoop) 
     assert sum(simulated_loop.run(main)) > 0, "nothing was stopped in the middle"
 
 
+@pytest.mark.parametrize(("adapters", "fits"), [(7, True), (6, False)])
+def test_too_few_places_for_adapters_are_refused_at_the_start(adapters: int, fits: bool) -> None:
+    engine = ScriptedEngine([[1]], versions={})
+    capabilities = replace(engine.capabilities, adapters=adapters)
+    with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="7 adapters at once"):
+        check_capabilities(config(), capabilities)
+
+
 def test_the_harder_ones_are_drawn_more_often() -> None:
     versions = [PolicyVersion("player", 0, step) for step in (0, 2, 4)]
     pool = OpponentPool(
@@ -131,6 +145,26 @@ def test_the_harder_ones_are_drawn_more_often() -> None:
     assert drawn[versions[0]] <= 2
     for version, share in expected.items():
         assert drawn[version] / 2000 == pytest.approx(share, abs=0.04)
+
+
+def test_a_win_is_more_than_the_opponent_got() -> None:
+    def ended(x: tuple[str, float | None, int], o: tuple[str, float | None, int]) -> Any:
+        sides = (
+            TrajectoryHeader(seat, 0, policy, reward, 3, step, 0)
+            for seat, (policy, reward, step) in zip("xo", (x, o), strict=True)
+        )
+        return replace(dropped_header(SPEC, ""), drop_reason=None, trajectories=tuple(sides))
+
+    headers = [
+        ended(("player", 1.0, 5), ("past", -1.0, 0)),
+        ended(("past", 1.0, 0), ("player", -1.0, 7)),
+        ended(("player", 0.0, 13), ("past", None, 10)),
+        ended(("player", 0.0, 13), ("player", 0.0, 13)),
+    ]
+    assert win_rates(headers, "past", "player", every=10) == {
+        (0, PolicyVersion("player", 0, 0)): Played(2, 1.0),
+        (10, PolicyVersion("player", 0, 10)): Played(1, 0.5),
+    }
 
 
 def test_who_joined_follows_from_the_step() -> None:
