@@ -21,9 +21,10 @@ from agentrl.journal.results import Played, win_rates
 from agentrl.orchestrator import loop
 from agentrl.orchestrator.opponents import OpponentPool, joined_by
 from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.testing import CrashScenario, crash_everywhere
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import SmallRun, config_for
-from tests.sim.test_schedules import Duel
+from tests.sim.test_schedules import SHARE, Duel
 
 pytestmark = pytest.mark.sim
 
@@ -119,6 +120,13 @@ def test_a_resumed_run_plays_on_against_the_same(simulated_loop: SimulatedLoop) 
         return sum("past" in spec.pins for spec in past.unfinished)
 
     assert sum(simulated_loop.run(main)) > 0, "nothing was stopped in the middle"
+
+
+def test_a_run_with_opponents_that_dies_at_any_operation_goes_on_as_promised() -> None:
+    policies = {**config().model_dump()["policies"], "past": {"kind": "past", "of": "player", "every": 1, "size": 1}}
+    report = crash_everywhere(CrashScenario(Duel, changes={"policies": policies, "seats": SIDES}), share=SHARE)
+    assert report.crashes > 40
+    assert not report.violations, report
 
 
 @pytest.mark.parametrize(("adapters", "fits"), [(7, True), (6, False)])
