@@ -80,9 +80,9 @@ class PolicyModel:
 
     def published(self) -> Mapping[str, Tensor]:
         """The tensors of a version's safetensors file, in the layout `from_pretrained` reads; not copies."""
-        if self._peft is not None and self._adapter is not None:
-            adapter: dict[str, Tensor] = peft.get_peft_model_state_dict(self._peft, adapter_name=self._adapter)
-            return adapter
+        if self._adapter is not None:  # PEFT's own way goes through the adapters of all policies
+            mark = f".{self._adapter}."
+            return {f"base_model.model.{name.replace(mark, '.')}": tensor for name, tensor in self.parameters.items()}
         state: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in self.model.state_dict().items():

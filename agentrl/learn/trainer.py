@@ -377,6 +377,7 @@ def journal_reader(run_directory: Path) -> ReadUnits:
         keys = [
             EntryKey(item.location.partition, item.episode_id, item.attempt, item.location.entries) for item in units
         ]
-        return [trajectories(entries) for entries in reader.read_many(keys)]
+        read = zip(units, reader.read_many(keys), strict=True)
+        return [trajectories(entries, item.policy) for item, entries in read]
 
     return read
