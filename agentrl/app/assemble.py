@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentrl.app.seats import check_capabilities, demand_of, policy_binding
@@ -12,6 +12,7 @@ from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, SamplingParams, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
+from agentrl.credit.role_means import Mean, Role, RoleMeans
 from agentrl.environment.base import Environment, Limits, TaskSource
 from agentrl.environment.registry import name_of
 from agentrl.journal.port import JournalStore, RunLog
@@ -76,6 +77,8 @@ class Parts:
     parents: Mapping[tuple[str, int], PolicyVersion] = field(default_factory=dict)
     """What each (policy, lineage) but the first started from."""
     past: Past = Past()
+    role_means: Mapping[Role, Mean] = field(default_factory=dict)
+    """Of the checkpoint the run goes on from."""
     disk: Disk = LOCAL
     """Where published versions lie."""
 
@@ -114,8 +117,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     check_capabilities(config, parts.engine.capabilities)
     trainable = {name: policy for name, policy in config.policies.items() if policy.trainable}
     signal = Signal()
-    advantage = ADVANTAGES[config.credit.advantage]
-    buffer = EpisodeBuffer(trainable, advantage, resolved_before=parts.past.resolved, dead=parts.past.dead)
+    buffer = _buffer(config, trainable, parts.past)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
     board = PolicyBoard(versions, trainable, parts.parents)
     dispatcher = make_dispatcher(config, environment, buffer, parts.store, signal, past=parts.past)
@@ -156,6 +158,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
         ),
         retention=VersionRetention(keep=_kept_versions(config), disk=parts.disk),
         weights=dict(parts.weights),
+        roles=_roles(config, parts.role_means),
     )
     attach_worker(
         config, environment, dispatcher, parts.engine, parts.chat_format, parts.store, parts.clock, orchestrator.fail
@@ -164,6 +167,20 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     lost = [(number, curriculum.task(number // size)) for number in parts.past.lost]
     dispatcher.restore(parts.past.ended, parts.past.unfinished, lost)
     return orchestrator
+
+
+def _buffer(config: RunConfig, trainable: Iterable[str], past: Past) -> EpisodeBuffer:
+    return EpisodeBuffer(
+        trainable,
+        ADVANTAGES[config.credit.advantage],
+        to_go=config.credit.turn_credit == "to_go",
+        resolved_before=past.resolved,
+        dead=past.dead,
+    )
+
+
+def _roles(config: RunConfig, means: Mapping[Role, Mean]) -> RoleMeans | None:
+    return RoleMeans(config.credit.role_decay, means) if config.credit.advantage == "role_mean" else None
 
 
 def _kept_versions(config: RunConfig) -> int:

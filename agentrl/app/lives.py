@@ -111,6 +111,7 @@ async def _life(lasting: Lasting) -> Orchestrator:
             weights=weights,
             parents=store.parents(),
             past=recovery.past(config, store),
+            role_means=recovery.role_means,
         )
         orchestrator = assemble(config, lasting.environment, parts)
         observer.watch(orchestrator.status)

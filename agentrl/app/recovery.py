@@ -21,6 +21,7 @@ from agentrl.core.errors import JournalError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_leftovers
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.credit.role_means import Mean, Role
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.partials import decode_partial
 from agentrl.journal.port import JournalStore, RunLog
@@ -60,6 +61,11 @@ class Recovery:
     def start_from(self) -> str | None:
         """What the trainer starts from."""
         return None if self.manifest is None else str(self.manifest.directory)
+
+    @property
+    def role_means(self) -> Mapping[Role, Mean]:
+        """What the checkpoint's roles used to get."""
+        return {} if self.manifest is None else self.manifest.role_means
 
     def first_versions(
         self, config: RunConfig, journal: RunLog, versions: Path, *, disk: Disk = LOCAL

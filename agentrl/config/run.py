@@ -148,8 +148,15 @@ class CreditConfig(Section):
 
     group_size: Episodes = 8
     """Episodes sampled per task, compared with each other."""
-    advantage: Literal["leave_one_out", "group_mean", "group_std", "none"] = "leave_one_out"
-    """`leave_one_out` (RLOO), `group_mean` (Dr. GRPO), `group_std` (GRPO), `none` (REINFORCE on the raw reward)."""
+    advantage: Literal["leave_one_out", "group_mean", "group_std", "role_mean", "none"] = "leave_one_out"
+    """What a reward is compared with: the others of its group in the same seat, by `leave_one_out` (RLOO), `group_mean`
+    (Dr. GRPO) or `group_std` (GRPO); `role_mean`: what the policy used to get in that seat (zero-sum games, SPIRAL);
+    `none` (REINFORCE on the raw reward)."""
+    role_decay: Share = 0.95
+    """Of `role_mean`: the share of the running mean that stays per reward; 0.95 remembers about twenty rewards."""
+    turn_credit: Literal["sum", "to_go"] = "sum"
+    """What `agent.reward(x, turn=…)` counts for: `sum`, the agent's whole trajectory; `to_go`, that turn and those
+    before it, each turn compared with what the others of the group still got from it on."""
 
 
 class PolicyGradientLoss(Section):
@@ -290,10 +297,15 @@ class RunConfig(Section):
         for key, name in (("name", self.name), *((f"policies.{name}", name) for name in self.policies)):
             if not is_safe_name(name):
                 raise ValueError(f"{key}: {name!r} becomes part of a path: letters, digits, '.', '_' and '-' only")
-        if self.credit.group_size == 1 and self.credit.advantage != "none":
+        if self.credit.turn_credit == "to_go" and self.credit.advantage == "role_mean":
+            raise ValueError(
+                "credit.turn_credit = 'to_go' compares the turns of a group: set credit.advantage = 'leave_one_out', "
+                "or turn_credit = 'sum'"
+            )
+        if self.credit.group_size == 1 and self.credit.advantage not in ("role_mean", "none"):
             raise ValueError(
                 f"credit.group_size = 1 with credit.advantage = {self.credit.advantage!r}: an episode with nothing to "
-                "be compared with teaches nothing. Set group_size = 2 or more, or advantage = 'none'"
+                "be compared with teaches nothing. Set group_size = 2 or more, or advantage = 'role_mean' or 'none'"
             )
         for seat, policy in self.seats.items():
             if policy not in self.policies:

@@ -126,10 +126,13 @@ class Agent(ABC):
 
     @abstractmethod
     def reward(self, value: float, turn: int | None = None) -> None:
-        """Give a reward for the episode, or for turn number `turn`. Rewards of an agent add up.
+        """Give a reward for the episode, or for the agent's turn number `turn`, from 0. Rewards of an agent add up.
+
+        By default all tokens of the agent are credited with the sum; with `credit.turn_credit = "to_go"` a turn's
+        reward counts for the tokens of that turn and of those before it.
 
         Raises:
-            RewardError: not a finite real number.
+            RewardError: not a finite real number, or there is no such turn yet.
         """
 
     @property

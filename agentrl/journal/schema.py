@@ -51,7 +51,8 @@ _CONTROL = (
     " checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt)) WITHOUT ROWID",
     "CREATE TABLE trajectories (episode TEXT NOT NULL, attempt INTEGER NOT NULL, seat TEXT NOT NULL,"
     " agent INTEGER NOT NULL, policy TEXT NOT NULL, reward REAL, tokens INTEGER NOT NULL, oldest_step INTEGER NOT NULL,"
-    " lineage INTEGER NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt, seat, agent)) WITHOUT ROWID",
+    " lineage INTEGER NOT NULL, turn_rewards TEXT, checksum INTEGER NOT NULL,"
+    " PRIMARY KEY (episode, attempt, seat, agent)) WITHOUT ROWID",
     "CREATE TABLE unit_drops (episode TEXT NOT NULL, attempt INTEGER NOT NULL, policy TEXT NOT NULL,"
     " reason TEXT NOT NULL, dropped_at REAL NOT NULL, checksum INTEGER NOT NULL,"
     " PRIMARY KEY (episode, attempt, policy)) WITHOUT ROWID",
@@ -66,7 +67,8 @@ _CONTROL = (
     " PRIMARY KEY (policy, lineage, step)) WITHOUT ROWID",
     "CREATE TABLE step_units (policy TEXT NOT NULL, lineage INTEGER NOT NULL, step INTEGER NOT NULL,"
     " position INTEGER NOT NULL, episode TEXT NOT NULL, attempt INTEGER NOT NULL, seat TEXT NOT NULL,"
-    " agent INTEGER NOT NULL, reward REAL, advantage REAL, baseline REAL, checksum INTEGER NOT NULL,"
+    " agent INTEGER NOT NULL, reward REAL, advantage REAL, baseline REAL, turn_advantages TEXT,"
+    " checksum INTEGER NOT NULL,"
     " PRIMARY KEY (policy, lineage, step, position)) WITHOUT ROWID",
     "CREATE INDEX step_units_by_episode ON step_units (episode)",
     "CREATE TABLE metrics (id INTEGER PRIMARY KEY, policy TEXT NOT NULL, step INTEGER NOT NULL, name TEXT NOT NULL,"

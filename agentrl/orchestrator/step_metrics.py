@@ -66,7 +66,10 @@ class StepMetrics:
             "staleness/mean": _mean(lags),
             "staleness/max": max(lags, default=0.0),
             "advantage/zero_share": _mean(
-                [float(all(c.advantage == 0.0 for c in ready.unit.credits)) for ready in taken]
+                [
+                    float(not any(any(c.turn_advantages or (c.advantage,)) for c in ready.unit.credits))
+                    for ready in taken
+                ]
             ),
             "step/units": float(len(taken)),
             "step/tokens": float(report.tokens),

@@ -44,6 +44,7 @@ class LiveAgent(Agent):
         "_messages",
         "_pending",
         "_sampler",
+        "_turn_rewards",
         "_turns",
         "index",
         "policy",
@@ -61,6 +62,7 @@ class LiveAgent(Agent):
         self._conversation = Conversation(episode.services.chat_format, tools)
         self._sampler = TurnSampler(episode, binding, f"{seat}.{index}")
         self._turns: list[Turn] = []
+        self._turn_rewards: dict[int, float] = {}
         self._messages: list[Message] = []
         self._pending: tuple[Message, ...] = ()
         episode.agents.append(self)
@@ -132,12 +134,17 @@ class LiveAgent(Agent):
 
     def reward(self, value: float, turn: int | None = None) -> None:
         """Journal a reward."""
-        number = finite_reward(value, f"episode {self._episode.spec.episode_id}, seat {self.seat!r}")
+        where = f"episode {self._episode.spec.episode_id}, seat {self.seat!r}"
+        number = finite_reward(value, where)
+        if turn is not None and turn not in range(len(self._turns)):
+            raise RewardError(f"{where}: a reward for turn {turn!r}, and there are {len(self._turns)}, counted from 0")
         journal = self._episode.journal
         call = journal.open(asked_hash(struct.pack("<d", number)), lambda: f"a reward of {number}")
         if journal.recall(call, RewardEntry) is None:
             journal.write(call, RewardEntry(self.seat, self.index, number, turn))
         self.rewards.append(number)
+        if turn is not None:
+            self._turn_rewards[turn] = finite_reward(self._turn_rewards.get(turn, 0.0) + number, where)
 
     def suspend(self) -> None:
         """Cut the call in flight and give the engine's KV and slot back: the episode is parked."""
@@ -166,6 +173,7 @@ class LiveAgent(Agent):
             tokens=sum(len(turn.completion.token_ids) for turn in self._turns),
             oldest_step=oldest.step if oldest else 0,
             lineage=oldest.lineage if oldest else 0,
+            turn_rewards=tuple(sorted(self._turn_rewards.items())),
         )
 
     def _full(self, tokens: int) -> NoReturn:

@@ -170,6 +170,7 @@ class CrashScenario:
             weights=weights,
             parents=journal.parents(),
             past=recovery.past(self.config, journal),
+            role_means=recovery.role_means,
             disk=disk,
         )
         orchestrator = assemble(self.config, self.environment, parts)
