@@ -10,6 +10,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, SamplingParams, Trainer
+from agentrl.core.proposals import Proposal
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.credit.role_means import Mean, Role, RoleMeans
@@ -22,6 +23,7 @@ from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.loop import Orchestrator, Plan
 from agentrl.orchestrator.manifest import CheckpointWriter
+from agentrl.orchestrator.proposals import ProposalMemory
 from agentrl.orchestrator.retention import VersionRetention
 from agentrl.orchestrator.scheduler import Demand, Scheduler
 from agentrl.orchestrator.signal import Signal
@@ -55,6 +57,8 @@ class Past:
     lost: Sequence[int] = ()
     """Numbers before that of roots whose admission never reached the disk."""
     next_evaluation: int = 0
+    proposals: Sequence[Proposal] = ()
+    """The newest that the run remembers, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +87,16 @@ class Parts:
     """Where published versions lie."""
 
 
-def past_of(log: RunLog, consumed_through: Mapping[str, PolicyVersion], *, group_size: int) -> Past:
+def past_of(
+    log: RunLog, consumed_through: Mapping[str, PolicyVersion], *, group_size: int, remembered: int | None = None
+) -> Past:
     """What a resumed run takes over.
 
     Args:
         log: the run's control log.
         consumed_through: the manifest's version of each trainable policy; empty where there is no manifest.
         group_size: of root groups, `credit.group_size`.
+        remembered: how many proposals to read back; None: all.
     """
     log.verify()
     next_number = -(-log.next_number("e") // group_size) * group_size
@@ -105,6 +112,7 @@ def past_of(log: RunLog, consumed_through: Mapping[str, PolicyVersion], *, group
         next_number=next_number,
         lost=log.lost_numbers("e", next_number),
         next_evaluation=log.next_number("v"),
+        proposals=log.proposals(remembered),
     )
 
 
@@ -134,6 +142,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     curriculum = Curriculum(parts.tasks, seed=config.seed)
     scheduler = _scheduler(config, plan.demand, dispatcher, buffer, board)
     dispatcher.pins_of, dispatcher.resumable = scheduler.pins, scheduler.resumable
+    dispatcher.memory = _memory(config, scheduler, parts.past)
     orchestrator = Orchestrator(
         plan=plan,
         curriculum=curriculum,
@@ -177,6 +186,13 @@ def _buffer(config: RunConfig, trainable: Iterable[str], past: Past) -> EpisodeB
         resolved_before=past.resolved,
         dead=past.dead,
     )
+
+
+def _memory(config: RunConfig, scheduler: Scheduler, past: Past) -> ProposalMemory:
+    seen = scheduler.seen if isinstance(scheduler, WaveScheduler) else None
+    memory = ProposalMemory(config.credit.memory_size, seen=seen)
+    memory.restore(past.proposals)
+    return memory
 
 
 def _roles(config: RunConfig, means: Mapping[Role, Mean]) -> RoleMeans | None:

@@ -124,7 +124,8 @@ class Recovery:
     def past(self, config: RunConfig, journal: RunJournal) -> Past:
         """What the journal says is left of the lives before."""
         versions = {} if self.manifest is None else self.manifest.versions
-        past = past_of(journal, versions, group_size=config.credit.group_size)
+        remembered = None if config.deterministic else config.credit.memory_size
+        past = past_of(journal, versions, group_size=config.credit.group_size, remembered=remembered)
         if config.checkpoint.dead_lineage == "keep" or not versions:
             return past
         return replace(past, dead=_dead_units(past, versions, journal))

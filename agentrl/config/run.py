@@ -154,6 +154,8 @@ class CreditConfig(Section):
     `none` (REINFORCE on the raw reward)."""
     role_decay: Share = 0.95
     """Of `role_mean`: the share of the running mean that stays per reward; 0.95 remembers about twenty rewards."""
+    memory_size: Annotated[Positive, Field(le=1_000_000), Unit("proposals")] = 2000
+    """Proposals the run remembers (`ctx.remember`); the oldest go."""
     turn_credit: Literal["sum", "to_go"] = "sum"
     """What `agent.reward(x, turn=…)` counts for: `sum`, the agent's whole trajectory; `to_go`, that turn and those
     before it, each turn compared with what the others of the group still got from it on."""

@@ -38,9 +38,6 @@ StopReason = Literal["completed", "max_turns", "context_length", "infrastructure
 Role = Literal["system", "user", "assistant", "tool"]
 
 
-# --- tasks ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One work item.
@@ -427,6 +424,7 @@ class TrainingSample:
     sampling_mask: SamplingMask | None = None  # counts [T]
     episode_id: str = ""
     row_index: int = 0
+    seat: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,4 +71,5 @@ def _samples(row: Row, credit: TrajectoryCredit, *, episode_id: str, row_index: 
             sampling_mask=row.sampling_mask,
             episode_id=episode_id,
             row_index=row_index,
+            seat=credit.seat,
         )

@@ -69,6 +69,13 @@ class ControlTables:
         self.unit_drops = ControlTable(
             database, "unit_drops", "episode attempt policy reason dropped_at", checksum=True, once=True
         )
+        self.proposals = ControlTable(
+            database,
+            "proposals",
+            "number episode attempt call environment key structure",
+            checksum=True,
+            once=True,
+        )
         self.versions = ControlTable(
             database,
             "versions",
@@ -271,7 +278,7 @@ def _read_turn_rewards(trajectory: Sequence[Any]) -> tuple[tuple[int, float], ..
         ) from error
 
 
-CHECKED = ("admissions", "episodes", "trajectories", "unit_drops", "versions", "steps", "step_units")
+CHECKED = ("admissions", "episodes", "trajectories", "unit_drops", "proposals", "versions", "steps", "step_units")
 """Tables whose rows end with a checksum over all their other columns."""
 
 

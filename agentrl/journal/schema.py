@@ -56,6 +56,10 @@ _CONTROL = (
     "CREATE TABLE unit_drops (episode TEXT NOT NULL, attempt INTEGER NOT NULL, policy TEXT NOT NULL,"
     " reason TEXT NOT NULL, dropped_at REAL NOT NULL, checksum INTEGER NOT NULL,"
     " PRIMARY KEY (episode, attempt, policy)) WITHOUT ROWID",
+    "CREATE TABLE proposals (number INTEGER NOT NULL, episode TEXT NOT NULL, attempt INTEGER NOT NULL,"
+    " call TEXT NOT NULL, environment TEXT NOT NULL, key TEXT NOT NULL, structure TEXT NOT NULL,"
+    " checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt, call)) WITHOUT ROWID",
+    "CREATE INDEX proposals_by_number ON proposals (number)",
     "CREATE TABLE versions (policy TEXT NOT NULL, lineage INTEGER NOT NULL, step INTEGER NOT NULL,"
     " parent_lineage INTEGER, parent_step INTEGER, path TEXT NOT NULL, kind TEXT NOT NULL, sha256 TEXT NOT NULL,"
     " published_at REAL NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (policy, lineage, step)) WITHOUT ROWID",

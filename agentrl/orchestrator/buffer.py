@@ -22,7 +22,9 @@ from agentrl.credit.advantages import AdvantageFunction, advantages_to_go
 from agentrl.orchestrator.ledger import Ledger
 
 PASS_RATES = ("0", "0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1", "1")
-"""Groups of child episodes by their mean reward: none was solved, in between, all were. 0.2 to 0.8 is the frontier."""
+"""Groups of child episodes by their mean reward: none was solved, in between, all were."""
+FRONTIER = ("0.2-0.4", "0.4-0.6", "0.6-0.8")
+"""Those with most to learn from, both ends included."""
 
 
 class ReadyUnit(NamedTuple):

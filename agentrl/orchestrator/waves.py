@@ -99,6 +99,11 @@ class WaveScheduler(Scheduler):
     def _pinned_step(self, policy: str, root_number: int) -> int:
         return max(root_number // self._roots - self._bounds[policy].max_staleness, 0)
 
+    def seen(self, episode_id: str) -> tuple[int, int]:
+        """An episode's wave, and the first wave that need not have ended when its own began."""
+        wave = self.wave(episode_id)
+        return wave, wave - max(bound.max_staleness for bound in self._bounds.values())
+
     def keeps(self, policy: str) -> bool:
         """Whether the engine must keep the policy's versions until they are `outdated`."""
         return policy in self._pinned

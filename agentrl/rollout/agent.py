@@ -20,6 +20,7 @@ from agentrl.core.ports import SamplingParams
 from agentrl.core.records import Completion, Message, PolicyVersion, ToolSpec, TrajectoryHeader, Turn
 from agentrl.environment.base import Agent, LimitReachedError, valid_unicode
 from agentrl.journal.entries import RewardEntry, Span, TurnEntry, asked_hash
+from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.conversation import Conversation
 from agentrl.rollout.recorded_words import shortened
 from agentrl.rollout.turn_entries import completion_of, message_data
@@ -145,6 +146,13 @@ class LiveAgent(Agent):
         self.rewards.append(number)
         if turn is not None:
             self._turn_rewards[turn] = finite_reward(self._turn_rewards.get(turn, 0.0) + number, where)
+
+    def gate(self, accepted: bool, *, penalty: float) -> bool:
+        """Count the answer; where it is no, journal the penalty as a reward."""
+        self._episode.metric(GATE_PASSED if accepted else GATE_REFUSED, 1.0)
+        if not accepted:
+            self.reward(penalty)
+        return accepted
 
     def suspend(self) -> None:
         """Cut the call in flight and give the engine's KV and slot back: the episode is parked."""
