@@ -19,6 +19,7 @@ from agentrl.rollout.plain_format import STOP_TOKEN
 from agentrl.testing import CrashScenario
 from agentrl.testing.crash_scenario import Machine
 from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.sim import simulate
 from tests.sim.small_run import SmallRun, config_for
 
 pytestmark = pytest.mark.sim
@@ -206,3 +207,35 @@ def test_nothing_else_than_training_is_remembered(simulated_loop: SimulatedLoop)
         assert all(proposal.episode_id.startswith("e") for proposal in made)
 
     simulated_loop.run(main)
+
+
+class Crowd(agentrl.Environment):
+    """Sixteen agents side by side, the odd ones of another policy; then sixty-four solvers."""
+
+    seats = ("even", "odd")
+    fan_out: ClassVar[dict[str, int]] = {"Solve": 64}
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agents = [ctx.agent(("even", "odd")[number % 2], number // 2) for number in range(16)]
+        turns = await ctx.gather(*(agent.act(agentrl.user("Say a digit.")) for agent in agents))
+        for agent, turn in zip(agents, turns, strict=True):
+            agent.reward(float(turn.text == turns[0].text))
+        await ctx.gather(*ctx.spawn(Solve, {"problem": "5"}, n=64))
+
+
+def test_sixteen_agents_and_sixty_four_solvers_need_no_care() -> None:
+    async def main() -> None:
+        sizes = {"even": 4, "odd": 6, "solver": 128}
+        policies = {name: {"step_size": size} for name, size in sizes.items()}
+        changes = {"policies": policies, "credit": {"group_size": 2}, "steps": 2, "data_attempts": 1}
+        run = SmallRun(config=config_for(**changes, max_in_flight=300), environment=Crowd, script=speak)
+        await run.run()
+        taken: Counter[tuple[str, str]] = Counter()
+        for batch in run.trainer.batches:
+            for unit in batch.units:
+                taken[batch.policy, unit.episode_id] += 1
+                assert len(unit.credits) == (1 if batch.policy == "solver" else 8), "a unit was cut"
+        assert set(taken.values()) == {1}
+        assert Counter(batch.policy for batch in run.trainer.batches) == dict.fromkeys(sizes, 2)
+
+    simulate(main, seed=0)
