@@ -50,14 +50,14 @@ class ProposalMemory:
 
     def recall(self, proposal: Proposal) -> Recollection:
         """What is known of a proposal, itself and what came later left out."""
+        _, episode, _, _, environment, key, structure = proposal
         times = same = newest = 0
-        for other in self._visible_to(proposal):
-            if other.environment != proposal.environment or other.made_by == proposal.made_by:
-                continue
-            times += other.key == proposal.key
-            if newest < NEWEST:
-                newest += 1
-                same += other.structure == proposal.structure
+        for _, other in self._visible_to(episode):
+            if other.environment == environment and (other.episode_id != episode or other.made_by != proposal.made_by):
+                times += other.key == key
+                if newest < NEWEST:
+                    newest += 1
+                    same += other.structure == structure
         return Recollection(times, same / newest if newest else 0.0)
 
     def remember(self, proposal: Proposal) -> bool:
@@ -86,13 +86,12 @@ class ProposalMemory:
         episode, call = ids.order_key(proposal.episode_id), ids.order_key(proposal.call_id)
         return (wave, *episode, -1, proposal.attempt, *call)
 
-    def _visible_to(self, proposal: Proposal) -> Iterator[Proposal]:
+    def _visible_to(self, episode_id: str) -> Iterator[tuple[tuple[int, ...], Proposal]]:
         """The newest `size` that an episode may see, newest first."""
         end = len(self._made)
         if self._seen is not None:
-            end = bisect.bisect_left(self._made, self._seen(proposal.episode_id)[1], key=lambda made: made[0][0])
-        for at in range(end - 1, max(end - self._size, 0) - 1, -1):
-            yield self._made[at][1]
+            end = bisect.bisect_left(self._made, self._seen(episode_id)[1], key=lambda made: made[0][0])
+        return reversed(self._made[max(end - self._size, 0) : end])
 
     def _forget(self) -> None:
         """Let the oldest go that no episode to come can see: those in flight are at most two waves' bounds apart."""
