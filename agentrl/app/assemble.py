@@ -142,7 +142,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     curriculum = Curriculum(parts.tasks, seed=config.seed)
     scheduler = _scheduler(config, plan.demand, dispatcher, buffer, board)
     dispatcher.pins_of, dispatcher.resumable = scheduler.pins, scheduler.resumable
-    dispatcher.memory = _memory(config, scheduler, parts.past)
+    dispatcher.memory.seen = scheduler.seen()
     orchestrator = Orchestrator(
         plan=plan,
         curriculum=curriculum,
@@ -174,7 +174,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     )
     size = config.credit.group_size
     lost = [(number, curriculum.task(number // size)) for number in parts.past.lost]
-    dispatcher.restore(parts.past.ended, parts.past.unfinished, lost)
+    dispatcher.restore(parts.past.ended, parts.past.unfinished, lost, parts.past.proposals)
     return orchestrator
 
 
@@ -186,13 +186,6 @@ def _buffer(config: RunConfig, trainable: Iterable[str], past: Past) -> EpisodeB
         resolved_before=past.resolved,
         dead=past.dead,
     )
-
-
-def _memory(config: RunConfig, scheduler: Scheduler, past: Past) -> ProposalMemory:
-    seen = scheduler.seen if isinstance(scheduler, WaveScheduler) else None
-    memory = ProposalMemory(config.credit.memory_size, seen=seen)
-    memory.restore(past.proposals)
-    return memory
 
 
 def _roles(config: RunConfig, means: Mapping[Role, Mean]) -> RoleMeans | None:
@@ -261,6 +254,7 @@ def make_dispatcher(
         next_number=past.next_number,
         next_evaluation=past.next_evaluation,
         ended_children=dict(past.ended_children),
+        memory=ProposalMemory(config.credit.memory_size),
     )
 
 

@@ -101,6 +101,7 @@ class Dispatcher:
         ended: Sequence[tuple[EpisodeSpec, EpisodeHeader]],
         unfinished: Sequence[EpisodeSpec],
         lost: Sequence[tuple[int, Task]] = (),
+        proposals: Sequence[Proposal] = (),
     ) -> None:
         """Take over what an earlier life of the run left.
 
@@ -109,9 +110,11 @@ class Dispatcher:
                 that were dropped do not come back.
             unfinished: episodes to go on with.
             lost: numbers and tasks of roots whose admission never reached the disk; entries of theirs may have.
+            proposals: what it remembered.
         """
         specs = [self._training_spec(task, number) for number, task in lost]
         self.store.admit(*specs)
+        self.memory.restore(proposals)
         unfinished = [*unfinished, *specs]
         members = Counter(spec.group_id for spec in (*(spec for spec, _ in ended), *unfinished))
         for group_id, size in members.items():
