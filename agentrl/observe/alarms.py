@@ -99,7 +99,7 @@ _ADVICE_ON_DROPS = {
     "prompt_too_long": "raise engine.max_context or shorten the first prompt",
     "no_reward": "give every agent a reward on every path through `run()`, or set `truncated_reward`",
     "too_few_children": "see with `agentrl episode list` why child episodes were dropped; start more of them",
-    "bad_reward": "return a finite number from `reward`",
+    "bad_reward": "return a finite number from `reward`; for a turn, one that has been",
     "nondeterminism": "run `agentrl env check`: randomness, time or the outside world bypasses `ctx`",
     "nonfinite_gradient": "lower the learning rate; look at k3 and grad_norm before the first of them",
 }

@@ -239,3 +239,38 @@ def test_sixteen_agents_and_sixty_four_solvers_need_no_care() -> None:
         assert Counter(batch.policy for batch in run.trainer.batches) == dict.fromkeys(sizes, 2)
 
     simulate(main, seed=0)
+
+
+class Steps(agentrl.Environment):
+    """Three digits, each rewarded as it comes."""
+
+    seats = ("guesser",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        guesser = ctx.agent("guesser")
+        for number in range(3):
+            text = (await guesser.act(agentrl.user("Say a digit."))).text
+            guesser.reward(float(text > "4"), turn=number)
+
+
+def test_a_turn_is_credited_with_what_came_after_it() -> None:
+    async def main() -> None:
+        credit = {"group_size": 4, "turn_credit": "to_go"}
+        run = SmallRun(config=config_for(steps=2, credit=credit), environment=Steps, script=speak)
+        await run.run()
+        paid = {}
+        for record in run.journal.records:
+            header = getattr(record, "header", None)
+            if header is not None and header.committed:
+                paid[header.episode_id] = (header.group_id, dict(header.trajectories[0].turn_rewards))
+        for batch in run.trainer.batches:
+            for unit in batch.units:
+                (found,) = unit.credits
+                group, own = paid[unit.episode_id]
+                others = [turns for name, (of, turns) in paid.items() if of == group and name != unit.episode_id]
+                for turn in range(3):
+                    to_go = [sum(r for at, r in turns.items() if at >= turn) for turns in (own, *others)]
+                    assert found.turn_advantages[turn] == pytest.approx(to_go[0] - sum(to_go[1:]) / 3)
+                assert found.advantage == found.turn_advantages[0]
+
+    simulate(main, seed=0)
