@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentrl.app.seats import check_capabilities, demands_of, policy_binding
@@ -12,8 +12,10 @@ from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
+from agentrl.core.proposals import Proposal
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
+from agentrl.credit.role_means import Mean, Role, RoleMeans
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import name_of
 from agentrl.journal.port import JournalStore, RunLog
@@ -25,6 +27,7 @@ from agentrl.orchestrator.loop import Orchestrator, Plan
 from agentrl.orchestrator.manifest import CheckpointWriter
 from agentrl.orchestrator.opponents import OpponentPool, Opponents
 from agentrl.orchestrator.phases import Phases
+from agentrl.orchestrator.proposals import ProposalMemory
 from agentrl.orchestrator.retention import VersionRetention
 from agentrl.orchestrator.scheduler import Demand, Scheduler
 from agentrl.orchestrator.signal import Signal
@@ -60,6 +63,8 @@ class Past:
     next_evaluation: int = 0
     played: Sequence[EpisodeHeader] = ()
     """Committed episodes against past versions."""
+    proposals: Sequence[Proposal] = ()
+    """The newest that the run remembers, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +89,19 @@ class Parts:
     opponents: Mapping[str, Sequence[PolicyVersion]] = field(default_factory=dict)
     """Versions kept served for each past policy, oldest first; see `recovery.serve_opponents`."""
     past: Past = Past()
+    role_means: Mapping[Role, Mean] = field(default_factory=dict)
+    """Of the checkpoint the run goes on from."""
     disk: Disk = LOCAL
     """Where published versions lie."""
 
 
 def past_of(
-    log: RunLog, consumed_through: Mapping[str, PolicyVersion], *, group_size: int, opponents: Collection[str] = ()
+    log: RunLog,
+    consumed_through: Mapping[str, PolicyVersion],
+    *,
+    group_size: int,
+    opponents: Collection[str] = (),
+    remembered: int | None = None,
 ) -> Past:
     """What a resumed run takes over.
 
@@ -98,6 +110,7 @@ def past_of(
         consumed_through: the manifest's version of each trainable policy; empty where there is no manifest.
         group_size: of root groups, `credit.group_size`.
         opponents: policies that stand for past versions.
+        remembered: how many proposals to read back; None: all.
     """
     log.verify()
     next_number = -(-log.next_number("e") // group_size) * group_size
@@ -114,6 +127,7 @@ def past_of(
         lost=log.lost_numbers("e", next_number),
         next_evaluation=log.next_number("v"),
         played=tuple(log.played(opponents)),
+        proposals=log.proposals(remembered),
     )
 
 
@@ -126,8 +140,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     check_capabilities(config, parts.engine.capabilities)
     trainable = config.trained
     signal = Signal()
-    advantage = ADVANTAGES[config.credit.advantage]
-    buffer = EpisodeBuffer(trainable, advantage, resolved_before=parts.past.resolved, dead=parts.past.dead)
+    buffer = _buffer(config, trainable, parts.past)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
     board = PolicyBoard(versions, trainable, parts.parents)
     dispatcher = make_dispatcher(config, environment, buffer, parts.store, signal, past=parts.past)
@@ -169,13 +182,14 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
         retention=VersionRetention(keep=_kept_versions(config), disk=parts.disk),
         opponents=opponents,
         weights=dict(parts.weights),
+        roles=_roles(config, parts.role_means),
     )
     attach_worker(
         config, environment, dispatcher, parts.engine, parts.chat_format, parts.store, parts.clock, orchestrator.fail
     )
     size = config.credit.group_size
     lost = [(number, curriculum.task(number // size)) for number in parts.past.lost]
-    dispatcher.restore(parts.past.ended, parts.past.unfinished, lost)
+    dispatcher.restore(parts.past.ended, parts.past.unfinished, lost, parts.past.proposals)
     return orchestrator
 
 
@@ -207,6 +221,21 @@ def _wire(dispatcher: Dispatcher, scheduler: Scheduler, opponents: Opponents) ->
         dispatcher.resumable = opponents.resumable
         dispatcher.heard = opponents.heard
     dispatcher.frozen = scheduler.phases.frozen
+    dispatcher.memory.seen = scheduler.seen()
+
+
+def _buffer(config: RunConfig, trainable: Iterable[str], past: Past) -> EpisodeBuffer:
+    return EpisodeBuffer(
+        trainable,
+        ADVANTAGES[config.credit.advantage],
+        to_go=config.credit.turn_credit == "to_go",
+        resolved_before=past.resolved,
+        dead=past.dead,
+    )
+
+
+def _roles(config: RunConfig, means: Mapping[Role, Mean]) -> RoleMeans | None:
+    return RoleMeans(config.credit.role_decay, means) if config.credit.advantage == "role_mean" else None
 
 
 def _kept_versions(config: RunConfig) -> int:
@@ -271,6 +300,7 @@ def make_dispatcher(
         next_number=past.next_number,
         next_evaluation=past.next_evaluation,
         ended_children=dict(past.ended_children),
+        memory=ProposalMemory(config.credit.memory_size),
     )
 
 

@@ -114,6 +114,7 @@ async def _life(lasting: Lasting) -> Orchestrator:
             opponents=served.opponents,
             parents=store.parents(),
             past=recovery.past(config, store),
+            role_means=recovery.role_means,
         )
         orchestrator = assemble(config, lasting.environment, parts)
         observer.watch(orchestrator.status)

@@ -23,6 +23,7 @@ from agentrl.core.errors import EngineError, JournalError, RunDirectoryError, St
 from agentrl.core.files import LOCAL, Disk, remove_leftovers
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.credit.role_means import Mean, Role
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.partials import decode_partial
 from agentrl.journal.port import JournalStore, RunLog
@@ -73,6 +74,11 @@ class Recovery:
     def start_from(self) -> str | None:
         """What the trainer starts from."""
         return None if self.manifest is None else str(self.manifest.directory)
+
+    @property
+    def role_means(self) -> Mapping[Role, Mean]:
+        """What the checkpoint's roles used to get."""
+        return {} if self.manifest is None else self.manifest.role_means
 
     def first_versions(
         self, config: RunConfig, journal: RunLog, versions: Path, *, disk: Disk = LOCAL
@@ -137,7 +143,11 @@ class Recovery:
         """What the journal says is left of the lives before."""
         versions = {} if self.manifest is None else self.manifest.versions
         past = past_of(
-            journal, versions, group_size=config.credit.group_size, opponents=config.of_kind(PastPolicy).keys()
+            journal,
+            versions,
+            group_size=config.credit.group_size,
+            opponents=config.of_kind(PastPolicy).keys(),
+            remembered=None if config.deterministic else config.credit.memory_size,
         )
         if config.checkpoint.dead_lineage == "keep" or not versions:
             return past

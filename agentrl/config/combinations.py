@@ -24,11 +24,7 @@ def check_together(config: RunConfig) -> None:
     for key, name in (("name", config.name), *((f"policies.{name}", name) for name in config.policies)):
         if not is_safe_name(name):
             raise ValueError(f"{key}: {name!r} becomes part of a path: letters, digits, '.', '_' and '-' only")
-    if config.credit.group_size == 1 and config.credit.advantage != "none":
-        raise ValueError(
-            f"credit.group_size = 1 with credit.advantage = {config.credit.advantage!r}: an episode with nothing to "
-            "be compared with teaches nothing. Set group_size = 2 or more, or advantage = 'none'"
-        )
+    _check_credit(config)
     _check_seats(config)
     for name in config.policies:
         _check_sampling(config, name)
@@ -37,6 +33,20 @@ def check_together(config: RunConfig) -> None:
     if config.deterministic:
         _check_deterministic(config)
     _check_engine(config)
+
+
+def _check_credit(config: RunConfig) -> None:
+    credit = config.credit
+    if credit.turn_credit == "to_go" and credit.advantage == "role_mean":
+        raise ValueError(
+            "credit.turn_credit = 'to_go' compares the turns of a group: set credit.advantage = 'leave_one_out', "
+            "or turn_credit = 'sum'"
+        )
+    if credit.group_size == 1 and credit.advantage not in ("role_mean", "none"):
+        raise ValueError(
+            f"credit.group_size = 1 with credit.advantage = {credit.advantage!r}: an episode with nothing to "
+            "be compared with teaches nothing. Set group_size = 2 or more, or advantage = 'role_mean' or 'none'"
+        )
 
 
 def _check_seats(config: RunConfig) -> None:

@@ -114,8 +114,17 @@ class CreditConfig(Section):
 
     group_size: Episodes = 8
     """Episodes sampled per task, compared with each other."""
-    advantage: Literal["leave_one_out", "group_mean", "group_std", "none"] = "leave_one_out"
-    """`leave_one_out` (RLOO), `group_mean` (Dr. GRPO), `group_std` (GRPO), `none` (REINFORCE on the raw reward)."""
+    advantage: Literal["leave_one_out", "group_mean", "group_std", "role_mean", "none"] = "leave_one_out"
+    """What a reward is compared with: the others of its group in the same seat, by `leave_one_out` (RLOO), `group_mean`
+    (Dr. GRPO) or `group_std` (GRPO); `role_mean`: what the policy used to get in that seat (zero-sum games, SPIRAL);
+    `none` (REINFORCE on the raw reward)."""
+    role_decay: Share = 0.95
+    """Of `role_mean`: the share of the running mean that stays per reward; 0.95 remembers about twenty rewards."""
+    memory_size: Annotated[Positive, Field(le=1_000_000), Unit("proposals")] = 2000
+    """Proposals the run remembers (`ctx.remember`); the oldest go."""
+    turn_credit: Literal["sum", "to_go"] = "sum"
+    """What `agent.reward(x, turn=…)` counts for: `sum`, the agent's whole trajectory; `to_go`, that turn and those
+    before it, each turn compared with what the others of the group still got from it on."""
 
 
 class PolicyGradientLoss(Section):

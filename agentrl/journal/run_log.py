@@ -11,7 +11,10 @@ import sqlite3
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from agentrl.core.errors import JournalError
+from agentrl.core.proposals import Proposal
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.journal.control import (
     ADMISSION_COLUMNS,
@@ -263,6 +266,22 @@ class SqliteRunLog:
 
     def _has_steps(self, policy: str, lineage: int) -> bool:
         return bool(self.rows("SELECT 1 FROM step_units WHERE policy = ? AND lineage = ? LIMIT 1", policy, lineage))
+
+    def proposals(self, newest: int | None = None) -> list[Proposal]:
+        """The newest proposals the run remembers, or all, and those of attempts that have not ended; as told."""
+        columns, below = "number, episode, attempt, call, environment, key, structure", -1
+        if newest is not None:
+            ((below,),) = self.rows("SELECT coalesce(max(number), -1) - ? FROM proposals", newest)
+        statement = (
+            f"SELECT {columns} FROM proposals p WHERE number > ? OR NOT EXISTS (SELECT 1 FROM episodes e"
+            " WHERE e.episode = p.episode AND e.attempt = p.attempt) ORDER BY number, episode, attempt, call"
+        )
+        try:
+            return msgspec.convert(self.rows(statement, below), list[Proposal])
+        except msgspec.ValidationError as error:
+            raise JournalError(
+                f"{self.path}: a record in `proposals` cannot be read ({error}); it is damaged"
+            ) from error
 
     def highest_lineage(self) -> int:
         """The largest lineage any published version carries; -1 before the first."""

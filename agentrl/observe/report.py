@@ -48,6 +48,20 @@ FIGURES = (
         0,
         1,
     ),
+    Figure(
+        "Proposals",
+        "fraction",
+        (
+            ("p from 0.2 to 0.8", "pass_rate/frontier"),
+            ("nobody solves", "pass_rate/0"),
+            ("everybody solves", "pass_rate/1"),
+            ("accepted by the gate", "gate/acceptance"),
+            ("made before", "proposals/repeated"),
+        ),
+        0,
+        1,
+    ),
+    Figure("Proposals", "entropy of their structures, nats", (("entropy", "proposals/structure_entropy"),), low=0),
     Figure("Gradient", "norm before clipping", (("gradient norm", "grad_norm"),), low=0),
 )
 

@@ -15,11 +15,13 @@ from functools import partial
 from agentrl.core import ids
 from agentrl.core.errors import CheckFailedError
 from agentrl.core.ports import SpawnedGroup, Worker
+from agentrl.core.proposals import Proposal, Recollection
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Purpose, SeatBinding, Task, dropped_header
 from agentrl.environment.registry import resolve
 from agentrl.journal.port import JournalStore
 from agentrl.observe.metrics import BROKEN_FORMAT
 from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
+from agentrl.orchestrator.proposals import ProposalMemory
 from agentrl.orchestrator.signal import Signal
 
 PREFIX: Mapping[Purpose, str] = {"train": "e", "evaluate": "v", "replay": "p", "fork": "f"}
@@ -56,6 +58,7 @@ class Dispatcher:
     """Policies that do not learn for now; see `Phases`."""
     resumable: Callable[[EpisodeSpec], EpisodeSpec | None] = field(default=lambda spec: spec)
     """See `Scheduler.resumable`."""
+    memory: ProposalMemory = field(default_factory=lambda: ProposalMemory(0))
     worker: Worker = field(init=False)
     """Set once by the composition root: the worker's runner needs this host first."""
     on_collapse: Callable[[CheckFailedError], None] = field(init=False)
@@ -75,7 +78,8 @@ class Dispatcher:
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of the training episodes that ended since the run began, growing: `episodes`, `tokens`, `turns`, `superseded`
     ends that were ignored, how they kept the format, `units of POLICY`, `tokens of POLICY`, and `metric NAME` for what
-    they counted themselves, `episodes against OPPONENT` and `score against OPPONENT`."""
+    they counted themselves; `episodes against OPPONENT` and `score against OPPONENT`; `proposals` remembered and those
+    `made before`."""
     _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
 
     @property
@@ -102,6 +106,7 @@ class Dispatcher:
         ended: Sequence[tuple[EpisodeSpec, EpisodeHeader]],
         unfinished: Sequence[EpisodeSpec],
         lost: Sequence[tuple[int, Task]] = (),
+        proposals: Sequence[Proposal] = (),
     ) -> None:
         """Take over what an earlier life of the run left.
 
@@ -110,9 +115,11 @@ class Dispatcher:
                 that were dropped do not come back.
             unfinished: episodes to go on with.
             lost: numbers and tasks of roots whose admission never reached the disk; entries of theirs may have.
+            proposals: what it remembered.
         """
         specs = [self._training_spec(task, number) for number, task in lost]
         self.store.admit(*specs)
+        self.memory.restore(proposals)
         unfinished = [*unfinished, *specs]
         members = Counter(spec.group_id for spec in (*(spec for spec, _ in ended), *unfinished))
         for group_id, size in members.items():
@@ -195,6 +202,17 @@ class Dispatcher:
             return fork.fork is not None and self._rejoin(fork.fork.episode_id, episode_id, on_end)
         self._sharers.setdefault(episode_id, []).append(on_end)
         return True
+
+    async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> Recollection:
+        """What the run knows of a proposal; those of training episodes are recorded with their own numbers."""
+        made_by = (spec.episode_id, spec.attempt, call_id)
+        proposal = Proposal(self.memory.next_number, *made_by, spec.environment, key, structure)
+        known = self.memory.recall(proposal)
+        if spec.purpose == "train" and self.memory.remember(proposal):
+            self.store.record_proposal(proposal)
+            self.sums["proposals"] += 1
+            self.sums["proposals made before"] += known.times > 0
+        return known
 
     def readmit(self, spec: EpisodeSpec) -> None:
         """A further attempt of a running episode begins."""

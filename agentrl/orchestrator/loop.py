@@ -34,6 +34,7 @@ from agentrl.core.clock import Clock
 from agentrl.core.errors import CheckFailedError, NonFiniteError
 from agentrl.core.ports import Engine, Observer, Trainer
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
+from agentrl.credit.role_means import RoleMeans
 from agentrl.journal.port import JournalStore, StepRow
 from agentrl.observe.status import Status
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
@@ -100,6 +101,8 @@ class Orchestrator:
     opponents: Opponents
     weights: dict[str, WeightsRef]
     """Newest published weights of each trainable policy."""
+    roles: RoleMeans | None = None
+    """What a step's rewards are compared with, where that is not their groups."""
     outcome: Outcome = field(default_factory=Outcome)
     _trainer_free: asyncio.Lock = field(default_factory=asyncio.Lock)
     _failure: asyncio.Future[None] | None = None
@@ -239,7 +242,7 @@ class Orchestrator:
 
     async def _step(self, policy: str) -> bool:
         """Take one optimizer step and serve its version; False where it was skipped."""
-        taken = self.scheduler.take(policy)
+        taken = self._credited(policy, self.scheduler.take(policy))
         self.scheduler.stepping.add(policy)
         try:
             async with self._trainer_free:
@@ -247,6 +250,13 @@ class Orchestrator:
         finally:
             self.scheduler.stepping.discard(policy)
             self.signal.notify()
+
+    def _credited(self, policy: str, taken: Sequence[ReadyUnit]) -> Sequence[ReadyUnit]:
+        """The units of a step, compared with what their roles used to get, where the run asks for that."""
+        if self.roles is None:
+            return taken
+        units = self.roles.credited(policy, [(ready.environment, ready.unit) for ready in taken])
+        return [ready._replace(unit=unit) for ready, unit in zip(taken, units, strict=True)]
 
     async def _step_with(self, policy: str, taken: Sequence[ReadyUnit]) -> bool:
         """The trainer is ours until the version is current, so that a checkpoint never falls in between."""
@@ -269,6 +279,8 @@ class Orchestrator:
         self._skipped[policy] = 0
         weights = await self.trainer.publish(policy, version)
         self.buffer.consume(taken)
+        if self.roles is not None:
+            self.roles.taken(policy)
         self.store.record_version(weights, self.board.current(policy))
         self.store.record_step(StepRow(report=report, version=version, batch=batch))
         self.weights[policy] = weights
@@ -316,7 +328,7 @@ class Orchestrator:
                 return
             self.buffer.ledger.check()
             await self.store.flush()
-            await self.checkpoints.write(self.trainer, versions, self.buffer.ledger)
+            await self.checkpoints.write(self.trainer, versions, self.buffer.ledger, self.roles)
             self._checkpointed = steps
 
     # --- ending -----------------------------------------------------------------------------------------------------

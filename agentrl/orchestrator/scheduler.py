@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from agentrl.core.records import EpisodeSpec, PolicyVersion
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.phases import Phases
+from agentrl.orchestrator.proposals import Seen
 from agentrl.orchestrator.staleness import BoundedStaleness
 from agentrl.orchestrator.versions import PolicyBoard
 
@@ -93,6 +94,10 @@ class Scheduler:
 
     def outdated(self, policy: str) -> PolicyVersion | None:
         """The version that the engine need not keep any more, after a step of the policy."""
+        return None
+
+    def seen(self) -> Seen | None:
+        """Which proposals an episode sees, where that is not all that were made."""
         return None
 
     def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:

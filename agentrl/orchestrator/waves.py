@@ -18,6 +18,7 @@ from agentrl.core.records import EpisodeSpec, PolicyVersion
 from agentrl.orchestrator.buffer import ReadyUnit
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.phases import Phases
+from agentrl.orchestrator.proposals import Seen
 from agentrl.orchestrator.scheduler import Demand, Scheduler
 from agentrl.orchestrator.staleness import BoundedStaleness
 from agentrl.orchestrator.versions import PolicyBoard
@@ -100,6 +101,15 @@ class WaveScheduler(Scheduler):
 
     def _pinned_step(self, policy: str, root_number: int) -> int:
         return max(root_number // self._roots - self._bounds[policy].max_staleness, 0)
+
+    def seen(self) -> Seen:
+        """Which proposals an episode sees: those of the waves that had ended when its own began."""
+        return self._seen
+
+    def _seen(self, episode_id: str) -> tuple[int, int]:
+        """An episode's wave, and the first wave that need not have ended when its own began."""
+        wave = self.wave(episode_id)
+        return wave, wave - max(bound.max_staleness for bound in self._bounds.values())
 
     def keeps(self, policy: str) -> bool:
         """Whether the engine must keep the policy's versions until they are `outdated`."""

@@ -20,6 +20,7 @@ from agentrl.core.ports import SamplingParams
 from agentrl.core.records import Completion, Message, PolicyVersion, ToolSpec, TrajectoryHeader, Turn
 from agentrl.environment.base import Agent, LimitReachedError, valid_unicode
 from agentrl.journal.entries import RewardEntry, Span, TurnEntry, asked_hash
+from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.conversation import Conversation
 from agentrl.rollout.recorded_words import shortened
 from agentrl.rollout.turn_entries import completion_of, message_data
@@ -45,6 +46,7 @@ class LiveAgent(Agent):
         "_pending",
         "_sampler",
         "_spoken_to",
+        "_turn_rewards",
         "_turns",
         "index",
         "policy",
@@ -63,6 +65,7 @@ class LiveAgent(Agent):
         self._conversation = Conversation(self._spoken_to.chat_format, tools)
         self._sampler = TurnSampler(episode, binding, f"{seat}.{index}")
         self._turns: list[Turn] = []
+        self._turn_rewards: dict[int, float] = {}
         self._messages: list[Message] = []
         self._pending: tuple[Message, ...] = ()
         episode.agents.append(self)
@@ -134,12 +137,24 @@ class LiveAgent(Agent):
 
     def reward(self, value: float, turn: int | None = None) -> None:
         """Journal a reward."""
-        number = finite_reward(value, f"episode {self._episode.spec.episode_id}, seat {self.seat!r}")
+        where = f"episode {self._episode.spec.episode_id}, seat {self.seat!r}"
+        number = finite_reward(value, where)
+        if turn is not None and turn not in range(len(self._turns)):
+            raise RewardError(f"{where}: a reward for turn {turn!r}, and there are {len(self._turns)}, counted from 0")
         journal = self._episode.journal
         call = journal.open(asked_hash(struct.pack("<d", number)), lambda: f"a reward of {number}")
         if journal.recall(call, RewardEntry) is None:
             journal.write(call, RewardEntry(self.seat, self.index, number, turn))
         self.rewards.append(number)
+        if turn is not None:
+            self._turn_rewards[turn] = finite_reward(self._turn_rewards.get(turn, 0.0) + number, where)
+
+    def gate(self, accepted: bool, *, penalty: float) -> bool:
+        """Count the answer; where it is no, journal the penalty as a reward."""
+        self._episode.metric(GATE_PASSED if accepted else GATE_REFUSED, 1.0)
+        if not accepted:
+            self.reward(penalty)
+        return accepted
 
     def suspend(self) -> None:
         """Cut the call in flight and give the engine's KV and slot back: the episode is parked."""
@@ -168,6 +183,7 @@ class LiveAgent(Agent):
             tokens=sum(len(turn.completion.token_ids) for turn in self._turns),
             oldest_step=oldest.step if oldest else 0,
             lineage=oldest.lineage if oldest else 0,
+            turn_rewards=tuple(sorted(self._turn_rewards.items())),
         )
 
     def _full(self, tokens: int) -> NoReturn:

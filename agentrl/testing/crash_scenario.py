@@ -171,6 +171,7 @@ class CrashScenario:
             opponents=served.opponents,
             parents=journal.parents(),
             past=recovery.past(self.config, journal),
+            role_means=recovery.role_means,
             disk=disk,
         )
         orchestrator = assemble(self.config, self.environment, parts)
