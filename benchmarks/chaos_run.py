@@ -24,7 +24,8 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, TrainerLostError
 from agentrl.core.ports import ChatFormat, Engine, GenerateRequest
 from agentrl.core.records import PolicyVersion, StepReport, Task, TrainBatch, WeightsRef
-from agentrl.engines.process import EngineProgram, ProcessEngine
+from agentrl.engines.placement import EngineProgram
+from agentrl.engines.process import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.manifest import CheckpointWriter

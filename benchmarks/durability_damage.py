@@ -17,26 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.core.errors import JournalError
-from agentrl.core.records import (
-    DataLocation,
-    EpisodeHeader,
-    EpisodeSpec,
-    PolicyVersion,
-    SeatBinding,
-    StepReport,
-    Task,
-    TrainBatch,
-    TrajectoryCredit,
-    TrajectoryHeader,
-    Unit,
-    WeightsRef,
-)
+from agentrl.core.records import PolicyVersion
 from agentrl.journal.checksums import episode_digest
 from agentrl.journal.entries import JournalEntry, RewardEntry, ToolEntry, encode_body
-from agentrl.journal.port import StepRow
 from agentrl.journal.reader import EntryKey, TurnReader
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import SqliteJournal
+from tests.journal_cases import header, spec, step_of, weights
 
 EPISODES = 256
 ENTRIES = 6
@@ -52,7 +39,7 @@ def figures(quick: bool) -> dict[str, float | None]:
         run = Run(Path(directory))
         unnoticed = readable = 0
         draw = random.Random(0)
-        for name, times in (("turns-0.db", flips * 3 // 4), ("control.db", flips - flips * 3 // 4)):
+        for name, times in (("turns-w0.db", flips * 3 // 4), ("control.db", flips - flips * 3 // 4)):
             size = (run.path / name).stat().st_size
             for _ in range(times):
                 with run.spoilt(name, flip=(draw.randrange(size), draw.randrange(8))):
@@ -60,7 +47,7 @@ def figures(quick: bool) -> dict[str, float | None]:
                 unnoticed += wrong
                 readable += errors <= NEIGHBOURS
         for index in range(cuts):
-            name = "control.db" if index % 4 == 0 else "turns-0.db"
+            name = "control.db" if index % 4 == 0 else "turns-w0.db"
             with run.spoilt(name, cut=draw.randrange((run.path / name).stat().st_size)):
                 unnoticed += run.read()[0]
     return {"flips_unnoticed": float(unnoticed), "flips_readable_share": readable / flips}
@@ -74,7 +61,7 @@ class Run:
         self.entries = {f"e{number}": _entries(number) for number in range(EPISODES)}
         asyncio.run(self._write())
         self.keys = [
-            EntryKey("turns-0.db", name, 0, len(entries), episode_digest(entries))
+            EntryKey("turns-w0.db", name, 0, len(entries), episode_digest(entries))
             for name, entries in self.entries.items()
         ]
         self.facts = self._facts()
@@ -127,7 +114,7 @@ class Run:
         log = SqliteRunLog(self.path)
         try:
             log.verify()
-            at = {"solver": PolicyVersion("solver", 0, 4)}
+            at = {"policy": PolicyVersion("policy", 0, 4)}
             return (
                 log.next_number("e"),
                 log.unfinished(),
@@ -141,30 +128,22 @@ class Run:
 
     async def _write(self) -> None:
         journal = SqliteJournal(self.path, info={"name": "damage"})
-        log = journal.turn_log("0")
+        log = journal.turn_log("w0")
         for step in range(5):
-            version = PolicyVersion("solver", 0, step)
-            weights = WeightsRef(version=version, path=f"v{step}", kind="full", sha256="0" * 64)
-            journal.record_version(weights, PolicyVersion("solver", 0, step - 1) if step else None)
-        units = []
+            journal.record_version(weights("policy", 0, step), PolicyVersion("policy", 0, step - 1) if step else None)
+        committed = []
         for number, entries in enumerate(self.entries.values()):
-            spec = _spec(number)
-            journal.admit(spec)
+            episode = spec(number)
+            journal.admit(episode)
             for entry in entries:
                 log.append(entry)
-            location = DataLocation(log.name, len(entries))
-            header = _header(spec, location)
             if number % 16 != 15:  # some stay in flight
-                await journal.commit_episode(spec, header, episode_digest(entries), {"metric": 1.0})
-                credit = TrajectoryCredit("solver", 0, 1.0, 0.5, 0.5)
-                units.append(
-                    Unit(episode_id=spec.episode_id, attempt=0, policy="solver", location=location, credits=(credit,))
-                )
+                digest = episode_digest(entries)
+                await journal.commit_episode(episode, header(episode, len(entries)), digest, {"metric": 1.0})
+                committed.append(episode)
         for step in range(1, 5):
-            fed = tuple(units[40 * (step - 1) : 40 * step])
-            batch = TrainBatch(step_id=step, policy="solver", units=fed, normaliser=1.0)
-            journal.record_step(StepRow(report=_report(step), version=PolicyVersion("solver", 0, step), batch=batch))
-        journal.record_drop("e0", 1, "solver", "no_reward")
+            journal.record_step(step_of("policy", 0, step, committed[40 * (step - 1) : 40 * step]))
+        journal.record_drop("e0", 1, "policy", "no_reward")
         await journal.close()
 
 
@@ -176,47 +155,3 @@ def _entries(number: int) -> list[JournalEntry]:
     ]
     numbered = enumerate([*bodies, RewardEntry("solver", 0, 1.0, None)])
     return [JournalEntry(f"e{number}", 0, f"r#{call}", draw.randbytes(8), encode_body(body)) for call, body in numbered]
-
-
-def _spec(number: int) -> EpisodeSpec:
-    return EpisodeSpec(
-        episode_id=f"e{number}",
-        environment="damage",
-        task=Task(id=f"t{number}", data={"number": number}),
-        seed=number,
-        seats={"solver": SeatBinding("solver")},
-        group_id=f"g{number // 8 * 8}",
-        group_size=8,
-    )
-
-
-def _header(spec: EpisodeSpec, location: DataLocation) -> EpisodeHeader:
-    return EpisodeHeader(
-        episode_id=spec.episode_id,
-        group_id=spec.group_id,
-        attempt=0,
-        purpose="train",
-        parent_id=None,
-        stop_reason="completed",
-        drop_reason=None,
-        turns=1,
-        tokens=9,
-        seconds=0.5,
-        trajectories=(TrajectoryHeader("solver", 0, "solver", 1.0, 9, 0, 0),),
-        location=location,
-    )
-
-
-def _report(step: int) -> StepReport:
-    return StepReport(
-        step_id=step,
-        policy="solver",
-        started_from=PolicyVersion("solver", 0, step - 1),
-        loss=0.1,
-        grad_norm=1.0,
-        samples=40,
-        tokens=360,
-        seconds=0.1,
-        metrics={},
-        input_digest="0" * 32,
-    )

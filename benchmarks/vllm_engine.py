@@ -11,7 +11,8 @@ vLLM's included; 64 concurrent requests.
 `reward_end_lora`, `reward_end_full`: held-out reward of `examples/05_vllm.toml`, and of the same with full weights
 (learning rate 3e-4, refresh `token`). For weights to arrive while episodes are in flight, both with max_staleness 2 and
 the tool's latency log-normal (median 50 ms, P90/P50 = 5). Every step publishes; at how many steps episodes were in
-flight when the update had been taken is shown beside (none are at the last, after which nothing is sampled).
+flight when the update had been taken is shown beside: at all but the last at best, since a run admits no more episodes
+than its steps consume.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def main() -> None:
     if options.train is not None:
         print(json.dumps(train(*options.train)))
         return
-    repeats = 3 if options.quick else 15
+    repeats = 2 if options.quick else 15
     report = Report(
         "vllm_engine", quick=options.quick, repeats=repeats, compared_with="vLLM's AsyncLLM, called bare, by turns"
     )

@@ -6,6 +6,7 @@ Imported after `agentrl.engines.vllm_process`, which prepares the process; see `
 from __future__ import annotations
 
 import hashlib
+import shutil
 import statistics
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -14,10 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from agentrl.core.files import WEIGHT_FILES, sha256_of
 from agentrl.core.ports import Engine, GenerateRequest, Refresh, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
+from agentrl.engines.probe import Probe
 from agentrl.engines.vllm_start import VllmSettings
 from benchmarks.embedded_engine import random_adapter
 
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from agentrl.core.records import Int32Array
 
 RANK = 8
+ADAPTER_FILE, ADAPTER_CONFIG = WEIGHT_FILES["adapter"]
 
 
 class WatchedVllm:
@@ -111,19 +117,41 @@ def random_qwen3(directory: Path, *, hidden: int, layers: int, vocabulary: int =
 
 
 class Adapters:
-    """Adapters as a trainer publishes them, each under a new version."""
+    """Adapters as a trainer publishes them, each under a new version, with a probe or without."""
 
     def __init__(self, model_path: Path, root: Path, count: int) -> None:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-        self._written = [(root / f"a{n}", random_adapter(model, root / f"a{n}", n, RANK)) for n in range(count)]
+        def load() -> PreTrainedModel:
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+            return model
+
+        self._written: list[dict[bool, tuple[Path, str]]] = []
+        for number in range(count):
+            plain, probed = root / f"a{number}", root / f"a{number}p"
+            digest = random_adapter(load(), plain, number, RANK)
+            shutil.copytree(plain, probed)
+            file = probed / ADAPTER_FILE
+            add_probe(file, PeftModel.from_pretrained(load(), plain), load())
+            self._written.append({False: (plain, digest), True: (probed, sha256_of(file, probed / ADAPTER_CONFIG))})
         self._step = 0
 
-    def publish(self, policy: str) -> WeightsRef:
+    def publish(self, policy: str, *, probed: bool = True) -> WeightsRef:
         """The next version's; files lie where they are, as after a trainer's step."""
         self._step += 1
-        directory, digest = self._written[self._step % len(self._written)]
+        directory, digest = self._written[self._step % len(self._written)][probed]
         version = PolicyVersion(policy, 0, self._step)
         return WeightsRef(version=version, path=str(directory), kind="adapter", sha256=digest)
+
+
+def add_probe(file: Path, model: Any, start: Any) -> None:
+    """Give published weights the probe of `model`, as large as a trainer's."""
+    random = np.random.default_rng(0)
+    vocabulary = int(start.config.vocab_size)
+    contexts, tokens = (random.integers(0, vocabulary, shape).astype(np.int32) for shape in ((2, 16), 64))
+    with torch.no_grad():
+        ends = [each(input_ids=torch.from_numpy(contexts).long()).logits[:, -1] for each in (model, start)]
+    logprobs, start_logprobs = (end.log_softmax(-1)[:, tokens.astype(np.int64)].numpy() for end in ends)
+    probe = Probe(contexts=contexts, token_ids=tokens, logprobs=logprobs, start_logprobs=start_logprobs)
+    save_file(load_file(file), file, metadata={"format": "pt", **probe.metadata()})
 
 
 class CountingModel:
@@ -139,7 +167,9 @@ class CountingModel:
     """With RMSNorm's sqrt(128): all other tokens together have a probability of 1e-12."""
 
     def __init__(self, root: Path) -> None:
-        self.directories = [self._write(root / f"version-{parity}", parity) for parity in (0, 1)]
+        self.directories: list[Path] = []
+        for parity in (0, 1):
+            self.directories.append(self._write(root / f"version-{parity}", parity))
         self._digests = [_digest(directory / "model.safetensors") for directory in self.directories]
 
     def _write(self, directory: Path, parity: int) -> Path:
@@ -169,6 +199,8 @@ class CountingModel:
             head[(after + 1) % half + half, after] = self._SCALE - parity * float(np.log(9.0)) / size**0.5
             model.lm_head.weight.copy_(head)
         model.save_pretrained(directory)
+        start = Qwen3ForCausalLM.from_pretrained(self.directories[0]) if self.directories else model
+        add_probe(directory / "model.safetensors", model, start)
         return directory
 
     def weights(self, policy: str, step: int) -> WeightsRef:

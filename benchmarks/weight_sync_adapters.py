@@ -26,6 +26,7 @@ POLICY = "solver"
 START = {POLICY: PolicyVersion(POLICY, 0, 0)}
 PLACES, SLOTS, CONTEXT = 7, 32, 1024
 PROMPT, NEW = 57, 48
+PROBED, UNPROBED, NONE = "a publish", "a publish without a probe", "no publish"
 BEHIND = 16
 """Calls in flight while adapters are published."""
 WINDOW_S = 0.1
@@ -46,8 +47,10 @@ async def adapters(report: Report, *, publishes: int, quick: bool) -> None:
         llm.bare.shutdown()
 
 
-def engine_over(llm: WatchedVllm, refresh: Refresh, max_staleness: int) -> VllmEngine:
+async def engine_over(llm: WatchedVllm, refresh: Refresh, max_staleness: int) -> VllmEngine:
     """An engine of ours over the vLLM that runs."""
+    for number in await llm.list_loras():  # of the engine before, whose numbers come again
+        await llm.remove_lora(number)
     settings = settings_for(
         slots=SLOTS, max_context=CONTEXT, refresh=refresh, adapter_slots=PLACES, max_staleness={POLICY: max_staleness}
     )
@@ -59,8 +62,8 @@ def engine_over(llm: WatchedVllm, refresh: Refresh, max_staleness: int) -> VllmE
 
 
 async def publishing(report: Report, llm: WatchedVllm, published: Adapters, publishes: int) -> None:
-    """Publishes and, in between, the same without one."""
-    engine, requests = engine_over(llm, "lazy", 1), Requests(VOCABULARY)
+    """Publishes with and without a probe and, in between, the same without any."""
+    engine, requests = await engine_over(llm, "lazy", 1), Requests(VOCABULARY)
     lost = 0
     stop = asyncio.Event()
 
@@ -70,46 +73,47 @@ async def publishing(report: Report, llm: WatchedVllm, published: Adapters, publ
             completion = await requests.ask(engine, POLICY, requests.prompt(PROMPT), NEW)
             lost += len(completion.token_ids) != NEW or completion.spans[-1].stop != NEW
 
-    async def first_token(step: int | None) -> float:
+    async def first_token(kind: str) -> float:
         begun = time.perf_counter()
-        if step is not None:
-            await engine.update(published.publish(POLICY))
+        weights = None if kind == NONE else published.publish(POLICY, probed=kind == PROBED)
+        updating = None if weights is None else asyncio.ensure_future(engine.update(weights))
+        while weights is not None and engine._versions.of_policy(POLICY).version != weights.version:
+            await asyncio.sleep(0.0005)
         completion = await requests.ask(engine, POLICY, requests.prompt(PROMPT), 1)
         taken = time.perf_counter() - begun
-        assert step is None or completion.spans[-1].version.step == step
+        if updating is not None:
+            await updating
+        assert weights is None or completion.spans[-1].version == weights.version
         await asyncio.sleep(max(0.0, WINDOW_S - taken))
-        windows[step is not None].append((begun, begun + WINDOW_S))
-        seconds[step is not None].append(taken)
-        return taken
+        windows[kind].append((begun, begun + WINDOW_S))
+        milliseconds[kind].append(1e3 * taken)
+        return 1e3 * taken
 
-    windows: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+    kinds = (PROBED, NONE, UNPROBED, NONE)
+    windows: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    milliseconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     running = [asyncio.create_task(converse()) for _ in range(BEHIND)]
     await asyncio.sleep(1.0)  # until all are in flight
     pauses = llm.pauses
-    for step in range(1, publishes + 1):
-        await first_token(step)
-        await first_token(None)
+    for turn in range(2 * publishes):
+        await first_token(kinds[2 * turn % 4])
+        await first_token(NONE)
         await asyncio.sleep(WINDOW_S)
     stop.set()
     await asyncio.gather(*running)
-    idle = [1e3 * await first_token(step) for step in range(publishes + 1, publishes + 1 + publishes // 4)]
+    idle = [await first_token(PROBED) for _ in range(publishes // 4)]
     await engine.close()
-    with_one, without = (
-        [gap for gaps in llm.gaps_within(windows[kind][:publishes]) for gap in gaps] for kind in (True, False)
-    )
+    gaps = {kind: [gap for gaps in llm.gaps_within(sorted(windows[kind])) for gap in gaps] for kind in set(kinds)}
     report.figures["lora_pause_calls"] = llm.pauses - pauses
-    report.figures["lora_gap_p99_ms"] = at_percent(with_one, 99) - at_percent(without, 99)
-    report.figures["lora_publish_ms"] = 1e3 * statistics.median(seconds[True][:publishes])
+    report.figures["lora_gap_p99_ms"] = at_percent(gaps[PROBED], 99) - at_percent(gaps[NONE], 99)
+    report.figures["lora_publish_ms"] = statistics.median(milliseconds[PROBED][:publishes])
     report.figures["requests_lost"] = lost
-    for name, gaps in (("during a publish", with_one), ("without", without)):
-        shown = "  ".join(f"p{percent} {at_percent(gaps, percent):.1f}" for percent in (50, 90, 99, 99.9))
-        print(f"gaps {name:16s} {shown} ms over {len(gaps)} gaps of {BEHIND} calls in flight")
-    print(
-        f"publish to first token, {BEHIND} calls in flight  {spread([1e3 * s for s in seconds[True][:publishes]])} ms"
-    )
-    print(f"first token without a publish           {spread([1e3 * s for s in seconds[False]])} ms")
-    print(f"publish to first token, nothing in flight {spread(idle)} ms", flush=True)
+    for kind in (PROBED, UNPROBED, NONE):
+        shown = "  ".join(f"p{percent} {at_percent(gaps[kind], percent):.1f}" for percent in (50, 90, 99, 99.9))
+        print(f"gaps, {kind:24s} {shown} ms over {len(gaps[kind])} gaps of {BEHIND} calls in flight")
+    for kind in (PROBED, UNPROBED, NONE):
+        print(f"to the first token, {kind:24s} {spread(milliseconds[kind][:publishes])} ms, {BEHIND} calls in flight")
+    print(f"to the first token, nothing in flight    {spread(idle)} ms", flush=True)
 
 
 # --- long conversations -----------------------------------------------------------------------------------------------
@@ -144,7 +148,7 @@ async def refreshing(report: Report, llm: WatchedVllm, published: Adapters, *, q
         "lazy, max_staleness 4": ("lazy", 4, "update"),
         "turn": ("turn", 1, "update"),
     }
-    ticks = 30 if quick else 80
+    ticks = 24 if quick else 80
     if not quick:
         arms |= {
             "lazy, max_staleness 2": ("lazy", 2, "update"),
@@ -165,7 +169,7 @@ async def conversations(
 ) -> float:
     """Prefill tokens per turn with `CONVERSATIONS` at a time, begun one after the other; every tick each has a turn."""
     assert await llm.reset_prefix_cache(), "vLLM still holds keys and values of someone"
-    engine, requests = engine_over(llm, refresh, max_staleness), Requests(VOCABULARY)
+    engine, requests = await engine_over(llm, refresh, max_staleness), Requests(VOCABULARY)
     numbers: Iterator[int] = iter(range(1 << 20))
     await engine.update(published.publish(POLICY))
     places: list[Conversation | None] = [None] * CONVERSATIONS

@@ -20,7 +20,9 @@ from agentrl.core.errors import ConfigError, InputError
 from agentrl.core.installation import install_command
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
-from agentrl.engines.process import EngineProgram, ProcessEngine
+from agentrl.engines.child_process import ThisMachine
+from agentrl.engines.placement import EngineProgram, Placement
+from agentrl.engines.process import ProcessEngine
 from agentrl.engines.replicas import ReplicatedEngine
 from agentrl.environment.base import Environment, Split, TaskSource, described
 
@@ -52,8 +54,21 @@ async def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion], 
 
 
 async def _own_engine(config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None]) -> Engine:
+    arguments = _engine_arguments(config)
+    if config.engine.kind == "vllm":
+        check_vllm()
+        return await _beside(config, EngineProgram(VLLM, arguments, VLLM_HOST), versions, tell)
+    if config.engine.own_process:
+        return await _beside(config, EngineProgram(EMBEDDED, arguments), versions, tell)
+    from agentrl.engines.embedded import EmbeddedEngine
+
+    return await asyncio.to_thread(EmbeddedEngine.load, versions=versions, **arguments)
+
+
+def _engine_arguments(config: RunConfig) -> dict[str, Any]:
     section = config.engine
     arguments: dict[str, Any] = {
+        "model_path": str(Path(config.model.path).absolute()),  # an actor's working directory is another
         "slots": section.slots,
         "max_context": section.max_context,
         "refresh": section.refresh,
@@ -64,20 +79,13 @@ async def _own_engine(config: RunConfig, versions: Mapping[str, PolicyVersion], 
         "threads": section.threads,
     }
     if section.kind == "vllm":
-        check_vllm()
-        arguments |= {"model_path": config.model.path, "kv_memory": section.kv_memory << 20}
-        return await _beside(config, EngineProgram(VLLM, arguments, VLLM_HOST), versions, tell)
-    arguments |= {
+        return {**arguments, "kv_memory": section.kv_memory << 20}
+    return {
+        **arguments,
         "capture_routing": section.capture_routing,
         "capture_mask": is_filtered(config),
         "fixed_shapes": config.deterministic,
     }
-    if section.own_process:
-        arguments["model_path"] = config.model.path
-        return await _beside(config, EngineProgram(EMBEDDED, arguments), versions, tell)
-    from agentrl.engines.embedded import EmbeddedEngine
-
-    return await asyncio.to_thread(EmbeddedEngine.load, config.model.path, versions=versions, **arguments)
 
 
 async def _beside(
@@ -87,9 +95,13 @@ async def _beside(
     tell: Callable[[str], None],
 ) -> Engine:
     """As many processes of an engine as are configured, as one engine; none is left where one does not start."""
-    attempts = config.infrastructure_attempts
-    silence_s, replicas = config.engine.silence_timeout_s, range(config.engine.replicas)
-    engines = [ProcessEngine(program, versions, silence_s=silence_s, attempts=attempts, tell=tell) for _ in replicas]
+    silence_s, attempts = config.engine.silence_timeout_s, config.infrastructure_attempts
+    engines = [
+        ProcessEngine(
+            program, versions, placement=_placement(config), silence_s=silence_s, attempts=attempts, tell=tell
+        )
+        for _ in range(config.engine.replicas)
+    ]
     try:
         for engine in engines:
             await engine.ready()
@@ -97,6 +109,19 @@ async def _beside(
         await asyncio.gather(*(engine.close() for engine in engines))
         raise
     return engines[0] if len(engines) == 1 else ReplicatedEngine(engines, tell=tell)
+
+
+def _placement(config: RunConfig) -> Placement:
+    if config.engine.placement == "local":
+        return ThisMachine()
+    if installed_version("ray") is None:
+        raise ConfigError(
+            f"engine.placement = 'ray', and Ray is not installed: {install_command('ray')}, or set it to 'local'"
+        )
+    from agentrl.cluster.engine_actors import RayPlacement
+
+    ranks = config.trainer.workers if config.trainer.kind == "ray" else 0
+    return RayPlacement(processes=config.engine.replicas + ranks)
 
 
 def check_vllm() -> None:

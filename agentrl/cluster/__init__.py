@@ -1,1 +1,1 @@
-"""Ray: the trainer pool."""
+"""Ray: the trainer pool, and engines on other nodes."""

@@ -2,7 +2,8 @@
 
 A local session listens on loopback only, wants the token in a private file (0600), reports nothing to anyone, has no
 dashboard and prestarts no workers. Owns: starting, attaching, stopping, Ray's environment variables. Does not own:
-actors. Invariants: the caller's signal handlers stay in place; a session that was attached to is never shut down.
+actors. Invariants: the caller's signal handlers stay in place; a session that was attached to is never shut down; a
+local one is shared by all who ask for it, since Ray allows one per process, and ends with the last of them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 from agentrl.core.errors import InputError
 
@@ -62,6 +64,11 @@ def kept_signal_handlers() -> Iterator[None]:
                 signal.siginterrupt(number, False)  # as asyncio sets it
 
 
+def brief(error: BaseException) -> str:
+    """The first words of what Ray says, which can be a page."""
+    return " ".join(str(error).split())[:200]
+
+
 def forget_the_dead(parent: Path) -> None:
     """Remove the directories, tokens included, of sessions whose process was killed before it could."""
     for directory in parent.glob("agentrl-*-*"):
@@ -88,11 +95,79 @@ def check_answers(address: str) -> None:
         ) from None
 
 
-class RaySession:
-    """One process's connection to Ray."""
+class _LocalRay:
+    """The session this process started."""
+
+    current: ClassVar[_LocalRay | None] = None
+    lock: ClassVar[threading.RLock] = threading.RLock()
+    """Of `current`, and of whatever starts or ends it."""
 
     def __init__(self) -> None:
-        self._directory: Path | None = None
+        """Nothing is started yet, but Ray's environment is set: Ray reads it when it is imported."""
+        self.holders = 0
+        self._died = ""
+        parent = tempfile.gettempdir()
+        if len(parent) > _LONGEST_TEMPORARY:
+            parent = "/tmp"
+        forget_the_dead(Path(parent))
+        self._directory = Path(tempfile.mkdtemp(prefix=f"agentrl-{os.getpid()}-", dir=parent))
+        for name, value in _LOCAL_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if "RAY_AUTH_MODE" not in os.environ and "RAY_AUTH_TOKEN" not in os.environ:
+            token = self._directory / "token"
+            token.touch(mode=0o600)
+            token.write_text(_process_token())
+            os.environ["RAY_AUTH_MODE"] = "token"
+            os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+
+    def start(self) -> None:
+        import ray
+
+        _LocalRay.current = self
+        ray.init(
+            address="local",
+            # Idle prestarted workers burn CPU; our actors ask for no CPU slots.
+            num_cpus=0,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            # Ray opens its own directory to everyone; the one around it stays private.
+            _temp_dir=str(self._directory / "ray"),
+        )
+        atexit.register(self.end)
+        # Ray prints a page on our standard output when one of its processes dies; we say it in a line.
+        ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
+
+    def dead(self) -> str:
+        import ray
+
+        if not self._died:
+            node = ray._private.worker._global_node
+            gone: list[str] = [name for name, _ in node.dead_processes()] if node is not None else []
+            self._died = " and ".join(name for name in gone if name in ("raylet", "gcs_server"))
+        return self._died
+
+    def end(self) -> None:
+        """Idempotent."""
+        with _LocalRay.lock:
+            if _LocalRay.current is self:
+                import ray
+
+                self._died = self.dead() or "session"
+                ray.shutdown()
+                _LocalRay.current = None
+                atexit.unregister(self.end)
+        if os.environ.get("RAY_AUTH_TOKEN_PATH") == str(self._directory / "token"):
+            del os.environ["RAY_AUTH_TOKEN_PATH"], os.environ["RAY_AUTH_MODE"]
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class RaySession:
+    """One user of this process's connection to Ray."""
+
+    def __init__(self) -> None:
+        self._local: _LocalRay | None = None
         self._started = False
 
     def start(self) -> None:
@@ -100,36 +175,20 @@ class RaySession:
 
         From a thread other than the main one, the main thread wraps the wait in `kept_signal_handlers`. A second call
         does nothing.
-        """
-        if self._started:
-            return
-        self._started = True
-        if "RAY_ADDRESS" not in os.environ:
-            self._prepare_environment()
-        else:
-            check_answers(os.environ["RAY_ADDRESS"])
-        import ray  # Ray reads its environment when it is imported
 
-        if ray.is_initialized():
-            self._forget_directory()
-            return
-        with kept_signal_handlers():
-            if self._directory is None:
-                ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        Raises:
+            InputError: nobody listens at `RAY_ADDRESS`.
+            OSError: Ray did not start.
+            RuntimeError: Ray did not start.
+        """
+        with _LocalRay.lock, kept_signal_handlers():
+            if self._started:
                 return
-            ray.init(
-                address="local",
-                # Idle prestarted workers burn CPU; our actors ask for no CPU slots.
-                num_cpus=0,
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                # Ray opens its own directory to everyone; the one around it stays private.
-                _temp_dir=str(self._directory / "ray"),
-            )
-            # Ray prints a page on our standard output when one of its processes dies; we say it in a line.
-            ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
+            if "RAY_ADDRESS" in os.environ:
+                _attach(os.environ["RAY_ADDRESS"])
+            else:
+                self._local = _join_local()
+            self._started = True
 
     def addresses(self) -> set[str]:
         """The addresses of the session's nodes: loopback alone for a local one."""
@@ -140,43 +199,44 @@ class RaySession:
 
     def dead(self) -> str:
         """Which process a local session cannot do without is dead; empty while all live, and for other people's Ray."""
-        if self._directory is None or not self._started:
-            return ""
-        import ray
-
-        node = ray._private.worker._global_node
-        gone: list[str] = [name for name, _ in node.dead_processes()] if node is not None else []
-        return " and ".join(name for name in gone if name in ("raylet", "gcs_server"))
+        return self._local.dead() if self._local is not None else ""
 
     def stop(self) -> None:
-        """Shut down what `start` started. Idempotent."""
-        if self._directory is not None:
-            import ray
+        """Leave a local session, which ends with the last to leave it, or if it is dead. Idempotent."""
+        with _LocalRay.lock:
+            local, self._local = self._local, None
+            self._started = False
+            if local is not None:
+                local.holders -= 1
+                if local.holders == 0 or local.dead():
+                    local.end()
 
-            ray.shutdown()
-        self._forget_directory()
-        self._started = False
 
-    def _prepare_environment(self) -> None:
-        parent = tempfile.gettempdir()
-        if len(parent) > _LONGEST_TEMPORARY:
-            parent = "/tmp"
-        forget_the_dead(Path(parent))
-        self._directory = Path(tempfile.mkdtemp(prefix=f"agentrl-{os.getpid()}-", dir=parent))
-        atexit.register(self.stop)
-        for name, value in _LOCAL_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        if "RAY_AUTH_MODE" not in os.environ and "RAY_AUTH_TOKEN" not in os.environ:
-            token = self._directory / "token"
-            token.touch(mode=0o600)
-            token.write_text(_process_token())
-            os.environ["RAY_AUTH_MODE"] = "token"
-            os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+def _attach(address: str) -> None:
+    check_answers(address)
+    import ray
 
-    def _forget_directory(self) -> None:
-        if self._directory is None:
-            return
-        if os.environ.get("RAY_AUTH_TOKEN_PATH") == str(self._directory / "token"):
-            del os.environ["RAY_AUTH_TOKEN_PATH"], os.environ["RAY_AUTH_MODE"]
-        shutil.rmtree(self._directory, ignore_errors=True)
-        self._directory = None
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+
+
+def _join_local() -> _LocalRay | None:
+    """The session this process has, or a new one; None where the caller's own code has started Ray."""
+    local = _LocalRay.current
+    if local is not None and local.dead():
+        local.end()
+        local = None
+    if local is None:
+        local = _LocalRay()
+        try:
+            import ray  # Ray reads its environment when it is imported
+
+            if ray.is_initialized():
+                local.end()
+                return None
+            local.start()
+        except BaseException:
+            local.end()
+            raise
+    local.holders += 1
+    return local

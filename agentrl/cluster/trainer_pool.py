@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cluster.session import RaySession, kept_signal_handlers
+from agentrl.cluster.session import RaySession, brief, kept_signal_handlers
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, TrainerError, TrainerLostError
@@ -121,7 +121,7 @@ class RayTrainerPool:
         try:
             self._session.start()
         except (OSError, RuntimeError) as error:
-            raise TrainerLostError(f"Ray did not start: {_brief(error)}") from error
+            raise TrainerLostError(f"Ray did not start: {brief(error)}") from error
         import ray
 
         self._private = Path(tempfile.mkdtemp(prefix=f"agentrl-{os.getpid()}-ranks-"))
@@ -246,7 +246,7 @@ class RayTrainerPool:
             future.cancel()
         stopped = f"The group of {self._config.trainer.workers} was stopped"
         if isinstance(error, RayActorError):
-            raise TrainerLostError(f"trainer rank {rank} died in {method}: {_brief(error)}. {stopped}") from error
+            raise TrainerLostError(f"trainer rank {rank} died in {method}: {brief(error)}. {stopped}") from error
         raise TrainerError(
             f"trainer rank {rank} failed in {method}: {error}. {stopped}; start the run again with --resume to go on "
             "from its newest checkpoint"
@@ -255,11 +255,6 @@ class RayTrainerPool:
 
 def _failed(future: asyncio.Future[Any]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is not None
-
-
-def _brief(error: BaseException) -> str:
-    """The first sentence of what Ray says, which can be a page."""
-    return " ".join(str(error).split())[:200]
 
 
 def _heard(future: asyncio.Future[Any]) -> None:

@@ -123,8 +123,11 @@ def _check_engine(config: RunConfig) -> None:
     engine = config.engine
     if engine.kind == "vllm":
         _check_vllm(config)
-    elif engine.replicas > 1 and not engine.own_process:
-        raise ValueError("engine.replicas > 1 needs engines in processes of their own: set engine.own_process = true")
+    elif not engine.own_process and (engine.replicas > 1 or engine.placement == "ray"):
+        raise ValueError(
+            "engine.replicas > 1, and engine.placement = 'ray', need engines in processes of their own: set "
+            "engine.own_process = true"
+        )
     if engine.replicas > 1 and config.deterministic:
         raise ValueError("deterministic = true needs engine.replicas = 1: who shares a batch with whom must not vary")
 

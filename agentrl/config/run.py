@@ -69,6 +69,8 @@ class EngineConfig(Section):
     """`embedded`: in a process of its own, which is started again when it dies; costs some CPU per token."""
     replicas: Annotated[Positive, Unit("engines")] = 1
     """Engines side by side, each in a process of its own (`vllm`, or `own_process`); new weights reach them in turn."""
+    placement: Literal["local", "ray"] = "local"
+    """Where engines in processes of their own run: beside the run, or as Ray actors, on any node of its cluster."""
     slots: Annotated[Positive, Unit("conversations")] = 64
     """Conversations whose KV is held at once; more of them share each forward pass."""
     max_context: Tokens = 512
@@ -191,6 +193,8 @@ class TrainerConfig(Section):
     """The constant c of the normaliser step_size × c: a typical number of sampled tokens of a unit."""
     micro_batch_tokens: Tokens = 8192
     """Padded tokens per forward pass: memory; the update is the same for any value."""
+    probe_contexts: Annotated[int, Field(ge=0, le=64), Unit("contexts")] = 2
+    """Contexts whose next tokens' logprobs a version carries, for an engine to find before it samples; 0: none."""
     optimizer: OptimizerConfig = OptimizerConfig()
     threads: Threads = 1
     """Torch threads per rank on CPU."""

@@ -67,6 +67,10 @@ class EngineLostError(EngineError):
     """
 
 
+class EngineFailedError(EngineError):
+    """The engine is gone for good: what keeps it running has given up. Of the call nothing was sampled."""
+
+
 class EngineCapabilityError(InputError):
     """Something was asked of an engine that it cannot give; raised at start, with the alternatives."""
 

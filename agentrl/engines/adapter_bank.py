@@ -107,10 +107,10 @@ class AdapterBank:
         else:
             self._write(place, adapter)
 
-    def empty(self, place: int) -> None:
-        """Forget the adapter of `place`; call when no row uses it."""
-        del self._filled[place]
+    def empty(self, place: int) -> AdapterFile:
+        """Forget the adapter of `place`, which is returned; call when no row uses it."""
         self._free.append(place)
+        return self._filled.pop(place)
 
     def _wrap(self, adapter: AdapterFile) -> None:
         for name in adapter.matrices:

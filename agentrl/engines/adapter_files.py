@@ -5,8 +5,10 @@ Owns: the checks an adapter must pass. Does not decide who serves it; never unpi
 
 from __future__ import annotations
 
+import errno
 import math
-from dataclasses import dataclass
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,6 +16,8 @@ import msgspec
 from torch import nn
 
 from agentrl.core.files import WEIGHT_FILES
+from agentrl.engines.private_files import MAKE_ROOM
+from agentrl.engines.probe import Probe, read_probe
 from agentrl.engines.weight_files import read_weights, refusal
 
 if TYPE_CHECKING:
@@ -52,6 +56,7 @@ class AdapterFile:
 
     rank: int
     matrices: Mapping[str, tuple[Tensor, Tensor]]
+    probe: Probe | None
 
 
 def read_adapter(weights: WeightsRef) -> AdapterFile:
@@ -61,12 +66,12 @@ def read_adapter(weights: WeightsRef) -> AdapterFile:
         EngineError: the files are damaged, not the published ones, or of a kind that is not served.
     """
     content = _read_config(weights)
-    tensors = read_weights(weights, beside=content)
+    file = read_weights(weights, beside=content)
     config = _decode_config(weights, content)
     rank = config.r
     scale = config.lora_alpha / (math.sqrt(rank) if config.use_rslora else rank)
     halves: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
+    for key, tensor in file.tensors.items():
         module, _, kind = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
         if not key.startswith(_PREFIX) or kind not in ("lora_A", "lora_B"):
             raise refusal(weights, f"{key} is not a LoRA matrix of a linear layer")
@@ -85,7 +90,27 @@ def read_adapter(weights: WeightsRef) -> AdapterFile:
             raise refusal(weights, f"{module} has values that are not finite once they are scaled by {scale:g}")
     if not matrices:
         raise refusal(weights, "it has no matrices")
-    return AdapterFile(rank=rank, matrices=matrices)
+    return AdapterFile(rank=rank, matrices=matrices, probe=read_probe(weights, file))
+
+
+def copy_adapter(weights: WeightsRef, directory: Path) -> WeightsRef:
+    """Copy an adapter's files, and nothing that lies beside them, into a directory; where they lie now.
+
+    Raises:
+        EngineError: a file cannot be read, or there is no room for its copy.
+    """
+    directory.mkdir(exist_ok=True)
+    for name in WEIGHT_FILES["adapter"]:
+        try:
+            shutil.copyfile(Path(weights.path) / name, directory / name)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise refusal(weights, f"{weights.path}/{name} cannot be read ({error.strerror})") from error
+            reason = (
+                f"there is no room for a copy of {weights.path}/{name} in {directory} ({error.strerror}); {MAKE_ROOM}"
+            )
+            raise refusal(weights, reason) from error
+    return replace(weights, path=str(directory))
 
 
 def _read_config(weights: WeightsRef) -> bytes:

@@ -7,55 +7,31 @@ Does not schedule; the engine does.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from agentrl.core.errors import EngineError
 from agentrl.core.records import Completion, VersionSpan
+from agentrl.engines.sessions import Session, empty_completion
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Container
 
     from agentrl.core.ports import Delta, GenerateRequest
     from agentrl.core.records import FinishReason
     from agentrl.engines.capture import KeptSets, RoutingTap
-    from agentrl.engines.embedded import EmbeddedEngine
     from agentrl.engines.serving import Serving
     from agentrl.engines.slot_columns import SlotColumns
 
 
-class EmbeddedSession:
-    """One conversation: its slot while it has one, its pin or lease. Made by `EmbeddedEngine.open`."""
+@dataclass(slots=True, eq=False)
+class EmbeddedSession(Session["Serving"]):
+    """One conversation, and its slot while it has one. Made by `EmbeddedEngine.open`."""
 
-    __slots__ = ("_engine", "call", "closed", "lease", "pin", "policy", "priority", "session_id", "slot")
-
-    def __init__(
-        self, engine: EmbeddedEngine, session_id: str, policy: str, *, pin: Serving | None, priority: int
-    ) -> None:
-        self._engine = engine
-        self.session_id = session_id
-        self.policy = policy
-        self.pin = pin
-        self.lease: Serving | None = None
-        self.priority = priority
-        self.slot = -1
-        self.call: Call | None = None
-        self.closed = False
+    slot: int = -1
 
     @property
     def has_kv(self) -> bool:
         """Whether its keys and values still lie in a slot."""
         return self.slot >= 0
-
-    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
-        """See `agentrl.core.ports.EngineSession.generate`."""
-        return await self._engine.generate(self, request, on_delta)
-
-    def close(self) -> None:
-        """Give the slot and the pin back; a call in flight is aborted. Idempotent."""
-        self._engine.close_session(self)
 
 
 @dataclass(slots=True, eq=False)
@@ -132,42 +108,3 @@ class Call:
             prompt_tokens=context,
             cached_tokens=self.cached,
         )
-
-
-def empty_completion(context: int, reason: FinishReason) -> Completion:
-    """The reply to a call that sampled nothing."""
-    return Completion(
-        token_ids=np.zeros(0, np.int32),
-        logprobs=np.zeros(0, np.float32),
-        finish_reason=reason,
-        spans=(),
-        prompt_tokens=context,
-    )
-
-
-class _Conversation(Protocol):
-    """A session, as far as a new call goes."""
-
-    @property
-    def closed(self) -> bool: ...
-    @property
-    def call(self) -> object | None: ...
-
-
-def check_request(
-    request: GenerateRequest, session: _Conversation, in_flight: Container[str], *, vocabulary: int, where: str
-) -> None:
-    """Refuse a call that no engine takes; `in_flight` are the request ids of others, `where` names the call.
-
-    Raises:
-        EngineError: the session is closed or has a call, or the tokens or the temperature make no sense.
-    """
-    if session.closed:
-        raise EngineError(f"{where}: the session is closed")
-    if session.call is not None or request.request_id in in_flight:
-        raise EngineError(f"{where}: a session has one call at a time, with a request id of its own")
-    ids = request.token_ids
-    if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
-        raise EngineError(f"{where}: the context must have tokens, all in [0, {vocabulary})")
-    if not request.sampling.temperature > 0:
-        raise EngineError(f"{where}: temperature {request.sampling.temperature} is not above 0")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -25,42 +24,32 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError
 from agentrl.core.ports import EngineCapabilities
 from agentrl.engines.batcher import Batcher
-from agentrl.engines.calls import Call, EmbeddedSession, check_request, empty_completion
+from agentrl.engines.calls import Call, EmbeddedSession
 from agentrl.engines.capture import KeptSets, RoutingTap
 from agentrl.engines.passes import Pass, PassRunner
 from agentrl.engines.self_check import check_rows, check_slots
 from agentrl.engines.serving import ServedModel, VersionTable
+from agentrl.engines.sessions import check_request, empty_completion
 from agentrl.engines.slot_cache import SlotCache
 from agentrl.engines.slot_columns import SlotColumns
 from agentrl.engines.slot_table import SlotTable
-from agentrl.engines.updates import WeightUpdates
+from agentrl.engines.updates import EmbeddedSettings, WeightUpdates
 from agentrl.engines.weight_files import load_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
     from agentrl.core.clock import Clock
     from agentrl.core.ports import Delta, GenerateRequest, Refresh
     from agentrl.core.records import Completion, FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.passes import EngineStats
+    from agentrl.engines.probe import Probe
     from agentrl.engines.serving import Serving
 
 _DELTA_SECONDS = 0.2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddedSettings:
-    """How an embedded engine works, beyond what its capabilities say; see `EmbeddedEngine.load`."""
-
-    slots: int
-    refresh: Refresh
-    keep_kv: bool
-    max_rank: int
-    max_staleness: Mapping[str, int]
-    prefill_tokens: int
-    fixed_shapes: bool
 
 
 class EmbeddedEngine:
@@ -128,11 +117,11 @@ class EmbeddedEngine:
         self._between_passes = asyncio.Lock()
         self._updates = WeightUpdates(
             versions=self._versions,
-            refresh=settings.refresh,
-            max_staleness=settings.max_staleness,
+            settings=settings,
             between_passes=self._between_passes,
             switch=self._switch_calls,
             on_worker=self._on_worker,
+            answer=self._answer,
             interrupt=self._interrupt,
             tap=self._tap,
         )
@@ -212,24 +201,12 @@ class EmbeddedEngine:
         """See `agentrl.core.ports.Engine.open`."""
         self._versions.of_policy(policy)
         pinned = None if pin is None else self._versions.of_version(pin)
-        if pinned is not None:
-            pinned.pins += 1
-        return EmbeddedSession(self, session_id, policy, pin=pinned, priority=priority)
+        return EmbeddedSession(self, session_id, policy, pinned, priority)
 
-    def close_session(self, session: EmbeddedSession) -> None:
-        """Give back what `session` holds; a call of it in flight ends as by `abort`."""
-        if session.closed:
-            return
-        session.closed = True
-        if session.call is not None:
-            self.abort(session.call.request.request_id)
-        else:
-            self._leave(session)
-
-    def _leave(self, session: EmbeddedSession) -> None:
+    def leave(self, session: EmbeddedSession) -> None:
+        """See `sessions.SessionOwner`."""
         self._table.leave(session)
-        self._updates.leases.end(session)
-        self._updates.leases.end_pin(session)
+        self._updates.leases.close(session)
 
     async def generate(
         self, session: EmbeddedSession, request: GenerateRequest, on_delta: Delta | None = None
@@ -242,7 +219,7 @@ class EmbeddedEngine:
         loop = asyncio.get_running_loop()
         self._arrivals += 1
         call = Call(request, session, loop.create_future(), on_delta, self._arrivals)
-        self._calls[request.request_id] = session.call = call
+        self._calls[request.request_id], session.request = call, request
         self._batcher.submit(call)
         self._interrupt()
         if self._loop_task is None:
@@ -301,9 +278,7 @@ class EmbeddedEngine:
             serving.calls -= 1
             self._updates.settle(serving)
         del self._calls[call.request.request_id]
-        session.call = None
-        if session.closed:
-            self._leave(session)
+        session.end_call()
         if not call.future.done():
             call.future.set_result(completion)
 
@@ -395,17 +370,22 @@ class EmbeddedEngine:
         self._interrupt()
         async with self._between_passes:
             serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
-            served = serving.served
-            one = Pass(
-                model=served.model,
-                bank=served.bank,
-                slots=np.zeros(1, np.int64),
-                counts=np.array([len(token_ids)]),
-                adapters=np.array([serving.adapter]),
-            )
-            ids = token_ids.astype(np.int64)
-            loop = asyncio.get_running_loop()
+            ids, loop = token_ids.astype(np.int64), asyncio.get_running_loop()
+            one = self._alone(serving, np.array([len(ids)]))
             return await loop.run_in_executor(self._worker, self._runner.score, one, ids, temperature)
+
+    async def _answer(self, serving: Serving, probe: Probe) -> Float32Array:
+        """To the probe of `serving`; between two passes."""
+        contexts, tokens = probe.contexts.astype(np.int64), probe.token_ids.astype(np.int64)
+        one = self._alone(serving, np.full(len(contexts), contexts.shape[1]))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._worker, self._runner.next_logprobs, one, contexts, tokens)
+
+    def _alone(self, serving: Serving, counts: NDArray[np.int64]) -> Pass:
+        """A pass of one version over rows that have no slots."""
+        served, nowhere = serving.served, np.zeros(len(counts), np.int64)
+        adapters = np.full(len(counts), serving.adapter)
+        return Pass(model=served.model, bank=served.bank, slots=nowhere, counts=counts, adapters=adapters)
 
     @property
     def stats(self) -> EngineStats:

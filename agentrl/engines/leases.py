@@ -7,15 +7,17 @@ interrupt calls: what happens to a turn in flight is the engine's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from agentrl.core.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from agentrl.core.ports import Refresh
     from agentrl.core.records import PolicyVersion
+    from agentrl.engines.probe import Probe
+    from agentrl.engines.sessions import Session
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -24,6 +26,8 @@ class LiveVersion:
 
     version: PolicyVersion
     digest: str = ""
+    probe: Probe | None = None
+    """What its trainer's file says it answers; other versions are told apart from it."""
     kept: int = 0
     """How often it was kept and not released."""
     pins: int = 0
@@ -37,6 +41,11 @@ class LiveVersion:
     def held(self) -> bool:
         """Whether something besides calls in flight needs it to stay as it is."""
         return self.kept > 0 or self.pins > 0 or self.leases > 0
+
+
+def probes_of(live: Iterable[LiveVersion]) -> dict[str, Probe]:
+    """The probes of those that have one, by version."""
+    return {str(each.version): each.probe for each in live if each.probe is not None}
 
 
 LiveT = TypeVar("LiveT", bound=LiveVersion)
@@ -69,19 +78,6 @@ def live_version(live: Mapping[PolicyVersion, LiveT], version: PolicyVersion) ->
     return serving
 
 
-class Leaseholder(Protocol[LiveT]):
-    """A session, as far as leases go."""
-
-    policy: str
-    pin: LiveT | None
-    lease: LiveT | None
-
-    @property
-    def has_kv(self) -> bool:
-        """Whether staying on its version saves it anything."""
-        ...
-
-
 class Leases(Generic[LiveT]):
     """Leases of one engine's sessions.
 
@@ -104,9 +100,9 @@ class Leases(Generic[LiveT]):
         self._max_staleness = max_staleness
         self._current = current
         self._ended = ended
-        self._holders: set[Leaseholder[LiveT]] = set()
+        self._holders: set[Session[LiveT]] = set()
 
-    def resolve(self, session: Leaseholder[LiveT]) -> LiveT:
+    def resolve(self, session: Session[LiveT]) -> LiveT:
         """The version that samples the next call of `session`, by its pin, its lease, or the refresh."""
         if session.pin is not None:
             return session.pin
@@ -122,12 +118,12 @@ class Leases(Generic[LiveT]):
         self._holders.add(session)
         return current
 
-    def _is_fresh(self, session: Leaseholder[LiveT], lease: LiveT, current: LiveT) -> bool:
+    def _is_fresh(self, session: Session[LiveT], lease: LiveT, current: LiveT) -> bool:
         mine, newest = lease.version, current.version
         bound = self._max_staleness.get(session.policy, 1)
         return session.has_kv and mine.lineage == newest.lineage and newest.step - mine.step <= bound
 
-    def end(self, session: Leaseholder[LiveT]) -> None:
+    def end(self, session: Session[LiveT]) -> None:
         """The session no longer holds on to a version."""
         lease = session.lease
         if lease is not None:
@@ -136,13 +132,19 @@ class Leases(Generic[LiveT]):
             self._holders.discard(session)
             self._ended(lease)
 
-    def end_pin(self, session: Leaseholder[LiveT]) -> None:
-        """The session is closed: it needs its pinned version no more."""
+    def close(self, session: Session[LiveT]) -> None:
+        """The session is closed: it needs neither its lease nor its pinned version any more."""
+        self.end(session)
         pin = session.pin
         if pin is not None:
             session.pin = None
             pin.pins -= 1
             self._ended(pin)
+
+    def forget(self, version: LiveT) -> None:
+        """End the leases of a version."""
+        for session in [session for session in self._holders if session.lease is version]:
+            self.end(session)
 
     def revoke(self, live: list[LiveT]) -> bool:
         """Under `lazy`, end the leases of the oldest of these versions that only idle sessions hold on to."""
@@ -158,6 +160,5 @@ class Leases(Generic[LiveT]):
         if not idle:
             return False
         oldest = min(idle, key=lambda version: (version.version.lineage, version.version.step))
-        for session in [session for session in self._holders if session.lease is oldest]:
-            self.end(session)
+        self.forget(oldest)
         return True

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from agentrl.engines.slot_cache import SlotCache
     from agentrl.engines.slot_columns import SlotColumns, Slots
 
-_REPEATS = 8
-_REPEAT_SECONDS = 0.02
+_REPEAT_SECONDS = 0.1
+"""How long the worker stays with a plan; partials are delivered about every 0.2 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,17 +90,17 @@ class PassRunner:
     def run(self, plan: Sequence[Pass], *, repeat: bool) -> list[int]:
         """Run the passes in order; returns the slots whose calls ended with a stop token or at their limit.
 
-        With `repeat` (all rows decode, nobody waits) the plan is run again, a few times, while no call ends and
-        nothing sets `interrupted`: a change of threads costs as much as a few rows.
+        With `repeat` (all rows decode, nobody waits) the plan is run again, for a while, as long as no call ends and
+        nothing sets `interrupted`: a change of threads costs a few rows, on a busy machine a pass.
         """
         start = now = self._clock.monotonic()
         ended: list[int] = []
         with torch.inference_mode():
-            for _ in range(_REPEATS if repeat else 1):
+            while True:
                 for one in plan:
                     ended += self._sample(one, self.logits(one))
                 now = self._clock.monotonic()
-                if ended or self.interrupted or now - start > _REPEAT_SECONDS:
+                if not repeat or ended or self.interrupted or now - start > _REPEAT_SECONDS:
                     break
         self.stats.busy_seconds += now - start
         return ended
@@ -179,6 +179,17 @@ class PassRunner:
         scored[1:] = found.cpu().numpy()
         self.stats.busy_seconds += self._clock.monotonic() - start
         return scored
+
+    def next_logprobs(self, one: Pass, contexts: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Log-probability of each of `tokens` after each context, `[B, n]`, without the cache."""
+        start = self._clock.monotonic()
+        with torch.inference_mode():
+            if one.bank is not None:
+                one.bank.select(one.adapters)
+            logits = one.model(input_ids=self._to_device(contexts), use_cache=False, logits_to_keep=1).logits[:, -1]
+            found: NDArray[np.float32] = torch.log_softmax(logits.float(), dim=-1)[:, tokens].cpu().numpy()
+        self.stats.busy_seconds += self._clock.monotonic() - start
+        return found
 
     def _to_device(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -1,4 +1,4 @@
-"""A child's own place for files in memory, which its parent removes when the child is dead, however it died.
+"""A child's own place for files, in memory where there is room: its parent removes it when the child is dead.
 
 Owns: one directory, and what lies beside it under its name (shared memory has names, not paths). Invariants: only this
 user can read it; what a parent that was killed has left behind goes when the next one is made; nothing else goes: no
@@ -20,6 +20,9 @@ _PREFIX = "agentrl-child-"
 _MARK = "made_for_a_child"
 """An empty file: whoever else makes a directory of such a name does not lose it."""
 _SHARED_MEMORY = Path("/dev/shm")
+_ROOM = 1 << 30
+"""Bytes that are to be free in shared memory for a child: adapters are copied to its place. Docker's has 64 MiB."""
+MAKE_ROOM = "make room there; a process that finds less than 1 GiB free in /dev/shm has its files under TMPDIR"
 
 
 class PrivateFiles:
@@ -43,19 +46,24 @@ class PrivateFiles:
 
 
 def _root() -> Path:
-    return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    has_room = os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free >= _ROOM
+    return _SHARED_MEMORY if has_room else _disk()
+
+
+def _disk() -> Path:
+    return Path(tempfile.gettempdir())
 
 
 def _remove(path: Path) -> None:
     for pattern in (f"{path.name}-*", f"sem.{path.name}-*"):
-        for each in path.parent.glob(pattern):
+        for each in _SHARED_MEMORY.glob(pattern):  # wherever its directory is
             with contextlib.suppress(OSError):  # not ours: shared memory is everybody's, and so are its names
                 each.unlink()
     shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_leftovers() -> None:
-    for path in _root().glob(f"{_PREFIX}*"):
+    for path in (*_SHARED_MEMORY.glob(f"{_PREFIX}*"), *_disk().glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):  # no directory, gone already, another's, or in use
             _remove_leftover(path)
 

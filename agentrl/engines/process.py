@@ -1,57 +1,38 @@
 """Any engine in a process of its own, which is started again when it dies; implements `core.ports.Engine`.
 
-The connection is a socket pair: no path, no port, nobody else can connect. Owns the connection, calls in flight, and
-what a new process must be told before it serves: the versions served and kept, a pause. The child's life is the
-supervisor's, the messages are `wire.py`'s.
+Owns the connection, calls in flight, and what a new process must be told before it serves: the versions served and
+kept, a pause. Where the process runs is the placement's, its life the supervisor's, the messages are `wire.py`'s.
 Invariants: a call in flight when the process dies raises `EngineLostError` after its last delta; every other request
-waits for the next process and is made again; a session is opened again by its next call.
+waits for the next process and is made again, an update only once; a session is opened again by its next call.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-import os
-import socket
-import sys
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core import errors
 from agentrl.core.budget import RetryBudget
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import AgentRLError, EngineError, EngineLostError
+from agentrl.core.errors import AgentRLError, EngineError, EngineFailedError, EngineLostError
 from agentrl.engines import wire
-from agentrl.engines.private_files import VARIABLE, PrivateFiles
+from agentrl.engines.child_process import ThisMachine
+from agentrl.engines.served import Served, finished
 from agentrl.engines.supervision import Supervisor
 
 if TYPE_CHECKING:
-    from asyncio.subprocess import Process
     from collections.abc import Callable, Mapping
 
     from agentrl.core.clock import Clock
     from agentrl.core.ports import Delta, EngineCapabilities, GenerateRequest
     from agentrl.core.records import Completion, Float32Array, Int32Array, PolicyVersion, WeightsRef
+    from agentrl.engines.placement import EngineChild, EngineProgram, Placement
 
-
-@dataclass(frozen=True, slots=True)
-class EngineProgram:
-    """What the process is to run."""
-
-    factory: str
-    """`module:name`, called as `name(versions=…, **arguments)`; returns an engine."""
-    arguments: Mapping[str, Any]
-    """Plain values."""
-    host: str = "agentrl.engines.process_host"
-    """The module that is run."""
-
-
-@dataclass(slots=True)
-class _Kept:
-    """A version that stays, until it was released as often as it was kept."""
-
-    weights: WeightsRef
-    times: int = 0
+LOSSES_OF_AN_UPDATE = 2
+"""So many processes may die in one update; then it is taken for what kills them."""
 
 
 class ProcessEngine:
@@ -60,6 +41,7 @@ class ProcessEngine:
     Args:
         program: what the process runs.
         versions: the version each policy begins at.
+        placement: where it runs; closed with the engine. None: a child of this process.
         silence_s: how long it may give no sign of life, before it is taken to hang and is killed.
         attempts: how often in a row the process may die with no call answered in between.
         clock: where waits between attempts come from.
@@ -74,22 +56,20 @@ class ProcessEngine:
         program: EngineProgram,
         versions: Mapping[str, PolicyVersion],
         *,
+        placement: Placement | None = None,
         silence_s: float = 300.0,
         attempts: int = 5,
         clock: Clock | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
         self._program = program
+        self._placement = placement or ThisMachine()
         self._first_versions = dict(versions)
-        self._current = dict(versions)
-        self._weights: dict[str, WeightsRef] = {}
-        """Of each policy that was updated."""
-        self._kept: dict[PolicyVersion, _Kept] = {}
+        self._served = Served()
         self._paused = False
         self._connection: _Connection | None = None
         self._is_welcomed = False
         """The process has been told all; before, nothing else is."""
-        self._files: PrivateFiles | None = None
         self._busy_before = 0.0
         self.supervisor = Supervisor(
             "the engine's process",
@@ -111,32 +91,12 @@ class ProcessEngine:
 
     # --- the process ------------------------------------------------------------------------------------------------
 
-    async def launch(self) -> Process:
+    async def launch(self) -> EngineChild:
         """See `Supervised.launch`."""
-        ours, theirs = socket.socketpair()
-        self._files = PrivateFiles()
-        command = [sys.executable, "-m", self._program.host, str(theirs.fileno()), str(os.getpid())]
-        # it imports what this process would, and nothing that only lies in the working directory
-        paths = os.pathsep.join(map(os.path.abspath, sys.path))
-        environment = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1", VARIABLE: str(self._files.path)}
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                start_new_session=True,
-            )
-            self._is_welcomed = False
-            self._connection = await _Connection.open(ours, self.supervisor)
-        except BaseException:  # a start that is cancelled, too: the child, if there is one, ends with its connection
-            ours.close()
-            self._files.remove()
-            raise
-        finally:
-            theirs.close()
-        return process
+        child = await self._placement.start(self._program)
+        self._is_welcomed = False
+        self._connection = _Connection(child, self.supervisor)
+        return child
 
     async def welcome(self) -> None:
         """See `Supervised.welcome`: a fresh process is told all that the one before it knew."""
@@ -150,34 +110,27 @@ class ProcessEngine:
         if not isinstance(loaded, wire.Loaded):
             raise EngineLostError("the engine's process answered something else")
         self.capabilities = loaded.capabilities
-        asked = {version: await self._restore(connection, version) for version in sorted(self._kept)}
-        for weights in list(self._weights.values()):
-            await connection.update(weights, keep=False)
+        told = await self._restore(connection)
         if self._paused:
             await connection.pause(on=True)
-        for version, times in asked.items():  # what was released meanwhile
-            for _ in range(times - self._times_kept(version)):
-                connection.tell(wire.Release(version=version))
+        for weights in (told.kept - self._served.kept).elements():  # what was released meanwhile
+            connection.tell(wire.Release(version=weights.version))
         self._is_welcomed = True
 
-    async def _restore(self, connection: _Connection, version: PolicyVersion) -> int:
-        """Keep a version as often as it was kept, which is returned; one whose files are gone is kept no more: its
-        sessions are told so by name."""
-        asked = 0
-        while asked < self._times_kept(version):
-            try:
-                await connection.update(self._kept[version].weights, keep=True)
-            except EngineLostError:
-                raise
-            except EngineError:
-                self._kept.pop(version, None)
-            else:
-                asked += 1
-        return asked
-
-    def _times_kept(self, version: PolicyVersion) -> int:
-        kept = self._kept.get(version)
-        return 0 if kept is None else kept.times
+    async def _restore(self, connection: _Connection) -> Served:
+        """Give a fresh process the versions of the one before, which are returned; one that is kept and whose files are
+        gone is kept no more: its sessions are told so by name."""
+        told = Served()
+        while lacking := told.lacks(self._served):
+            for weights, keep in lacking.values():
+                try:
+                    await connection.update(weights, keep=keep)
+                    told.take(weights, keep=keep)
+                except EngineError as error:
+                    if isinstance(error, EngineLostError) or not keep:
+                        raise
+                    del self._served.kept[weights]
+        return told
 
     async def died(self, how: str) -> None:
         """See `Supervised.died`."""
@@ -185,8 +138,6 @@ class ProcessEngine:
         if connection is not None:
             await connection.end(EngineLostError(f"the engine's process {how}"))
             self._busy_before += connection.busy
-        if self._files is not None:
-            self._files.remove()
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
@@ -194,16 +145,20 @@ class ProcessEngine:
         self, session_id: str, policy: str, *, pin: PolicyVersion | None = None, priority: int = 0
     ) -> ProcessSession:
         """See `agentrl.core.ports.Engine.open`."""
-        if policy not in self._current:
-            raise EngineError(f"no policy {policy!r} in this engine; it serves: {', '.join(sorted(self._current))}")
-        if pin is not None and pin not in self._kept and pin != self._current.get(pin.policy):
+        if policy not in self._first_versions:
+            served = ", ".join(sorted(self._first_versions))
+            raise EngineError(f"no policy {policy!r} in this engine; it serves: {served}")
+        if pin is not None and not self._served.is_kept(pin) and pin != self._newest(pin.policy):
             raise EngineError(f"version {pin} is not served here; give it by update with keep=True")
         return ProcessSession(self, session_id, policy, pin, priority)
 
     async def connected(self) -> _Connection:
-        """The connection to a process that serves; see `ready`."""
+        """The connection to a process that serves; `EngineFailedError`: there never will be one again."""
         while True:
-            await self.supervisor.serving()
+            try:
+                await self.supervisor.serving()
+            except AgentRLError as error:
+                raise EngineFailedError(str(error)) from error
             if self._connection is not None:
                 return self._connection
             await asyncio.sleep(0)
@@ -211,22 +166,28 @@ class ProcessEngine:
     # --- control ----------------------------------------------------------------------------------------------------
 
     async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
-        """See `agentrl.core.ports.Engine.update`."""
-        await self._until_answered(lambda connection: connection.update(weights, keep=keep))
-        if keep:
-            self._kept.setdefault(weights.version, _Kept(weights)).times += 1
-        self._current[weights.version.policy] = weights.version
-        self._weights[weights.version.policy] = weights
+        """See `agentrl.core.ports.Engine.update`; a caller who is cancelled keeps nothing."""
+        forsaken = partial(self.release, weights.version) if keep else None
+        await finished(self._update(weights, keep=keep), forsaken=forsaken)
+
+    async def _update(self, weights: WeightsRef, *, keep: bool) -> None:
+        for _ in range(LOSSES_OF_AN_UPDATE):
+            connection = await self.connected()
+            with contextlib.suppress(EngineLostError):
+                await connection.update(weights, keep=keep)
+                self._served.take(weights, keep=keep)
+                return
+        died = f"{LOSSES_OF_AN_UPDATE} processes of the engine died of it"
+        raise EngineError(f"weights {weights.version} refused: {died}. The version before it keeps serving")
 
     def release(self, version: PolicyVersion) -> None:
         """See `agentrl.core.ports.Engine.release`."""
-        kept = self._kept.get(version)
-        if kept is None:
-            return
-        kept.times -= 1
-        if not kept.times:
-            del self._kept[version]
-        self._tell(wire.Release(version=version))
+        if self._served.release(version):
+            self._tell(wire.Release(version=version))
+
+    def _newest(self, policy: str) -> PolicyVersion | None:
+        weights = self._served.newest.get(policy)
+        return self._first_versions.get(policy) if weights is None else weights.version
 
     async def pause(self) -> None:
         """See `agentrl.core.ports.Engine.pause`."""
@@ -267,6 +228,7 @@ class ProcessEngine:
         if connection is not None:
             connection.hang_up(EngineError("the engine was closed"))
         await self.supervisor.stop()
+        await self._placement.close()
 
     def _tell(self, message: wire.Request) -> None:
         if self._connection is not None and self._is_welcomed:
@@ -324,21 +286,16 @@ class ProcessSession:
 class _Connection:
     """The line to one process, from its start to its death."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, supervisor: Supervisor) -> None:
+    def __init__(self, child: EngineChild, supervisor: Supervisor) -> None:
         self.busy = 0.0
         """Seconds this process has computed."""
-        self._writer = writer
+        self._writer = child.writer
         self._supervisor = supervisor
         self._numbers = itertools.count(1)
         self._calls: dict[int, asyncio.Future[wire.Reply]] = {}
         self._listeners: dict[int, tuple[str, Delta]] = {}
         self._ended: AgentRLError | None = None
-        self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="engine replies")
-
-    @classmethod
-    async def open(cls, connection: socket.socket, supervisor: Supervisor) -> _Connection:
-        reader, writer = await asyncio.open_connection(sock=connection)
-        return cls(reader, writer, supervisor)
+        self._reading = asyncio.get_running_loop().create_task(self._read(child.reader), name="engine replies")
 
     def next_call(self) -> int:
         return next(self._numbers)

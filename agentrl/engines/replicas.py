@@ -1,33 +1,31 @@
 """Several engines as one: conversations are spread over them, versions reach them in turn.
 
-Implements `core.ports.Engine`. Owns which replica a conversation is with, and who is behind. Does not know what the
-replicas are.
-Invariants: a conversation stays with its replica, which has its KV, until that is lost or behind; a replica that is
-lost or has not taken the newest versions is fenced: it ends the calls it has and gets no new ones; an update that the
-first replica refuses has reached none.
+Implements `core.ports.Engine`. Owns which replica a conversation is with, which versions all are to serve, and who does
+not. Does not know what the replicas are.
+Invariants: a conversation stays with its replica, which has its KV, until that is lost or behind; a replica follows the
+table of versions, oldest first, and is fenced while it cannot: it ends the calls it has and gets no new ones; an update
+that the first replica refuses has reached none.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from agentrl.core.errors import EngineError, EngineLostError
+from agentrl.core.errors import EngineError, EngineFailedError, EngineLostError
 from agentrl.core.ids import key64
+from agentrl.engines.served import Served, finished
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Callable, Sequence
 
     from agentrl.core.ports import Delta, Engine, EngineSession, GenerateRequest
     from agentrl.core.records import Completion, Float32Array, Int32Array, PolicyVersion, WeightsRef
 
-Work = Callable[[], "Coroutine[Any, Any, None]"]
-
 FENCE_S = 30.0
-"""How long the others wait for one replica's update."""
+"""How long the others wait for one replica's update to full weights."""
 BACK_S = 1.0
 """How often a lost replica is asked whether it is back."""
 LOAD_BOUND = 1.25
@@ -42,10 +40,18 @@ class Replica:
     engine: Engine
     sessions: int = 0
     """Conversations it has."""
-    newest: asyncio.Task[None] | None = None
-    """Its newest update, which begins when the one before has ended."""
-    is_behind: bool = False
-    """Fenced: it is lost, or has not taken the newest versions."""
+    serves: Served = field(default_factory=Served)
+    """What it has taken."""
+    refused: dict[WeightsRef, Exception] = field(default_factory=dict)
+    """What it would not take, when it was last asked."""
+    strayed: set[str] = field(default_factory=set)
+    """Policies of which it took, too late, a version that the others had refused meanwhile."""
+    following: asyncio.Task[None] | None = None
+    """Gives it what it lacks."""
+    is_fenced: bool = False
+    is_lost: bool = False
+    failure: EngineError | None = None
+    """Why it is gone for good."""
 
 
 class ReplicatedEngine:
@@ -61,8 +67,10 @@ class ReplicatedEngine:
     def __init__(self, engines: Sequence[Engine], *, tell: Callable[[str], None] | None = None) -> None:
         self.capabilities = engines[0].capabilities
         self._replicas = [Replica(number, engine) for number, engine in enumerate(engines)]
+        self._wanted = Served()
         self._tell = tell or (lambda line: None)
         self._calls: dict[str, Replica] = {}
+        self._one_at_a_time = asyncio.Lock()
         self._changed = asyncio.Event()
         self._policy = ""
         """One that is served."""
@@ -75,23 +83,27 @@ class ReplicatedEngine:
         self, session_id: str, policy: str, *, pin: PolicyVersion | None = None, priority: int = 0
     ) -> ReplicatedSession:
         """See `agentrl.core.ports.Engine.open`; which replica it is with is decided by its first call."""
-        self._policy = policy
         session = ReplicatedSession(self, session_id, policy, pin, priority)
-        for replica in sorted(self._replicas, key=lambda each: each.is_behind):
+        for replica in sorted(self._living(), key=lambda each: each.is_fenced):
             try:
                 replica.engine.open(session_id, policy, pin=pin, priority=priority).close()  # refused here, if at all
-            except EngineLostError:
-                self.lost(replica)
+            except EngineLostError as error:
+                self.lost(replica, error)
             else:
+                self._policy = policy
                 return session
         raise EngineLostError(f"session {session_id}: all replicas of the engine are gone")
 
     async def choose(self, context: Int32Array, policy: str) -> Replica:
-        """The replica for a conversation that begins with `context`; waits while all are behind."""
-        while not (able := [replica for replica in self._replicas if not replica.is_behind]):
+        """The replica for a conversation that begins with `context`; waits while all are fenced.
+
+        Raises:
+            EngineFailedError: none will ever serve again.
+        """
+        while not (able := [replica for replica in self._living() if not replica.is_fenced]):
+            if not any(replica.following and not replica.following.done() for replica in self._replicas):
+                raise self._nobody()
             await self._change()
-        if self._closed:
-            raise EngineError("the engine is closed")
         suited = able[key64(policy, context.tobytes().hex()) % len(able)]
         mean = sum(replica.sessions for replica in able) / len(able)
         if suited.sessions <= LOAD_BOUND * mean:
@@ -106,77 +118,204 @@ class ReplicatedEngine:
         """A call has ended."""
         self._calls.pop(request_id, None)
 
-    def lost(self, replica: Replica) -> None:
-        """A replica is gone: it is fenced until it answers again, which its supervisor sees to."""
-        if replica.is_behind:
-            return
-        replica.is_behind = True
-        self._tell(f"engine replica {replica.number} is lost; it gets no calls until it is back")
-        self._follow(replica, partial(self._answers, replica))
+    def lost(self, replica: Replica, error: EngineLostError | EngineFailedError) -> None:
+        """A replica is gone: it is fenced until it answers again, which its supervisor sees to, or for good."""
+        if isinstance(error, EngineFailedError):
+            if replica.failure is None and not self._closed:
+                replica.failure, replica.is_fenced = error, True
+                self._tell(f"engine replica {replica.number} has failed for good: {error}")
+                self._changed.set()
+        elif not replica.is_lost and replica.failure is None:
+            replica.is_lost = True
+            self._fence(replica, "is lost; it gets no calls until it is back")
+            self._follow(replica)
 
     async def _answers(self, replica: Replica) -> None:
-        while not self._closed:
+        """Wait until a lost replica takes sessions again; it is paused, or not, as the others are."""
+        while True:
+            paused = self._paused
             try:
-                await (replica.engine.pause() if self._paused else replica.engine.resume())
-                replica.engine.open("is it back?", self._policy).close()
+                await (replica.engine.pause() if paused else replica.engine.resume())
+                if self._policy:
+                    replica.engine.open("is it back?", self._policy).close()
             except EngineLostError:
                 await asyncio.sleep(BACK_S)
-            else:
+                continue
+            if paused == self._paused:
+                replica.is_lost = False
                 return
+
+    def _living(self) -> list[Replica]:
+        if self._closed:
+            raise EngineError("the engine is closed")
+        living = [replica for replica in self._replicas if replica.failure is None]
+        if not living:
+            raise self._nobody()
+        return living
+
+    def _nobody(self) -> EngineFailedError:
+        reasons = [
+            f"replica {replica.number}: {replica.failure or next(iter(replica.refused.values()), 'behind')}"
+            for replica in self._replicas
+        ]
+        return EngineFailedError(f"no replica of the engine serves any more; {'; '.join(reasons)}")
 
     # --- control ----------------------------------------------------------------------------------------------------
 
     async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
         """See `agentrl.core.ports.Engine.update`: each replica in turn, so that the others sample meanwhile.
 
-        A replica that takes longer than `FENCE_S`, or fails where the first did not, is fenced until it has caught up.
+        A replica that takes longer than `FENCE_S` for full weights, or fails where another did not, is fenced until it
+        has caught up. An adapter may have to wait for a place, which conversations free when they end: so do we.
+        A caller who is cancelled keeps nothing.
         """
-        accepted = False
-        for replica in self._replicas:
-            task = self._follow(replica, partial(replica.engine.update, weights, keep=keep))
-            if replica.is_behind:
-                continue
-            await asyncio.wait({task}, timeout=FENCE_S)
-            if task.done() and task.exception() is None:
-                accepted = True
-            elif task.done() and not accepted:
-                task.result()
-            else:
-                replica.is_behind = True
-                self._tell(f"engine replica {replica.number} is behind at {weights.version}; it gets no calls for now")
-        while not accepted and not self._closed and all(replica.is_behind for replica in self._replicas):
-            await self._change()
+        forsaken = partial(self.release, weights.version) if keep else None
+        await finished(self._update(weights, keep=keep), forsaken=forsaken)
 
-    def _follow(self, replica: Replica, work: Work) -> asyncio.Task[None]:
-        """Let a replica do something once it has done what it is doing."""
-        loop = asyncio.get_running_loop()
-        task = replica.newest = loop.create_task(_after(replica.newest, work), name=f"engine replica {replica.number}")
-        task.add_done_callback(lambda ended: self._updated(replica, ended))
-        return task
+    async def _update(self, weights: WeightsRef, *, keep: bool) -> None:
+        async with self._one_at_a_time:
+            before = self._wanted.newest.get(weights.version.policy)
+            self._wanted.take(weights, keep=keep)
+            for replica in self._replicas:
+                replica.refused.clear()
+            try:
+                for replica in self._living():
+                    await self._in_turn(replica, weights)
+                while not self._is_taken(weights.version.policy):
+                    await self._change()
+            except Exception:
+                self._wanted.take_back(weights, before, keep=keep)
+                self._follow_fenced()
+                raise
 
-    def _updated(self, replica: Replica, task: asyncio.Task[None]) -> None:
-        """A replica that took its newest update is with the others again."""
-        if task.cancelled() or task.exception() is not None or replica.newest is not task:
+    async def _in_turn(self, replica: Replica, weights: WeightsRef) -> None:
+        """Wait until a replica has followed, if it is not fenced; it is, where it does not.
+
+        Raises:
+            EngineError: it has refused, and no other has taken it.
+        """
+        following = self._follow(replica)
+        if replica.is_fenced:
             return
-        if replica.is_behind:
-            replica.is_behind = False
+        try:
+            async with asyncio.timeout(FENCE_S if weights.kind == "full" else None):
+                while not (following.done() or replica.is_fenced):
+                    await self._change()
+        except TimeoutError:
+            pass
+        if not following.done() or (self._lacking(replica) and self._is_taken(weights.version.policy)):
+            self._fence(replica, f"is behind at {weights.version}; it gets no calls for now")
+
+    def _is_taken(self, policy: str) -> bool:
+        """Whether a replica serves what is wanted of a policy.
+
+        Raises:
+            EngineError: none will, for this reason.
+        """
+        living = self._living()
+        lacking = [replica for replica in living if policy in self._lacking(replica)]
+        if len(lacking) < len(living):
+            return True
+        refused = {
+            replica.number: (replica, error)
+            for replica in lacking
+            for weights, error in replica.refused.items()
+            if weights.version.policy == policy
+        }
+        for replica, error in refused.values():
+            if not replica.is_fenced or len(refused) == len(living):
+                raise error
+        return False
+
+    def _lacking(self, replica: Replica) -> dict[str, tuple[WeightsRef, bool]]:
+        return replica.serves.lacks(self._wanted)
+
+    def _follow(self, replica: Replica) -> asyncio.Task[None]:
+        """Have a replica given what it lacks: by the task that is returned."""
+        if replica.following is None or replica.following.done():
+            name = f"engine replica {replica.number}"
+            replica.following = asyncio.get_running_loop().create_task(self._give(replica), name=name)
+            replica.following.add_done_callback(lambda _: self._changed.set())
+        return replica.following
+
+    async def _give(self, replica: Replica) -> None:
+        while not self._closed and replica.failure is None:
+            updates = [update for update in self._lacking(replica).values() if update[0] not in replica.refused]
+            if not (updates or replica.is_lost):
+                break
+            try:
+                if replica.is_lost:
+                    await self._answers(replica)
+                else:
+                    await self._deliver(replica, *updates[0])
+            except (EngineLostError, EngineFailedError) as error:
+                self.lost(replica, error)
+            self._changed.set()
+        if replica.is_fenced and replica.failure is None and not (replica.strayed or self._lacking(replica)):
+            replica.is_fenced = False
             self._tell(f"engine replica {replica.number} has caught up")
-        self._changed.set()
+
+    async def _deliver(self, replica: Replica, weights: WeightsRef, keep: bool) -> None:
+        """Update a replica; what has ceased to be wanted meanwhile is not counted as served."""
+        policy = weights.version.policy
+        try:
+            await replica.engine.update(weights, keep=keep)
+        except (EngineLostError, EngineFailedError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, who waits for this version hears of it
+            replica.refused[weights] = error
+            return
+        if keep:
+            replica.serves.kept[weights] += 1
+        if self._wanted.newest.get(policy) == weights or self._wanted.kept[weights]:
+            replica.serves.newest[policy] = weights
+            replica.strayed.discard(policy)
+        else:
+            replica.strayed.add(policy)
+        self._trim(replica)
 
     def release(self, version: PolicyVersion) -> None:
         """See `agentrl.core.ports.Engine.release`."""
+        if self._wanted.release(version):
+            for replica in self._replicas:
+                self._trim(replica)
+            self._follow_fenced()
+
+    def _trim(self, replica: Replica) -> None:
+        """A replica keeps nothing that is kept no more; what it is only about to keep it will be asked then."""
+        surplus = replica.serves.kept - self._wanted.kept
+        replica.serves.kept -= surplus
+        for weights in surplus.elements():
+            replica.engine.release(weights.version)
+
+    def _follow_fenced(self) -> None:
         for replica in self._replicas:
-            replica.engine.release(version)
+            if replica.is_fenced:
+                self._follow(replica)
+
+    def _fence(self, replica: Replica, why: str) -> None:
+        if not replica.is_fenced:
+            replica.is_fenced = True
+            self._tell(f"engine replica {replica.number} {why}")
+        self._changed.set()
 
     async def pause(self) -> None:
         """See `agentrl.core.ports.Engine.pause`."""
-        self._paused = True
-        await asyncio.gather(*(replica.engine.pause() for replica in self._replicas))
+        await self._pause(on=True)
 
     async def resume(self) -> None:
         """See `agentrl.core.ports.Engine.resume`."""
-        self._paused = False
-        await asyncio.gather(*(replica.engine.resume() for replica in self._replicas))
+        await self._pause(on=False)
+
+    async def _pause(self, *, on: bool) -> None:
+        self._paused = on
+        await asyncio.gather(*(self._tell_pause(replica) for replica in self._living() if not replica.is_lost))
+
+    async def _tell_pause(self, replica: Replica) -> None:
+        try:
+            await (replica.engine.pause() if self._paused else replica.engine.resume())
+        except (EngineLostError, EngineFailedError) as error:
+            self.lost(replica, error)
 
     def abort(self, request_id: str) -> None:
         """See `agentrl.core.ports.Engine.abort`."""
@@ -189,8 +328,12 @@ class ReplicatedEngine:
     ) -> Float32Array:
         """See `agentrl.core.ports.Engine.score`."""
         policy = version if isinstance(version, str) else version.policy
-        replica = await self.choose(token_ids, policy)
-        return await replica.engine.score(version, token_ids, temperature)
+        while True:
+            replica = await self.choose(token_ids, policy)
+            try:
+                return await replica.engine.score(version, token_ids, temperature)
+            except (EngineLostError, EngineFailedError) as error:
+                self.lost(replica, error)
 
     def busy_seconds(self) -> float:
         """See `agentrl.core.ports.Engine.busy_seconds`: the mean of the replicas."""
@@ -201,7 +344,7 @@ class ReplicatedEngine:
         self._closed = True
         self._changed.set()
         await asyncio.gather(*(replica.engine.close() for replica in self._replicas))
-        pending = {replica.newest for replica in self._replicas if replica.newest is not None}
+        pending = {replica.following for replica in self._replicas if replica.following is not None}
         for task in pending:
             task.cancel()
         if pending:
@@ -210,6 +353,8 @@ class ReplicatedEngine:
     async def _change(self) -> None:
         self._changed.clear()
         await self._changed.wait()
+        if self._closed:
+            raise EngineError("the engine is closed")
 
 
 class ReplicatedSession:
@@ -231,7 +376,24 @@ class ReplicatedSession:
 
     async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
         """See `agentrl.core.ports.EngineSession.generate`."""
-        if self._replica is not None and self._replica.is_behind:
+        while True:
+            replica, session = await self._place(request)
+            self._engine.started(request.request_id, replica)
+            try:
+                return await session.generate(request, on_delta)
+            except EngineFailedError as error:  # nothing was sampled: another replica does it
+                self._engine.lost(replica, error)
+                self._leave()
+            except EngineLostError as error:
+                self._engine.lost(replica, error)
+                self._leave()
+                raise
+            finally:
+                self._engine.ended(request.request_id)
+
+    async def _place(self, request: GenerateRequest) -> tuple[Replica, EngineSession]:
+        """The replica it is with, and the session there."""
+        if self._replica is not None and self._replica.is_fenced:
             self._leave()
         if self._session is None or self._replica is None:
             replica = await self._engine.choose(request.token_ids, self._policy)
@@ -240,15 +402,7 @@ class ReplicatedSession:
             self._session = replica.engine.open(self._name, self._policy, pin=self._pin, priority=self._priority)
             self._replica = replica
             replica.sessions += 1
-        self._engine.started(request.request_id, self._replica)
-        try:
-            return await self._session.generate(request, on_delta)
-        except EngineLostError:
-            self._engine.lost(self._replica)
-            self._leave()
-            raise
-        finally:
-            self._engine.ended(request.request_id)
+        return self._replica, self._session
 
     def close(self) -> None:
         """See `agentrl.core.ports.EngineSession.close`."""
@@ -260,9 +414,3 @@ class ReplicatedSession:
             self._session.close()
             self._replica.sessions -= 1
         self._session = self._replica = None
-
-
-async def _after(before: asyncio.Task[None] | None, work: Work) -> None:
-    if before is not None and not before.done():
-        await asyncio.wait({before})
-    await work()

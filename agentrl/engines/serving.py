@@ -51,6 +51,10 @@ class ServedModel:
                 if name in self.state:
                     self.state[name].copy_(tensor)
 
+    def copied(self) -> dict[str, Tensor]:
+        """What `overwrite` needs to bring the present weights back."""
+        return {name: tensor.clone() for name, tensor in self.state.items()}
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Serving(LiveVersion):
@@ -109,6 +113,10 @@ class VersionTable:
                 return None
         return old.served
 
+    def give_back(self, copy: ServedModel) -> None:
+        """A copy that came to serve nothing; the next one that is needed is this."""
+        self._spare = copy
+
     def new_copy(self) -> ServedModel:
         """A copy of the architecture, to be filled."""
         if self._spare is not None:
@@ -126,15 +134,8 @@ class VersionTable:
             self.base.bank = AdapterBank(self.base.model, places=self.places, max_rank=self.max_rank)
         return self.base.bank
 
-    def serve_full(self, version: PolicyVersion, served: ServedModel, *, digest: str, keep: bool) -> Serving:
-        """Make `version` current; its weights are in `served` already."""
-        return self._promote(Serving(version=version, served=served, digest=digest, kept=int(keep)))
-
-    def serve_adapter(self, version: PolicyVersion, place: int, *, digest: str, keep: bool) -> Serving:
-        """Make `version` current; its adapter is in `place` of the bank already."""
-        return self._promote(Serving(version=version, served=self.base, adapter=place, digest=digest, kept=int(keep)))
-
-    def _promote(self, new: Serving) -> Serving:
+    def promote(self, new: Serving) -> None:
+        """Make a version current; its weights are where it says already."""
         old = self.current.get(new.version.policy)
         if new.adapter == BASE:
             for overwritten in self.servings_of(new.served):
@@ -142,7 +143,6 @@ class VersionTable:
         self.live[new.version] = self.current[new.version.policy] = new
         if old is not None:
             self.settle(old)
-        return new
 
     def settle(self, serving: Serving) -> bool:
         """Forget a version that nothing needs any more; returns whether it was forgotten."""
@@ -158,5 +158,5 @@ class VersionTable:
             return False  # base weights cost nothing to keep while the copy stands
         del self.live[serving.version]
         if self._spare is None and not self.servings_of(serving.served):
-            self._spare = serving.served
+            self.give_back(serving.served)
         return True

@@ -1,9 +1,9 @@
-"""A child process that is kept running: started, waited for until it serves, started again when it dies.
+"""A process that is kept running: started, waited for until it serves, started again when it dies.
 
-Owns the child's life and the budget of its losses. Knows nothing of what is said to the child: `Supervised` brings the
-command, what makes a fresh child ready, and what its death means. Invariants: one child at a time; `serving` returns
-only while a child is ready; a child that has died is told of before the next one starts; nothing is left running; a
-child that has spoken and falls silent is killed.
+Owns the child's life and the budget of its losses. Knows nothing of what is said to the child, or of where it runs:
+`Supervised` starts it, makes a fresh one ready, and knows what its death means. Invariants: one child at a time;
+`serving` returns only while a child is ready; a child that has died is told of before the next one starts; nothing is
+left running; a child that has spoken and falls silent is killed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Protocol
 from agentrl.core.errors import AgentRLError, EngineError, EngineLostError
 
 if TYPE_CHECKING:
-    from asyncio.subprocess import Process
     from collections.abc import Callable
 
     from agentrl.core.budget import RetryBudget
@@ -29,11 +28,33 @@ _PIECES = 10
 """Of a silence: when this process itself stood still, one of them has passed, and the child is not to blame."""
 
 
+class Child(Protocol):
+    """A process that was started."""
+
+    @property
+    def process_id(self) -> int:
+        """On the machine it runs on."""
+        ...
+
+    async def wait(self) -> str:
+        """Wait until it is dead, and what it had started; how it died. Can be asked again."""
+        ...
+
+    def kill(self) -> None:
+        """End it, and what it started, at once; idempotent."""
+        ...
+
+
 class Supervised(Protocol):
     """What is kept running."""
 
-    async def launch(self) -> Process:
-        """Start a child in a session of its own, so that Ctrl-C is its parent's and the whole session can be killed."""
+    async def launch(self) -> Child:
+        """Start a child.
+
+        Raises:
+            OSError: it cannot be started now, and may be later.
+            AgentRLError: it never can.
+        """
         ...
 
     async def welcome(self) -> None:
@@ -77,7 +98,7 @@ class Supervisor:
         self._budget = budget
         self._clock = clock
         self._tell = tell
-        self._process: Process | None = None
+        self._child: Child | None = None
         self._silence_s = silence_s
         self._silent: int | None = None
         """For how many pieces of `silence_s`; None: it has not spoken yet."""
@@ -90,7 +111,7 @@ class Supervisor:
     @property
     def process_id(self) -> int | None:
         """Of the child; None while there is none."""
-        return None if self._process is None else self._process.pid
+        return None if self._child is None else self._child.process_id
 
     async def serving(self) -> None:
         """Wait until a child serves.
@@ -113,15 +134,14 @@ class Supervisor:
 
     def kill(self, why: str = "") -> None:
         """End the child, and what it started, at once; it is replaced as if it had died by itself, for that reason."""
-        if self._process is not None and self._process.returncode is None:
+        if self._child is not None:
             self._why = self._why or why
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._child.kill()
 
     async def stop(self) -> None:
         """Kill the child; none is started again. Idempotent."""
         self._give_up(EngineError(f"{self._name} is closed"))
-        if self._process is not None:
+        if self._child is not None:
             self.kill()
         else:
             self._task.cancel()
@@ -131,7 +151,7 @@ class Supervisor:
         try:
             while self._failure is None:
                 how = await self._live()
-                self._process = None
+                self._child = None
                 if self._failure is not None:
                     return
                 self.losses += 1
@@ -141,30 +161,31 @@ class Supervisor:
                     return
                 self._tell(f"{self._name} {how}; it is started again in {wait:g} s")
                 await self._clock.sleep(wait)
+        except AgentRLError as error:
+            self._give_up(error)
         except Exception as error:  # noqa: BLE001 - a bug of ours: whoever waits for the child must not wait for ever
             self._give_up(EngineError(f"{self._name} could not be kept running: {type(error).__name__}: {error}"))
         finally:
             self.kill()
-            if self._process is not None:
-                await self._process.wait()
+            if self._child is not None:
+                await self._child.wait()
 
     async def _live(self) -> str:
         """One child, from its start to its death; how it died."""
         self._why, self._silent = "", None
         try:
-            process = self._process = await self._supervised.launch()
+            child = self._child = await self._supervised.launch()
         except OSError as error:
-            return f"could not be started ({error.strerror})"
-        loop = asyncio.get_running_loop()
-        welcoming = loop.create_task(self._welcome(process), name=f"welcome {self._name}")
+            return f"could not be started ({error.strerror or error})"
+        loop, dead = asyncio.get_running_loop(), asyncio.Event()
+        welcoming = loop.create_task(self._welcome(child, dead), name=f"welcome {self._name}")
         watching = loop.create_task(self._watch(), name=f"watch {self._name}")
         try:
-            code = await process.wait()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it had started
+            how = await child.wait()
+            dead.set()
             if self._failure is None:
                 self._serving.clear()
-            how = f"was killed: {self._why}" if self._why else f"died ({_cause(code)})"
+            how = f"was killed: {self._why}" if self._why else how
             await self._supervised.died(how)
             return how
         finally:
@@ -180,19 +201,19 @@ class Supervisor:
                 if self._silent > _PIECES:
                     self.kill(f"it gave no sign of life for {self._silence_s:g} s")
 
-    async def _welcome(self, process: Process) -> None:
+    async def _welcome(self, child: Child, dead: asyncio.Event) -> None:
         try:
             await self._supervised.welcome()
-            if process.returncode is None:
+            if not dead.is_set():
                 self._serving.set()
         except EngineLostError:
-            self.kill()
+            child.kill()
         except AgentRLError as error:
             self._give_up(error)
-            self.kill()
+            child.kill()
         except Exception as error:  # noqa: BLE001 - a bug of ours: whoever waits for the child must not wait for ever
             self._give_up(EngineError(f"{self._name} could not be made ready: {type(error).__name__}: {error}"))
-            self.kill()
+            child.kill()
 
     def _give_up(self, error: AgentRLError) -> None:
         if self._failure is None:
@@ -206,12 +227,3 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _cause(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"

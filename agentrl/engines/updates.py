@@ -1,7 +1,8 @@
 """How a published version comes to serve: read and check off the loop, swap between two forward passes.
 
 Owns: the order of steps of an update, leases, and what each refresh does with calls in flight. Does not know slots.
-Invariant: until the swap nothing has changed, so that any failure leaves the old version serving.
+Invariant: until the new version has answered its probe nothing has changed that a later pass could see, so that any
+failure leaves the old version serving.
 
 refresh   adapters                                   full weights (one copy per version that must stay)
 token     calls in flight go on under the new one    the same
@@ -14,12 +15,14 @@ lazy      sessions stay until their lag exceeds      refused
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import EngineError
 from agentrl.engines.adapter_files import read_adapter
-from agentrl.engines.leases import Leases
-from agentrl.engines.serving import BASE
+from agentrl.engines.leases import Leases, probes_of
+from agentrl.engines.probe import check_answer, read_probe
+from agentrl.engines.serving import BASE, Serving
 from agentrl.engines.weight_files import match_full_weights, read_weights, refusal
 
 if TYPE_CHECKING:
@@ -28,10 +31,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from agentrl.core.ports import Refresh
-    from agentrl.core.records import WeightsRef
+    from agentrl.core.records import Float32Array, WeightsRef
     from agentrl.engines.adapter_files import AdapterFile
     from agentrl.engines.capture import RoutingTap
-    from agentrl.engines.serving import ServedModel, Serving, VersionTable
+    from agentrl.engines.probe import Probe
+    from agentrl.engines.serving import ServedModel, VersionTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedSettings:
+    """How an embedded engine works, beyond what its capabilities say; see `EmbeddedEngine.load`."""
+
+    slots: int
+    refresh: Refresh
+    keep_kv: bool
+    max_rank: int
+    max_staleness: Mapping[str, int]
+    prefill_tokens: int
+    fixed_shapes: bool
 
 
 class WeightUpdates:
@@ -41,25 +58,29 @@ class WeightUpdates:
         self,
         *,
         versions: VersionTable,
-        refresh: Refresh,
-        max_staleness: Mapping[str, int],
+        settings: EmbeddedSettings,
         between_passes: asyncio.Lock,
         switch: Callable[[Serving, Serving], None],
         on_worker: Callable[[Callable[[], None]], Awaitable[None]],
+        answer: Callable[[Serving, Probe], Awaitable[Float32Array]],
         interrupt: Callable[[], None],
         tap: RoutingTap | None,
     ) -> None:
         self._versions = versions
-        self._refresh = refresh
+        self._refresh = settings.refresh
         self._between_passes = between_passes
         self._switch = switch
         self._on_worker = on_worker
+        self._answer = answer
         self._interrupt = interrupt
         self._tap = tap
         self._one_at_a_time = asyncio.Lock()
         self._changed = asyncio.Event()
         self.leases: Leases[Serving] = Leases(
-            refresh=refresh, max_staleness=max_staleness, current=versions.of_policy, ended=self.settle
+            refresh=settings.refresh,
+            max_staleness=settings.max_staleness,
+            current=versions.of_policy,
+            ended=self.settle,
         )
         self.held: set[str] = set()
         """Policies whose new calls wait for an update at a turn boundary."""
@@ -95,27 +116,43 @@ class WeightUpdates:
                 f"refresh {self._refresh!r} needs adapters; with full weights set engine.refresh to token or turn",
             )
         policy, base = weights.version.policy, self._versions.base
-        read = await asyncio.get_running_loop().run_in_executor(
-            None, lambda: match_full_weights(weights, read_weights(weights), base.state, base.model)
+        loop = asyncio.get_running_loop()
+        file = await loop.run_in_executor(None, read_weights, weights)
+        read = await loop.run_in_executor(
+            None, lambda: match_full_weights(weights, file.tensors, base.state, base.model)
         )
+        probe = self._of_the_model(weights, read_probe(weights, file))
         old = self._versions.of_policy(policy)
         try:
             if self._refresh == "turn":
                 self.held.add(policy)
                 await self._turn_boundary(weights, old)
-            await asyncio.shield(self._swap_full(weights, read, keep=keep))
+            await asyncio.shield(self._swap_full(weights, read, probe, keep=keep))
         finally:
             self.held.discard(policy)
             self._changed.set()
 
-    async def _swap_full(self, weights: WeightsRef, read: Mapping[str, Tensor], *, keep: bool) -> None:
+    async def _swap_full(
+        self, weights: WeightsRef, read: Mapping[str, Tensor], probe: Probe | None, *, keep: bool
+    ) -> None:
         """Once begun it is finished, even if whoever asked for it is cancelled."""
+        versions = self._versions
         self._interrupt()
         async with self._between_passes:
-            old = self._versions.of_policy(weights.version.policy)
-            served = self._versions.target_for_full(weights.version.policy) or self._new_copy()
+            old, target = versions.of_policy(weights.version.policy), versions.target_for_full(weights.version.policy)
+            served = target or self._new_copy()
+            before = served.copied() if target is not None and probe is not None else None
+            new = Serving(version=weights.version, digest=weights.sha256, probe=probe, kept=int(keep), served=served)
             await self._on_worker(lambda: served.overwrite(read))
-            new = self._versions.serve_full(weights.version, served, digest=weights.sha256, keep=keep)
+            try:
+                await self._check_answer(weights, new)
+            except BaseException:
+                if before is not None:
+                    await self._on_worker(lambda: served.overwrite(before))
+                elif target is None:
+                    versions.give_back(served)
+                raise
+            versions.promote(new)
             if self._refresh == "token":
                 self._move_calls(old, new)
 
@@ -137,6 +174,7 @@ class WeightUpdates:
             raise refusal(weights, "the engine was started without places for adapters (adapter_slots = 0)")
         bank = self._versions.bank()
         bank.check(weights, adapter)
+        probe = self._of_the_model(weights, adapter.probe)
         while (place := bank.free_place()) is None:
             old = self._versions.of_policy(weights.version.policy)
             if self._refresh == "token" and not old.held and old.adapter != BASE:
@@ -144,23 +182,57 @@ class WeightUpdates:
             if not self.leases.revoke([s for s in self._versions.live.values() if s.adapter != BASE]):
                 self._check_may_free(weights)
                 await self._change()
-        await asyncio.shield(self._swap_adapter(weights, adapter, place, keep=keep))
+        await asyncio.shield(self._swap_adapter(weights, adapter, place, probe, keep=keep))
 
-    async def _swap_adapter(self, weights: WeightsRef, adapter: AdapterFile, place: int | None, *, keep: bool) -> None:
+    async def _swap_adapter(
+        self, weights: WeightsRef, adapter: AdapterFile, place: int | None, probe: Probe | None, *, keep: bool
+    ) -> None:
         """Once begun it is finished, even if whoever asked for it is cancelled."""
-        versions = self._versions
+        versions, replaced = self._versions, None
         self._interrupt()
         async with self._between_passes:
             old, bank = versions.of_policy(weights.version.policy), versions.bank()
             if place is None:
-                place = old.adapter
-                del versions.live[old.version]
-                bank.empty(place)
+                place, replaced = old.adapter, bank.empty(old.adapter)
             filled = place
+            new = Serving(
+                version=weights.version,
+                digest=weights.sha256,
+                probe=probe,
+                kept=int(keep),
+                served=versions.base,
+                adapter=filled,
+            )
             await self._on_worker(lambda: bank.fill(filled, adapter))
-            new = versions.serve_adapter(weights.version, place, digest=weights.sha256, keep=keep)
+            try:
+                await self._check_answer(weights, new)
+            except BaseException:
+                bank.empty(filled)
+                if replaced is not None:
+                    former = replaced
+                    await self._on_worker(lambda: bank.fill(filled, former))
+                raise
+            if replaced is not None:
+                del versions.live[old.version]
+            versions.promote(new)
             if self._refresh == "token":
                 self._move_calls(old, new)
+
+    def _of_the_model(self, weights: WeightsRef, probe: Probe | None) -> Probe | None:
+        if probe is not None:
+            probe.check_vocabulary(weights, int(self._versions.base.model.config.vocab_size))
+        return probe
+
+    async def _check_answer(self, weights: WeightsRef, new: Serving) -> None:
+        """Ask what is loaded for its probe, between the same two passes, before anything samples from it.
+
+        Raises:
+            EngineError: it does not answer as the trainer does.
+        """
+        if new.probe is not None:
+            answer = await self._answer(new, new.probe)
+            others, dtype = probes_of(self._versions.live.values()), new.served.model.dtype
+            check_answer(weights, new.probe, answer, dtype=dtype, others=others)
 
     def _move_calls(self, old: Serving, new: Serving) -> None:
         self._switch(old, new)

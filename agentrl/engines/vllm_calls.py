@@ -1,4 +1,4 @@
-"""Sessions and calls of the vLLM engine: one conversation's place, and one request in flight.
+"""Calls of the vLLM engine: one request in flight.
 
 Owns: what was sampled so far and by whom. Does not ask vLLM for anything; the engine does.
 """
@@ -6,11 +6,12 @@ Owns: what was sampled so far and by whom. Does not ask vLLM for anything; the e
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from agentrl.core.records import Completion, VersionSpan
+from agentrl.engines.sessions import Session
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,45 +26,8 @@ if TYPE_CHECKING:
 _DELTA_SECONDS = 0.2
 
 
-class SessionOwner(Protocol):
-    """The engine, as far as its sessions need it."""
-
-    async def generate(self, session: VllmSession, request: GenerateRequest, on_delta: Delta | None) -> Completion:
-        """One call of `session`."""
-        ...
-
-    def close_session(self, session: VllmSession) -> None:
-        """Give back what `session` holds."""
-        ...
-
-
-class VllmSession:
-    """One conversation: its pin or lease. Its keys and values are vLLM's to keep. Made by `VllmEngine.open`."""
-
-    __slots__ = ("_engine", "call", "closed", "lease", "pin", "policy", "priority", "session_id")
-
-    has_kv = True
-    """vLLM does not say when it drops a prefix; it is taken to have it."""
-
-    def __init__(
-        self, engine: SessionOwner, session_id: str, policy: str, *, pin: VllmVersion | None, priority: int
-    ) -> None:
-        self._engine = engine
-        self.session_id = session_id
-        self.policy = policy
-        self.pin = pin
-        self.lease: VllmVersion | None = None
-        self.priority = priority
-        self.call: VllmCall | None = None
-        self.closed = False
-
-    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
-        """See `agentrl.core.ports.EngineSession.generate`."""
-        return await self._engine.generate(self, request, on_delta)
-
-    def close(self) -> None:
-        """See `agentrl.core.ports.EngineSession.close`."""
-        self._engine.close_session(self)
+VllmSession: TypeAlias = Session["VllmVersion"]
+"""One conversation: its pin or lease. Its keys and values are vLLM's to keep."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,11 +66,17 @@ class VllmCall:
                 self.deliver()
 
     def deliver(self) -> None:
-        """Give `on_delta` what it was not given yet, sampled by the version that serves."""
+        """Give `on_delta` what it was not given yet, sampled by the version that serves; not while that is on trial."""
+        if self.serving.is_on_trial:
+            return
         first, self._delivered = self._delivered, len(self.tokens)
         self._next_delta = self.clock.monotonic() + _DELTA_SECONDS
         if self.on_delta is not None and self._delivered > first:
             self.on_delta(self.request.request_id, self.tokens[first:], self.logprobs[first:], self.serving.version)
+
+    def cut(self) -> None:
+        """Forget what was held back: the version that sampled it is none."""
+        del self.tokens[self._delivered :], self.logprobs[self._delivered :]
 
     def close_spans(self, spans: Sequence[tuple[int, PolicyVersion]]) -> None:
         """All tokens so far belong to the versions of `spans`, which say where each ends."""

@@ -20,7 +20,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError
 from agentrl.core.ids import key64
 from agentrl.core.ports import EngineCapabilities
-from agentrl.engines.calls import check_request, empty_completion
+from agentrl.engines.sessions import check_request, empty_completion
 from agentrl.engines.vllm_calls import VllmCall, VllmSession
 from agentrl.engines.vllm_start import VllmSettings, start_vllm
 from agentrl.engines.vllm_updates import VllmUpdates, VllmVersion
@@ -81,7 +81,9 @@ class VllmEngine:
             exact_continuation=False,
         )
         self._llm = llm
-        self._versions = VllmUpdates(llm, model_path, shapes, versions, settings, switch=self._switch_calls)
+        self._versions = VllmUpdates(
+            llm, shapes, versions, settings, switch=self._switch_calls, recall=self._recall_calls
+        )
         self._vocabulary = int(shapes.config.get_text_config().vocab_size)
         self._clock = clock or SystemClock()
         self._calls: dict[str, VllmCall] = {}
@@ -150,23 +152,11 @@ class VllmEngine:
         """See `agentrl.core.ports.Engine.open`."""
         self._versions.of_policy(policy)
         pinned = None if pin is None else self._versions.of_version(pin)
-        if pinned is not None:
-            pinned.pins += 1
-        return VllmSession(self, session_id, policy, pin=pinned, priority=priority)
+        return VllmSession(self, session_id, policy, pinned, priority)
 
-    def close_session(self, session: VllmSession) -> None:
-        """Give back what `session` holds; a call of it in flight ends as by `abort`."""
-        if session.closed:
-            return
-        session.closed = True
-        if session.call is not None:
-            self.abort(session.call.request.request_id)
-        else:
-            self._leave(session)
-
-    def _leave(self, session: VllmSession) -> None:
-        self._versions.leases.end(session)
-        self._versions.leases.end_pin(session)
+    def leave(self, session: VllmSession) -> None:
+        """See `sessions.SessionOwner`."""
+        self._versions.leases.close(session)
 
     async def generate(
         self, session: VllmSession, request: GenerateRequest, on_delta: Delta | None = None
@@ -177,7 +167,7 @@ class VllmEngine:
         if context >= self.capabilities.max_context or request.sampling.max_tokens < 1:
             return empty_completion(context, "length")
         call = VllmCall(request, session, on_delta, self._clock, self._versions.of_policy(session.policy))
-        self._calls[request.request_id] = session.call = call
+        self._calls[request.request_id], session.request = call, request
         try:
             return call.complete(await self._sample(call))
         except EngineDeadError as error:
@@ -185,9 +175,7 @@ class VllmEngine:
             raise self._lost(request) from error
         finally:
             del self._calls[request.request_id]
-            session.call = None
-            if session.closed:
-                self._leave(session)
+            session.end_call()
 
     def _check(self, session: VllmSession, request: GenerateRequest) -> None:
         where = f"call {request.request_id} of session {session.session_id}"
@@ -254,18 +242,18 @@ class VllmEngine:
         )
         async for output in outputs:
             chosen = output.outputs[0]
-            if call.moving and not self._versions.adapters:  # full weights: perhaps new ones over an old prefix
-                reason = None if chosen.finish_reason is None else "abort"
-            else:
+            passed_over = call.moving and not self._versions.adapters  # perhaps new weights over an old prefix
+            if not passed_over:
                 if before == 0 and not call.tokens:
                     call.cached = output.num_cached_tokens or 0
                 call.take(chosen)
-                if chosen.finish_reason is not None:
-                    reason = _reason(chosen, request)
-                    call.close_spans(self._versions.spans(call.serving, output, start=before, stop=len(call.tokens)))
-            if (
-                reason is None and (call.ending or call.moving) and not told
-            ):  # asked for before vLLM knew of the request
+            if chosen.finish_reason is not None:
+                reason = "abort" if passed_over else _reason(chosen, request)
+                if not await call.serving.is_accepted():
+                    call.cut()
+                    reason = "abort"
+                call.close_spans(self._versions.spans(call.serving, output, start=before, stop=len(call.tokens)))
+            elif (call.ending or call.moving) and not told:  # asked for before vLLM knew of the request
                 told = True
                 await self._llm.abort(call.name)
         if reason is None:
@@ -308,6 +296,14 @@ class VllmEngine:
         if anew:
             await self._llm.abort(anew)
 
+    async def _recall_calls(self, refused: VllmVersion) -> None:
+        """Calls that `refused` samples stop, to go on under another version."""
+        stopped = [call for call in self._calls.values() if call.asked and call.serving is refused and not call.ending]
+        for call in stopped:
+            call.moving = True
+        if stopped:
+            await self._llm.abort([call.name for call in stopped])
+
     def release(self, version: PolicyVersion) -> None:
         """See `agentrl.core.ports.Engine.release`."""
         self._versions.release(version)
@@ -344,8 +340,8 @@ class VllmEngine:
             await versions.may_sample(version if isinstance(version, str) else version.policy, lambda: self._closed)
             serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
             scores = await versions.score(serving, token_ids)
-            if versions.is_live(serving):
-                return scores  # otherwise full weights were replaced meanwhile, and some scores may be of either
+            if await serving.is_accepted() and versions.is_live(serving):
+                return scores  # otherwise weights were replaced meanwhile, and some scores may be of either
 
     async def ping(self) -> None:
         """See `process_host.HostedEngine`: vLLM's core is heard from between two steps of its worker."""

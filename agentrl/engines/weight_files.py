@@ -7,8 +7,11 @@ Does not decide which version serves; never executes code from a directory, neve
 from __future__ import annotations
 
 import hashlib
+import json
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
     from agentrl.core.records import WeightsRef
 
+_ONE_AT_A_TIME = Lock()
+"""transformers changes global state while it loads; an update that was cancelled may still be at it."""
 _WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LOAD_ERRORS = (
     OSError,
@@ -195,7 +200,15 @@ def _check_window(config: PretrainedConfig, max_context: int, path: str | Path) 
         )
 
 
-def read_weights(weights: WeightsRef, *, beside: bytes = b"") -> dict[str, Tensor]:
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A version's safetensors file, checked."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+
+def read_weights(weights: WeightsRef, *, beside: bytes = b"") -> WeightFile:
     """Read a version's safetensors file after checking its digest, which is also of what lies `beside` it.
 
     Raises:
@@ -221,7 +234,8 @@ def read_weights(weights: WeightsRef, *, beside: bytes = b"") -> dict[str, Tenso
             raise refusal(weights, f"{key} has dtype {tensor.dtype}; float32, bfloat16 or float16 is needed")
         if not bool(torch.isfinite(tensor).all()):
             raise refusal(weights, f"{key} has values that are not finite")
-    return tensors
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])  # which safetensors has checked
+    return WeightFile(tensors, header.get("__metadata__") or {})
 
 
 def match_full_weights(
@@ -249,14 +263,25 @@ def match_full_weights(
 def _convert_layout(weights: WeightsRef, read: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
     load: Any = type(model).from_pretrained
     try:
-        made, report = load(
-            None, config=model.config, state_dict=dict(read), dtype=torch.float32, output_loading_info=True
-        )
+        with _ONE_AT_A_TIME:
+            made, report = load(
+                None,
+                config=model.config,
+                state_dict=dict(read),
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,  # so that they are in the report
+                output_loading_info=True,
+            )
     except (ValueError, RuntimeError) as error:
         raise refusal(weights, f"its tensors are not those of the model ({error})") from error
-    wrong = [*report["unexpected_keys"], *report["missing_keys"], *(str(k) for k in report["mismatched_keys"])]
-    if wrong:
-        raise refusal(weights, f"its tensors are not those of the model: {', '.join(sorted(wrong)[:4])}")
+    wrong = {
+        "not those of the model": report["unexpected_keys"],
+        "missing": report["missing_keys"],
+        "of a wrong shape": [key for key, *_ in report["mismatched_keys"]],
+    }
+    for what, names in wrong.items():
+        if names:
+            raise refusal(weights, f"tensors are {what}: {_first(names)}")
     state: dict[str, Tensor] = made.state_dict()
     return state
 

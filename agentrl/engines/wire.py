@@ -25,6 +25,7 @@ from agentrl.core.records import (
 
 if TYPE_CHECKING:
     from agentrl.core.records import Float32Array, Int32Array
+    from agentrl.engines.placement import Writer
 
 MAX_FRAME_BYTES = 1 << 30
 _HEAD_BYTES = 4
@@ -184,7 +185,7 @@ REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-def send(writer: asyncio.StreamWriter, message: Request | Reply) -> None:
+def send(writer: Writer, message: Request | Reply) -> None:
     """Queue a frame; never waits."""
     body = _ENCODER.encode(message)
     writer.write(len(body).to_bytes(_HEAD_BYTES, "little") + body)

@@ -2,10 +2,11 @@
 
 All tokens go through the model as one sequence, [1, N]: norms, projections, experts see no padding, no token twice.
 Only attention looks at rows: it gathers each row's queries and keys into padded blocks and scatters the result back.
-Models whose layers mix tokens elsewhere (state-space layers, say) are found by `probe` and forwarded as padded rows.
+Models whose layers mix tokens elsewhere (state-space layers, say) are found by `shares_prefixes`, and forwarded as
+padded rows.
 
-Owns: the attention function, both forward passes, the probe. Does not own: what is packed (`packing.py`), the loss, how
-a router is made to follow the recorded experts (`routing_replay.py`).
+Owns: the attention function, both forward passes, the choice between them. Does not own: what is packed (`packing.py`),
+the loss, how a router is made to follow the recorded experts (`routing_replay.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 ATTENTION = "agentrl_tree"
 """The name under which `tree_attention` is registered; models are loaded with it."""
 
-PROBE_TOLERANCE = 2e-3
+SHARING_TOLERANCE = 2e-3
 """Largest difference of log-probabilities between the model's own forward pass and ours, in nats."""
 
 
@@ -214,7 +215,7 @@ def token_logprobs(
     )
 
 
-def probe(model: PreTrainedModel) -> bool:
+def shares_prefixes(model: PreTrainedModel) -> bool:
     """Whether the prefix tree reproduces the model's own log-probabilities; if not, padded rows do.
 
     The model is left with the attention that goes with the answer.
@@ -244,9 +245,9 @@ def probe(model: PreTrainedModel) -> bool:
                 raise
             index = (batch.sample, batch.position - 1, batch.targets)
             wanted = expected[tuple(_device_tensor(column, model.device) for column in index)]
-            if float((found - wanted).abs().max()) <= PROBE_TOLERANCE:
+            if float((found - wanted).abs().max()) <= SHARING_TOLERANCE:
                 return shared
     raise ModelError(
         f"{type(model).__name__}: log-probabilities recomputed from hidden states differ from the model's own by more "
-        f"than {PROBE_TOLERANCE}; models that change their logits after the output projection cannot be trained"
+        f"than {SHARING_TOLERANCE}; models that change their logits after the output projection cannot be trained"
     )

@@ -23,7 +23,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.ids import key64
 from agentrl.engines.weight_files import read_model
-from agentrl.learn.forward import probe
+from agentrl.learn.forward import shares_prefixes
 from agentrl.learn.routing_replay import RoutingReplay
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class PolicyModel:
         self.model = model
         """The causal LM, adapters of all policies injected."""
         self.shared_prefixes = shared
-        """Whether the model can be forwarded over a prefix tree (`forward.probe`)."""
+        """Whether the model can be forwarded over a prefix tree (`forward.shares_prefixes`)."""
         self.replay = replay
         """Of the model's routers, where the engine records the experts it used."""
         self.kind: Literal["full", "adapter"] = "full" if adapter is None else "adapter"
@@ -108,7 +108,7 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
     if adapted:
         base = _load(path, device)
         replay = _replay(base, config)
-        shared = probe(base)
+        shared = shares_prefixes(base)
         base.requires_grad_(False)
         peft_model: peft.PeftModel | None = None
         adapters: dict[str, str] = {}
@@ -125,7 +125,9 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
         if name not in result:
             model = _load(path, device)
             replay = _replay(model, config)
-            result[name] = PolicyModel(model=model, peft_model=None, adapter=None, shared=probe(model), replay=replay)
+            result[name] = PolicyModel(
+                model=model, peft_model=None, adapter=None, shared=shares_prefixes(model), replay=replay
+            )
     for policy_model in result.values():
         policy_model.train()
     return result

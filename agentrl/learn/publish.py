@@ -1,7 +1,8 @@
 """Published versions: immutable directories an engine, or `from_pretrained`, loads.
 
 `versions/<policy>/<lineage>.<step>/` holds full weights with configuration and tokenizer, or a PEFT adapter. A version
-is put in place by `core.files.place`, so a directory that exists is whole, even after a power cut.
+is put in place by `core.files.place`, so a directory that exists is whole, even after a power cut. In the metadata of
+its weights' file stands the probe that an engine must answer before it serves the version.
 
 Owns: the layout and the digest. Does not own: version ids (the orchestrator's) and when old versions are deleted.
 """
@@ -26,6 +27,8 @@ from agentrl.learn.writing import writing
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from agentrl.engines.probe import Probe
+
 (FULL_FILE,) = WEIGHT_FILES["full"]
 ADAPTER_FILE, ADAPTER_CONFIG = WEIGHT_FILES["adapter"]
 
@@ -41,7 +44,7 @@ class Publisher:
         self._root = run_directory / "versions"
         self._model_path = model_path
 
-    def publish(self, version: PolicyVersion, model: PolicyModel) -> WeightsRef:
+    def publish(self, version: PolicyVersion, model: PolicyModel, probe: Probe | None = None) -> WeightsRef:
         """Write a version; the same weights under the same id again change nothing.
 
         Raises:
@@ -51,7 +54,7 @@ class Publisher:
         directory = self._root / version.policy / f"{version.lineage}.{version.step}"
         name = FULL_FILE if model.adapter_config() is None else ADAPTER_FILE
         with writing(directory), staged(directory, depth=2) as staging:
-            self._write(staging, name, model)
+            self._write(staging, name, model, probe)
             try:
                 place(staging, directory, unless_same=name)
             except FileExistsError as error:
@@ -61,9 +64,10 @@ class Publisher:
         digest = sha256_of(*(directory / each for each in WEIGHT_FILES[model.kind]))
         return WeightsRef(version=version, path=str(directory), kind=model.kind, sha256=digest)
 
-    def _write(self, directory: Path, name: str, model: PolicyModel) -> None:
+    def _write(self, directory: Path, name: str, model: PolicyModel, probe: Probe | None) -> None:
         """Write all files of a version."""
-        _write_tensors(directory / name, model.published())
+        metadata = {"format": "pt"} | (probe.metadata() if probe is not None else {})
+        _write_tensors(directory / name, model.published(), metadata)
         adapter_config = model.adapter_config()
         if adapter_config is None:
             self._add_companions(directory)
@@ -92,5 +96,16 @@ class Publisher:
                 shutil.copyfile(file, target)
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file, the same for the same tensors and metadata."""
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
+    with path.open("r+b") as file:  # safetensors leaves the order of metadata to chance
+        header = file.read(int.from_bytes(file.read(8), "little"))
+        found = json.loads(header)["__metadata__"]
+        file.seek(8)
+        file.write(header.replace(_compact(found), _compact(dict(sorted(found.items()))), 1))
+
+
+def _compact(metadata: Mapping[str, str]) -> bytes:
+    """As safetensors writes it."""
+    return json.dumps(metadata, separators=(",", ":"), ensure_ascii=False).encode()

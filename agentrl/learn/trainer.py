@@ -34,6 +34,7 @@ from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss
 from agentrl.learn.mismatch import mismatch
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import MicroBatch, pack, trained_positions
+from agentrl.learn.probe import ProbeMaker
 from agentrl.learn.publish import Publisher
 from agentrl.learn.ranks import OneRank, Ranks
 from agentrl.learn.writing import writing
@@ -129,6 +130,7 @@ class PolicyTrainer:
         self._read = read if read is not None else journal_reader(run_directory)
         self._loss: Loss = make_loss(config.trainer.loss)
         self._publisher = Publisher(run_directory, Path(config.model.path))
+        self._probes: ProbeMaker | None = None
         self._clock = SystemClock()
         self._learners: dict[str, _Learner] = {}
 
@@ -146,6 +148,10 @@ class PolicyTrainer:
         for name, policy in self._config.trained.items():
             optimizer, steps = self._config.trainer.optimizer, self._config.steps_of(name)
             self._learners[name] = _Learner(name, models[name], policy, optimizer, steps=steps)
+        contexts = self._config.trainer.probe_contexts
+        if contexts and self._ranks.rank == 0:  # which publishes
+            start, longest = next(iter(models.values())), self._config.engine.max_context
+            self._probes = ProbeMaker(start, contexts=contexts, max_context=longest)
         if resume_from is not None:
             for name, learner in self._learners.items():
                 state = checkpoint.load(resume_from / name, learner.model.parameters, learner.optimizer)
@@ -306,7 +312,8 @@ class PolicyTrainer:
         learner = self._learner(policy)
         if (version.policy, version.step) != (policy, learner.step):
             raise TrainerError(f"policy {policy!r} is at step {learner.step} and cannot be published as {version}")
-        reference = self._publisher.publish(version, learner.model)
+        probe = None if self._probes is None else self._probes.of(learner.model)
+        reference = self._publisher.publish(version, learner.model, probe)
         learner.version = version
         return reference
 

@@ -23,7 +23,8 @@ KINDS = (
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> ModelZoo:
     """Random tiny models."""
     torch.set_num_threads(1)
-    return ModelZoo(tmp_path_factory.mktemp("models"))
+    _, architecture = vllm_suite.chosen()
+    return ModelZoo(tmp_path_factory.mktemp("models"), architecture)
 
 
 @pytest.fixture(scope="session")

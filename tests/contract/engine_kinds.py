@@ -21,7 +21,9 @@ from agentrl.core.files import sha256_of
 from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.embedded import EmbeddedEngine
-from agentrl.engines.process import EngineProgram, ProcessEngine
+from agentrl.engines.placement import EngineProgram
+from agentrl.engines.probe import Probe
+from agentrl.engines.process import ProcessEngine
 from agentrl.engines.replicas import ReplicatedEngine
 from agentrl.testing import simulate
 from tests.contract.scripted_program import VOCABULARY, scripted_engine
@@ -44,6 +46,7 @@ _SHAPE = {
 }
 _ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3Config(**_SHAPE),
+    "qwen3_sharded": lambda: transformers.Qwen3Config(**_SHAPE),
     "llama": lambda: transformers.LlamaConfig(**{**_SHAPE, "tie_word_embeddings": False}),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **_SHAPE, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1
@@ -63,28 +66,30 @@ transformers.logging.disable_progress_bar()
 
 @dataclass
 class ModelZoo:
-    """Random models by architecture and seed, saved once per session."""
+    """Random models by architecture and seed, saved once per session; of a sharded one, what a run starts on is."""
 
     root: Path
+    default: str = "qwen3"
     saved: dict[tuple[str, int], Path] = field(default_factory=dict)
 
-    def directory(self, architecture: str = "qwen3", seed: int = 0) -> Path:
+    def directory(self, architecture: str = "", seed: int = 0) -> Path:
         """A Hugging Face directory; another seed gives other weights."""
-        key = (architecture, seed)
+        key = architecture, _ = (architecture or self.default, seed)
         if key not in self.saved:
             torch.manual_seed(seed)
             config = _ARCHITECTURES[architecture]()
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             self.saved[key] = self.root / f"{architecture}-{seed}"
-            model.save_pretrained(self.saved[key])
+            in_shards = architecture.endswith("_sharded") and seed == 0
+            model.save_pretrained(self.saved[key], max_shard_size="100KB" if in_shards else "1GB")
         return self.saved[key]
 
-    def load(self, architecture: str = "qwen3", seed: int = 0) -> Any:
+    def load(self, architecture: str = "", seed: int = 0) -> Any:
         """The model itself, to compare with."""
         directory = self.directory(architecture, seed)
         return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
-    def full(self, version: PolicyVersion, architecture: str = "qwen3", seed: int = 1) -> WeightsRef:
+    def full(self, version: PolicyVersion, architecture: str = "", seed: int = 1) -> WeightsRef:
         """Full weights as a trainer publishes them."""
         directory = self.directory(architecture, seed)
         return WeightsRef(
@@ -97,10 +102,21 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def write_full(directory: Path, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> WeightsRef:
+def probe_of(model: Any, start: Any, *, contexts: int = 4) -> Probe:
+    """What a trainer with these weights writes beside them, if it began with those of `start`."""
+    rows, tokens = prompt(16 * contexts, seed=99).reshape(contexts, 16), prompt(24, seed=98)
+    with torch.no_grad():
+        ends = [each(input_ids=torch.from_numpy(rows).long(), use_cache=False).logits[:, -1] for each in (model, start)]
+    logprobs, start_logprobs = (end.log_softmax(-1)[:, tokens.astype(np.int64)].numpy() for end in ends)
+    return Probe(contexts=rows, token_ids=tokens, logprobs=logprobs, start_logprobs=start_logprobs)
+
+
+def write_full(
+    directory: Path, version: PolicyVersion, tensors: Mapping[str, torch.Tensor], *, probe: Probe | None = None
+) -> WeightsRef:
     """Publish tensors as full weights."""
     directory.mkdir(parents=True)
-    save_file(dict(tensors), directory / "model.safetensors")
+    save_file(dict(tensors), directory / "model.safetensors", metadata=probe.metadata() if probe else None)
     return WeightsRef(version=version, path=str(directory), kind="full", sha256=digest(directory / "model.safetensors"))
 
 
@@ -114,6 +130,7 @@ def write_adapter(
     targets: tuple[str, ...] = ("q_proj", "v_proj", "down_proj"),
     config: Mapping[str, object] | None = None,
     change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
+    metadata: dict[str, str] | None = None,
 ) -> WeightsRef:
     """Publish a random LoRA adapter in PEFT's format; `change` may spoil its tensors."""
     generator = torch.Generator().manual_seed(seed)
@@ -125,7 +142,7 @@ def write_adapter(
             tensors[f"{key}.lora_B.weight"] = 0.3 * torch.randn(module.out_features, rank, generator=generator)
     change(tensors)
     directory.mkdir(parents=True)
-    save_file(tensors, directory / "adapter_model.safetensors")
+    save_file(tensors, directory / "adapter_model.safetensors", metadata=metadata)
     written = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"}
     (directory / "adapter_config.json").write_text(json.dumps({**written, **(config or {})}))
     files = (directory / "adapter_model.safetensors", directory / "adapter_config.json")
@@ -243,7 +260,7 @@ class MakeProcess:
         asyncio.run(main())
 
 
-def load_engine(zoo: ModelZoo, architecture: str = "qwen3", **options: Any) -> EmbeddedEngine:
+def load_engine(zoo: ModelZoo, architecture: str = "", **options: Any) -> EmbeddedEngine:
     """An embedded engine over a tiny model."""
     settings = {"versions": START, "slots": 8, "max_context": 256, **options}
     return EmbeddedEngine.load(str(zoo.directory(architecture)), **settings)

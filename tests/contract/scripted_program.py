@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from agentrl.core.errors import EngineLostError
 from agentrl.core.ports import Delta, EngineSession, GenerateRequest
-from agentrl.core.records import Completion, PolicyVersion
+from agentrl.core.records import Completion, PolicyVersion, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
+
+if TYPE_CHECKING:
+    from agentrl.core.records import Float32Array, Int32Array
 
 VOCABULARY = 97
 
@@ -48,6 +54,46 @@ class HangingEngine(ScriptedEngine):
     async def ping(self) -> None:
         """Never heard from."""
         await asyncio.Event().wait()
+
+
+class CountingEngine(ScriptedEngine):
+    """Scores a version by how often it is kept."""
+
+    def __init__(self, versions: Mapping[str, PolicyVersion]) -> None:
+        super().__init__([[3]], versions=versions)
+        self.kept: Counter[PolicyVersion] = Counter()
+
+    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
+        """See `agentrl.core.ports.Engine.update`."""
+        await super().update(weights, keep=keep)
+        self.kept[weights.version] += keep
+
+    def release(self, version: PolicyVersion) -> None:
+        """See `agentrl.core.ports.Engine.release`."""
+        super().release(version)
+        self.kept[version] -= 1
+
+    async def score(
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
+    ) -> Float32Array:
+        """How often the version is kept."""
+        assert isinstance(version, PolicyVersion)
+        return np.array([self.kept[version]], np.float32)
+
+
+class FragileEngine(ScriptedEngine):
+    """Dies of version 1, and of version 2 like vLLM when it can neither load a version nor go back."""
+
+    def __init__(self, versions: Mapping[str, PolicyVersion]) -> None:
+        super().__init__([[3]], versions=versions)
+
+    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
+        """See `agentrl.core.ports.Engine.update`."""
+        if weights.version.step == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if weights.version.step == 2:
+            raise EngineLostError("it serves no version now")
+        await super().update(weights, keep=keep)
 
 
 class MortalEngine(ScriptedEngine):

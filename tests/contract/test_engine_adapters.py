@@ -198,6 +198,7 @@ SPOILT_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
     "rank not as configured": ({"config": {"r": 3}}, "configured rank 3"),
     "nan": ({"change": lambda t: t[A].fill_(torch.nan)}, "not finite"),
     "shape": ({"change": lambda t: t.update({A: torch.ones(4, 63)})}, "the layer is 64"),
+    "dtype": ({"change": lambda t: t.update({A: t[A].to(torch.int8)})}, "dtype"),
     "half": ({"change": lambda t: t.pop(B)}, "has only lora_A"),
     "no such layer": (
         {"change": lambda t: t.update({k.replace("q_proj", "x_proj"): t.pop(k) for k in (A, B)})},

@@ -17,7 +17,9 @@ from agentrl.core.budget import RetryBudget
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineError, EngineLostError, ModelError
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.process import EngineProgram, ProcessEngine
+from agentrl.engines.child_process import ChildProcess
+from agentrl.engines.placement import EngineProgram
+from agentrl.engines.process import ProcessEngine
 from agentrl.engines.supervision import Supervisor
 from tests.contract.engine_kinds import START, ModelZoo, check_logprobs, prompt, request, version
 
@@ -244,8 +246,8 @@ def test_a_module_in_the_working_directory_is_not_imported(tmp_path: Path, monke
 class Unwelcome:
     """A process that a bug of ours keeps from being made ready."""
 
-    async def launch(self) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
+    async def launch(self) -> ChildProcess:
+        return ChildProcess(await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True))
 
     async def welcome(self) -> None:
         raise KeyError("a bug")
@@ -386,13 +388,13 @@ class LeavesOneBehind:
     def __init__(self) -> None:
         self.watches: list[int] = []
 
-    async def launch(self) -> asyncio.subprocess.Process:
+    async def launch(self) -> ChildProcess:
         process = await asyncio.create_subprocess_exec(
             "sh", "-c", "sleep 600 >/dev/null & echo $!; exit 3", stdout=subprocess.PIPE, start_new_session=True
         )
         assert process.stdout is not None
         self.watches.append(os.pidfd_open(int(await process.stdout.readline())))
-        return process
+        return ChildProcess(process)
 
     async def welcome(self) -> None:
         await asyncio.Event().wait()

@@ -1,21 +1,16 @@
-"""vLLM with adapters: who sampled what, every refresh, few places, and files that must be refused."""
+"""vLLM with adapters: who sampled what, every refresh, and few places."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from agentrl.core.errors import EngineCapabilityError, EngineError
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
-from agentrl.engines.private_files import VARIABLE
 from tests.contract.engine_kinds import (
     START,
     ModelZoo,
@@ -28,20 +23,8 @@ from tests.contract.engine_kinds import (
     version,
     write_adapter,
 )
-from tests.contract.test_engine_adapters import SPOILT_ADAPTERS, A, versions_over_turns, with_adapter
+from tests.contract.test_engine_adapters import versions_over_turns, with_adapter
 from tests.contract.vllm_suite import ADAPTER_PLACES, MakeVllm
-
-COPIES = Path(os.environ.get(VARIABLE, ""))
-"""Where private copies lie."""
-
-
-def copies() -> set[Path]:
-    return {path for engine in COPIES.glob("adapters-*") for path in (engine, *engine.iterdir())}
-
-
-def spoil_copies() -> None:
-    for path in COPIES.glob("adapters-*/*/adapter_model.safetensors"):
-        path.unlink()
 
 
 def adapter(zoo: ModelZoo, directory: Path, step: int, policy: str = "solver", **options: Any) -> WeightsRef:
@@ -252,7 +235,7 @@ def test_lazy_leases_give_way_when_places_are_short(make_vllm: MakeVllm, zoo: Mo
     make_vllm.run(main)
 
 
-# --- the prefix cache and the publisher's files -----------------------------------------------------------------------
+# --- the prefix cache -------------------------------------------------------------------------------------------------
 
 
 def test_no_prefix_is_served_across_versions(make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path) -> None:
@@ -274,89 +257,6 @@ def test_no_prefix_is_served_across_versions(make_vllm: MakeVllm, zoo: ModelZoo,
         other = await engine.open("p", "proposer").generate(request("p", context))
         check_logprobs(zoo.load(), context, other)
         await engine.close()
-
-    make_vllm.run(main)
-
-
-def test_a_directory_that_is_written_again_or_removed_changes_nothing_that_serves(
-    make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path
-) -> None:
-    async def main() -> None:
-        engine, context, models = make_vllm(), prompt(70), {}
-        for step in (1, 2):
-            weights = adapter(zoo, tmp_path / "same", step)
-            models[step] = with_adapter(zoo, weights)
-            await engine.update(weights, keep=True)
-            shutil.rmtree(tmp_path / "same")
-        for step in (1, 2, 1):
-            session = engine.open(f"s{step}", "solver", pin=version(step))
-            completion = await session.generate(request("r", context))
-            assert steps(completion) == [step]
-            check_logprobs(models[step], context, completion)
-            session.close()
-        await engine.close()
-
-    make_vllm.run(main)
-
-
-def test_a_version_id_is_never_served_with_other_weights(make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = make_vllm()
-        weights = adapter(zoo, tmp_path / "1", 1)
-        await engine.update(weights)
-        await engine.update(weights)  # a repeated delivery
-        with pytest.raises(EngineError, match="never reused"):
-            await engine.update(adapter(zoo, tmp_path / "other", 1, seed=7))
-        completion = await engine.open("s", "solver").generate(request("r", prompt(9)))
-        check_logprobs(with_adapter(zoo, weights), prompt(9), completion)
-        assert len(await make_vllm.llm.list_loras()) == 1
-        await engine.close()
-
-    make_vllm.run(main)
-
-
-SPOILT: dict[str, tuple[dict[str, Any], str]] = {
-    **SPOILT_ADAPTERS,
-    "rank too large": ({"rank": 9}, "at most 8"),
-    "dtype": ({"change": lambda t: t.update({A: t[A].to(torch.int8)})}, "dtype"),
-}
-SPOILT_FILES = {"truncated": "SHA-256", "digest": "SHA-256", "no config": "adapter_config", "absent": "cannot be read"}
-
-
-@pytest.mark.parametrize("fault", sorted({*SPOILT, *SPOILT_FILES}))
-def test_spoilt_adapters_are_refused_and_the_old_version_serves(
-    make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path, fault: str
-) -> None:
-    options, message = SPOILT.get(fault) or ({}, SPOILT_FILES[fault])
-    directory = tmp_path / "spoilt"
-    weights = adapter(zoo, directory, 1, **options)
-    file = directory / "adapter_model.safetensors"
-    match fault:
-        case "truncated":
-            file.write_bytes(file.read_bytes()[:-10])
-        case "digest":
-            weights = replace(weights, sha256="0" * 64)
-        case "no config":
-            (directory / "adapter_config.json").unlink()
-        case "absent":
-            shutil.rmtree(directory)
-
-    async def main() -> None:
-        engine: Any = make_vllm()
-        await check_refused(engine, zoo, weights, message)
-        assert not await make_vllm.llm.is_paused()
-        assert not await make_vllm.llm.list_loras()
-
-    make_vllm.run(main)
-
-
-def test_an_adapter_that_vllm_itself_cannot_load_is_refused(make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path) -> None:
-    async def main() -> None:
-        engine: Any = make_vllm()
-        before = copies()
-        make_vllm.llm.before["add_lora"] = spoil_copies
-        await check_refused(engine, zoo, adapter(zoo, tmp_path / "1", 1), r"solver@0\.1 refused: vLLM cannot load it")
-        assert copies() <= before, "closed: no copy is left"
 
     make_vllm.run(main)
 
@@ -399,50 +299,6 @@ def test_kept_adapters_that_fill_all_places_are_named(make_vllm: MakeVllm, zoo: 
         await engine.update(late)
         assert steps(await engine.open("s", "solver").generate(request("r", prompt(5)))) == [9]
         await unloaded(make_vllm, ADAPTER_PLACES)
-        await engine.close()
-
-    make_vllm.run(main)
-
-
-def test_a_version_that_nothing_needs_is_unloaded_and_its_copy_removed(
-    make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path
-) -> None:
-    async def main() -> None:
-        before = copies()
-        engine = make_vllm()
-        held = engine.open("s", "solver")
-        for step in range(1, 2 * ADAPTER_PLACES):
-            cut = asyncio.ensure_future(held.generate(request(f"r{step}", prompt(9), max_tokens=400)))
-            await in_flight(engine)
-            await engine.update(adapter(zoo, tmp_path / f"{step}", step))
-            await in_flight(engine)
-            cut.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await cut
-            await unloaded(make_vllm, 1)
-        async with asyncio.timeout(30):
-            while len(copies() - before) > 2:  # the engine's directory, and the newest adapter's
-                await asyncio.sleep(0.01)
-        await engine.close()
-        assert copies() <= before
-
-    make_vllm.run(main)
-
-
-def test_an_update_cancelled_while_vllm_reads_its_files_serves_them(
-    make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path
-) -> None:
-    async def main() -> None:
-        engine = make_vllm()
-        context = prompt(20)
-        first = adapter(zoo, tmp_path / "1", 1)
-        updating = asyncio.ensure_future(engine.update(first))
-        make_vllm.llm.before["add_lora"] = updating.cancel
-        with pytest.raises(asyncio.CancelledError):
-            await updating
-        completion = await engine.open("s", "solver").generate(request("a", context))
-        assert [span.version.step for span in completion.spans] == [1]
-        check_logprobs(with_adapter(zoo, first), context, completion)
         await engine.close()
 
     make_vllm.run(main)

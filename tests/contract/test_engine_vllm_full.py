@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError
 from agentrl.core.records import Completion
@@ -39,9 +41,7 @@ async def in_flight(engine: Any) -> None:
 
 
 def tensors_of(zoo: ModelZoo, seed: int) -> dict[str, Any]:
-    return {
-        name: tensor.clone() for name, tensor in zoo.load(seed=seed).state_dict().items() if name != "lm_head.weight"
-    }
+    return load_file(zoo.directory(seed=seed) / "model.safetensors")
 
 
 def steps(completion: Completion) -> list[int]:
@@ -61,7 +61,7 @@ def test_every_token_is_of_the_version_its_span_says(make_vllm: MakeVllm, zoo: M
         calls = [
             asyncio.ensure_future(
                 engine.open(f"s{each}", "solver").generate(
-                    request(f"r{each}", context, max_tokens=300), on_delta if each == 0 else None
+                    request(f"r{each}", context, max_tokens=460), on_delta if each == 0 else None
                 )
             )
             for each, context in enumerate(contexts)
@@ -74,7 +74,7 @@ def test_every_token_is_of_the_version_its_span_says(make_vllm: MakeVllm, zoo: M
         for context, completion in zip(contexts, completions, strict=True):
             assert steps(completion) == [0, 1, 2, 3]
             assert completion.spans[0].start == 0
-            assert completion.spans[-1].stop == len(completion.token_ids) == 300
+            assert completion.spans[-1].stop == len(completion.token_ids) == 460
             plain = [token_logprobs(model, context, completion) for model in models]
             for at, (start, stop, sampler) in enumerate(completion.spans):
                 found = completion.logprobs[start:stop]
@@ -184,7 +184,7 @@ def test_calls_that_wait_for_a_slot_find_nothing_of_the_old_weights(make_vllm: M
             asyncio.ensure_future(each.generate(request(each.session_id, context, max_tokens=100)))
             for each, context in zip(sessions, longer, strict=True)
         ]
-        while not any(each.call is not None and each.call.tokens for each in sessions):
+        while not any(call.tokens for call in engine._calls.values()):
             await asyncio.sleep(0)
         await engine.update(zoo.full(version(1), seed=1))
         seconds = await asyncio.gather(*calls)
@@ -302,9 +302,14 @@ def test_a_load_that_fails_half_way_leaves_the_version_before(
         await in_flight(engine)
         weights = write_full(tmp_path / "2", version(2), tensors_of(zoo, 2))
 
-        make_vllm.llm.before["start_weight_update"] = (tmp_path / "2" / "model.safetensors").unlink
-        with pytest.raises(EngineError, match=r"solver@0\.2 refused: vLLM cannot load it.* keeps serving"):
+        file = tmp_path / "2" / "model.safetensors"
+        other = write_full(tmp_path / "other", version(2), tensors_of(zoo, 3))
+        make_vllm.llm.before["start_weight_update"] = lambda: shutil.copyfile(f"{other.path}/{file.name}", file)
+        with pytest.raises(EngineError, match=r"solver@0\.2 refused: vLLM cannot load it.*has changed.* keeps serving"):
             await engine.update(weights)
+        make_vllm.llm.before["start_weight_update"] = Path(other.path, file.name).unlink
+        with pytest.raises(EngineError, match=r"solver@0\.2 refused: vLLM cannot load it.* keeps serving"):
+            await engine.update(other)
         completion = await running
         assert steps(completion) == [int(updated)]
         assert len(completion.token_ids) == 300
@@ -389,7 +394,7 @@ def test_an_update_that_has_begun_is_finished_though_its_caller_is_cancelled(
 ) -> None:
     async def main() -> None:
         engine = make_vllm()
-        context = prompt(20)
+        context, models = prompt(20), [zoo.load(seed=seed) for seed in range(4)]
         running = asyncio.ensure_future(engine.open("s", "solver").generate(request("a", context, max_tokens=400)))
         await in_flight(engine)
         for step in range(1, 4):
@@ -398,7 +403,7 @@ def test_an_update_that_has_begun_is_finished_though_its_caller_is_cancelled(
             updating.cancel()
         await running
         serving = await engine.open("t", "solver").generate(request("b", context))
-        check_logprobs(zoo.load(seed=serving.spans[0].version.step), context, serving)
+        check_logprobs(models[serving.spans[0].version.step], context, serving)
         assert not await make_vllm.llm.is_paused()
         await engine.close()
 

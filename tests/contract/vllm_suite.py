@@ -1,4 +1,6 @@
-"""Tests over real vLLM, started once: `python -m tests.contract.vllm_suite adapters|full [pytest's arguments]`.
+"""Tests over real vLLM, started once: `python -m tests.contract.vllm_suite adapters|full[:MODEL] [pytest's arguments]`.
+
+MODEL is an architecture of `engine_kinds.py`; the tests run on a tiny Qwen3 whose head is tied.
 
 A process of its own, because vLLM's processes import the main module again, and take what they need from there.
 """
@@ -27,19 +29,27 @@ if TYPE_CHECKING:
     from tests.contract.engine_kinds import ModelZoo
 
 SWITCH = "AGENTRL_VLLM_SUITE"
-"""Set in the process that has vLLM, to the name of the suite."""
+"""Set in the process that has vLLM, to the suite and its model."""
 SUITES = {
     "adapters": [
         "test_engine_contract.py",
         "test_interrupted_turns.py",
         "test_engine_vllm.py",
         "test_engine_vllm_calls.py",
+        "test_engine_vllm_probe.py",
+        "test_engine_vllm_files.py",
     ],
-    "full": ["test_engine_vllm_full.py"],
+    "full": ["test_engine_vllm_full.py", "test_engine_vllm_full_probe.py"],
 }
 ADAPTER_PLACES = 6
 PLACES = {"adapters": ADAPTER_PLACES, "full": 0}
 SLOTS = 16
+
+
+def chosen() -> tuple[str, str]:
+    """The suite that this process runs, and on which model."""
+    suite, _, architecture = os.environ.get(SWITCH, "").partition(":")
+    return suite, architecture or "qwen3"
 
 
 class SharedVllm:
@@ -47,7 +57,7 @@ class SharedVllm:
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
-        self.before: dict[str, Callable[[], None]] = {}
+        self.before: dict[str, Callable[[], object]] = {}
         """What is done, once, before vLLM is asked to do the thing of that name."""
 
     def __getattr__(self, name: str) -> Any:
@@ -108,10 +118,9 @@ class MakeVllm:
         for number in await llm.list_loras() if self._places else ():
             await llm.remove_lora(number)
         if self._places == 0:
-            file = str(self._zoo.directory() / "model.safetensors")
             await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
             await llm.start_weight_update()
-            await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": file}))
+            await llm.update_weights(WeightTransferUpdateRequest(update_info={}))
             await llm.finish_weight_update(weight_version="default")
         await llm.reset_prefix_cache()
 
@@ -130,7 +139,7 @@ def started(zoo: ModelZoo) -> Iterator[MakeVllm]:
     """Start vLLM, and stop it at the end."""
     from agentrl.engines.vllm_start import start_vllm
 
-    places = PLACES[os.environ[SWITCH]]
+    places = PLACES[chosen()[0]]
 
     async def start() -> Any:
         return start_vllm(str(zoo.directory()), vllm_settings(adapter_slots=places))
@@ -145,11 +154,12 @@ def started(zoo: ModelZoo) -> Iterator[MakeVllm]:
 if __name__ == "__main__":
     import pytest
 
-    os.environ[SWITCH] = suite = sys.argv[1]
+    os.environ[SWITCH] = sys.argv[1]
     here = Path(__file__).parent
-    chosen = [] if any(".py" in each for each in sys.argv[2:]) else [str(here / file) for file in SUITES[suite]]
+    named = any(".py" in each for each in sys.argv[2:])
+    tests = [] if named else [str(here / file) for file in SUITES[chosen()[0]]]
     options = ["-q", "-p", "no:cacheprovider", "-o", "timeout=300", "-W", "default"]
-    code = pytest.main([*chosen, *sys.argv[2:], *options])
+    code = pytest.main([*tests, *sys.argv[2:], *options])
     files.remove()
     sys.stdout.flush()
     os._exit(code)

@@ -26,8 +26,12 @@ from tests.replay.executions import Stage
 
 pytestmark = pytest.mark.property
 
-PHASES = [Phase.explicit, Phase.generate]
-"""No shrinking: an example takes seconds."""
+DRAWN = settings(
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],  # no shrinking: an example takes seconds
+)
 
 
 class Box:
@@ -185,13 +189,7 @@ def check(program: list[Any], seed: int) -> int:
 
 
 @pytest.mark.timeout(600)
-@settings(
-    max_examples=25,
-    derandomize=True,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=PHASES,
-)
+@settings(DRAWN, max_examples=25)
 @given(program=PROGRAMS, seed=st.integers(0, 1 << 16))
 def test_random_programs_resume_from_every_entry(program: list[Any], seed: int) -> None:
     check(msgspec.json.decode(msgspec.json.encode(program)), seed)
@@ -202,13 +200,7 @@ SEQUENTIAL = st.lists(
 )
 
 
-@settings(
-    max_examples=20,
-    derandomize=True,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=PHASES,
-)
+@settings(DRAWN, max_examples=20)
 @given(program=SEQUENTIAL, seed=st.integers(0, 1 << 16))
 def test_programs_without_races_come_to_the_same_end(program: list[Any], seed: int) -> None:
     stage = Stage(environment=Program, data={"program": [["catch", program]]})

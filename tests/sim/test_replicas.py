@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pytest
 
-from agentrl.core.errors import EngineError, EngineLostError
+from agentrl.core.errors import EngineError, EngineFailedError, EngineLostError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
 from agentrl.engines.replicas import FENCE_S, ReplicatedEngine
@@ -16,32 +17,59 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.testing import simulate
 
 if TYPE_CHECKING:
-    from agentrl.core.records import Int32Array
+    from agentrl.core.records import Float32Array, Int32Array
 
-START = PolicyVersion("solver", 0, 0)
+START = {name: PolicyVersion(name, 0, 0) for name in ("solver", "proposer")}
 
 
 class Engine(ScriptedEngine):
-    """Remembers what it was asked for; its updates take a time, or fail."""
+    """Remembers what it was asked for; its updates take a time, or fail, and it may be gone for good."""
 
     update_s = 0.0
-    refusal: Exception | None = None
+    has_failed = False
 
     def __init__(self) -> None:
-        super().__init__(lambda *_: [7] * 50, versions={"solver": START}, seconds_per_token=0.01, refresh="turn")
+        super().__init__(lambda *_: [7] * 50, versions=START, seconds_per_token=0.01, refresh="turn")
         self.asked: list[str] = []
         self.updates: list[PolicyVersion] = []
+        self.refuses: set[PolicyVersion] = set()
 
     def start(self, request: GenerateRequest, *arguments: object, **options: object) -> object:
+        self.check_not_failed()
         self.asked.append(request.request_id)
         return super().start(request, *arguments, **options)  # type: ignore[arg-type]
 
     async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
         await asyncio.sleep(self.update_s)
-        if self.refusal is not None:
-            raise self.refusal
+        self.check_not_failed()
+        if weights.version in self.refuses or weights.sha256:
+            raise EngineError(f"{weights.version} refused")
         self.updates.append(weights.version)
         await super().update(weights, keep=keep)
+
+    async def resume(self) -> None:
+        self.check_not_failed()
+        await super().resume()
+
+    async def score(
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
+    ) -> Float32Array:
+        self.check_not_failed()
+        self.check_alive("score", self.life)
+        self.asked.append("score")
+        return await super().score(version, token_ids, temperature)
+
+    def check_not_failed(self) -> None:
+        if self.has_failed:
+            raise EngineFailedError("it is not started again")
+
+    def keeps(self, version: PolicyVersion) -> bool:
+        """Whether a session can be pinned to a version that is not the newest."""
+        try:
+            self.open("pinned", version.policy, pin=version).close()
+        except EngineError:
+            return False
+        return True
 
 
 def request(name: str, context: Int32Array) -> GenerateRequest:
@@ -52,12 +80,18 @@ def context(number: int) -> Int32Array:
     return np.array([number, 5, 6], np.int32)
 
 
-def weights(step: int) -> WeightsRef:
-    return WeightsRef(version=PolicyVersion("solver", 0, step), path="", kind="full", sha256="")
+def weights(step: int, policy: str = "solver", kind: Literal["full", "adapter"] = "full") -> WeightsRef:
+    return WeightsRef(version=PolicyVersion(policy, 0, step), path="", kind=kind, sha256="")
 
 
-async def turn(engine: ReplicatedEngine, name: str, number: int = 0) -> Completion:
-    session = engine.open(name, "solver")
+async def turns(engine: ReplicatedEngine, name: str, policy: str = "solver") -> set[int]:
+    """The steps of the versions that sampled a turn each of many conversations."""
+    made = await asyncio.gather(*(turn(engine, f"{name}{number}", number, policy) for number in range(20)))
+    return {span.version.step for completion in made for span in completion.spans}
+
+
+async def turn(engine: ReplicatedEngine, name: str, number: int = 0, policy: str = "solver") -> Completion:
+    session = engine.open(name, policy)
     try:
         return await session.generate(request(name, context(number)))
     finally:
@@ -85,15 +119,14 @@ def test_a_replica_that_does_not_take_a_version_is_fenced_until_it_has() -> None
         engines[1].update_s = 3 * FENCE_S
         await engine.update(weights(1))
         assert told == ["engine replica 1 is behind at solver@0.1; it gets no calls for now"]
-        completions = await asyncio.gather(*(turn(engine, f"a{number}", number) for number in range(20)))
-        assert {span.version.step for each in completions for span in each.spans} == {1}
+        assert await turns(engine, "a") == {1}
         assert engines[1].asked == []
         await engine.update(weights(2))
         assert engines[0].updates[-1].step == 2
         await asyncio.sleep(6 * FENCE_S)
         assert [version.step for version in engines[1].updates] == [1, 2]
         assert told[1:] == ["engine replica 1 has caught up"]
-        await asyncio.gather(*(turn(engine, f"b{number}", number) for number in range(20)))
+        assert await turns(engine, "b") == {2}
         assert engines[1].asked
         await engine.close()
 
@@ -104,12 +137,12 @@ def test_what_the_first_replica_refuses_reaches_none() -> None:
     async def main() -> None:
         engines = [Engine() for _ in range(3)]
         engine = ReplicatedEngine(engines)
-        engines[0].refusal = EngineError("its rank is 99")
-        with pytest.raises(EngineError, match="its rank is 99"):
-            await engine.update(weights(1))
+        engines[0].refuses.add(weights(1).version)
+        with pytest.raises(EngineError, match=r"solver@0\.1 refused"):
+            await engine.update(weights(1), keep=True)
         assert [each.updates for each in engines] == [[], [], []]
-        completion = await turn(engine, "a")
-        assert completion.spans[0].version == START
+        assert await turns(engine, "a") == {0}
+        assert all(each.asked for each in engines)
         await engine.close()
 
     simulate(main, seed=0)
@@ -134,6 +167,257 @@ def test_a_turn_of_a_lost_replica_goes_on_elsewhere() -> None:
         await asyncio.sleep(5)
         await asyncio.gather(*(turn(engine, f"c{number}", number) for number in range(20)))
         assert len(busy.asked) > 1
+        await engine.close()
+
+    simulate(main, seed=0)
+
+
+def test_a_replica_that_missed_a_version_is_not_back_when_it_takes_one_of_another_policy() -> None:
+    async def main() -> None:
+        engines, told = [Engine() for _ in range(2)], list[str]()
+        engine = ReplicatedEngine(engines, tell=told.append)
+        engines[1].refuses.add(weights(1).version)
+        await engine.update(weights(1))
+        await engine.update(weights(1, "proposer"))
+        assert told == ["engine replica 1 is behind at solver@0.1; it gets no calls for now"]
+        assert (await turns(engine, "a"), await turns(engine, "b", "proposer")) == ({1}, {1})
+        assert engines[1].asked == []
+        engines[1].refuses.clear()
+        await engine.update(weights(2, "proposer"))
+        await asyncio.sleep(1)
+        assert told[1:] == ["engine replica 1 has caught up"]
+        assert (await turns(engine, "c"), await turns(engine, "d", "proposer")) == ({1}, {2})
+        assert engines[1].asked
+        await engine.close()
+
+    simulate(main, seed=0)
+
+
+def test_a_version_that_was_kept_is_given_before_newer_ones_and_released_everywhere() -> None:
+    async def main() -> None:
+        engines = [Engine() for _ in range(2)]
+        engine = ReplicatedEngine(engines)
+        kept = weights(1).version
+        engines[1].refuses.add(kept)
+        for step in (1, 2):
+            await engine.update(weights(step), keep=step == 1)
+        assert [each.keeps(kept) for each in engines] == [True, False]
+        session = engine.open("pinned", "solver", pin=kept)
+        for number in range(20):
+            completion = await session.generate(request(f"p{number}", context(number)))
+            assert completion.spans[0].version == kept
+        session.close()
+        assert engines[1].asked == []
+        engines[1].refuses.clear()
+        await engine.update(weights(3))
+        await asyncio.sleep(1)
+        assert [version.step for version in engines[1].updates] == [1, 3]
+        assert [each.keeps(kept) for each in engines] == [True, True]
+        assert await turns(engine, "a") == {3}
+        engine.release(kept)
+        assert [each.keeps(kept) for each in engines] == [False, False]
+        await engine.close()
+
+    simulate(main, seed=0)
+
+
+def test_a_kept_version_that_comes_again_with_other_weights_is_refused_and_stays_as_it_was() -> None:
+    async def main() -> None:
+        engines, told = [Engine() for _ in range(2)], list[str]()
+        engine = ReplicatedEngine(engines, tell=told.append)
+        await engine.update(weights(1), keep=True)
+        with pytest.raises(EngineError, match=r"solver@0\.1 refused"):
+            await engine.update(replace(weights(1), sha256="another"), keep=True)
+        await engine.update(weights(2))
+        assert [each.keeps(weights(1).version) for each in engines] == [True, True]
+        assert (await turns(engine, "a"), told) == ({2}, [])
+        engine.release(weights(1).version)
+        assert [each.keeps(weights(1).version) for each in engines] == [False, False]
+        await engine.close()
+
+    simulate(main, seed=0)
+
+
+def test_a_release_does_not_overtake_the_update_that_keeps() -> None:
+    async def main() -> None:
+        engines = [Engine() for _ in range(2)]
+        engine = ReplicatedEngine(engines)
+        engines[1].update_s = 3 * FENCE_S
+        await engine.update(weights(1), keep=True)
+        assert engines[1].updates == []
+        engine.release(weights(1).version)
+        await engine.update(weights(2))
+        await asyncio.sleep(9 * FENCE_S)
+        assert [version.step for version in engines[1].updates] == [1, 2]
+        assert [each.keeps(weights(1).version) for each in engines] == [False, False]
+        assert await turns(engine, "a") == {2}
+        assert engines[1].asked
+        await engine.close()
+
+    simulate(main, seed=0)
+
+
+def test_who_is_cancelled_in_an_update_keeps_nothing_anywhere() -> None:
+    async def main() -> None:
+        engines = [Engine() for _ in range(2)]
+        engine = ReplicatedEngine(engines)
+        engines[1].update_s = 1.0
+        updating = asyncio.ensure_future(engine.update(weights(1), keep=True))
+        await asyncio.sleep(0.5)
+        updating.cancel()
+        await asyncio.wait({updating})
+        await engine.update(weights(2))
+        assert [version.step for version in engines[1].updates] == [1, 2]
+        assert [each.keeps(weights(1).version) for each in engines] == [False, False]
+        await engine.close()
+
+    simulate(main, seed=0)
+
+
+def test_a_replica_that_takes_too_late_what_others_refused_waits_for_the_next_version() -> None:
+    async def main() -> None:
+        engines, told = [Engine() for _ in range(2)], list[str]()
+        engine = ReplicatedEngine(engines, tell=told.append)
+        engines[0].update_s = 3 * FENCE_S
+        engines[1].refuses.add(weights(1).version)
+        with pytest.raises(EngineError, match=r"solver@0\.1 refused"):
+            await engine.update(weights(1), keep=True)
+        await asyncio.sleep(4 * FENCE_S)
+        assert engines[0].updates == [weights(1).version]
+        assert await turns(engine, "a") == {0}
+        assert engines[0].asked == []
+        await engine.update(weights(2))
+        await asyncio.sleep(4 * FENCE_S)
+        assert not engines[0].keeps(weights(1).version)
+        assert told[1:] == ["engine replica 0 has caught up"]
+        assert await turns(engine, "b") == {2}
+        assert engines[0].asked
+        await engine.close()
+
+    simulate(main, seed=0)
+
+
+def test_an_adapter_may_wait_for_its_place_and_conversations_stay_meanwhile() -> None:
+    async def main() -> None:
+        engines, told = [Engine() for _ in range(2)], list[str]()
+        engine = ReplicatedEngine(engines, tell=told.append)
+        session = engine.open("a", "solver")
+        await session.generate(request("a", context(1)))
+        (own,) = [each for each in engines if each.asked]
+        own.update_s = 3 * FENCE_S
+        updating = asyncio.ensure_future(engine.update(weights(1, kind="adapter")))
+        await asyncio.sleep(2 * FENCE_S)
+        await session.generate(request("b", context(1)))
+        assert own.asked == ["a", "b"]
+        await updating
+        assert [each.updates[-1].step for each in engines] == [1, 1]
+        assert told == []
+        await engine.close()
+
+    simulate(main, seed=0)
+
+
+def test_a_replica_that_failed_for_good_is_left_out_and_when_none_is_left_all_hear_why() -> None:
+    async def main() -> None:
+        engines, told = [Engine() for _ in range(2)], list[str]()
+        engine = ReplicatedEngine(engines, tell=told.append)
+        sessions = [engine.open(f"a{number}", "solver") for number in range(20)]
+        engines[0].has_failed = True
+        for number, session in enumerate(sessions):
+            assert len((await session.generate(request(f"a{number}", context(number)))).token_ids) == 50
+        assert told == ["engine replica 0 has failed for good: it is not started again"]
+        await engine.update(weights(1))
+        assert (await engine.score("solver", context(1))).tolist() == [0, -1, -1]
+        await engine.pause()
+        await engine.resume()
+        waiting = asyncio.ensure_future(turn(engine, "b"))
+        await asyncio.sleep(0.1)
+        engines[1].has_failed = True
+        engines[1].lose()
+        with pytest.raises(EngineLostError):
+            await waiting
+        why = "no replica of the engine serves any more; replica 0: it is not started again; replica 1: it is not"
+        with pytest.raises(EngineFailedError, match=why):
+            await sessions[0].generate(request("c", context(0)))
+        with pytest.raises(EngineFailedError, match=why):
+            await engine.update(weights(2))
+        with pytest.raises(EngineFailedError, match=why):
+            engine.open("d", "solver")
+        await engine.close()
+
+    simulate(main, seed=0)
+
+
+def test_all_replicas_fail_while_an_update_and_calls_wait_for_them() -> None:
+    async def main() -> None:
+        engines = [Engine() for _ in range(2)]
+        engine = ReplicatedEngine(engines)
+        session = engine.open("a", "solver")
+        for each in engines:
+            each.update_s = 2 * FENCE_S
+        updating = asyncio.ensure_future(engine.update(weights(1)))
+        await asyncio.sleep(2 * FENCE_S - 1)
+        calling = asyncio.ensure_future(session.generate(request("a", context(0))))
+        await asyncio.sleep(0)
+        for each in engines:
+            each.has_failed = True
+        for waiting in (updating, calling):
+            with pytest.raises(EngineFailedError, match="no replica"):
+                await waiting
+        await engine.close()
+
+    simulate(main, seed=0)
+
+
+def test_when_those_that_took_a_version_fail_nobody_waits_for_those_that_refused_it() -> None:
+    async def main() -> None:
+        engines = [Engine() for _ in range(2)]
+        engine = ReplicatedEngine(engines)
+        engines[1].refuses.add(weights(1).version)
+        await engine.update(weights(1))
+        engines[0].has_failed = True
+        with pytest.raises(
+            EngineFailedError, match=r"replica 0: it is not started again; replica 1: solver@0\.1 refused"
+        ):
+            await turn(engine, "a")
+        await engine.update(weights(2))
+        assert await turns(engine, "b") == {2}
+        await engine.close()
+
+    simulate(main, seed=0)
+
+
+def test_a_pause_holds_on_replicas_that_come_back_meanwhile() -> None:
+    async def main() -> None:
+        engines = [Engine() for _ in range(3)]
+        engine = ReplicatedEngine(engines)
+        running = [asyncio.ensure_future(turn(engine, f"a{number}", number)) for number in range(20)]
+        await asyncio.sleep(0.1)
+        engines[2].lose()
+        await asyncio.sleep(0.1)
+        await engine.pause()
+        assert [each.paused for each in engines] == [True, True, False]
+        engines[2].restore()
+        await asyncio.sleep(5)
+        assert [each.paused for each in engines] == [True, True, True]
+        assert {type(each.exception()) for each in running if each.done()} == {EngineLostError}
+        await engine.resume()
+        await asyncio.wait(running)
+        assert await turns(engine, "b") == {0}
+        await engine.close()
+
+    simulate(main, seed=0)
+
+
+def test_a_score_is_asked_again_of_another_replica() -> None:
+    async def main() -> None:
+        engines = [Engine() for _ in range(2)]
+        engine = ReplicatedEngine(engines)
+        await engine.score(START["solver"], context(1))
+        (own,) = [each for each in engines if each.asked]
+        own.lose()
+        assert (await engine.score(START["solver"], context(1))).tolist() == [0, -1, -1]
+        assert [each.asked for each in engines] == [["score"], ["score"]]
         await engine.close()
 
     simulate(main, seed=0)

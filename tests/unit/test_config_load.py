@@ -72,6 +72,8 @@ def test_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
         ("engine.refresh=never", "engine.refresh = \"never\": expected 'token', 'turn', 'episode' or 'lazy'"),
         ("policies.policy.lora=3", "policies.policy.lora = 3: expected a table, not a whole number"),
         ("policies.policy.lora.target_modules=7", "expected a list, not a whole number"),
+        ("engine.replicas=2", "engine.placement = 'ray', need engines in processes of their own"),
+        ("engine.placement=ray", "engine.placement = 'ray', need engines in processes of their own"),
         ("engine.keep_kv=5", "engine.keep_kv = 5: expected true or false"),
         ("environment.id.x=1", "environment.id.x: environment.id is a value, not a section"),
         ("seats.solver=nobody", "no policy 'nobody'"),

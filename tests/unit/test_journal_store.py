@@ -133,17 +133,23 @@ def test_only_units_of_surviving_steps_are_consumed(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_published_weights_are_found_where_the_run_was_moved_to(tmp_path: Path) -> None:
-    published = weights("policy", 0, 3)
+def test_published_weights_are_those_that_lie_in_the_run(tmp_path: Path) -> None:
+    published, stray = weights("policy", 0, 3), weights("../../elsewhere", 0, 3)
+    versions = tmp_path / "run" / "versions"
 
     async def main() -> None:
         journal = SqliteJournal(tmp_path / "run" / "journal")
-        journal.record_version(published, None)
+        for each in (published, stray):
+            journal.record_version(each, None)
         await journal.flush()
-        assert journal.published(published.version) == published
-        (here := tmp_path / "run" / "versions" / "policy" / "0.3").mkdir(parents=True)
-        assert journal.published(published.version) == replace(published, path=str(here))
+        here = replace(published, path=str(versions / "policy" / "0.3"))
+        assert journal.published(published.version) == here, "wherever it was written"
         assert journal.published(PolicyVersion("policy", 0, 4)) is None
+        (versions / "policy").mkdir(parents=True)
+        (versions / "policy" / "0.3").symlink_to(tmp_path)
+        for outside in (published, stray):
+            with pytest.raises(JournalError, match="outside the run"):
+                journal.published(outside.version)
         await journal.close()
 
     asyncio.run(main())

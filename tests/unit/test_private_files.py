@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from agentrl.engines import private_files
-private_files._SHARED_MEMORY = Path(sys.argv[1])
+private_files._SHARED_MEMORY, private_files._ROOM = Path(sys.argv[1]), int(sys.argv[2])
 files = private_files.PrivateFiles()
 (files.path / "inside").touch()
 os.kill(os.getpid(), signal.SIGKILL)
@@ -52,7 +53,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_a_killed_parent_left_goes_when_the_next_place_is_made(root: Path, repository: Path) -> None:
-    subprocess.run([sys.executable, "-c", _KILLED, str(root)], cwd=repository, check=False)
+    subprocess.run([sys.executable, "-c", _KILLED, str(root), "0"], cwd=repository, check=False)
     (left,) = names(root)
     (root / f"{left}-9-0").touch()
     used = PrivateFiles()
@@ -62,6 +63,21 @@ def test_what_a_killed_parent_left_goes_when_the_next_place_is_made(root: Path, 
     again.remove()
     used.remove()
     assert os.listdir(root) == []
+
+
+def test_where_shared_memory_is_small_the_place_is_on_disk_and_goes_like_any_other(
+    root: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = tmp_path_factory.mktemp("disk")
+    command = [sys.executable, "-c", _KILLED, str(root), str(1 << 60)]
+    subprocess.run(command, cwd=repository, env={**os.environ, "TMPDIR": str(disk)}, check=False)
+    (left,) = names(disk)
+    (root / f"{left}-7-0").touch()
+    (root / f"sem.{left}-x").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    used = PrivateFiles()
+    assert (names(root), names(disk)) == ([used.path.name], [])
+    used.remove()
 
 
 @pytest.mark.parametrize("name", ["agentrl-runs", "agentrl-4242-session", "agentrl-child-of-mine"])

@@ -1,4 +1,4 @@
-"""The trainer pool in real Ray: any number of ranks gives the same update, and what happens when one dies."""
+"""Real Ray: trainer ranks, whose number does not matter, engines in actors, and what happens when one of them dies."""
 
 from __future__ import annotations
 
@@ -9,28 +9,44 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from agentrl.cluster.engine_actors import RayPlacement
 from agentrl.cluster.session import RaySession
 from agentrl.cluster.trainer_pool import RayTrainerPool
 from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import RunConfig
-from agentrl.core.errors import JournalError, NonFiniteError, StorageError, TrainerError, TrainerLostError
-from agentrl.core.ports import Trainer
-from agentrl.core.records import DataLocation, PolicyVersion, StepReport
+from agentrl.core.errors import (
+    EngineLostError,
+    JournalError,
+    NonFiniteError,
+    StorageError,
+    TrainerError,
+    TrainerLostError,
+)
+from agentrl.core.ports import Engine, GenerateRequest, Trainer
+from agentrl.core.records import Completion, DataLocation, PolicyVersion, StepReport
+from agentrl.engines.embedded import EmbeddedEngine
+from agentrl.engines.placement import EngineProgram
+from agentrl.engines.process import ProcessEngine
+from agentrl.engines.replicas import ReplicatedEngine
 from agentrl.learn.columns import read_columns
 from agentrl.learn.in_process import InProcessTrainer
+from tests.contract.engine_kinds import START, ModelZoo, prompt, request, version
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model
+from tests.processes import running
 
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
+    pytest.mark.timeout(600),
     # Ray leaves sockets and files of its own to the garbage collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -163,28 +179,103 @@ def test_a_local_session_is_private(session: RaySession) -> None:
     assert session.addresses() == {"127.0.0.1"}
 
 
+def parent_of(process_id: int) -> int:
+    return next(process.parent for process in running() if process.number == process_id)
+
+
+def long_turn(name: str, context: Sequence[int], sampled_before: int = 0) -> GenerateRequest:
+    """Its kept sets and routings are recorded."""
+    tokens = np.array(context, np.int32)
+    return request(name, tokens, seed=3, max_tokens=400 - sampled_before, sampled_before=sampled_before, top_k=5)
+
+
+async def begun(engine: Engine, name: str, context: Sequence[int]) -> tuple[asyncio.Task[Completion], list[int]]:
+    """A long turn in flight, and what was heard of it."""
+    heard: list[int] = []
+    first = asyncio.Event()
+
+    def on_delta(request_id: str, token_ids: Sequence[int], *_: object) -> None:
+        heard.extend(token_ids)
+        first.set()
+
+    turn = engine.open(name, "solver").generate(long_turn(name, context), on_delta)
+    task = asyncio.get_running_loop().create_task(turn)  # type: ignore[arg-type]
+    await first.wait()
+    return task, heard
+
+
+def test_engines_in_actors_are_replaced_when_they_or_their_actors_die(session: RaySession, tmp_path: Path) -> None:
+    zoo = ModelZoo(tmp_path)
+    arguments: dict[str, Any] = {"model_path": str(zoo.directory("qwen3_moe")), "max_context": 512, "slots": 4}
+    arguments |= {"capture_routing": True, "capture_mask": True}
+    program = EngineProgram("agentrl.engines.embedded:EmbeddedEngine.load", arguments)
+    contexts = [prompt(9, number).tolist() for number in range(2)]
+
+    async def main() -> None:
+        near = EmbeddedEngine.load(versions=START, **arguments)
+        replicas = [ProcessEngine(program, START, placement=RayPlacement(processes=2)) for _ in range(2)]
+        for replica in replicas:
+            await replica.ready()
+        engine = ReplicatedEngine(replicas)
+        weights = zoo.full(version(1), "qwen3_moe", seed=1)
+        await asyncio.gather(near.update(weights), engine.update(weights))
+        expected = [await near.open("n", "solver").generate(long_turn("n", context)) for context in contexts]
+        turns = [await begun(each, "t", context) for each, context in zip(replicas, contexts, strict=True)]
+        processes = [replica.supervisor.process_id or 0 for replica in replicas]
+        os.kill(processes[0], signal.SIGKILL)
+        os.kill(parent_of(processes[1]), signal.SIGKILL)
+        for (turn, _), how in zip(turns, ("died .SIGKILL", "was lost with its Ray actor"), strict=True):
+            with pytest.raises(EngineLostError, match=how):
+                await turn
+        for (_, heard), context, whole in zip(turns, contexts, expected, strict=True):
+            assert 0 < len(heard) < 400
+            rest = await engine.open("r", "solver").generate(long_turn("r", [*context, *heard], len(heard)))
+            assert [*heard, *rest.token_ids] == whole.token_ids.tolist()
+            assert [span.version for span in rest.spans] == [version(1)]
+            np.testing.assert_allclose(rest.logprobs, whole.logprobs[len(heard) :], atol=2e-4)
+            np.testing.assert_array_equal(rest.expert_routing, whole.expert_routing)
+            assert rest.sampling_mask is not None
+            assert rest.sampling_mask.counts.tolist() == [5] * len(rest.token_ids)
+        assert [replica.supervisor.losses for replica in replicas] == [1, 1]
+        processes += [replica.supervisor.process_id or 0 for replica in replicas]
+        await asyncio.gather(engine.close(), near.close())
+        assert len(set(processes)) == 4
+        assert not {process.number for process in running()} & set(processes)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 def test_a_dead_ray_ends_the_group_and_another_can_be_started(model: Path, tmp_path: Path, name: str) -> None:
     """A session of its own, beside which the module's must not live: Ray allows one per process."""
     program = [sys.executable, "-c", _DEAD_RAY, str(model), str(tmp_path), name]
     answer = subprocess.run(program, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
-    assert answer.stdout.splitlines() == [f"Ray's {name} died", "[1, 2]"], answer.stdout + answer.stderr
+    told = f"the engine's process was lost: Ray's {name} died; it is started again in 1 s"
+    assert answer.stdout.splitlines() == [f"Ray's {name} died", str([told]), "[1, 2] 50"], answer.stdout + answer.stderr
 
 
 _DEAD_RAY = """
 import asyncio, os, signal, sys
 from pathlib import Path
+import numpy as np
+from agentrl.cluster.engine_actors import RayPlacement
 from agentrl.cluster.trainer_pool import RayTrainerPool
 from agentrl.core.errors import TrainerLostError
+from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
+from agentrl.engines.placement import EngineProgram
+from agentrl.engines.process import ProcessEngine
 from tests.learn_cases import Episodes, make_rows, run_config
 
+SCRIPTED = EngineProgram("tests.contract.scripted_program:scripted_engine", {"max_context": 4096, "refresh": "token"})
 model, directory, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 
 async def main():
     episodes = Episodes(make_rows(0, 6))
     await episodes.write(directory)
     steps = []
+    told, versions = [], {"policy": PolicyVersion("policy", 0, 0)}
+    engine = ProcessEngine(SCRIPTED, versions, placement=RayPlacement(processes=2), tell=told.append)
     for step in (1, 2):
         pool = RayTrainerPool(run_config(model), directory)
         await pool.start(None if step == 1 else str(directory / "checkpoint"))
@@ -194,6 +285,7 @@ async def main():
         if step == 1:
             await pool.publish("policy", PolicyVersion("policy", 0, 1))
             await pool.save(str(directory / "checkpoint"))
+            await engine.ready()
             import ray
             [process] = [i.process for i in ray._private.worker._global_node.all_processes[name]]
             os.kill(process.pid, signal.SIGKILL)
@@ -204,7 +296,13 @@ async def main():
             except TrainerLostError as error:
                 print(str(error).split(" (")[0], flush=True)
         await pool.close()
-    print(steps)
+    turn = GenerateRequest(
+        request_id="r", token_ids=np.arange(9, dtype=np.int32), sampling=SamplingParams(max_tokens=50), seed=1
+    )
+    completion = await engine.open("s", "policy").generate(turn)
+    await engine.close()
+    print(told)
+    print(steps, len(completion.token_ids))
 
 asyncio.run(main())
 """

@@ -1,0 +1,229 @@
+"""Engines' processes on whichever node Ray has room: implements `engines.placement.Placement`.
+
+An actor starts the process as a child of its own, as `engines.child_process` does here, and passes on the bytes that
+process and client say to each other; what they mean it does not know. Owns actors and their end. Does not own the Ray
+session (`session.py`) or starting again (`engines.supervision`). Invariants: a process dies with its actor; bytes
+arrive in order; whatever dies, process, actor, node or Ray, the child counts as dead and its reader ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from agentrl.cluster.session import RaySession, brief, kept_signal_handlers
+from agentrl.engines.child_process import EngineProcess, ThisMachine
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ray import ObjectRef
+
+    from agentrl.engines.placement import EngineProgram
+
+LOOK_S = 1.0
+"""How often a local Ray is looked at: nothing else tells that it is dead."""
+ENDING_S = 10.0
+"""How long an actor may take to end its process, before it is ended itself."""
+_MOST_BYTES = 1 << 20
+"""Of one answer."""
+
+
+class EngineActor:
+    """What runs in the actor: the parent of an engine's process."""
+
+    def __init__(self) -> None:
+        self._child: EngineProcess | None = None
+
+    async def start(self, program: EngineProgram) -> int:
+        """Start the process; returns its id."""
+        self._child = await ThisMachine().start(program)
+        return self._child.process_id
+
+    async def write(self, data: bytes) -> None:
+        """Say something to the process; ends when it has taken most of it."""
+        writer = self._process.writer
+        writer.write(data)
+        with contextlib.suppress(ConnectionError):  # it is dead, which `wait` tells
+            await writer.drain()
+
+    async def read(self) -> bytes:
+        """What the process says next; empty when it is dead."""
+        try:
+            return await self._process.reader.read(_MOST_BYTES)
+        except ConnectionError:
+            return b""
+
+    async def wait(self) -> str:
+        """See `Child.wait`."""
+        return await self._process.wait()
+
+    async def kill(self) -> None:
+        """See `Child.kill`."""
+        self._process.kill()
+
+    @property
+    def _process(self) -> EngineProcess:
+        if self._child is None:
+            raise RuntimeError("the engine's process was not started")
+        return self._child
+
+
+class RayPlacement:
+    """An engine's processes as children of Ray actors, one actor for each, spread over the nodes.
+
+    Args:
+        processes: how many processes of the run would each have a GPU to itself; this one asks for a GPU where the
+            cluster has that many.
+    """
+
+    def __init__(self, *, processes: int) -> None:
+        self._processes = processes
+        self._gpus: int | None = None
+        """Decided once: what was lost with its node waits for another GPU."""
+        self._session = RaySession()
+
+    async def start(self, program: EngineProgram) -> ActorChild:
+        """See `Placement.start`; starts Ray, too, where there is none, or a dead one."""
+        starting = asyncio.get_running_loop().create_task(asyncio.to_thread(self._start_ray), name="start Ray")
+        with kept_signal_handlers():
+            try:
+                await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                await asyncio.wait({starting})  # nobody else would end what it starts
+                raise
+        import ray
+
+        if self._gpus is None:
+            resources: Mapping[str, float] = await asyncio.to_thread(ray.cluster_resources)
+            self._gpus = 1 if resources.get("GPU", 0) >= self._processes else 0
+        actor: Any = ray.remote(
+            num_cpus=0,
+            num_gpus=self._gpus,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy="SPREAD",
+        )(EngineActor).remote()
+        try:
+            process_id = await _answer(actor.start.remote(program), self._session)
+        except ray.exceptions.RayError as error:
+            raise OSError(f"in a Ray actor: {brief(error)}") from error
+        except asyncio.CancelledError:
+            if not self._session.dead():
+                ray.kill(actor)  # and with it the process
+            raise
+        return ActorChild(actor, process_id, self._session)
+
+    def _start_ray(self) -> None:
+        if self._session.dead():
+            self._session.stop()
+        try:
+            self._session.start()
+        except RuntimeError as error:
+            raise OSError(f"Ray did not start: {brief(error)}") from error
+
+    async def close(self) -> None:
+        """See `Placement.close`: leaves Ray."""
+        await asyncio.to_thread(self._session.stop)
+
+
+class ActorChild:
+    """A process that an actor started; see `engines.placement.EngineChild`."""
+
+    def __init__(self, actor: Any, process_id: int, session: RaySession) -> None:
+        self.process_id = process_id
+        self.reader = asyncio.StreamReader()
+        self.writer = self
+        self._actor = actor
+        self._session = session
+        self._unsent = bytearray()
+        self._is_unsent = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._reading = loop.create_task(self._read(), name="read from an engine's actor")
+        self._writing = loop.create_task(self._write(), name="write to an engine's actor")
+        self._living = loop.create_task(self._live(), name="wait for an engine's actor")
+        self._ending: asyncio.TimerHandle | None = None
+
+    # --- the connection -----------------------------------------------------------------------------------------------
+
+    def write(self, data: bytes, /) -> None:
+        """See `Writer.write`."""
+        self._unsent += data
+        self._is_unsent.set()
+
+    def close(self) -> None:
+        """See `Writer.close`."""
+        self.kill()
+
+    async def _write(self) -> None:
+        """One call at a time: Ray promises no order to the calls of an actor that awaits."""
+        while True:
+            await self._is_unsent.wait()
+            self._is_unsent.clear()
+            data, self._unsent = bytes(self._unsent), bytearray()
+            await self._answer("write", data)
+
+    async def _read(self) -> None:
+        try:
+            while data := await self._answer("read"):
+                self.reader.feed_data(data)
+        finally:
+            self.reader.feed_eof()
+
+    # --- its life -----------------------------------------------------------------------------------------------------
+
+    async def wait(self) -> str:
+        """See `Child.wait`."""
+        return await asyncio.shield(self._living)
+
+    def kill(self) -> None:
+        """See `Child.kill`; the actor ends it, so that its files go, too."""
+        if self._ending is None and not self._living.done() and not self._session.dead():
+            self._actor.kill.remote()
+            self._ending = asyncio.get_running_loop().call_later(ENDING_S, self._end_actor)
+
+    async def _live(self) -> str:
+        from ray.exceptions import RayError
+
+        try:
+            how: str = await self._answer("wait")
+            await asyncio.wait({self._reading})
+        except RayError:
+            how = "was lost with its Ray actor"
+        except OSError as error:
+            how = f"was lost: {error}"
+        if self._ending is not None:
+            self._ending.cancel()
+        for task in (self._reading, self._writing):
+            task.cancel()
+        await asyncio.gather(self._reading, self._writing, return_exceptions=True)
+        self._end_actor()
+        return how
+
+    def _end_actor(self) -> None:
+        import ray
+
+        if not self._session.dead():
+            ray.kill(self._actor)
+
+    async def _answer(self, method: str, *arguments: object) -> Any:
+        return await _answer(getattr(self._actor, method).remote(*arguments), self._session)
+
+
+async def _answer(reference: ObjectRef[Any], session: RaySession) -> Any:
+    """What a method of an actor returned.
+
+    Raises:
+        RayError: the actor died.
+        OSError: Ray died.
+    """
+    future = asyncio.wrap_future(reference.future())
+    try:
+        while not future.done():
+            await asyncio.wait({future}, timeout=LOOK_S)
+            if not future.done() and (dead := session.dead()):
+                raise OSError(f"Ray's {dead} died")
+        return future.result()
+    finally:
+        future.cancel()

@@ -1,0 +1,111 @@
+"""The probe a trainer publishes: what the published files say to its tokens, and nothing but that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agentrl.config.run import EngineConfig, PolicyConfig, TrainerConfig
+from agentrl.core.errors import TrainerError
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.engines.adapter_files import read_adapter
+from agentrl.engines.probe import Probe, read_probe
+from agentrl.engines.weight_files import read_weights
+from agentrl.learn.trainer import PolicyTrainer
+from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model, write_tokenizer
+
+FIRST = PolicyVersion("policy", 0, 1)
+
+
+@pytest.fixture
+def episodes() -> Episodes:
+    return Episodes(make_rows(0, 8))
+
+
+def probe_in(reference: WeightsRef) -> Probe:
+    adapter = reference.kind == "adapter"
+    probe = read_adapter(reference).probe if adapter else read_probe(reference, read_weights(reference))
+    assert probe is not None
+    return probe
+
+
+def plain(model: Any, probe: Probe) -> Any:
+    with torch.no_grad():
+        ends = model.eval()(input_ids=torch.from_numpy(probe.contexts).long()).logits[:, -1]
+    return ends.log_softmax(-1)[:, probe.token_ids.astype(np.int64)].numpy()
+
+
+def stepped(trainer: PolicyTrainer, episodes: Episodes, resume: Path | None = None) -> PolicyTrainer:
+    trainer.start(resume)
+    if resume is None:
+        trainer.forward_backward(episodes.batch())
+        trainer.optim_step("policy", 1)
+    return trainer
+
+
+@pytest.mark.parametrize(("kind", "with_adapter"), [("qwen3", False), ("qwen3", True), ("moe", False)])
+def test_it_is_what_the_published_files_say(tmp_path: Path, episodes: Episodes, kind: str, with_adapter: bool) -> None:
+    path = write_model(tmp_path / "model", kind=kind)
+    write_tokenizer(path)
+    trained = PolicyConfig(lora=LORA) if with_adapter else PolicyConfig()
+    untrained = PolicyConfig(lora=LORA if kind == "qwen3" else None)
+    policies = {"frozen": PolicyConfig(trainable=False), "policy": trained, "other": untrained}
+    config = run_config(path, policies=policies)
+    trainer = stepped(PolicyTrainer(config, tmp_path, read=episodes.read), episodes)
+    other = trainer.publish("other", PolicyVersion("other", 0, 0))
+    frozen = trainer.publish("frozen", PolicyVersion("frozen", 0, 0))
+    reference = trainer.publish("policy", FIRST)
+    probe, start = probe_in(reference), AutoModelForCausalLM.from_pretrained(path)
+    assert (probe.contexts.shape, probe.token_ids.shape) == ((2, 16), (64,))
+    assert probe.is_exact
+    np.testing.assert_allclose(probe.start_logprobs, plain(start, probe), atol=1e-4)
+    for unchanged in (other, frozen):
+        np.testing.assert_allclose(probe_in(unchanged).logprobs, probe.start_logprobs, atol=1e-5)
+    served = peft.PeftModel.from_pretrained(start, reference.path) if with_adapter else None
+    model = served or AutoModelForCausalLM.from_pretrained(reference.path)
+    np.testing.assert_allclose(probe.logprobs, plain(model, probe), atol=1e-4)
+    assert np.abs(probe.logprobs - probe.start_logprobs).mean() > 1e-3
+
+
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_a_resumed_trainer_publishes_the_same_file(tmp_path: Path, episodes: Episodes, with_adapter: bool) -> None:
+    path = write_model(tmp_path / "model")
+    write_tokenizer(path)
+    config = run_config(path, policies={"policy": PolicyConfig(lora=LORA if with_adapter else None)})
+    undisturbed = stepped(PolicyTrainer(config, tmp_path, read=episodes.read), episodes)
+    undisturbed.save(tmp_path / "checkpoint")
+    resumed = PolicyTrainer(config, tmp_path / "again", read=episodes.read)
+    stepped(resumed, episodes, tmp_path / "checkpoint")
+    reference = undisturbed.publish("policy", FIRST)
+    assert resumed.publish("policy", PolicyVersion("policy", 1, 1)).sha256 == reference.sha256
+
+
+def test_its_size_is_configured_and_it_fits_into_a_context(tmp_path: Path, episodes: Episodes) -> None:
+    path = write_model(tmp_path / "model")
+    write_tokenizer(path)
+    shapes = {}
+    for contexts, longest in ((4, 512), (3, 10), (0, 512)):
+        settings = {"trainer": TrainerConfig(kind="in_process", probe_contexts=contexts)}
+        config = run_config(path).model_copy(update={**settings, "engine": EngineConfig(max_context=longest)})
+        trainer = stepped(PolicyTrainer(config, tmp_path / f"{contexts}", read=episodes.read), episodes)
+        reference = trainer.publish("policy", FIRST)
+        probe = read_probe(reference, read_weights(reference))
+        shapes[contexts] = None if probe is None else probe.contexts.shape
+    assert shapes == {4: (4, 16), 3: (3, 9), 0: None}
+
+
+def test_weights_that_have_diverged_are_not_published(tmp_path: Path, episodes: Episodes) -> None:
+    path = write_model(tmp_path / "model")
+    write_tokenizer(path)
+    trainer = stepped(PolicyTrainer(run_config(path), tmp_path, read=episodes.read), episodes)
+    with torch.no_grad():
+        next(iter(trainer._learners["policy"].model.parameters.values())).fill_(torch.inf)
+    with pytest.raises(TrainerError, match="diverged"):
+        trainer.publish("policy", FIRST)
+    assert not (tmp_path / "versions").exists()
