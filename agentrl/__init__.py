@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from agentrl.environment.gym import GymEnvironment, gym_environment
     from agentrl.environment.pettingzoo_games import PettingZooEnvironment
+    from agentrl.environment.proposals import learnability
     from agentrl.environment.registry import make, register, spec
     from agentrl.environment.textarena_games import TextArenaEnvironment
     from agentrl.environment.tools import ToolEnvironment, ToolEpisode, tool
@@ -64,6 +65,7 @@ _HOME = {
     "evaluate": "app.evaluation",
     "fork": "app.forks",
     "gym_environment": "environment.gym",
+    "learnability": "environment.proposals",
     "make": "environment.registry",
     "register": "environment.registry",
     "spec": "environment.registry",
@@ -97,6 +99,7 @@ __all__ = [
     "evaluate",
     "fork",
     "gym_environment",
+    "learnability",
     "make",
     "register",
     "spec",

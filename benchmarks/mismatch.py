@@ -28,7 +28,8 @@ import numpy as np
 import torch
 import transformers
 
-from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, PolicyConfig, RunConfig
+from agentrl.config.policies import PolicyConfig
+from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, DataLocation, PolicyVersion, TrainingSample, TrajectoryCredit, Unit
 from agentrl.credit.samples import samples as unit_samples

@@ -18,7 +18,7 @@ class Report:
 
     def print(self) -> None:
         """Print the line."""
-        figures = {name: None if value is None else round(value, 4) for name, value in self.figures.items()}
+        figures = {name: None if value is None else _short(value) for name, value in self.figures.items()}
         line = {
             "benchmark": self.benchmark,
             "quick": self.quick,
@@ -27,3 +27,8 @@ class Report:
             "repeats": self.repeats,
         }
         print(json.dumps(line))
+
+
+def _short(value: float) -> float:
+    """Four decimals, and of what is too small for them three digits."""
+    return round(value, 4) if value == 0 or abs(value) >= 1e-3 else float(f"{value:.2e}")

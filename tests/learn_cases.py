@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from agentrl.config.run import EnvironmentConfig, LoraConfig, ModelConfig, PolicyConfig, RunConfig, TrainerConfig
+from agentrl.config.policies import AnyPolicy, LoraConfig, PolicyConfig
+from agentrl.config.run import EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
 from agentrl.core.records import (
     DataLocation,
     Row,
@@ -87,7 +88,7 @@ def write_tokenizer(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def run_config(model: Path, *, policies: dict[str, PolicyConfig] | None = None, **trainer: Any) -> RunConfig:
+def run_config(model: Path, *, policies: Mapping[str, AnyPolicy] | None = None, **trainer: Any) -> RunConfig:
     """A configuration with one fully trained policy unless `policies` says otherwise."""
     return RunConfig(
         environment=EnvironmentConfig(id="test"),

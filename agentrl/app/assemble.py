@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agentrl.app.seats import check_capabilities, demand_of, policy_binding
+from agentrl.app.seats import check_capabilities, demands_of, policy_binding
+from agentrl.app.speech import spoken_to, spoken_to_otherwise
+from agentrl.config.policies import PastPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
-from agentrl.core.ports import ChatFormat, Engine, Observer, SamplingParams, Trainer
+from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
+from agentrl.core.proposals import Proposal
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
-from agentrl.environment.base import Environment, Limits, TaskSource
+from agentrl.credit.role_means import Mean, Role, RoleMeans
+from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import name_of
 from agentrl.journal.port import JournalStore, RunLog
 from agentrl.orchestrator.buffer import EpisodeBuffer
@@ -21,6 +25,9 @@ from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.loop import Orchestrator, Plan
 from agentrl.orchestrator.manifest import CheckpointWriter
+from agentrl.orchestrator.opponents import OpponentPool, Opponents
+from agentrl.orchestrator.phases import Phases
+from agentrl.orchestrator.proposals import ProposalMemory
 from agentrl.orchestrator.retention import VersionRetention
 from agentrl.orchestrator.scheduler import Demand, Scheduler
 from agentrl.orchestrator.signal import Signal
@@ -54,6 +61,10 @@ class Past:
     lost: Sequence[int] = ()
     """Numbers before that of roots whose admission never reached the disk."""
     next_evaluation: int = 0
+    played: Sequence[EpisodeHeader] = ()
+    """Committed episodes against past versions."""
+    proposals: Sequence[Proposal] = ()
+    """The newest that the run remembers, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,18 +86,31 @@ class Parts:
     """Published weights of the trainable ones."""
     parents: Mapping[tuple[str, int], PolicyVersion] = field(default_factory=dict)
     """What each (policy, lineage) but the first started from."""
+    opponents: Mapping[str, Sequence[PolicyVersion]] = field(default_factory=dict)
+    """Versions kept served for each past policy, oldest first; see `recovery.serve_opponents`."""
     past: Past = Past()
+    role_means: Mapping[Role, Mean] = field(default_factory=dict)
+    """Of the checkpoint the run goes on from."""
     disk: Disk = LOCAL
     """Where published versions lie."""
 
 
-def past_of(log: RunLog, consumed_through: Mapping[str, PolicyVersion], *, group_size: int) -> Past:
+def past_of(
+    log: RunLog,
+    consumed_through: Mapping[str, PolicyVersion],
+    *,
+    group_size: int,
+    opponents: Collection[str] = (),
+    remembered: int | None = None,
+) -> Past:
     """What a resumed run takes over.
 
     Args:
         log: the run's control log.
         consumed_through: the manifest's version of each trainable policy; empty where there is no manifest.
         group_size: of root groups, `credit.group_size`.
+        opponents: policies that stand for past versions.
+        remembered: how many proposals to read back; None: all.
     """
     log.verify()
     next_number = -(-log.next_number("e") // group_size) * group_size
@@ -102,6 +126,8 @@ def past_of(log: RunLog, consumed_through: Mapping[str, PolicyVersion], *, group
         next_number=next_number,
         lost=log.lost_numbers("e", next_number),
         next_evaluation=log.next_number("v"),
+        played=tuple(log.played(opponents)),
+        proposals=log.proposals(remembered),
     )
 
 
@@ -112,26 +138,25 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
         ConfigError: sections that do not fit each other.
     """
     check_capabilities(config, parts.engine.capabilities)
-    trainable = {name: policy for name, policy in config.policies.items() if policy.trainable}
+    trainable = config.trained
     signal = Signal()
-    advantage = ADVANTAGES[config.credit.advantage]
-    buffer = EpisodeBuffer(trainable, advantage, resolved_before=parts.past.resolved, dead=parts.past.dead)
+    buffer = _buffer(config, trainable, parts.past)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
     board = PolicyBoard(versions, trainable, parts.parents)
     dispatcher = make_dispatcher(config, environment, buffer, parts.store, signal, past=parts.past)
     plan = Plan(
-        steps=config.steps,
         step_size={name: policy.step_size for name, policy in trainable.items()},
         normaliser={
             name: float(policy.step_size * config.trainer.tokens_per_unit) for name, policy in trainable.items()
         },
-        demand=demand_of(config, environment),
+        demands=demands_of(config, environment),
         evaluate_every=config.evaluation.every,
         checkpoint_every=config.checkpoint.every,
     )
     curriculum = Curriculum(parts.tasks, seed=config.seed)
-    scheduler = _scheduler(config, plan.demand, dispatcher, buffer, board)
-    dispatcher.pins_of, dispatcher.resumable = scheduler.pins, scheduler.resumable
+    scheduler = _scheduler(config, plan.demands[0], dispatcher, buffer, board)
+    opponents = _opponents(config, parts, dispatcher)
+    _wire(dispatcher, scheduler, opponents)
     orchestrator = Orchestrator(
         plan=plan,
         curriculum=curriculum,
@@ -155,15 +180,62 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
             signal=signal,
         ),
         retention=VersionRetention(keep=_kept_versions(config), disk=parts.disk),
+        opponents=opponents,
         weights=dict(parts.weights),
+        roles=_roles(config, parts.role_means),
     )
     attach_worker(
         config, environment, dispatcher, parts.engine, parts.chat_format, parts.store, parts.clock, orchestrator.fail
     )
     size = config.credit.group_size
     lost = [(number, curriculum.task(number // size)) for number in parts.past.lost]
-    dispatcher.restore(parts.past.ended, parts.past.unfinished, lost)
+    dispatcher.restore(parts.past.ended, parts.past.unfinished, lost, parts.past.proposals)
     return orchestrator
+
+
+def _opponents(config: RunConfig, parts: Parts, dispatcher: Dispatcher) -> Opponents:
+    pools = {
+        name: OpponentPool(
+            name=name,
+            of=past.of,
+            every=past.every,
+            size=past.size,
+            choose=past.choose,
+            served=list(parts.opponents[name]),
+        )
+        for name, past in config.of_kind(PastPolicy).items()
+    }
+    for header in parts.past.played:
+        for pool in pools.values():
+            pool.heard(header)
+    return Opponents(
+        pools=pools, engine=parts.engine, run_seed=config.seed, pinned=dispatcher.pinned, count=dispatcher.count
+    )
+
+
+def _wire(dispatcher: Dispatcher, scheduler: Scheduler, opponents: Opponents) -> None:
+    """Who is asked for the versions an episode plays with: waves have no opponents, and opponents no waves."""
+    dispatcher.pins_of, dispatcher.resumable = scheduler.pins, scheduler.resumable
+    if opponents.pools:
+        dispatcher.pins_of = lambda number: opponents.pins(number // dispatcher.group_size)
+        dispatcher.resumable = opponents.resumable
+        dispatcher.heard = opponents.heard
+    dispatcher.frozen = scheduler.phases.frozen
+    dispatcher.memory.seen = scheduler.seen()
+
+
+def _buffer(config: RunConfig, trainable: Iterable[str], past: Past) -> EpisodeBuffer:
+    return EpisodeBuffer(
+        trainable,
+        ADVANTAGES[config.credit.advantage],
+        to_go=config.credit.turn_credit == "to_go",
+        resolved_before=past.resolved,
+        dead=past.dead,
+    )
+
+
+def _roles(config: RunConfig, means: Mapping[Role, Mean]) -> RoleMeans | None:
+    return RoleMeans(config.credit.role_decay, means) if config.credit.advantage == "role_mean" else None
 
 
 def _kept_versions(config: RunConfig) -> int:
@@ -171,7 +243,7 @@ def _kept_versions(config: RunConfig) -> int:
     keep = config.checkpoint.versions
     if not (config.deterministic and keep):
         return keep
-    return max(keep, config.checkpoint.every + 2 + max(policy.max_staleness for policy in config.policies.values()))
+    return max(keep, config.checkpoint.every + 2 + max(policy.max_staleness for policy in config.trained.values()))
 
 
 def _scheduler(
@@ -179,12 +251,16 @@ def _scheduler(
 ) -> Scheduler:
     bounds = {
         name: BoundedStaleness(max_staleness=policy.max_staleness, step_size=policy.step_size)
-        for name, policy in config.policies.items()
-        if policy.trainable
+        for name, policy in config.trained.items()
     }
+    phases = Phases(
+        board=board,
+        steps={name: config.steps_of(name) for name in config.trained},
+        lengths={name: policy.phase_steps for name, policy in config.trained.items() if policy.phase_steps},
+    )
     if not config.deterministic:
         return Scheduler(
-            buffer=buffer, board=board, staleness=bounds, steps=config.steps, max_in_flight=config.max_in_flight
+            buffer=buffer, board=board, staleness=bounds, phases=phases, max_in_flight=config.max_in_flight
         )
     return WaveScheduler(
         demand=demand,
@@ -192,18 +268,14 @@ def _scheduler(
         dispatcher=dispatcher,
         board=board,
         staleness=bounds,
-        steps=config.steps,
+        phases=phases,
         max_in_flight=config.max_in_flight,
     )
 
 
 def pinned_policies(config: RunConfig) -> list[str]:
     """The policies whose episodes are pinned to versions: adapters of a deterministic run, which live side by side."""
-    return [
-        name
-        for name, policy in config.policies.items()
-        if config.deterministic and policy.trainable and policy.lora is not None
-    ]
+    return [name for name, policy in config.trained.items() if config.deterministic and policy.lora is not None]
 
 
 def make_dispatcher(
@@ -228,6 +300,7 @@ def make_dispatcher(
         next_number=past.next_number,
         next_evaluation=past.next_evaluation,
         ended_children=dict(past.ended_children),
+        memory=ProposalMemory(config.credit.memory_size),
     )
 
 
@@ -242,22 +315,14 @@ def attach_worker(
     on_failure: Callable[[BaseException], None],
 ) -> None:
     """A worker needs its host first, so the host gets its worker last."""
-    sampling = config.sampling
+    run = spoken_to(config.sampling, chat_format, engine.capabilities.max_context)
     settings = RolloutSettings(
-        sampling=SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            stop_token_ids=chat_format.stop_token_ids,
-        ),
-        limits=Limits(
-            max_turns=sampling.max_turns, max_tokens=sampling.max_tokens, max_context=engine.capabilities.max_context
-        ),
+        sampling=run.sampling,
+        limits=run.limits,
+        policies=spoken_to_otherwise(config, chat_format, engine.capabilities.max_context),
         tool_timeout_s=config.environment.tool_timeout_s,
         episode_timeout_s=config.episode_timeout_s,
-        max_staleness={name: policy.max_staleness for name, policy in config.policies.items()},
+        max_staleness={name: policy.max_staleness for name, policy in config.trained.items()},
         on_code_change=config.environment.on_code_change,
         infrastructure_attempts=config.infrastructure_attempts,
     )

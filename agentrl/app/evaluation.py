@@ -8,8 +8,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from agentrl.app.beside import load_weights, play_beside, weights_in, with_weights
+from agentrl.app.beside import play_beside, with_weights
 from agentrl.app.parts import held_out, load_config, make_chat_format, make_engine
+from agentrl.app.weights import given_weights, load_weights, weights_in
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import CheckFailedError, InputError, RunDirectoryError
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
@@ -44,8 +45,8 @@ def evaluate(
         CheckFailedError: an episode was dropped.
     """
     config = load_config(config)
-    given = [weights_in(name, path) for name, path in _by_policy(config, policy).items()]
-    config = with_weights(config, given)
+    config = with_weights(config, [weights_in(name, path) for name, path in _by_policy(config, policy).items()])
+    given = given_weights(config)
     chosen = resolve(environment if environment is not None else config.environment.id)
     chosen_tasks = list(tasks) if tasks is not None else held_out(config, chosen)
     if not chosen_tasks:
@@ -78,7 +79,7 @@ def _by_policy(config: RunConfig, policy: Directory | Mapping[str, Directory] | 
         if unknown:
             raise InputError(f"no policy {unknown[0]!r} to give weights to; there are: {known}")
         return policy
-    names = [name for name, section in config.policies.items() if section.trainable] or list(config.policies)
+    names = list(config.trained or config.policies)
     if len(names) > 1:
         raise InputError(f"{policy} is whose weights? Name the policy, NAME=DIR; there are: {known}")
     return {names[0]: policy}

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agentrl.app.beside import load_weights, play_beside, weights_in, with_weights
+from agentrl.app.beside import play_beside, with_weights
 from agentrl.app.parts import make_chat_format, make_engine
+from agentrl.app.weights import load_weights, weights_in
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
 from agentrl.core.errors import InputError, JournalError
@@ -219,14 +220,14 @@ def ended_children(parent: Parent) -> dict[str, EpisodeHeader]:
 
 def recorded_weights(parent: Parent, *, leave_out: str | None) -> list[WeightsRef]:
     """The weights each policy had last used by the turn; none for what had not left the base model."""
-    newest = {turn.policy: turn.spans[-1] for turn in parent.turns if turn.spans and turn.policy != leave_out}
+    newest = {turn.policy: turn for turn in parent.turns if turn.spans and turn.policy != leave_out}
     found = []
-    for policy, span in newest.items():
-        version = PolicyVersion(policy, span.lineage, span.step)
+    for policy, turn in newest.items():
+        version = PolicyVersion(turn.weights_of or policy, turn.spans[-1].lineage, turn.spans[-1].step)
         for directory in parent.ancestors.values():
             reference = _published(Path(directory), version)
             if reference is not None:
-                found.append(reference)
+                found.append(replace(reference, version=version._replace(policy=policy)))
                 break
         else:
             if version.step > 0:

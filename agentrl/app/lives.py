@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from agentrl.app.assemble import Parts, assemble
 from agentrl.app.parts import Adapters
 from agentrl.app.recovery import Recovery, clear_leftovers
+from agentrl.app.weights import given_weights, load_weights
 from agentrl.config.run import RunConfig
 from agentrl.core.budget import RetryBudget
 from agentrl.core.errors import EngineLostError, TrainerError, TrainerLostError
@@ -95,8 +96,9 @@ async def _life(lasting: Lasting) -> Orchestrator:
         versions = recovery.first_versions(config, store, directory.versions)
         engine = await lasting.adapters.engine(config, versions, observer.warn)
         stack.push_async_callback(engine.close)
-        trainable = {name: version for name, version in versions.items() if config.policies[name].trainable}
-        weights = await recovery.serve(config, trainable, trainer, engine, store)
+        await load_weights(config, engine, store, await asyncio.to_thread(given_weights, config))
+        trainable = {name: versions[name] for name in config.trained}
+        served = await recovery.serve(config, trainable, trainer, engine, store)
         parts = Parts(
             engine=engine,
             trainer=trainer,
@@ -108,9 +110,11 @@ async def _life(lasting: Lasting) -> Orchestrator:
             held_out=lasting.held_out,
             checkpoints=CheckpointWriter(directory.checkpoints, keep=config.checkpoint.keep),
             versions=versions,
-            weights=weights,
+            weights=served.weights,
+            opponents=served.opponents,
             parents=store.parents(),
             past=recovery.past(config, store),
+            role_means=recovery.role_means,
         )
         orchestrator = assemble(config, lasting.environment, parts)
         observer.watch(orchestrator.status)

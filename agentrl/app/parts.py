@@ -11,6 +11,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from agentrl.app.seats import is_filtered
+from agentrl.app.weights import adapter_places, largest_rank
+from agentrl.config.policies import RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, InputError
@@ -41,6 +44,16 @@ def load_config(config: RunConfig | str | Path) -> RunConfig:
 
 async def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None]) -> Engine:
     """The engine a configuration asks for, in this process or in one of its own, whose deaths are told."""
+    remote = config.of_kind(RemotePolicy)
+    if not remote:
+        return await _own_engine(config, versions, tell)
+    from agentrl.engines.remote import RoutedEngine
+
+    here = {name: version for name, version in versions.items() if name not in remote}
+    return RoutedEngine(await _own_engine(config, here, tell), remote)
+
+
+async def _own_engine(config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None]) -> Engine:
     arguments = _engine_arguments(config)
     if config.engine.kind == "vllm":
         check_vllm()
@@ -54,16 +67,15 @@ async def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion], 
 
 def _engine_arguments(config: RunConfig) -> dict[str, Any]:
     section = config.engine
-    adapted = [policy for policy in config.policies.values() if policy.lora is not None]
     arguments: dict[str, Any] = {
         "model_path": str(Path(config.model.path).absolute()),  # an actor's working directory is another
         "slots": section.slots,
         "max_context": section.max_context,
         "refresh": section.refresh,
         "keep_kv": section.keep_kv,
-        "adapter_slots": sum(policy.max_staleness + 2 for policy in adapted) + 1 if adapted else 0,
-        "max_rank": max((policy.lora.rank for policy in adapted if policy.lora is not None), default=1),
-        "max_staleness": {name: policy.max_staleness for name, policy in config.policies.items()},
+        "adapter_slots": adapter_places(config),
+        "max_rank": largest_rank(config),
+        "max_staleness": {name: policy.max_staleness for name, policy in config.trained.items()},
         "threads": section.threads,
     }
     if section.kind == "vllm":
@@ -71,7 +83,7 @@ def _engine_arguments(config: RunConfig) -> dict[str, Any]:
     return {
         **arguments,
         "capture_routing": section.capture_routing,
-        "capture_mask": config.sampling.is_filtered,
+        "capture_mask": is_filtered(config),
         "fixed_shapes": config.deterministic,
     }
 

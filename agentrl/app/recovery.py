@@ -16,21 +16,35 @@ from pathlib import Path
 from typing import Protocol
 
 from agentrl.app.assemble import TURN_LOG, Past, past_of, pinned_policies
+from agentrl.app.weights import SPARE
+from agentrl.config.policies import PastPolicy
 from agentrl.config.run import RunConfig
-from agentrl.core.errors import JournalError, RunDirectoryError, StorageError
+from agentrl.core.errors import EngineError, JournalError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_leftovers
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.credit.role_means import Mean, Role
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.partials import decode_partial
 from agentrl.journal.port import JournalStore, RunLog
 from agentrl.orchestrator.manifest import Manifest, newest
+from agentrl.orchestrator.opponents import joined_by
 from agentrl.orchestrator.retention import versions_in
 from agentrl.orchestrator.versions import PolicyBoard
 
 
 class RunJournal(JournalStore, RunLog, Protocol):
     """A journal that is written and read back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What an engine serves when a life begins."""
+
+    weights: Mapping[str, WeightsRef]
+    """Of the policies that learn."""
+    opponents: Mapping[str, Sequence[PolicyVersion]]
+    """Versions kept for each past policy, oldest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +75,11 @@ class Recovery:
         """What the trainer starts from."""
         return None if self.manifest is None else str(self.manifest.directory)
 
+    @property
+    def role_means(self) -> Mapping[Role, Mean]:
+        """What the checkpoint's roles used to get."""
+        return {} if self.manifest is None else self.manifest.role_means
+
     def first_versions(
         self, config: RunConfig, journal: RunLog, versions: Path, *, disk: Disk = LOCAL
     ) -> dict[str, PolicyVersion]:
@@ -78,9 +97,9 @@ class Recovery:
         """
         lineage = 1 + max(journal.highest_lineage(), _highest_on_disk(versions, disk))
         first = {}
-        for name, policy in config.policies.items():
+        for name in config.policies:
             step = 0
-            if self.manifest is not None and policy.trainable:
+            if self.manifest is not None and name in config.trained:
                 if name not in self.manifest.versions:
                     raise RunDirectoryError(
                         f"checkpoint {self.manifest.directory} has no policy {name!r}; resume with its configuration"
@@ -92,7 +111,7 @@ class Recovery:
                         "the one that belongs here"
                     )
                 step = self.manifest.versions[name].step
-            first[name] = PolicyVersion(name, lineage if policy.trainable else 0, step)
+            first[name] = PolicyVersion(name, lineage if name in config.trained else 0, step)
         return first
 
     async def serve(
@@ -102,23 +121,34 @@ class Recovery:
         trainer: Trainer,
         engine: Engine,
         journal: RunJournal,
-    ) -> dict[str, WeightsRef]:
-        """Publish the first versions of the trainable policies, serve and record them; returns once that is on disk."""
+    ) -> Served:
+        """Publish the first versions of the trainable policies, serve and record them; returns once that is on disk.
+
+        Those of their past that play are served besides.
+        """
         pinned = pinned_policies(config)
+        older: Mapping[str, Sequence[PolicyVersion]] = {}
         if self.manifest is not None:
-            await serve_older(config, engine, journal, self.manifest.versions)
+            older = await serve_older(config, engine, journal, self.manifest.versions)
         weights = {}
         for name, version in trainable.items():
             weights[name] = await trainer.publish(name, version)
             journal.record_version(weights[name], None if self.manifest is None else self.manifest.versions[name])
             await engine.update(weights[name], keep=name in pinned)
+        opponents = await serve_opponents(config, engine, weights, older)
         await journal.flush()
-        return weights
+        return Served(weights=weights, opponents=opponents)
 
     def past(self, config: RunConfig, journal: RunJournal) -> Past:
         """What the journal says is left of the lives before."""
         versions = {} if self.manifest is None else self.manifest.versions
-        past = past_of(journal, versions, group_size=config.credit.group_size)
+        past = past_of(
+            journal,
+            versions,
+            group_size=config.credit.group_size,
+            opponents=config.of_kind(PastPolicy).keys(),
+            remembered=None if config.deterministic else config.credit.memory_size,
+        )
         if config.checkpoint.dead_lineage == "keep" or not versions:
             return past
         return replace(past, dead=_dead_units(past, versions, journal))
@@ -149,8 +179,9 @@ def _dead_units(past: Past, versions: Mapping[str, PolicyVersion], journal: RunJ
 
 async def serve_older(
     config: RunConfig, engine: Engine, journal: RunLog, versions: Mapping[str, PolicyVersion]
-) -> None:
-    """Give a deterministic run the versions its first waves play with: those of the steps before the manifest's.
+) -> dict[str, list[PolicyVersion]]:
+    """Give a run the versions of steps before the manifest's that it plays with: in the first waves of a deterministic
+    one, and as opponents, by past policy.
 
     Raises:
         StorageError: one of them was never published here.
@@ -159,7 +190,7 @@ async def serve_older(
     board = PolicyBoard(versions, (), journal.parents())
     for policy in versions.keys() & pinned_policies(config):
         now = versions[policy].step
-        for step in range(max(now - config.policies[policy].max_staleness, 0), now):
+        for step in range(max(now - config.trained[policy].max_staleness, 0), now):
             version = board.at(policy, step)
             weights = journal.published(version)
             if weights is None:
@@ -167,6 +198,49 @@ async def serve_older(
                     f"version {version}, which episodes to go on with are pinned to, was never published"
                 )
             await engine.update(weights, keep=True)
+    return {
+        name: await _serve_past(engine, journal, board, name, past)
+        for name, past in config.of_kind(PastPolicy).items()
+        if past.of in versions
+    }
+
+
+async def _serve_past(
+    engine: Engine, journal: RunLog, board: PolicyBoard, name: str, past: PastPolicy
+) -> list[PolicyVersion]:
+    """The opponents of before, as far as their files are there, and one more that an unfinished episode plays."""
+    now = board.current(past.of)
+    wanted = {board.at(past.of, step) for step in joined_by(now.step, past.every, past.size) if step < now.step}
+    pinned = {spec.pins[name] for spec in journal.unfinished() if name in spec.pins} - wanted
+    others = sorted(version for version in pinned if version.step < now.step and board.survives(version))
+    served = []
+    for version in sorted([*wanted, *others[-SPARE:]], key=lambda version: version.step):
+        weights = journal.published(version)
+        if weights is None:
+            continue
+        try:
+            await engine.update(weights, keep=True)
+        except EngineError:  # deleted since, as after a rollback: the others will do
+            continue
+        served.append(version)
+    return served
+
+
+async def serve_opponents(
+    config: RunConfig,
+    engine: Engine,
+    weights: Mapping[str, WeightsRef],
+    older: Mapping[str, Sequence[PolicyVersion]],
+) -> dict[str, list[PolicyVersion]]:
+    """What each past policy begins with: `older` versions, and the current one where it is to join or there is none."""
+    opponents = {}
+    for name, past in config.of_kind(PastPolicy).items():
+        served, current = list(older.get(name, ())), weights[past.of]
+        if not served or current.version.step % past.every == 0:
+            await engine.update(current, keep=True)
+            served.append(current.version)
+        opponents[name] = served
+    return opponents
 
 
 def clear_leftovers(checkpoints: Path, versions: Path, *, disk: Disk = LOCAL) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import difflib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
+from agentrl.app.weights import adapter_places
+from agentrl.config.policies import RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError
 from agentrl.core.ports import EngineCapabilities
@@ -19,16 +21,16 @@ from agentrl.orchestrator.scheduler import Demand
 from agentrl.rollout.context import MAX_CHILD_DEPTH
 
 
-def policy_binding(config: RunConfig) -> Callable[[str], str]:
-    """Which policy holds a seat.
+def policy_binding(config: RunConfig) -> Callable[[str, int], str]:
+    """Which policy holds a seat in a root group.
 
     Raises (when called):
         ConfigError: the seat is bound to nothing.
     """
 
-    def policy_of(seat: str) -> str:
+    def policy_of(seat: str, group: int) -> str:
         try:
-            return config.policy_of(seat)
+            return config.policy_of(seat, group)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
@@ -51,8 +53,9 @@ def played(
             yield from played(child, f"{name}.", times * number, depth + 1)
 
 
-def demand_of(config: RunConfig, environment: type[Environment]) -> Demand:
-    """What a root group brings; refused where the bounds could never let one in, or a policy could never learn.
+def demands_of(config: RunConfig, environment: type[Environment]) -> Sequence[Demand]:
+    """What a root group brings, for each line-up, group by group; refused where the bounds could never let one in, or a
+    policy could never act.
 
     Raises:
         ConfigError: what does not fit, and the mend.
@@ -60,29 +63,40 @@ def demand_of(config: RunConfig, environment: type[Environment]) -> Demand:
     seats = list(played(environment))
     _check_names(config, environment, [seat for seat, _ in seats])
     size, policy_of = config.credit.group_size, policy_binding(config)
-    units: Counter[str] = Counter()
-    for seat, times in seats:
-        name = policy_of(seat)
-        if config.policies[name].trainable:
-            units[name] = max(units[name], times * size)
-    for name, policy in config.policies.items():
-        if policy.trainable and name not in units:
+    line_ups = [[(policy_of(seat, group), times) for seat, times in seats] for group in range(config.line_ups)]
+    _check_held(config, environment, {name for line_up in line_ups for name, _ in line_up}, [seat for seat, _ in seats])
+    trained, demands = config.trained, []
+    for line_up in line_ups:
+        units: Counter[str] = Counter()
+        for name, times in line_up:
+            if name in trained:
+                units[name] = max(units[name], times * size)
+        demands.append(Demand(episodes=size, units=dict(units)))
+    for name, policy in trained.items():
+        bound, most = (
+            (1 + policy.max_staleness) * policy.step_size,
+            max(demand.units.get(name, 0) for demand in demands),
+        )
+        if most > bound:
             raise ConfigError(
-                f"policies.{name} is trainable but holds no seat of {environment.__name__} "
-                f"({', '.join(seat for seat, _ in seats)}): bind it in [seats], declare the child that seats it in "
-                f"fan_out, or set policies.{name}.trainable = false"
-            )
-        bound = (1 + policy.max_staleness) * policy.step_size
-        if units[name] > bound:
-            raise ConfigError(
-                f"credit.group_size = {size}: a group brings {units[name]} units of {name}, more than may be in "
+                f"credit.group_size = {size}: a group brings {most} units of {name}, more than may be in "
                 f"flight: (1 + max_staleness) × step_size = {bound}; raise policies.{name}.step_size or lower it"
             )
-    if not units:
-        raise ConfigError(f"no seat of {environment.__name__} is held by a trainable policy: there is nothing to learn")
     if size > config.max_in_flight:
         raise ConfigError(f"credit.group_size = {size} is larger than max_in_flight = {config.max_in_flight}")
-    return Demand(episodes=size, units=dict(units))
+    return demands
+
+
+def _check_held(config: RunConfig, environment: type[Environment], held: Collection[str], seats: list[str]) -> None:
+    """Every policy plays somewhere, and one that learns is among them."""
+    for name in config.policies:
+        if name not in held:
+            raise ConfigError(
+                f"policies.{name} holds no seat of {environment.__name__} ({', '.join(seats)}): bind it in [seats], "
+                "declare the child that seats it in fan_out, or leave it out"
+            )
+    if not config.trained:
+        raise ConfigError(f"no seat of {environment.__name__} is held by a policy that learns: every kind is frozen")
 
 
 def check_capabilities(config: RunConfig, capabilities: EngineCapabilities) -> None:
@@ -91,16 +105,22 @@ def check_capabilities(config: RunConfig, capabilities: EngineCapabilities) -> N
     Raises:
         ConfigError: the setting, what it needs, and the engine that lacks it.
     """
+    places = adapter_places(config)
     needs = {
         f"engine.refresh = {config.engine.refresh!r}": config.engine.refresh in capabilities.refresh,
         "engine.capture_routing": capabilities.expert_routing or not config.engine.capture_routing,
-        "sampling.top_k, top_p or min_p (their kept sets)": capabilities.sampling_mask
-        or not config.sampling.is_filtered,
-        "policies.*.lora": capabilities.adapters > 0 or all(p.lora is None for p in config.policies.values()),
+        "sampling.top_k, top_p or min_p (their kept sets)": capabilities.sampling_mask or not is_filtered(config),
+        f"{places} adapters at once (policies.*.lora, opponents, frozen ones)": capabilities.adapters >= places,
     }
     for what, given in needs.items():
         if not given:
             raise ConfigError(f"the engine {capabilities.name!r} cannot give what {what} needs")
+
+
+def is_filtered(config: RunConfig) -> bool:
+    """Whether the kept sets of some policy that the engine samples are to be recorded."""
+    here = [name for name, policy in config.policies.items() if not isinstance(policy, RemotePolicy)]
+    return any(config.sampling_of(name).is_filtered for name in here)
 
 
 def _check_names(config: RunConfig, environment: type[Environment], known: list[str]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.app.lives import Lasting, ended_by_ctrl_c, lives
 from agentrl.app.parts import Adapters, load_config, task_source
 from agentrl.app.parts import held_out as held_out_source
-from agentrl.app.seats import demand_of
+from agentrl.app.seats import demands_of
 from agentrl.config.run import RunConfig, check_unchanged
 from agentrl.core.ports import Observer
 from agentrl.core.records import Task
@@ -69,7 +69,7 @@ def train(
     """
     config = load_config(config)
     chosen = resolve(environment if environment is not None else config.environment.id)
-    demand_of(config, chosen)
+    demands_of(config, chosen)
     return asyncio.run(
         run_training(config, chosen, tasks=tasks, held_out=held_out, observers=observers, resume=resume, quiet=quiet)
     )

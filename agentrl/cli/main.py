@@ -249,6 +249,8 @@ def _add_run(commands: Subparsers[argparse.ArgumentParser]) -> None:
     ledger = "count every episode and unit; exit code 1 if one is lost or was trained twice"
     parser = _add(verbs, "ledger", ledger, "reading:run_ledger")
     parser.add_argument("run", nargs="?", help=_RUN)
+    parser = _add(verbs, "winrates", "how policies do against their past versions", "reading:run_winrates", reads=True)
+    parser.add_argument("run", nargs="?", help=_RUN)
     parser = _add(verbs, "metrics", "print the newest value of each metric", "view:run_metrics", reads=True)
     parser.add_argument("run", nargs="?", help=_RUN)
     parser.add_argument("--prometheus", action="store_true", help="in Prometheus' text format")

@@ -88,6 +88,19 @@ def run_ledger(options: argparse.Namespace) -> int:
         return 0 if ledger.holds else CheckFailedError.exit_code
 
 
+def run_winrates(options: argparse.Namespace) -> int:
+    """`agentrl run winrates [RUN]`."""
+    with open_run(options.run) as reader:
+        found = reader.win_rates()
+        if options.json:
+            print_json(found)
+        else:
+            from agentrl.inspection.render import win_rate_table
+
+            print_text(win_rate_table(found))
+    return 0
+
+
 def episode_list(options: argparse.Namespace) -> int:
     """`agentrl episode list [RUN] [--where …] [--sort …]`."""
     if options.limit < 0 or options.offset < 0:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from agentrl.config.policies import AnyPolicy, FrozenPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 
@@ -41,8 +42,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in a TOML file, changed by `overrides`.
 
     Args:
-        path: the file. A relative `model.path` or `environment.id` (a file's) is looked for beside it first, then in
-            the working directory.
+        path: the file. A relative `model.path`, `environment.id` (a file's) or `policies.NAME.path` is looked for
+            beside it first, then in the working directory.
         overrides: `section.field=value`, with or without leading dashes; values are JSON, or text where they are not.
 
     Raises:
@@ -62,7 +63,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     found = _beside(source, file + colon, key="environment.id") if colon else ""
     chosen = f"{found}{name}" if colon else config.environment.id
     environment = config.environment.model_copy(update={"id": chosen})
-    return config.model_copy(update={"model": model, "environment": environment})
+    policies = {name: _policy_beside(source, name, policy) for name, policy in config.policies.items()}
+    return config.model_copy(update={"model": model, "environment": environment, "policies": policies})
 
 
 def dump_toml(config: BaseModel) -> str:
@@ -92,6 +94,12 @@ def _beside(source: Path, path: str, *, key: str) -> str:
         return str(there.resolve()) if there.exists() else path
     except OSError as error:
         raise ConfigError(f"{source}: {key} = {_short(path)}: cannot be looked for ({error.strerror})") from error
+
+
+def _policy_beside(source: Path, name: str, policy: AnyPolicy) -> AnyPolicy:
+    if not (isinstance(policy, FrozenPolicy) and policy.path):
+        return policy
+    return policy.model_copy(update={"path": _beside(source, policy.path, key=f"policies.{name}.path")})
 
 
 def _read(source: Path) -> dict[str, Any]:
@@ -290,10 +298,14 @@ def _nearest(path: Sequence[str | int], section: type[BaseModel] | None) -> str:
 def _annotation(path: Sequence[str | int]) -> Any:
     model: type[BaseModel] | None = RunConfig
     annotation: Any = None
+    is_named = False
     for part in path:
+        if is_named:  # a name of the user's: what stands under it has the same annotation
+            is_named = False
+            continue
         field = model.model_fields.get(str(part)) if model is not None else None
         annotation = None if field is None else field.annotation
-        members, _ = sections_in(annotation)
+        members, is_named = sections_in(annotation)
         model = members[0] if len(members) == 1 else None
     return annotation
 

@@ -5,38 +5,30 @@ Combinations that make no sense do not parse; values that can be derived are pro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from agentrl.config.combinations import check_together
 from agentrl.config.locate import package_directory
+from agentrl.config.policies import AnyPolicy, PastPolicy, PolicyConfig
+from agentrl.config.section import (
+    Episodes,
+    MaybeSteps,
+    NonNegative,
+    Positive,
+    Rate,
+    Seconds,
+    Section,
+    Share,
+    Steps,
+    Threads,
+    Tokens,
+    Unit,
+)
 from agentrl.core.errors import ConfigError
-from agentrl.core.ids import is_safe_name
-
-
-class Unit(NamedTuple):
-    """What a number counts or measures, for the configuration page."""
-
-    name: str
-
-
-NonNegative = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(gt=0)]
-Rate = Annotated[float, Field(gt=0)]
-Tokens = Annotated[int, Field(gt=0), Unit("tokens")]
-Episodes = Annotated[int, Field(gt=0), Unit("episodes")]
-Steps = Annotated[int, Field(gt=0), Unit("optimizer steps")]
-MaybeSteps = Annotated[int, Field(ge=0), Unit("optimizer steps")]
-Threads = Annotated[int, Field(gt=0), Unit("threads")]
-Seconds = Annotated[float, Field(gt=0), Unit("s")]
-Share = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """A part of the configuration: unknown keys are refused, values never change."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class EnvironmentConfig(Section):
@@ -66,32 +58,6 @@ class ModelConfig(Section):
     @classmethod
     def _find_package_directory(cls, path: str) -> str:
         return package_directory(path)
-
-
-class LoraConfig(Section):
-    """Low-rank adapters (Hu et al., 2021, arXiv:2106.09685) instead of full weights."""
-
-    rank: Positive = 16
-    """Inner dimension of the adapter: what it can express, and what a published version weighs."""
-    alpha: Rate = 32.0
-    """The adapter's output is scaled by alpha / rank."""
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Linear layers that get an adapter; by default all those of a decoder block."""
-
-
-class PolicyConfig(Section):
-    """One policy: trainable weights, or a frozen copy of the base."""
-
-    trainable: bool = True
-    """False: the base weights, never changed; for opponents and judges."""
-    lora: LoraConfig | None = None
-    """Train an adapter of this shape; null trains all weights."""
-    learning_rate: Rate = 3e-4
-    """Of AdamW, after warm-up."""
-    step_size: Episodes = 64
-    """Units (episodes, as this policy saw them) per optimizer step."""
-    max_staleness: MaybeSteps = 1
-    """Bound on the mean policy lag in optimizer steps; 0 is synchronous training."""
 
 
 class EngineConfig(Section):
@@ -150,8 +116,17 @@ class CreditConfig(Section):
 
     group_size: Episodes = 8
     """Episodes sampled per task, compared with each other."""
-    advantage: Literal["leave_one_out", "group_mean", "group_std", "none"] = "leave_one_out"
-    """`leave_one_out` (RLOO), `group_mean` (Dr. GRPO), `group_std` (GRPO), `none` (REINFORCE on the raw reward)."""
+    advantage: Literal["leave_one_out", "group_mean", "group_std", "role_mean", "none"] = "leave_one_out"
+    """What a reward is compared with: the others of its group in the same seat, by `leave_one_out` (RLOO), `group_mean`
+    (Dr. GRPO) or `group_std` (GRPO); `role_mean`: what the policy used to get in that seat (zero-sum games, SPIRAL);
+    `none` (REINFORCE on the raw reward)."""
+    role_decay: Share = 0.95
+    """Of `role_mean`: the share of the running mean that stays per reward; 0.95 remembers about twenty rewards."""
+    memory_size: Annotated[Positive, Field(le=1_000_000), Unit("proposals")] = 2000
+    """Proposals the run remembers (`ctx.remember`); the oldest go."""
+    turn_credit: Literal["sum", "to_go"] = "sum"
+    """What `agent.reward(x, turn=…)` counts for: `sum`, the agent's whole trajectory; `to_go`, that turn and those
+    before it, each turn compared with what the others of the group still got from it on."""
 
 
 class PolicyGradientLoss(Section):
@@ -248,6 +223,9 @@ class CheckpointConfig(Section):
     """Published versions of each policy that stay on disk; 0 keeps all."""
 
 
+P = TypeVar("P", bound=Section)
+
+
 class RunConfig(Section):
     """One training run."""
 
@@ -277,9 +255,10 @@ class RunConfig(Section):
     """Where metrics go besides `metrics.jsonl` and the journal; each is an extra of its name."""
     environment: EnvironmentConfig
     model: ModelConfig
-    policies: dict[str, PolicyConfig] = {"policy": PolicyConfig()}
-    seats: dict[str, str] = {}
-    """Which policy holds which seat; a seat not named here is held by the only policy."""
+    policies: dict[str, AnyPolicy] = {"policy": PolicyConfig()}
+    seats: dict[str, str | tuple[str, ...]] = {}
+    """Which policy holds which seat; a seat not named here is held by the policy of its name, or by the only one. A
+    list is gone through group by group, so that sides change: `x = ["player", "past"]`, `o = ["past", "player"]`."""
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     credit: CreditConfig = CreditConfig()
@@ -287,77 +266,53 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
+    @field_validator("policies", mode="before")
+    @classmethod
+    def _trained_by_default(cls, policies: Any) -> Any:
+        """A table without `kind` is of a policy that learns."""
+        if not isinstance(policies, Mapping):
+            return policies
+        return {
+            name: {"kind": "trained", **table} if isinstance(table, Mapping) else table
+            for name, table in policies.items()
+        }
+
     @model_validator(mode="after")
     def _check_together(self) -> RunConfig:
-        if not self.policies:
-            raise ValueError("policies: at least one policy is needed")
-        for key, name in (("name", self.name), *((f"policies.{name}", name) for name in self.policies)):
-            if not is_safe_name(name):
-                raise ValueError(f"{key}: {name!r} becomes part of a path: letters, digits, '.', '_' and '-' only")
-        if self.credit.group_size == 1 and self.credit.advantage != "none":
-            raise ValueError(
-                f"credit.group_size = 1 with credit.advantage = {self.credit.advantage!r}: an episode with nothing to "
-                "be compared with teaches nothing. Set group_size = 2 or more, or advantage = 'none'"
-            )
-        for seat, policy in self.seats.items():
-            if policy not in self.policies:
-                raise ValueError(f"seats.{seat}: no policy {policy!r}; there are: {', '.join(sorted(self.policies))}")
-        self._check_full_weights()
-        self._check_engine()
+        check_together(self)
         return self
 
-    def _check_full_weights(self) -> None:
-        for name, policy_config in self.policies.items():
-            if policy_config.trainable and policy_config.lora is None and self.engine.refresh in ("episode", "lazy"):
-                raise ValueError(
-                    f"engine.refresh = {self.engine.refresh!r} needs adapters: an engine has one version of full "
-                    f"weights. Set policies.{name}.lora, or refresh = 'token' or 'turn'"
-                )
-            has_full_weights = policy_config.trainable and policy_config.lora is None
-            if self.deterministic and has_full_weights and policy_config.max_staleness:
-                raise ValueError(
-                    f"deterministic = true with full weights needs policies.{name}.max_staleness = 0: an engine has "
-                    f"one version of them, and each wave is sampled by one. Set it, or policies.{name}.lora"
-                )
+    def of_kind(self, kind: type[P]) -> dict[str, P]:
+        """The policies of a kind, in their order."""
+        return {name: policy for name, policy in self.policies.items() if isinstance(policy, kind)}
 
-    def _check_engine(self) -> None:
-        if self.engine.kind == "vllm":
-            self._check_vllm()
-        elif not self.engine.own_process and (self.engine.replicas > 1 or self.engine.placement == "ray"):
-            raise ValueError(
-                "engine.replicas > 1, and engine.placement = 'ray', need engines in processes of their own: set "
-                "engine.own_process = true"
-            )
-        if self.engine.replicas > 1 and self.deterministic:
-            raise ValueError(
-                "deterministic = true needs engine.replicas = 1: who shares a batch with whom must not vary"
-            )
+    @property
+    def trained(self) -> dict[str, PolicyConfig]:
+        """The policies that learn."""
+        return self.of_kind(PolicyConfig)
 
-    def _check_vllm(self) -> None:
-        full = [name for name, policy in self.policies.items() if policy.trainable and policy.lora is None]
-        refused = {
-            "engine.capture_routing": self.engine.capture_routing,
-            "sampling.top_k, top_p or min_p (their kept sets)": self.sampling.is_filtered,
-            "deterministic": self.deterministic,
-        }
-        for what, asked in refused.items():
-            if asked:
-                raise ValueError(
-                    f"engine.kind = 'vllm' cannot give what {what} needs: leave it off, or set engine.kind = 'embedded'"
-                )
-        if full and len(self.policies) > 1:
-            raise ValueError(
-                "engine.kind = 'vllm' serves full weights of one policy alone: give a lora to policies "
-                f"{', '.join(sorted(full))}, or set engine.kind = 'embedded'"
-            )
-        if full and self.evaluation.every:
-            raise ValueError(
-                "evaluation.every keeps a version while newer ones serve, and vLLM has one version of full weights: "
-                f"set evaluation.every = 0, or policies.{full[0]}.lora"
-            )
+    def steps_of(self, policy: str) -> int:
+        """How often a policy that learns is updated."""
+        return self.trained[policy].steps or self.steps
 
-    def policy_of(self, seat: str) -> str:
-        """The policy that holds `seat`; `Env.seat` bindings of child episodes fall back to the bare seat name.
+    def sampling_of(self, policy: str) -> SamplingConfig:
+        """How a policy samples: `[sampling]`, but for what its own section says.
+
+        Raises:
+            ValidationError: its section says something that is no setting, or no value of it.
+        """
+        section = self.policies[policy]
+        if isinstance(section, PastPolicy):
+            return self.sampling_of(section.of)
+        return SamplingConfig.model_validate({**self.sampling.model_dump(), **section.sampling})
+
+    @property
+    def line_ups(self) -> int:
+        """After how many groups every seat is held by whom it was held by first."""
+        return math.lcm(*(len(held) for held in self.seats.values() if isinstance(held, tuple)), 1)
+
+    def policy_of(self, seat: str, group: int = 0) -> str:
+        """The policy that holds `seat` in a group; `Env.seat` bindings of child episodes fall back to the bare name.
 
         Raises:
             ValueError: the seat is bound to nothing and there is more than one policy.
@@ -365,7 +320,8 @@ class RunConfig(Section):
         bare = seat.rsplit(".", 1)[-1]
         for key in (seat, bare):
             if key in self.seats:
-                return self.seats[key]
+                held = self.seats[key]
+                return held if isinstance(held, str) else held[group % len(held)]
         if len(self.policies) == 1:
             return next(iter(self.policies))
         if bare in self.policies:
@@ -396,7 +352,7 @@ def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> None:
         "deterministic",
     ]
     for name in sorted({*before.get("policies", {}), *after["policies"]}):
-        keys += [f"policies.{name}.trainable", f"policies.{name}.lora"]
+        keys += [f"policies.{name}.{field}" for field in ("kind", "lora", "path", "url", "model", "of", "every")]
         if now.deterministic:  # which episodes a step trains on follows from these
             keys += [f"policies.{name}.step_size", f"policies.{name}.max_staleness"]
     for key in keys:

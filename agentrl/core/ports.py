@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
+    from agentrl.core.proposals import Recollection
     from agentrl.core.records import (
         Completion,
         EpisodeHeader,
@@ -260,6 +261,10 @@ class EpisodeHost(Protocol):
         A child that lives already (its parent was resumed) is not started again. `known` are the ids of children that
         the parent of a fork spawned by this call: those that ended or still run are shared, the others started anew.
         """
+        ...
+
+    async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> Recollection:
+        """What the run knows of a proposal; from then on it knows this one. Told twice by one call: known once."""
         ...
 
     def readmit(self, spec: EpisodeSpec) -> None:

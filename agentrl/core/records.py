@@ -38,9 +38,6 @@ StopReason = Literal["completed", "max_turns", "context_length", "infrastructure
 Role = Literal["system", "user", "assistant", "tool"]
 
 
-# --- tasks ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One work item.
@@ -308,9 +305,10 @@ class TrajectoryHeader:
     tokens: int
     """Sampled tokens."""
     oldest_step: int
-    """Step of the oldest weights that sampled one of them."""
+    """Step of the oldest weights that sampled one of them, then their lineage."""
     lineage: int
-    """Lineage of those weights."""
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+    """Of `reward`, what was given for single turns: (turn, reward), in order."""
 
 
 class DataLocation(NamedTuple):
@@ -383,7 +381,9 @@ class TrajectoryCredit:
     index: int
     reward: float
     advantage: float
+    """Of every token; of the first turn's where `turn_advantages` has one per turn, the last one of all later turns."""
     baseline: float
+    turn_advantages: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,6 +424,7 @@ class TrainingSample:
     sampling_mask: SamplingMask | None = None  # counts [T]
     episode_id: str = ""
     row_index: int = 0
+    seat: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

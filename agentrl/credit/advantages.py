@@ -1,13 +1,15 @@
 """Baselines and advantages: pure functions over the rewards of what is compared, chosen by configuration.
 
-Rewards are those of one seat over the episodes of one group, in any order; the result is in the same order.
-A reward alone in its group has nothing to be compared with: its advantage is 0.
+Rewards are those of one policy in one seat over the episodes of one group, in any order; the result is in the same
+order. What is compared is episodes: agents of one episode share its fate, so none is a baseline for another. An episode
+alone in its group has nothing to be compared with: its advantages are 0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 
@@ -18,47 +20,102 @@ class Advantage(NamedTuple):
     baseline: float
 
 
-def leave_one_out(rewards: Sequence[float]) -> list[Advantage]:
-    """A_i = R_i - mean_{j≠i} R_j (RLOO, arXiv:2402.14740). Unbiased for every group size.
+def leave_one_out(rewards: Sequence[float], episodes: Sequence[Hashable] | None = None) -> list[Advantage]:
+    """A_i = R_i - mean of the rewards in the other episodes (RLOO, arXiv:2402.14740).
+
+    Unbiased for every group size, and for episodes with several agents in the seat: whatever an agent does, its
+    baseline stays, since the whole of its own episode is left out.
+
+    Args:
+        rewards: what is compared.
+        episodes: which episode each reward is of; None: each of its own.
 
     Example:
         >>> [a.value for a in leave_one_out([1.0, 0.0, 0.0])]
         [1.0, -0.5, -0.5]
+        >>> [a.value for a in leave_one_out([1.0, -1.0, 1.0, 0.0], ["e0", "e0", "e1", "e1"])]
+        [0.5, -1.5, 1.0, 0.0]
     """
-    count = len(rewards)
-    if count < 2:
+    episodes = range(len(rewards)) if episodes is None else episodes
+    if _alone(episodes):
         return [Advantage(0.0, reward) for reward in rewards]
-    total = math.fsum(rewards)
-    baselines = [(total - reward) / (count - 1) for reward in rewards]
-    return [Advantage(reward - baseline, baseline) for reward, baseline in zip(rewards, baselines, strict=True)]
+    own: dict[Hashable, list[float]] = defaultdict(list)
+    for episode, reward in zip(episodes, rewards, strict=True):
+        own[episode].append(reward)
+    total, count = math.fsum(rewards), len(rewards)
+    baseline = {key: (total - math.fsum(values)) / (count - len(values)) for key, values in own.items()}
+    return [Advantage(r - baseline[e], baseline[e]) for e, r in zip(episodes, rewards, strict=True)]
 
 
-def group_mean(rewards: Sequence[float]) -> list[Advantage]:
+def group_mean(rewards: Sequence[float], episodes: Sequence[Hashable] | None = None) -> list[Advantage]:
     """A_i = R_i - mean(R), the reward itself included (Dr. GRPO, arXiv:2503.20783)."""
-    if len(rewards) < 2:
+    if _alone(range(len(rewards)) if episodes is None else episodes):
         return [Advantage(0.0, reward) for reward in rewards]
     mean = math.fsum(rewards) / len(rewards)
     return [Advantage(reward - mean, mean) for reward in rewards]
 
 
-def group_std(rewards: Sequence[float]) -> list[Advantage]:
+def group_std(rewards: Sequence[float], episodes: Sequence[Hashable] | None = None) -> list[Advantage]:
     """A_i = (R_i - mean(R)) / (std(R) + 1e-6) (GRPO, arXiv:2402.03300); 0 where all rewards are equal."""
-    centred = group_mean(rewards)
-    if len(rewards) < 2:
+    centred = group_mean(rewards, episodes)
+    if _alone(range(len(rewards)) if episodes is None else episodes):
         return centred
     std = math.sqrt(math.fsum(a.value * a.value for a in centred) / len(rewards))
     return [Advantage(a.value / (std + 1e-6), a.baseline) for a in centred]
 
 
-def no_baseline(rewards: Sequence[float]) -> list[Advantage]:
+def no_baseline(rewards: Sequence[float], episodes: Sequence[Hashable] | None = None) -> list[Advantage]:
     """A_i = R_i (REINFORCE)."""
     return [Advantage(reward, 0.0) for reward in rewards]
 
 
-ADVANTAGES: dict[str, Callable[[Sequence[float]], list[Advantage]]] = {
+def _alone(episodes: Sequence[Hashable]) -> bool:
+    return len(set(episodes)) < 2
+
+
+AdvantageFunction = Callable[[Sequence[float], Sequence[Hashable]], list[Advantage]]
+
+ADVANTAGES: dict[str, AdvantageFunction] = {
     "leave_one_out": leave_one_out,
     "group_mean": group_mean,
     "group_std": group_std,
+    "role_mean": no_baseline,
     "none": no_baseline,
 }
-"""By the name in `credit.advantage`."""
+"""By the name in `credit.advantage`; the baseline of `role_mean` comes when a step takes the unit (`role_means.py`)."""
+
+
+def advantages_to_go(
+    advantage: AdvantageFunction,
+    rewards: Sequence[float],
+    turn_rewards: Sequence[Sequence[tuple[int, float]]],
+    episodes: Sequence[Hashable],
+) -> list[tuple[float, ...]]:
+    """The advantage of each turn: what was still to come from it on, compared with what then came to the others.
+
+    G_i(t) = R_i - (what was paid for turns before t), and the estimator compares the G(t) of one t. So a turn's reward
+    reaches the tokens of that turn and of those before it, and no token is credited with what had been paid before it
+    was sampled (policy gradient theorem, Sutton et al. 2000). The baseline of turn t is a function of the other
+    episodes alone, so `leave_one_out` stays unbiased. One that had ended by then has G(t) = what was given for the
+    episode as a whole, since that is paid at its end.
+
+    Args:
+        advantage: the estimator.
+        rewards: R, everything an agent was given.
+        turn_rewards: (turn, reward) of what was given for single turns, per agent; the rest of R is the episode's.
+        episodes: which episode each agent is of.
+
+    Returns:
+        Per agent the advantage of turns 0, 1, …; the last one holds for every later turn. Of one length for all.
+
+    Example:
+        >>> advantages_to_go(leave_one_out, [1.0, 0.0], [[(0, 1.0)], []], ["e0", "e1"])
+        [(1.0, 0.0), (-1.0, 0.0)]
+    """
+    last = max((turn + 1 for given in turn_rewards for turn, _ in given), default=0)
+    by_turn = []
+    for now in range(last + 1):
+        before = [math.fsum(value for turn, value in given if turn < now) for given in turn_rewards]
+        to_go = [reward - paid for reward, paid in zip(rewards, before, strict=True)]
+        by_turn.append([found.value for found in advantage(to_go, episodes)])
+    return list(zip(*by_turn, strict=True))

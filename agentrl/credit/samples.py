@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from agentrl.core.errors import JournalError
-from agentrl.core.records import MaskKind, Row, TrainingSample, Trajectory, Unit
+from agentrl.core.records import MaskKind, Row, TrainingSample, Trajectory, TrajectoryCredit, Unit
 
 
 def samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[TrainingSample]:
-    """The rows of `unit`'s policy, in (seat, index, row) order, each sampled token with its trajectory's advantage.
+    """The rows of `unit`'s policy, in (seat, index, row) order, each sampled token with its trajectory's advantage or,
+    where the credit has them, its turn's.
 
     Args:
         unit: names the policy and carries one credit per trajectory.
@@ -39,16 +40,18 @@ def samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[TrainingSamp
                 "the journal is damaged or belongs to another run"
             )
         for row in trajectory.rows:
-            parts = _samples(row, advantage=credit.advantage, episode_id=unit.episode_id, row_index=row_index)
+            parts = _samples(row, credit, episode_id=unit.episode_id, row_index=row_index)
             result += (sample for sample in parts if sample.loss_mask.any())
             row_index += 1
     return result
 
 
-def _samples(row: Row, *, advantage: float, episode_id: str, row_index: int) -> Iterator[TrainingSample]:
+def _samples(row: Row, credit: TrajectoryCredit, *, episode_id: str, row_index: int) -> Iterator[TrainingSample]:
     """One row, its advantage spread over the tokens that are trained, apart by the experts they were sampled with."""
     import numpy as np
 
+    by_turn = np.array(credit.turn_advantages or (credit.advantage,), dtype=np.float32)
+    advantages = by_turn[np.clip(row.turn_index, 0, len(by_turn) - 1)]
     loss_mask = row.loss_mask
     if row.sampling_mask is not None:
         loss_mask = loss_mask & (row.sampling_mask.counts != MaskKind.MISSING)
@@ -61,11 +64,12 @@ def _samples(row: Row, *, advantage: float, episode_id: str, row_index: int) -> 
             token_ids=row.token_ids,
             loss_mask=own,
             behavior_logprobs=row.behavior_logprobs,
-            advantages=np.where(own, np.float32(advantage), np.float32(0)),
+            advantages=np.where(own, advantages, np.float32(0)),
             temperature=row.temperature,
             spans=row.spans,
             expert_routing=None if span is None else span.experts,
             sampling_mask=row.sampling_mask,
             episode_id=episode_id,
             row_index=row_index,
+            seat=credit.seat,
         )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 from agentrl.core.errors import AgentRLError
+from agentrl.core.proposals import Recollection
 from agentrl.core.records import Message, StopReason, Task, Turn
 
 if TYPE_CHECKING:
@@ -126,10 +127,25 @@ class Agent(ABC):
 
     @abstractmethod
     def reward(self, value: float, turn: int | None = None) -> None:
-        """Give a reward for the episode, or for turn number `turn`. Rewards of an agent add up.
+        """Give a reward for the episode, or for the agent's turn number `turn`, from 0. Rewards of an agent add up.
+
+        By default all tokens of the agent are credited with the sum; with `credit.turn_credit = "to_go"` a turn's
+        reward counts for the tokens of that turn and of those before it.
 
         Raises:
-            RewardError: not a finite real number.
+            RewardError: not a finite real number, or there is no such turn yet.
+        """
+
+    @abstractmethod
+    def gate(self, accepted: bool, *, penalty: float) -> bool:
+        """Say whether what the agent made is good enough to spend anything on; where not, `penalty` is its reward.
+
+        Before `reward`, which needs something to have been spent: `if not proposer.gate(problem.valid, penalty=-0.5):
+        return`. What it lets through is what the policy learns to make, whatever the reward is: be strict here.
+        Returns `accepted`; the share that is accepted is the metric `gate/acceptance`.
+
+        Raises:
+            RewardError: the penalty is not a finite real number.
         """
 
     @property
@@ -207,6 +223,17 @@ class EpisodeContext(ABC):
         self, environment: type[Environment], task: Task | Mapping[str, Any], *, n: int = 1
     ) -> tuple[ChildEpisode, ...]:
         """Start `n` child episodes on one task: a group of their own, each whole in itself."""
+
+    @abstractmethod
+    async def remember(self, key: str, structure: str = "") -> Recollection:
+        """Have the run remember a proposal, and hear what it knew of it: journaled, so the same on every execution.
+
+        The newest `credit.memory_size` proposals of all training episodes are remembered. Other episodes only hear.
+
+        Args:
+            key: equal for proposals that are the same. Normalise it: what differs by a space is another one.
+            structure: equal for proposals that are alike, such as `"3 terms"`: coarse, and cheap to tell.
+        """
 
     @abstractmethod
     async def gather(self, *awaitables: Awaitable[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.core.proposals import Recollection
 from agentrl.core.records import Completion, Message, PolicyVersion, Task, ToolCall, ToolSpec, Turn, VersionSpan
 from agentrl.core.rng import stream, uuid4
 from agentrl.environment.base import (
@@ -72,6 +73,12 @@ class PlainAgent(Agent):
     def reward(self, value: float, turn: int | None = None) -> None:
         """Add to the agent's rewards."""
         self.rewards.append(float(value))
+
+    def gate(self, accepted: bool, *, penalty: float) -> bool:
+        """Add the penalty to the agent's rewards, where it is due."""
+        if not accepted:
+            self.reward(penalty)
+        return accepted
 
     @property
     def turns(self) -> Sequence[Turn]:
@@ -157,6 +164,10 @@ class PlainContext(EpisodeContext):
         raise EnvironmentDefinitionError(
             f"{environment.__name__} cannot be spawned here: child episodes need a run of `agentrl.train`"
         )
+
+    async def remember(self, key: str, structure: str = "") -> Recollection:
+        """Nothing is remembered here: each proposal is new."""
+        return Recollection(times=0, share=0.0)
 
     async def gather(self, *awaitables: Awaitable[Any]) -> list[Any]:
         """Await several things at once."""

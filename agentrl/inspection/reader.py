@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -19,6 +19,7 @@ from agentrl.inspection.where import Column, parse
 from agentrl.journal.entries import Begin, EntryBody, JournalEntry
 from agentrl.journal.forks import read_prefix
 from agentrl.journal.reader import TurnReader
+from agentrl.journal.results import win_rates
 from agentrl.journal.rows import decode_entries
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.schema import CONTROL_FILE
@@ -108,6 +109,30 @@ class EpisodeView(msgspec.Struct, frozen=True):
     """Call id and entry, in the order they were written."""
     problems: list[str]
     """What could not be read, in words."""
+
+
+class WinRate(msgspec.Struct, frozen=True):
+    """How a policy does against one past version of itself."""
+
+    policy: str
+    step: int
+    """Of the policy's oldest weights in the episode, rounded down to when versions join."""
+    opponent: str
+    """The policy that stands for the past."""
+    version: str
+    episodes: int
+    score: float
+    """Wins per episode; draws count half."""
+
+
+class _Policy(msgspec.Struct):
+    kind: str = ""
+    of: str = ""
+    every: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+
+class _Opponents(msgspec.Struct):
+    policies: dict[str, _Policy]
 
 
 class RunLine(msgspec.Struct, frozen=True):
@@ -282,6 +307,22 @@ class RunReader:
     def ledger(self) -> RunLedger:
         """Every episode and every unit accounted for; raises as `run_ledger`."""
         return run_ledger(self._log, self.path / "checkpoints")
+
+    def win_rates(self) -> list[WinRate]:
+        """Results against past versions, by the learner's step and the opponent's version."""
+        try:
+            config = msgspec.convert(self.info().get("config"), _Opponents)
+        except msgspec.ValidationError:  # of an evaluation, or of nobody's
+            return []
+        found = []
+        for name, policy in config.policies.items():
+            if policy.kind == "past":
+                matrix = win_rates(self._log.played({name}), name, policy.of, every=policy.every)
+                found += [
+                    WinRate(policy.of, step, name, str(version), played.episodes, played.score / played.episodes)
+                    for (step, version), played in matrix.items()
+                ]
+        return found
 
     def line(self) -> RunLine:
         """The run as a line of a list."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from agentrl.inspection.ledger import RunLedger
-    from agentrl.inspection.reader import CurvePoint, EpisodeLine, EpisodeView, RunLine
+    from agentrl.inspection.reader import CurvePoint, EpisodeLine, EpisodeView, RunLine, WinRate
 
 MAX_CELL = 500
 """Characters of content in a cell of a table."""
@@ -66,6 +66,20 @@ def ledger_view(ledger: RunLedger) -> RenderableType:
     if not ledger.holds:
         verdict = Text(safe("\n".join(["the ledger does NOT hold", *ledger.problems])), style="red")
     return Group(Text("episodes, children counted"), episodes, Text("units"), units, verdict)
+
+
+def win_rate_table(found: Sequence[WinRate]) -> RenderableType:
+    """The matrix of win rates: a row per step of the policy, a column per past version."""
+    if not found:
+        return Text("no episode was played against a past version")
+    versions = list(dict.fromkeys(line.version for line in found))
+    cells = {(line.policy, line.step, line.version): line for line in found}
+    table = _table("policy", "from step>", *(f"{version}>" for version in versions))
+    for policy, step in sorted({(line.policy, line.step) for line in found}):
+        row = [cells.get((policy, step, version)) for version in versions]
+        shown = ["" if line is None else f"{line.score:.2f} of {line.episodes}" for line in row]
+        table.add_row(*map(_cell, [policy, str(step), *shown]))
+    return table
 
 
 def _reasons(dropped: Mapping[str, int]) -> str:

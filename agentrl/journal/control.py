@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _ENCODER = msgspec.msgpack.Encoder()
 _SPEC = msgspec.msgpack.Decoder(EpisodeSpec)
 _JSON = msgspec.json.Encoder()
+_TURN_REWARDS = msgspec.json.Decoder(tuple[tuple[int, float], ...])
 
 
 class ControlTable:
@@ -68,6 +69,13 @@ class ControlTables:
         self.unit_drops = ControlTable(
             database, "unit_drops", "episode attempt policy reason dropped_at", checksum=True, once=True
         )
+        self.proposals = ControlTable(
+            database,
+            "proposals",
+            "number episode attempt call environment key structure",
+            checksum=True,
+            once=True,
+        )
         self.versions = ControlTable(
             database,
             "versions",
@@ -86,7 +94,7 @@ class ControlTables:
         self.step_units = ControlTable(
             database,
             "step_units",
-            "policy lineage step position episode attempt seat agent reward advantage baseline",
+            "policy lineage step position episode attempt seat agent reward advantage baseline turn_advantages",
             checksum=True,
             once=True,
         )
@@ -98,7 +106,7 @@ EPISODE_COLUMNS = (
     "episode attempt purpose environment task parent group_id seats policies oldest_step lineage reward stop_reason"
     " drop_reason turns tokens seconds partition entries digest metrics detail committed_at"
 )
-TRAJECTORY_COLUMNS = "episode attempt seat agent policy reward tokens oldest_step lineage"
+TRAJECTORY_COLUMNS = "episode attempt seat agent policy reward tokens oldest_step lineage turn_rewards"
 
 
 # --- to rows ----------------------------------------------------------------------------------------------------------
@@ -161,7 +169,8 @@ def trajectory_rows(header: EpisodeHeader) -> Iterable[Sequence[Any]]:
     for unit in header.trajectories:
         reward = None if unit.reward is None else float(unit.reward)
         key = (header.episode_id, header.attempt, unit.seat, unit.index)
-        yield (*key, unit.policy, reward, unit.tokens, unit.oldest_step, unit.lineage)
+        turn_rewards = _JSON.encode(unit.turn_rewards).decode() if unit.turn_rewards else None
+        yield (*key, unit.policy, reward, unit.tokens, unit.oldest_step, unit.lineage, turn_rewards)
 
 
 def version_row(weights: WeightsRef, parent: PolicyVersion | None, now: float) -> Sequence[Any]:
@@ -197,7 +206,8 @@ def step_unit_rows(row: StepRow) -> Iterable[Sequence[Any]]:
     for unit in row.batch.units:
         for credit in unit.credits:
             credited = (float(credit.reward), float(credit.advantage), float(credit.baseline))
-            yield (*row.version, position, unit.episode_id, unit.attempt, credit.seat, credit.index, *credited)
+            by_turn = _JSON.encode(credit.turn_advantages).decode() if credit.turn_advantages else None
+            yield (*row.version, position, unit.episode_id, unit.attempt, credit.seat, credit.index, *credited, by_turn)
             position += 1
 
 
@@ -239,7 +249,7 @@ def read_header(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]) -> Ep
     units = []
     for trajectory in trajectories:
         _verify("trajectories", trajectory)
-        units.append(TrajectoryHeader(*trajectory[2:9]))
+        units.append(TrajectoryHeader(*(*trajectory[2:9], _read_turn_rewards(trajectory))))
     return EpisodeHeader(
         episode_id=row[0],
         attempt=row[1],
@@ -256,7 +266,19 @@ def read_header(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]) -> Ep
     )
 
 
-CHECKED = ("admissions", "episodes", "trajectories", "unit_drops", "versions", "steps", "step_units")
+def _read_turn_rewards(trajectory: Sequence[Any]) -> tuple[tuple[int, float], ...]:
+    if trajectory[9] is None:
+        return ()
+    try:
+        return _TURN_REWARDS.decode(trajectory[9])
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+        raise JournalError(
+            f"episode {trajectory[0]}: the turn rewards of {trajectory[2]} cannot be read ({error}); the journal is "
+            "damaged"
+        ) from error
+
+
+CHECKED = ("admissions", "episodes", "trajectories", "unit_drops", "proposals", "versions", "steps", "step_units")
 """Tables whose rows end with a checksum over all their other columns."""
 
 

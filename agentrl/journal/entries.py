@@ -82,6 +82,8 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     """Length of the row before this turn's `context_ids`."""
     routing_breaks: tuple[tuple[int, int], ...] = ()
     """(row of the routing, position) from which on the positions begin again; see `RoutingBreak`."""
+    weights_of: str = ""
+    """The policy whose versions `spans` names, where it is not `policy`: a past version of it held the seat."""
 
 
 class ToolEntry(msgspec.Struct, frozen=True, array_like=True, tag="tool"):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from agentrl.core.proposals import Proposal
     from agentrl.core.records import (
         EpisodeHeader,
         EpisodeSpec,
@@ -102,6 +103,10 @@ class JournalStore(Protocol):
         """Record that a committed unit will not be trained."""
         ...
 
+    def record_proposal(self, proposal: Proposal) -> None:
+        """Record a proposal that the run is to remember."""
+        ...
+
     def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
         """Record a published version."""
         ...
@@ -154,6 +159,10 @@ class RunLog(Protocol):
         """Committed training episodes of some groups, whatever became of their units."""
         ...
 
+    def played(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
+        """Committed training episodes in which one of these policies acted."""
+        ...
+
     def resolved_units(
         self, consumed_through: Mapping[str, PolicyVersion]
     ) -> Mapping[tuple[str, int, str], str | None]:
@@ -170,6 +179,10 @@ class RunLog(Protocol):
 
     def ended_children(self, parents: Collection[str]) -> Mapping[str, EpisodeHeader]:
         """How the children of some episodes ended, by id; those still unfinished are left out."""
+        ...
+
+    def proposals(self, newest: int | None = None) -> Sequence[Proposal]:
+        """The newest proposals the run remembers, or all, and those of attempts that have not ended; as told."""
         ...
 
     def highest_lineage(self) -> int:

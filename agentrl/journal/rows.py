@@ -40,8 +40,12 @@ def decode_entries(entries: Iterable[JournalEntry]) -> list[EntryBody]:
     return bodies
 
 
-def trajectories(entries: Iterable[JournalEntry]) -> tuple[Trajectory, ...]:
+def trajectories(entries: Iterable[JournalEntry], policy: str | None = None) -> tuple[Trajectory, ...]:
     """One episode's trajectories, a row per context, in the order the agents first acted or were rewarded.
+
+    Args:
+        entries: of the episode.
+        policy: whose; None: everybody's.
 
     Raises:
         JournalError: the entries are not those of one whole episode: no beginning, a turn twice, tokens missing.
@@ -53,6 +57,8 @@ def trajectories(entries: Iterable[JournalEntry]) -> tuple[Trajectory, ...]:
     turns: dict[AgentKey, list[TurnEntry]] = {}
     rewards: dict[AgentKey, list[RewardEntry]] = {}
     for body in bodies:
+        if policy is not None and isinstance(body, TurnEntry | RewardEntry) and begin.seats.get(body.seat) != policy:
+            continue
         if isinstance(body, TurnEntry):
             turns.setdefault((body.seat, body.index), []).append(body)
         elif isinstance(body, RewardEntry):
@@ -120,7 +126,7 @@ def _row(turns: Sequence[TurnEntry]) -> Row:
         kept.append(mask_ids)
         start = at + len(context)
         for span in turn.spans:
-            version = PolicyVersion(turn.policy, span.lineage, span.step)
+            version = PolicyVersion(turn.weights_of or turn.policy, span.lineage, span.step)
             spans.append(VersionSpan(start + span.start, start + span.stop, version))
         at = start + len(sampled)
     masked = any(turn.mask_counts is not None for turn in turns)

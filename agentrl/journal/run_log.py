@@ -11,7 +11,10 @@ import sqlite3
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from agentrl.core.errors import JournalError
+from agentrl.core.proposals import Proposal
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.journal.control import (
     ADMISSION_COLUMNS,
@@ -170,6 +173,13 @@ class SqliteRunLog:
             if spec.group_id in group_ids:
                 yield spec, header
 
+    def played(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
+        """Committed training episodes in which one of these policies acted, in order of commit."""
+        if policies:
+            for _, header in self._committed(self._trajectories()):
+                if any(trajectory.policy in policies for trajectory in header.trajectories):
+                    yield header
+
     def _trajectories(self) -> dict[tuple[str, int], list[Any]]:
         found: dict[tuple[str, int], list[Any]] = {}
         statement = f"SELECT {_TRAJECTORY} FROM trajectories t ORDER BY t.episode, t.attempt, t.seat, t.agent"
@@ -263,6 +273,22 @@ class SqliteRunLog:
 
     def _has_steps(self, policy: str, lineage: int) -> bool:
         return bool(self.rows("SELECT 1 FROM step_units WHERE policy = ? AND lineage = ? LIMIT 1", policy, lineage))
+
+    def proposals(self, newest: int | None = None) -> list[Proposal]:
+        """The newest proposals the run remembers, or all, and those of attempts that have not ended; as told."""
+        columns, below = "number, episode, attempt, call, environment, key, structure", -1
+        if newest is not None:
+            ((below,),) = self.rows("SELECT coalesce(max(number), -1) - ? FROM proposals", newest)
+        statement = (
+            f"SELECT {columns} FROM proposals p WHERE number > ? OR NOT EXISTS (SELECT 1 FROM episodes e"
+            " WHERE e.episode = p.episode AND e.attempt = p.attempt) ORDER BY number, episode, attempt, call"
+        )
+        try:
+            return msgspec.convert(self.rows(statement, below), list[Proposal])
+        except msgspec.ValidationError as error:
+            raise JournalError(
+                f"{self.path}: a record in `proposals` cannot be read ({error}); it is damaged"
+            ) from error
 
     def highest_lineage(self) -> int:
         """The largest lineage any published version carries; -1 before the first."""

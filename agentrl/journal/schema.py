@@ -51,10 +51,15 @@ _CONTROL = (
     " checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt)) WITHOUT ROWID",
     "CREATE TABLE trajectories (episode TEXT NOT NULL, attempt INTEGER NOT NULL, seat TEXT NOT NULL,"
     " agent INTEGER NOT NULL, policy TEXT NOT NULL, reward REAL, tokens INTEGER NOT NULL, oldest_step INTEGER NOT NULL,"
-    " lineage INTEGER NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt, seat, agent)) WITHOUT ROWID",
+    " lineage INTEGER NOT NULL, turn_rewards TEXT, checksum INTEGER NOT NULL,"
+    " PRIMARY KEY (episode, attempt, seat, agent)) WITHOUT ROWID",
     "CREATE TABLE unit_drops (episode TEXT NOT NULL, attempt INTEGER NOT NULL, policy TEXT NOT NULL,"
     " reason TEXT NOT NULL, dropped_at REAL NOT NULL, checksum INTEGER NOT NULL,"
     " PRIMARY KEY (episode, attempt, policy)) WITHOUT ROWID",
+    "CREATE TABLE proposals (number INTEGER NOT NULL, episode TEXT NOT NULL, attempt INTEGER NOT NULL,"
+    " call TEXT NOT NULL, environment TEXT NOT NULL, key TEXT NOT NULL, structure TEXT NOT NULL,"
+    " checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt, call)) WITHOUT ROWID",
+    "CREATE INDEX proposals_by_number ON proposals (number)",
     "CREATE TABLE versions (policy TEXT NOT NULL, lineage INTEGER NOT NULL, step INTEGER NOT NULL,"
     " parent_lineage INTEGER, parent_step INTEGER, path TEXT NOT NULL, kind TEXT NOT NULL, sha256 TEXT NOT NULL,"
     " published_at REAL NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (policy, lineage, step)) WITHOUT ROWID",
@@ -66,7 +71,8 @@ _CONTROL = (
     " PRIMARY KEY (policy, lineage, step)) WITHOUT ROWID",
     "CREATE TABLE step_units (policy TEXT NOT NULL, lineage INTEGER NOT NULL, step INTEGER NOT NULL,"
     " position INTEGER NOT NULL, episode TEXT NOT NULL, attempt INTEGER NOT NULL, seat TEXT NOT NULL,"
-    " agent INTEGER NOT NULL, reward REAL, advantage REAL, baseline REAL, checksum INTEGER NOT NULL,"
+    " agent INTEGER NOT NULL, reward REAL, advantage REAL, baseline REAL, turn_advantages TEXT,"
+    " checksum INTEGER NOT NULL,"
     " PRIMARY KEY (policy, lineage, step, position)) WITHOUT ROWID",
     "CREATE INDEX step_units_by_episode ON step_units (episode)",
     "CREATE TABLE metrics (id INTEGER PRIMARY KEY, policy TEXT NOT NULL, step INTEGER NOT NULL, name TEXT NOT NULL,"

@@ -29,6 +29,7 @@ from agentrl.journal.writer import Database, GroupCommitWriter, insert_rows
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from agentrl.core.proposals import Proposal
     from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, WeightsRef
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import StepRow
@@ -224,6 +225,10 @@ class SqliteJournal:
         """Record that a committed unit will not be trained."""
         self._writer.put((self._tables.unit_drops, (episode_id, attempt, policy, reason, self._clock.wall())))
 
+    def record_proposal(self, proposal: Proposal) -> None:
+        """Record a proposal that the run is to remember."""
+        self._writer.put((self._tables.proposals, proposal))
+
     def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
         """Record a published version."""
         self._writer.put((self._tables.versions, control.version_row(weights, parent, self._clock.wall())))
@@ -283,6 +288,10 @@ class SqliteJournal:
         """See `SqliteRunLog.members`."""
         return self._log.members(group_ids)
 
+    def played(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
+        """See `SqliteRunLog.played`."""
+        return self._log.played(policies)
+
     def resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> dict[UnitKey, str | None]:
         """See `SqliteRunLog.resolved_units`."""
         return self._log.resolved_units(consumed_through)
@@ -294,6 +303,10 @@ class SqliteJournal:
     def unfinished(self) -> Sequence[EpisodeSpec]:
         """See `SqliteRunLog.unfinished`."""
         return self._log.unfinished()
+
+    def proposals(self, newest: int | None = None) -> list[Proposal]:
+        """See `SqliteRunLog.proposals`."""
+        return self._log.proposals(newest)
 
     def highest_lineage(self) -> int:
         """See `SqliteRunLog.highest_lineage`."""

@@ -38,6 +38,7 @@ class StepColumns:
     def __init__(self) -> None:
         """No rows yet."""
         self._rows: list[tuple[str, int]] = []
+        self._seats: list[str] = []
         self._digests: list[bytes] = []
         self._positions: list[NDArray[np.int64]] = []
         self._advantages: list[NDArray[np.float32]] = []
@@ -52,6 +53,7 @@ class StepColumns:
         for sample in samples:
             positions = trained_positions(sample)
             self._rows.append((sample.episode_id, sample.row_index))
+            self._seats.append(sample.seat)
             self._digests.append(row_digest(sample))
             self._positions.append(positions)
             self._advantages.append(sample.advantages[positions].astype(np.float32))
@@ -81,6 +83,7 @@ class StepColumns:
             "fresh": np.array(self._fresh, np.uint8),
             "digests": np.frombuffer(b"".join(self._digests), np.uint8),
             "rows": np.frombuffer(json.dumps(self._rows).encode(), np.uint8),
+            "seats": np.frombuffer(json.dumps(self._seats).encode(), np.uint8),
         }
         return save(columns)
 
@@ -92,12 +95,15 @@ class MergedColumns:
         """From what `StepColumns.encode` gave on each rank."""
         decoded = [load(part) for part in parts]
         self.rows: list[list[Any]] = [row for part in decoded for row in json.loads(part["rows"].tobytes())]
+        seats = [seat for part in decoded for seat in json.loads(part["seats"].tobytes())]
         lengths = np.concatenate([np.diff(part["offsets"]) for part in decoded])
         names = ("position", "trainer_logprobs", "behavior_logprobs", "advantages", "lag")
         self.columns = {name: np.concatenate([part[name] for part in decoded]) for name in names}
         self.columns["offsets"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         self.fresh = np.repeat(np.concatenate([part["fresh"] for part in decoded]).astype(np.bool_), lengths)
         """Bool [tokens]: the token's whole row was sampled by the weights the trainer computed with."""
+        self.seats = np.repeat(np.array(seats, dtype=object), lengths)
+        """Str [tokens]: who sampled the token."""
         digest = hashlib.blake2b(digest_size=16)
         for part in decoded:
             digest.update(part["digests"].tobytes())

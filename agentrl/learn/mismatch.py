@@ -26,9 +26,21 @@ LAGS = ("0", "1", "2", "3", "4+")
 def mismatch(columns: MergedColumns) -> dict[str, float]:
     """Metrics of a step; see `mismatch_metrics`."""
     found = columns.columns
-    return mismatch_metrics(
-        found["trainer_logprobs"], found["behavior_logprobs"], lag=found["lag"], fresh=columns.fresh
+    trainer, behavior = found["trainer_logprobs"], found["behavior_logprobs"]
+    return mismatch_metrics(trainer, behavior, lag=found["lag"], fresh=columns.fresh) | seat_metrics(
+        trainer, behavior, columns.seats
     )
+
+
+def seat_metrics(
+    trainer: NDArray[np.float32], behavior: NDArray[np.float32], seats: NDArray[np.object_]
+) -> dict[str, float]:
+    """`seat_k3/<seat>` where the tokens, all of shape [n], are of several seats: k3 as in `mismatch_metrics`."""
+    names = sorted(set(seats.tolist()))
+    if len(names) < 2:
+        return {}
+    measured = {name: _log_ratio(trainer, behavior, seats == name) for name in names}
+    return {f"seat_k3/{name}": float((np.expm1(w) - w).mean()) for name, w in measured.items() if len(w)}
 
 
 def mismatch_metrics(
@@ -51,17 +63,24 @@ def mismatch_metrics(
         `mismatch/k3`, `/difference`, `/max_difference`, `/tokens` over fresh tokens, and the same as `lag_k3/<lag>`,
         `lag_difference/<lag>`, `lag_max_difference/<lag>`, `lag_tokens/<lag>` by lag; without those that saw no token.
     """
-    forwarded = np.isfinite(trainer)
-    log_w = np.clip(trainer.astype(np.float64) - behavior, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     groups = {"mismatch/{}": fresh}
     for at, word in enumerate(LAGS):
         groups[f"lag_{{}}/{word}"] = lag == at if at < len(LAGS) - 1 else lag >= at
     metrics: dict[str, float] = {}
     for name, tokens in groups.items():
-        values = log_w[forwarded & tokens]
+        values = _log_ratio(trainer, behavior, tokens)
         if len(values):
             metrics[name.format("k3")] = float((np.expm1(values) - values).mean())
             metrics[name.format("difference")] = float(np.abs(values).mean())
             metrics[name.format("max_difference")] = float(np.abs(values).max())
             metrics[name.format("tokens")] = float(len(values))
     return metrics
+
+
+def _log_ratio(
+    trainer: NDArray[np.float32], behavior: NDArray[np.float32], tokens: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """log w of those of the tokens that were forwarded."""
+    chosen = tokens & np.isfinite(trainer)
+    difference: NDArray[np.float64] = trainer[chosen].astype(np.float64) - behavior[chosen]
+    return difference.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -1,10 +1,10 @@
-"""The models of a run: one base from a local directory, and on it an adapter, all weights, or nothing per policy.
+"""The models of a run's policies that learn: one base from a local directory, and on it an adapter or all weights each.
 
-Policies with adapters and frozen policies share one base; a policy that trains all weights has a copy of its own. All
-parameters are float32. Nothing is fetched: no network, no remote code.
+Policies with adapters share one base; a policy that trains all weights has a copy of its own. All parameters are
+float32. Nothing is fetched: no network, no remote code.
 
 Owns: loading, which parameters belong to whom, which adapter is active, what a published version contains.
-Invariants: a frozen policy's parameters never require a gradient; a policy's start does not depend on the others'.
+Invariants: the shared base never requires a gradient; a policy's start does not depend on the others'.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from agentrl.config.run import LoraConfig, RunConfig
+from agentrl.config.policies import LoraConfig
+from agentrl.config.run import RunConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.ids import key64
 from agentrl.engines.weight_files import read_model
@@ -50,7 +51,7 @@ class PolicyModel:
         """Of the model's routers, where the engine records the experts it used."""
         self.kind: Literal["full", "adapter"] = "full" if adapter is None else "adapter"
         self.parameters: dict[str, nn.Parameter] = {}
-        """What an optimizer step changes, by name; empty for a frozen policy."""
+        """What an optimizer step changes, by name."""
         self._peft = peft_model
         self._adapter = adapter
 
@@ -79,9 +80,9 @@ class PolicyModel:
 
     def published(self) -> Mapping[str, Tensor]:
         """The tensors of a version's safetensors file, in the layout `from_pretrained` reads; not copies."""
-        if self._peft is not None and self._adapter is not None:
-            adapter: dict[str, Tensor] = peft.get_peft_model_state_dict(self._peft, adapter_name=self._adapter)
-            return adapter
+        if self._adapter is not None:  # PEFT's own way goes through the adapters of all policies
+            mark = f".{self._adapter}."
+            return {f"base_model.model.{name.replace(mark, '.')}": tensor for name, tensor in self.parameters.items()}
         state: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in self.model.state_dict().items():
@@ -95,45 +96,40 @@ class PolicyModel:
 
 
 def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyModel]:
-    """A model for every policy of the run.
+    """A model for every policy of the run that learns.
 
     Raises:
         ModelError: the directory is not a causal LM that can be trained, lacks the modules an adapter names, or has no
             routers that can follow the routing that is to be recorded.
     """
     path = Path(config.model.path).resolve()
-    shared_names = [name for name, policy in config.policies.items() if policy.lora is not None or not policy.trainable]
+    adapted = {name: policy.lora for name, policy in config.trained.items() if policy.lora is not None}
     result: dict[str, PolicyModel] = {}
-    if shared_names:
+    if adapted:
         base = _load(path, device)
         replay = _replay(base, config)
         shared = shares_prefixes(base)
         base.requires_grad_(False)
         peft_model: peft.PeftModel | None = None
         adapters: dict[str, str] = {}
-        for index, name in enumerate(shared_names):
-            lora = config.policies[name].lora
-            if lora is not None:
-                # Names of our own: PEFT matches them as substrings, so a policy called "a" would claim every adapter.
-                adapters[name] = f"adapter{index}x"
-                with torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(key64(config.seed, name, "adapter") >> 1)
-                    peft_model = _add_adapter(base, peft_model, adapters[name], lora, path)
+        for index, (name, lora) in enumerate(adapted.items()):
+            # Names of our own: PEFT matches them as substrings, so a policy called "a" would claim every adapter.
+            adapters[name] = f"adapter{index}x"
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(key64(config.seed, name, "adapter") >> 1)
+                peft_model = _add_adapter(base, peft_model, adapters[name], lora, path)
         base.requires_grad_(False)
-        for name in shared_names:
-            result[name] = PolicyModel(
-                model=base, peft_model=peft_model, adapter=adapters.get(name), shared=shared, replay=replay
-            )
-    for name in config.policies:
+        for name, adapter in adapters.items():
+            result[name] = PolicyModel(model=base, peft_model=peft_model, adapter=adapter, shared=shared, replay=replay)
+    for name in config.trained:
         if name not in result:
             model = _load(path, device)
             replay = _replay(model, config)
             result[name] = PolicyModel(
                 model=model, peft_model=None, adapter=None, shared=shares_prefixes(model), replay=replay
             )
-    for name, policy in config.policies.items():
-        if policy.trainable:
-            result[name].train()
+    for policy_model in result.values():
+        policy_model.train()
     return result
 
 

@@ -1,4 +1,4 @@
-"""The policy trainer: all policies of a run, from units by reference to optimizer steps.
+"""The policy trainer: all policies of a run that learn, from units by reference to optimizer steps.
 
 One step of one policy: `forward_backward` reads the units of this rank's share, packs their rows, sums the token losses
 divided by the batch's constant normaliser and accumulates the gradient; `optim_step` adds the gradients of all ranks,
@@ -6,7 +6,7 @@ clips, and applies AdamW. Both are idempotent by step id.
 
 Owns: gradients, optimizers, step reports and columns. Does not own: version ids, what is consumed and when (the
 orchestrator), processes (`cluster`, `in_process`). Invariants: a step that is refused leaves the weights bit-identical;
-a frozen policy never changes; any number of ranks, micro-batches or rows per unit gives the same update.
+what is frozen is not here; any number of ranks, micro-batches or rows per unit gives the same update.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from agentrl.config.run import OptimizerConfig, PolicyConfig, RunConfig
+from agentrl.config.policies import PolicyConfig
+from agentrl.config.run import OptimizerConfig, RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import NonFiniteError, StorageError, TrainerError
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Trajectory, Unit, WeightsRef
@@ -76,15 +77,13 @@ class _Learner:
         self.warmup_steps = optimizer.warmup_steps
         self.final_share = optimizer.final_learning_rate_share
         self.max_grad_norm = optimizer.max_grad_norm
-        self.optimizer: torch.optim.AdamW | None = None
-        if model.parameters:
-            self.optimizer = torch.optim.AdamW(
-                list(model.parameters.values()),
-                lr=policy.learning_rate,
-                betas=(optimizer.beta1, optimizer.beta2),
-                weight_decay=optimizer.weight_decay,
-                fused=True,
-            )
+        self.optimizer = torch.optim.AdamW(
+            list(model.parameters.values()),
+            lr=policy.learning_rate,
+            betas=(optimizer.beta1, optimizer.beta2),
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
 
     def rate(self, step_id: int) -> float:
         """The learning rate of a step: rises linearly to its full value at step `warmup_steps`, then falls linearly to
@@ -146,8 +145,8 @@ class PolicyTrainer:
         with writing(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
         models = load_models(self._config, device_of(self._ranks.rank))
-        for name, policy in self._config.policies.items():
-            optimizer, steps = self._config.trainer.optimizer, self._config.steps
+        for name, policy in self._config.trained.items():
+            optimizer, steps = self._config.trainer.optimizer, self._config.steps_of(name)
             self._learners[name] = _Learner(name, models[name], policy, optimizer, steps=steps)
         contexts = self._config.trainer.probe_contexts
         if contexts and self._ranks.rank == 0:  # which publishes
@@ -164,7 +163,7 @@ class PolicyTrainer:
         A failure in the middle discards all that was accumulated for the step.
 
         Raises:
-            TrainerError: the policy is frozen or unknown, or the step is not its next one.
+            TrainerError: the policy does not learn here, or the step is not its next one.
             JournalError: token data of a unit cannot be read; nothing of the batch is accumulated.
         """
         started = self._clock.monotonic()
@@ -248,7 +247,6 @@ class PolicyTrainer:
         step = learner.open
         if step is None or step.step_id != step_id:
             raise TrainerError(f"policy {policy!r} is at step {learner.step} with no gradient for step {step_id}")
-        assert learner.optimizer is not None
         gradients = learner.gradients()
         totals = torch.tensor([step.totals[name] for name in _TOTALS], dtype=torch.float64)
         self._ranks.sum(gradients)
@@ -311,7 +309,7 @@ class PolicyTrainer:
             TrainerError: the version is not of the policy's step, or exists with other weights.
             StorageError: the disk refused.
         """
-        learner = self._learner(policy, frozen_too=True)
+        learner = self._learner(policy)
         if (version.policy, version.step) != (policy, learner.step):
             raise TrainerError(f"policy {policy!r} is at step {learner.step} and cannot be published as {version}")
         probe = None if self._probes is None else self._probes.of(learner.model)
@@ -321,7 +319,7 @@ class PolicyTrainer:
 
     def published(self, version: PolicyVersion) -> None:
         """Take note that another rank published the policy's weights."""
-        self._learner(version.policy, frozen_too=True).version = version
+        self._learner(version.policy).version = version
 
     def discard(self, policy: str) -> None:
         """Forget the gradient accumulated for the policy's next step."""
@@ -340,13 +338,11 @@ class PolicyTrainer:
             state = checkpoint.LearnerState(step=learner.step, version=learner.version, report=learner.report)
             checkpoint.save(directory / name, learner.model.parameters, learner.optimizer, state)
 
-    def _learner(self, policy: str, *, frozen_too: bool = False) -> _Learner:
+    def _learner(self, policy: str) -> _Learner:
         learner = self._learners.get(policy)
         if learner is None:
             known = ", ".join(sorted(self._learners)) or "none before start"
-            raise TrainerError(f"no policy {policy!r}; there are: {known}")
-        if learner.optimizer is None and not frozen_too:
-            raise TrainerError(f"policy {policy!r} is frozen (policies.{policy}.trainable = false) and takes no steps")
+            raise TrainerError(f"no policy {policy!r} learns here; those that do: {known}")
         return learner
 
 
@@ -388,6 +384,7 @@ def journal_reader(run_directory: Path) -> ReadUnits:
         keys = [
             EntryKey(item.location.partition, item.episode_id, item.attempt, item.location.entries) for item in units
         ]
-        return [trajectories(entries) for entries in reader.read_many(keys)]
+        read = zip(units, reader.read_many(keys), strict=True)
+        return [trajectories(entries, item.policy) for item, entries in read]
 
     return read

@@ -56,6 +56,16 @@ FORMAT_MARGIN = 0.05
 LENGTH_RATIO = 0.2
 """How far the length of trained episodes may be from that of all that ended."""
 LENGTH_STEPS = 20
+FRONTIER_SHARE = 0.2
+"""Share of the proposals with 0.2 <= p <= 0.8 below which they teach little."""
+REPEATED_SHARE = 0.5
+"""Share of proposals made before, from which on they repeat themselves."""
+STRUCTURE_ENTROPY = 0.2
+"""Nats: below it, 19 of 20 proposals are alike."""
+GATE_SHARE = 0.5
+"""Share the gate accepts, below which most proposals are for nothing."""
+MIN_PROPOSALS = 32
+"""Proposals, or groups of attempts at them, before a share of them means something."""
 MEANINGS = {
     "illegal_output": f"{BROKEN_SHARE:.0%} of the turns or more break the format in each of {WINDOW} steps, and no "
     "fewer at their end",
@@ -73,6 +83,12 @@ MEANINGS = {
     "composition": f"over {LENGTH_STEPS} steps, trained units are {LENGTH_RATIO:.0%} shorter or longer than all that "
     "ended",
     "dropped": f"{DROPPED_SHARE:.0%} of the episodes that ended, at least {MIN_EPISODES}, were dropped for one reason",
+    "off_frontier": f"where an environment proposes (it uses a gate, or the memory): of at least {MIN_PROPOSALS} "
+    f"proposals of {WINDOW} steps, less than {FRONTIER_SHARE:.0%} got a mean reward between 0.2 and 0.8 in attempts",
+    "proposals_repeat": f"{REPEATED_SHARE:.0%} of the proposals of {WINDOW} steps, at least {MIN_PROPOSALS}, were made "
+    "before",
+    "proposals_alike": f"the entropy of their structures is below {STRUCTURE_ENTROPY:g} nats in each of {WINDOW} steps",
+    "gate_closed": f"less than {GATE_SHARE:.0%} pass the gate in each of {WINDOW} steps",
 }
 """When each alarm is raised."""
 EXPECTED_DROPS = {"run_ended", "frozen"}
@@ -82,7 +98,8 @@ _ADVICE_ON_DROPS = {
     "episode_timeout": "raise episode_timeout_s, or lower sampling.max_turns and environment.tool_timeout_s",
     "prompt_too_long": "raise engine.max_context or shorten the first prompt",
     "no_reward": "give every agent a reward on every path through `run()`, or set `truncated_reward`",
-    "bad_reward": "return a finite number from `reward`",
+    "too_few_children": "see with `agentrl episode list` why child episodes were dropped; start more of them",
+    "bad_reward": "return a finite number from `reward`; for a turn, one that has been",
     "nondeterminism": "run `agentrl env check`: randomness, time or the outside world bypasses `ctx`",
     "nonfinite_gradient": "lower the learning rate; look at k3 and grad_norm before the first of them",
 }
@@ -132,6 +149,8 @@ def alarms(state: RunState) -> list[Alarm]:
             found += _staleness(policy, window)
             found += _mismatch(policy, window)
         found += _composition(policy)
+    for policy in sorted(state.policies.values(), key=lambda policy: -policy.step)[:1]:  # of all who propose
+        found += _proposals([policy.steps[step] for step in sorted(policy.steps)[-WINDOW:]])
     if state.status is not None:
         found += _dropped(state.status.dropped, state.status.trained + state.status.ready)
     return found
@@ -304,6 +323,64 @@ def _composition(policy: PolicyState) -> Iterator[Alarm]:
             "ended: the steps see a biased part of the episodes",
             "a larger max_staleness or step_size, so that slow episodes are in time; look at the dropped ones",
         )
+
+
+def _proposals(window: Sequence[Values]) -> Iterator[Alarm]:
+    if len(window) < WINDOW or not any("gate/acceptance" in v or "proposals/made" in v for v in window):
+        return
+    gate, entropy = _values(window, "gate/acceptance"), _values(window, "proposals/structure_entropy")
+    if len(gate) == WINDOW and max(gate) < GATE_SHARE:
+        yield Alarm(
+            "gate_closed",
+            "",
+            f"{_mean(gate):.0%} of what was proposed in the last {WINDOW} steps passed the gate",
+            "a base model that makes valid proposals, a penalty below every reward behind the gate, or a rule it can "
+            "learn in steps",
+        )
+    if len(entropy) == WINDOW and max(entropy) < STRUCTURE_ENTROPY:
+        yield Alarm(
+            "proposals_alike",
+            "",
+            f"the structures of the newest proposals have an entropy of {_mean(entropy):.2f} nats: most are alike",
+            "trainer.entropy_bonus = 0.07, a penalty on the `share` that `ctx.remember` gives, or a checkpoint from "
+            "before the fall",
+        )
+    made = _total(window, "proposals/made")
+    repeated = _weighted(window, "proposals/repeated", "proposals/made")
+    if made >= MIN_PROPOSALS and repeated >= REPEATED_SHARE:
+        yield Alarm(
+            "proposals_repeat",
+            "",
+            f"{repeated:.0%} of the {made:,.0f} proposals of the last {WINDOW} steps had been made before",
+            "refuse them at the gate: `proposer.gate(known.times == 0, penalty=-0.5)` after `known = await "
+            "ctx.remember(…)`; trainer.entropy_bonus = 0.07",
+        )
+    groups = _total(window, "pass_rate/groups")
+    frontier, nobody, everybody = (
+        _weighted(window, f"pass_rate/{name}", "pass_rate/groups") for name in ("frontier", "0", "1")
+    )
+    if groups >= MIN_PROPOSALS and frontier < FRONTIER_SHARE:
+        easy = everybody > nobody
+        yield Alarm(
+            "off_frontier",
+            "",
+            f"{frontier:.0%} of the {groups:,.0f} proposals of the last {WINDOW} steps are solved by some and not by "
+            f"others; {everybody:.0%} by everybody, {nobody:.0%} by nobody",
+            "a solver that learns more slowly than the proposer (a smaller learning_rate, a larger step_size), old "
+            "proposals replayed evenly over their difficulty, the checkpoint with the best pass_rate/frontier"
+            if easy
+            else "a narrower gate or a base model that solves some of them; old proposals replayed, easy ones too; "
+            "`agentrl.learnability` as the proposer's reward",
+        )
+
+
+def _total(window: Sequence[Values], name: str) -> float:
+    return sum(_values(window, name))
+
+
+def _weighted(window: Sequence[Values], name: str, weight: str) -> float:
+    """The mean of a share over all it is a share of."""
+    return sum(v[name] * v[weight] for v in window if name in v and weight in v) / max(_total(window, weight), 1e-9)
 
 
 def _dropped(reasons: Mapping[str, int], others: int) -> Iterator[Alarm]:

@@ -62,6 +62,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("turns/interrupted", "turns", "per episode: turns that took more than one engine call, having been cut"),
     Metric("parked", "times", "per episode: how often it was parked"),
     Metric("turns/illegal", "turns", "per episode: turns the environment could not read, as it counts them itself"),
+    Metric("win_rate/<policy>", "fraction", "wins against this policy of kind `past`; draws count half"),
     Metric("format/episodes", "episodes", "committed episodes the format figures of the step are about"),
     Metric(
         "format/broken_turns",
@@ -74,6 +75,15 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "composition/length_ratio", "1", "tokens of a unit trained / of a unit that ended, each over the last 20 steps"
     ),
+    Metric("gate/acceptance", "fraction", "answers of `agent.gate` that were yes"),
+    Metric("proposals/made", "proposals", "told to `ctx.remember` since the policy's previous step"),
+    Metric("proposals/repeated", "fraction", "of them, those the run remembered from before"),
+    Metric(
+        "proposals/structure_entropy", "nats", "entropy of the structures of the newest 100 proposals that have one"
+    ),
+    Metric("pass_rate/groups", "groups", "groups of child episodes that ended, their rewards between 0 and 1"),
+    Metric("pass_rate/frontier", "fraction", "of them, those with a mean reward p from 0.2 to 0.8"),
+    Metric("pass_rate/<range>", "fraction", "of them, those with p in this range: the histogram of p (0 and 1 apart)"),
     Metric("drift/<cause>", "turns", "per episode: turns whose sampled tokens the template would tokenise otherwise"),
     Metric("step", "steps", "optimizer steps the policy has taken"),
     Metric("loss", "1", "the step's loss"),
@@ -90,6 +100,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("mismatch/difference", "nats", "mean |trainer logprob - behavior logprob| over these rows"),
     Metric("mismatch/max_difference", "nats", "the largest of them"),
     Metric("mismatch/tokens", "tokens", "trained tokens of these rows"),
+    Metric(
+        "seat_k3/<seat>",
+        "nats",
+        "k3 over the tokens of one seat, where the policy holds several: KL from the version that sampled them to the "
+        "one that trains, not to a reference",
+    ),
     Metric("lag_k3/<lag>", "nats", "k3 over the tokens sampled this many steps before (0, 1, 2, 3, 4+)"),
     Metric("lag_difference/<lag>", "nats", "mean |trainer logprob - behavior logprob| over them"),
     Metric("lag_max_difference/<lag>", "nats", "the largest of them"),
@@ -107,6 +123,9 @@ METRICS: tuple[Metric, ...] = (
 
 BROKEN_FORMAT = ("tool/bad_arguments", "tool/unknown_tool", "turns/length", "turns/illegal")
 """Episode metrics whose sum is the number of turns or calls that broke the format."""
+
+GATE_PASSED, GATE_REFUSED = "gate/passed", "gate/refused"
+"""Episode metrics that count the answers of `agent.gate`."""
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
 

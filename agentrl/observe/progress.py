@@ -65,7 +65,7 @@ class Lines:
     def step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         """Write the step's figures."""
         name = f"{policy} " if len(self._state.policies) > 1 else ""
-        self.line(f"{name}step {step}/{self._state.plan.steps}  {figures(metrics)}")
+        self.line(f"{name}step {step}/{self._state.plan.steps_of(policy)}  {figures(metrics)}")
 
     def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
         """Write what was measured."""

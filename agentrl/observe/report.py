@@ -48,6 +48,20 @@ FIGURES = (
         0,
         1,
     ),
+    Figure(
+        "Proposals",
+        "fraction",
+        (
+            ("p from 0.2 to 0.8", "pass_rate/frontier"),
+            ("nobody solves", "pass_rate/0"),
+            ("everybody solves", "pass_rate/1"),
+            ("accepted by the gate", "gate/acceptance"),
+            ("made before", "proposals/repeated"),
+        ),
+        0,
+        1,
+    ),
+    Figure("Proposals", "entropy of their structures, nats", (("entropy", "proposals/structure_entropy"),), low=0),
     Figure("Gradient", "norm before clipping", (("gradient norm", "grad_norm"),), low=0),
 )
 
@@ -133,7 +147,8 @@ def _numbers(state: RunState, summary: Mapping[str, Any]) -> str:
     several = len(state.policies) > 1
     for policy in state.policies.values():
         whose = f" of {policy.name}" if several else ""
-        cells.append((f"{policy.step}" + (f" / {state.plan.steps}" if state.plan.steps else ""), f"steps{whose}"))
+        steps = state.plan.steps_of(policy.name)
+        cells.append((f"{policy.step}" + (f" / {steps}" if steps else ""), f"steps{whose}"))
         _, held_out = policy.series("evaluation/reward")
         if held_out:
             value = f"{held_out[0]:.3f} → {held_out[-1]:.3f}" if len(held_out) > 1 else f"{held_out[0]:.3f}"

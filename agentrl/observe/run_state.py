@@ -37,6 +37,12 @@ class RunPlan:
     steps: int = 0
     max_staleness: Mapping[str, int] = field(default_factory=dict)
     """Of each policy that steps; its keys are the trainable policies."""
+    own_steps: Mapping[str, int] = field(default_factory=dict)
+    """Of policies that take other than `steps`."""
+
+    def steps_of(self, policy: str) -> int:
+        """How many steps a policy takes; 0: not known."""
+        return self.own_steps.get(policy, self.steps)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,10 +115,11 @@ def plan_of(config: Mapping[str, Any]) -> RunPlan:
         environment=_text(_mapping(config.get("environment")).get("id")),
         model=_text(_mapping(config.get("model")).get("path")),
         steps=_whole(config.get("steps")) or 0,
+        own_steps={name: steps for name, policy in trainable.items() if (steps := _whole(policy.get("steps")))},
         max_staleness={
             name: _whole(policy.get("max_staleness")) or 0
             for name, policy in trainable.items()
-            if policy.get("trainable", True)
+            if policy.get("kind", "trained") == "trained"
         },
     )
 

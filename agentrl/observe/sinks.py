@@ -46,7 +46,7 @@ class _Named:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         policies = config.get("policies", {})
-        self._several = sum(bool(policy.get("trainable", True)) for policy in policies.values()) > 1
+        self._several = sum(policy.get("kind", "trained") == "trained" for policy in policies.values()) > 1
 
     def named(self, policy: str, values: Mapping[str, float]) -> dict[str, float]:
         prefix = f"{policy}/" if self._several else ""

@@ -110,7 +110,7 @@ def _cut(text: Text, width: int) -> Text:
 
 
 def _progress(state: RunState, policy: PolicyState, width: int, *, several: bool) -> Text:
-    steps = state.plan.steps
+    steps = state.plan.steps_of(policy.name)
     text = Text().append(f"{plain(policy.name)}  " if several else "", "bold")
     text.append(f"step {policy.step}" + (f"/{steps}  " if steps else ""))
     if steps:
@@ -141,6 +141,8 @@ def _figures(policy: PolicyState, width: int, *, several: bool) -> RenderableTyp
     rows += [("tokens/s", "tokens/sampled_per_s", "{:,.0f}"), ("entropy", "entropy", "{:.3f}")]
     rows += [("turns", "episodes/turns", "{:.1f}"), ("k3, all lags", "k3", "{:.4f}")]
     rows += [("mismatch k3", "mismatch/k3", "{:.1e}"), ("max |Δlogp|", "mismatch/max_difference", "{:.1e}")]
+    rows += [("frontier", "pass_rate/frontier", "{:.2f}"), ("gate", "gate/acceptance", "{:.2f}")]
+    rows += [("repeated", "proposals/repeated", "{:.2f}"), ("structures", "proposals/structure_entropy", "{:.2f}")]
     for label, name, form in rows if several else rows[1:]:
         _, values = policy.series(name)
         if values:

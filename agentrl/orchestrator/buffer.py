@@ -10,24 +10,29 @@ after every call.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from agentrl.core import ids
 from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, TrajectoryCredit, TrajectoryHeader, Unit
-from agentrl.credit.advantages import Advantage
+from agentrl.credit.advantages import AdvantageFunction, advantages_to_go
 from agentrl.orchestrator.ledger import Ledger
 
-AdvantageFunction = Callable[[Sequence[float]], list[Advantage]]
+PASS_RATES = ("0", "0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1", "1")
+"""Groups of child episodes by their mean reward: none was solved, in between, all were."""
+FRONTIER = ("0.2-0.4", "0.4-0.6", "0.6-0.8")
+"""Those with most to learn from, both ends included."""
 
 
 class ReadyUnit(NamedTuple):
-    """A unit waiting for its step, with what metrics need of its headers."""
+    """A unit waiting for its step, with what credit and metrics need of its episode."""
 
     unit: Unit
     trajectories: tuple[TrajectoryHeader, ...]
+    environment: str = ""
 
 
 class UnitDrop(NamedTuple):
@@ -42,6 +47,8 @@ class UnitDrop(NamedTuple):
 @dataclass(slots=True)
 class _Group:
     running: int
+    environment: str = ""
+    """Of all its members."""
     headers: list[EpisodeHeader] = field(default_factory=list)
 
 
@@ -50,7 +57,8 @@ class EpisodeBuffer:
 
     Args:
         trainable: policies whose units are trained; other policies only play.
-        advantage: baseline and advantage over the rewards of one seat in one group.
+        advantage: baseline and advantage over the rewards of one policy in one seat of one group.
+        to_go: whether a turn's reward counts for that turn and those before it alone.
         resolved_before: what became of units in an earlier life of the run, by (policy, episode id): None where they
             were trained, else the drop reason. They are compared with their siblings again, and never trained again.
         dead: units, by (policy, episode id), with tokens of weights that a rollback undid, where those are to be left
@@ -62,11 +70,13 @@ class EpisodeBuffer:
         trainable: Iterable[str],
         advantage: AdvantageFunction,
         *,
+        to_go: bool = False,
         resolved_before: Mapping[tuple[str, str], str | None] | None = None,
         dead: Collection[tuple[str, str]] = (),
     ) -> None:
         self._trainable = frozenset(trainable)
         self._advantage = advantage
+        self._to_go = to_go
         self._resolved_before = dict(resolved_before or {})
         self._dead = frozenset(dead)
         self._groups: dict[str, _Group] = {}
@@ -76,6 +86,8 @@ class EpisodeBuffer:
         self._unresolved: dict[str, set[str]] = {}
         self._trained: set[str] = set()
         self.ledger = Ledger()
+        self.pass_rates: Counter[str] = Counter()
+        """Released groups of child episodes whose rewards lie in [0, 1], by `PASS_RATES`, growing."""
 
     # --- entering ---------------------------------------------------------------------------------------------------
 
@@ -100,11 +112,13 @@ class EpisodeBuffer:
         else:
             self.ledger.dropped[header.drop_reason or ""] += 1
         group = self._groups[spec.group_id]
+        group.environment = spec.environment
         group.running -= 1
         group.headers.append(header)
         if group.running == 0:
             del self._groups[spec.group_id]
-            self._release(group.headers)
+            self._count_pass_rate(group.headers)
+            self._release(group)
         return drops
 
     def _commit(self, header: EpisodeHeader, drops: list[UnitDrop]) -> None:
@@ -129,19 +143,19 @@ class EpisodeBuffer:
 
     # --- release ----------------------------------------------------------------------------------------------------
 
-    def _release(self, headers: Sequence[EpisodeHeader]) -> None:
-        """Compare the members of a complete group, seat by seat, and make their units ready in the order they ended."""
+    def _release(self, group: _Group) -> None:
+        """Compare the members of a complete group, agent by agent, and make their units ready as they ended."""
         credits: dict[tuple[str, str, int], TrajectoryCredit] = {}
-        compared: dict[str, list[tuple[str, TrajectoryHeader, float]]] = {}
-        for header in sorted(headers, key=lambda header: ids.order_key(header.episode_id)):  # sums depend on the order
-            for trajectory in header.trajectories:
+        compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
+        for header in sorted(group.headers, key=lambda header: ids.order_key(header.episode_id)):
+            for trajectory in header.trajectories:  # in this order, since sums depend on it
                 if trajectory.policy in self._trainable and trajectory.reward is not None:
-                    compared.setdefault(trajectory.seat, []).append((header.episode_id, trajectory, trajectory.reward))
+                    seat = (trajectory.policy, trajectory.seat)
+                    compared.setdefault(seat, []).append((header.episode_id, trajectory))
         for members in compared.values():
-            advantages = self._advantage([reward for _, _, reward in members])
-            for (episode_id, t, reward), (value, baseline) in zip(members, advantages, strict=True):
-                credits[episode_id, t.seat, t.index] = TrajectoryCredit(t.seat, t.index, reward, value, baseline)
-        for header in headers:
+            for (episode_id, trajectory), credit in zip(members, self._credits(members), strict=True):
+                credits[episode_id, trajectory.seat, trajectory.index] = credit
+        for header in group.headers:
             for policy in sorted(self._unresolved.get(header.episode_id, ())):
                 own = tuple(t for t in header.trajectories if t.policy == policy)
                 unit = Unit(
@@ -151,7 +165,27 @@ class EpisodeBuffer:
                     location=header.location or DataLocation("", 0),
                     credits=tuple(credits[header.episode_id, t.seat, t.index] for t in own),
                 )
-                self._ready[policy].append(ReadyUnit(unit, own))
+                self._ready[policy].append(ReadyUnit(unit, own, group.environment))
+
+    def _credits(self, members: Sequence[tuple[str, TrajectoryHeader]]) -> Iterator[TrajectoryCredit]:
+        """Credits of trajectories that are compared with each other, given with their episodes."""
+        episodes = [episode_id for episode_id, _ in members]
+        rewards = [trajectory.reward or 0.0 for _, trajectory in members]
+        by_turn: Sequence[tuple[float, ...]] = [()] * len(members)
+        if self._to_go and any(trajectory.turn_rewards for _, trajectory in members):
+            turn_rewards = [trajectory.turn_rewards for _, trajectory in members]
+            by_turn = advantages_to_go(self._advantage, rewards, turn_rewards, episodes)
+        advantages = self._advantage(rewards, episodes)
+        for (_, t), reward, (value, baseline), turns in zip(members, rewards, advantages, by_turn, strict=True):
+            yield TrajectoryCredit(t.seat, t.index, reward, value, baseline, turns)
+
+    def _count_pass_rate(self, headers: Sequence[EpisodeHeader]) -> None:
+        """Note how much of a group of child episodes was solved; dropped members are neither here nor there."""
+        rewards = [header.reward for header in headers if header.parent_id is not None and header.reward is not None]
+        if rewards and min(rewards) >= 0.0 and max(rewards) <= 1.0:
+            mean = math.fsum(rewards) / len(rewards)
+            inside = 1 + min(int(mean * 5), 3 if mean <= 0.8 else 4)
+            self.pass_rates[PASS_RATES[0 if mean == 0 else -1 if mean == 1 else inside]] += 1
 
     # --- leaving ----------------------------------------------------------------------------------------------------
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from agentrl.core import ids
 from agentrl.core.errors import CheckFailedError
 from agentrl.core.ports import SpawnedGroup, Worker
+from agentrl.core.proposals import Proposal, Recollection
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Purpose, SeatBinding, Task, dropped_header
 from agentrl.environment.registry import resolve
 from agentrl.journal.port import JournalStore
 from agentrl.observe.metrics import BROKEN_FORMAT
 from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
+from agentrl.orchestrator.proposals import ProposalMemory
 from agentrl.orchestrator.signal import Signal
 
 PREFIX: Mapping[Purpose, str] = {"train": "e", "evaluate": "v", "replay": "p", "fork": "f"}
@@ -35,8 +37,8 @@ class Dispatcher:
     environment: str
     """The root environment's name in the registry."""
     seats: Sequence[str]
-    policy_of: Callable[[str], str]
-    """Which policy holds a seat, by `Env.seat` or bare name."""
+    policy_of: Callable[[str, int], str]
+    """Which policy holds a seat, by `Env.seat` or bare name, in a root group."""
     run_seed: int
     group_size: int
     buffer: EpisodeBuffer
@@ -50,13 +52,17 @@ class Dispatcher:
     """Children of parents that go on in this life of the run, ended in an earlier one or before their parent asked."""
     pins_of: Callable[[int], Mapping[str, PolicyVersion]] = field(default=lambda number: {})
     """Versions a root episode plays with, by its number; see `Scheduler.pins`."""
+    heard: Callable[[EpisodeHeader], None] = field(default=lambda header: None)
+    """Told of every training episode that ended."""
+    frozen: Callable[[], Collection[str]] = field(default=set)
+    """Policies that do not learn for now; see `Phases`."""
     resumable: Callable[[EpisodeSpec], EpisodeSpec | None] = field(default=lambda spec: spec)
     """See `Scheduler.resumable`."""
+    memory: ProposalMemory = field(default_factory=lambda: ProposalMemory(0))
     worker: Worker = field(init=False)
     """Set once by the composition root: the worker's runner needs this host first."""
     on_collapse: Callable[[CheckFailedError], None] = field(init=False)
     """Called when too many training episodes in a row were dropped."""
-    _bindings: dict[str, SeatBinding] = field(init=False)
     _running: dict[str, EpisodeSpec] = field(default_factory=dict)
     _held: list[EpisodeSpec] = field(default_factory=list)
     """Episodes of an earlier life that cannot go on yet."""
@@ -72,11 +78,9 @@ class Dispatcher:
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of the training episodes that ended since the run began, growing: `episodes`, `tokens`, `turns`, `superseded`
     ends that were ignored, how they kept the format, `units of POLICY`, `tokens of POLICY`, and `metric NAME` for what
-    they counted themselves."""
+    they counted themselves; `episodes against OPPONENT` and `score against OPPONENT`; `proposals` remembered and those
+    `made before`."""
     _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
-
-    def __post_init__(self) -> None:
-        self._bindings = {seat: SeatBinding(self.policy_of(seat)) for seat in self.seats}
 
     @property
     def next_group(self) -> int:
@@ -86,6 +90,10 @@ class Dispatcher:
     def running(self) -> Iterable[str]:
         """Ids of the training episodes in flight, children included."""
         return (name for name, spec in self._running.items() if spec.purpose == "train")
+
+    def pinned(self) -> set[PolicyVersion]:
+        """Versions that training episodes in flight are pinned to, children included."""
+        return {pin for spec in self._running.values() if spec.purpose == "train" for pin in spec.pins.values()}
 
     def admit_group(self, task: Task) -> None:
         """Start a root group: `group_size` episodes of one task."""
@@ -98,6 +106,7 @@ class Dispatcher:
         ended: Sequence[tuple[EpisodeSpec, EpisodeHeader]],
         unfinished: Sequence[EpisodeSpec],
         lost: Sequence[tuple[int, Task]] = (),
+        proposals: Sequence[Proposal] = (),
     ) -> None:
         """Take over what an earlier life of the run left.
 
@@ -106,9 +115,11 @@ class Dispatcher:
                 that were dropped do not come back.
             unfinished: episodes to go on with.
             lost: numbers and tasks of roots whose admission never reached the disk; entries of theirs may have.
+            proposals: what it remembered.
         """
         specs = [self._training_spec(task, number) for number, task in lost]
         self.store.admit(*specs)
+        self.memory.restore(proposals)
         unfinished = [*unfinished, *specs]
         members = Counter(spec.group_id for spec in (*(spec for spec, _ in ended), *unfinished))
         for group_id, size in members.items():
@@ -145,7 +156,8 @@ class Dispatcher:
     ) -> SpawnedGroup:
         """Start child episodes of a running one; children of an admitted parent are always admitted."""
         name = resolve(environment).__name__
-        seats = {seat: SeatBinding(self.policy_of(f"{name}.{seat}")) for seat in resolve(environment).seats}
+        group = self._group(parent.purpose, ids.root_number(parent.episode_id))
+        seats = {seat: SeatBinding(self.policy_of(f"{name}.{seat}", group)) for seat in resolve(environment).seats}
         group_id = f"{parent.episode_id}~{parent.attempt}.{spawn_call}"
         episode_ids = []
         starting: list[tuple[EpisodeSpec, OnEnd]] = []
@@ -190,6 +202,17 @@ class Dispatcher:
             return fork.fork is not None and self._rejoin(fork.fork.episode_id, episode_id, on_end)
         self._sharers.setdefault(episode_id, []).append(on_end)
         return True
+
+    async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> Recollection:
+        """What the run knows of a proposal; those of training episodes are recorded with their own numbers."""
+        made_by = (spec.episode_id, spec.attempt, call_id)
+        proposal = Proposal(self.memory.next_number, *made_by, spec.environment, key, structure)
+        known = self.memory.recall(proposal)
+        if spec.purpose == "train" and self.memory.remember(proposal):
+            self.store.record_proposal(proposal)
+            self.sums["proposals"] += 1
+            self.sums["proposals made before"] += known.times > 0
+        return known
 
     def readmit(self, spec: EpisodeSpec) -> None:
         """A further attempt of a running episode begins."""
@@ -261,11 +284,15 @@ class Dispatcher:
             environment=self.environment,
             task=task,
             seed=ids.key64(self.run_seed, episode_id),
-            seats=self._bindings,
+            seats={seat: SeatBinding(self.policy_of(seat, self._group(purpose, number))) for seat in self.seats},
             group_id=group,
             group_size=size,
             purpose=purpose,
         ).pinned(pins)
+
+    def _group(self, purpose: Purpose, number: int) -> int:
+        """Which root group an episode belongs to; outside training each is one of its own."""
+        return number // self.group_size if purpose == "train" else number
 
     def _training_spec(self, task: Task, number: int) -> EpisodeSpec:
         group = f"g{number - number % self.group_size}"
@@ -301,11 +328,23 @@ class Dispatcher:
         on_end = self._parents.pop(spec.episode_id, on_end)
         if spec.purpose == "train":
             self._record(self.buffer.end(spec, header))
+            self.drop_frozen()
             self._count(header)
+            self.heard(header)
             self._guard(spec, header)
         for tell in ([on_end] if on_end is not None else []) + self._sharers.pop(spec.episode_id, []):
             tell(header)
         self.signal.notify()
+
+    def count(self, name: str, value: float) -> None:
+        """Add to `sums`."""
+        self.sums[name] += value
+
+    def drop_frozen(self) -> None:
+        """Drop what is ready of policies that do not learn now: it would be of weights long past when they do."""
+        for policy in self.frozen():
+            ready = self.buffer.take(policy, self.buffer.ready(policy))
+            self._record(self.buffer.drop(ready, "frozen"))
 
     def _admit(self, spec: EpisodeSpec) -> None:
         if spec.purpose == "train":

@@ -34,6 +34,7 @@ from agentrl.core.clock import Clock
 from agentrl.core.errors import CheckFailedError, NonFiniteError
 from agentrl.core.ports import Engine, Observer, Trainer
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
+from agentrl.credit.role_means import RoleMeans
 from agentrl.journal.port import JournalStore, StepRow
 from agentrl.observe.status import Status
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
@@ -41,6 +42,7 @@ from agentrl.orchestrator.curriculum import Curriculum
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.manifest import CheckpointWriter
+from agentrl.orchestrator.opponents import Opponents
 from agentrl.orchestrator.retention import VersionRetention
 from agentrl.orchestrator.scheduler import Demand, Scheduler
 from agentrl.orchestrator.signal import Signal
@@ -62,10 +64,10 @@ NEW_OBJECTS = 10_000
 class Plan:
     """What a run is to do, as far as the loop is concerned."""
 
-    steps: int
     step_size: Mapping[str, int]
     normaliser: Mapping[str, float]
-    demand: Demand
+    demands: Sequence[Demand]
+    """What a root group brings, group by group, and again from the first."""
     evaluate_every: int = 0
     checkpoint_every: int = 0
 
@@ -96,8 +98,11 @@ class Orchestrator:
     observer: Observer
     evaluator: Evaluator
     retention: VersionRetention
+    opponents: Opponents
     weights: dict[str, WeightsRef]
     """Newest published weights of each trainable policy."""
+    roles: RoleMeans | None = None
+    """What a step's rewards are compared with, where that is not their groups."""
     outcome: Outcome = field(default_factory=Outcome)
     _trainer_free: asyncio.Lock = field(default_factory=asyncio.Lock)
     _failure: asyncio.Future[None] | None = None
@@ -165,9 +170,11 @@ class Orchestrator:
             whose = "trainer" if len(self.plan.step_size) == 1 else f"trainer of {policy}"
             if policy in self._stepping:
                 waits.append(f"{whose} works on step {self._stepping[policy]}")
-            elif self.board.step(policy) < self.plan.steps:
+            elif policy in self.scheduler.phases.frozen():
+                waits.append(f"{whose} waits for its phase")
+            elif not self.scheduler.phases.is_over(policy):
                 waits.append(f"{whose} waits for episodes: {self.buffer.ready(policy)} of {size} units are ready")
-        reason = self.scheduler.why_not(self.plan.demand)
+        reason = self.scheduler.why_not(self._demand())
         waits.append("admission is open" if reason is None else f"admission waits for {reason}")
         return tuple(waits)
 
@@ -206,31 +213,36 @@ class Orchestrator:
         await self.store.flush()
 
     async def _admit(self) -> None:
-        demand = self.plan.demand
         while not self._finished():
-            while not self._finished() and self.scheduler.may_admit(demand):
+            while not self._finished() and self.scheduler.may_admit(self._demand()):
                 self.dispatcher.admit_group(self.curriculum.task(self.dispatcher.next_group))
-            await self.signal.wait_for(lambda: self._finished() or self.scheduler.may_admit(demand))
+            await self.signal.wait_for(lambda: self._finished() or self.scheduler.may_admit(self._demand()))
+
+    def _demand(self) -> Demand:
+        """What the next root group brings."""
+        return self.plan.demands[self.dispatcher.next_group % len(self.plan.demands)]
 
     async def _train(self, policy: str, loops: asyncio.TaskGroup) -> None:
-        plan = self.plan
-        while self.board.step(policy) < plan.steps:
-            await self.signal.wait_for(lambda: self._stopping or self.scheduler.may_step(policy, plan.demand))
+        plan, phases = self.plan, self.scheduler.phases
+        while not phases.is_over(policy):
+            await self.signal.wait_for(lambda: self._stopping or self.scheduler.may_step(policy, self._demand()))
             if self._stopping:
                 return
             if not await self._step(policy):
                 continue
             step = self.board.step(policy)
-            if plan.checkpoint_every and step % plan.checkpoint_every == 0 and step < plan.steps:
+            self.dispatcher.drop_frozen()
+            if plan.checkpoint_every and step % plan.checkpoint_every == 0 and not phases.is_over(policy):
                 await self._checkpoint()
-            if self.evaluator.tasks and plan.evaluate_every and step % plan.evaluate_every == 0 and step < plan.steps:
+            is_due = self.evaluator.tasks and plan.evaluate_every and step % plan.evaluate_every == 0
+            if is_due and not phases.is_over(policy):
                 evaluation = self.evaluator.beside(self.weights, self._is_stopping)
                 loops.create_task(evaluation, name=f"evaluate {self.board.current(policy)}")
         self.signal.notify()
 
     async def _step(self, policy: str) -> bool:
         """Take one optimizer step and serve its version; False where it was skipped."""
-        taken = self.scheduler.take(policy)
+        taken = self._credited(policy, self.scheduler.take(policy))
         self.scheduler.stepping.add(policy)
         try:
             async with self._trainer_free:
@@ -238,6 +250,13 @@ class Orchestrator:
         finally:
             self.scheduler.stepping.discard(policy)
             self.signal.notify()
+
+    def _credited(self, policy: str, taken: Sequence[ReadyUnit]) -> Sequence[ReadyUnit]:
+        """The units of a step, compared with what their roles used to get, where the run asks for that."""
+        if self.roles is None:
+            return taken
+        units = self.roles.credited(policy, [(ready.environment, ready.unit) for ready in taken])
+        return [ready._replace(unit=unit) for ready, unit in zip(taken, units, strict=True)]
 
     async def _step_with(self, policy: str, taken: Sequence[ReadyUnit]) -> bool:
         """The trainer is ours until the version is current, so that a checkpoint never falls in between."""
@@ -260,6 +279,8 @@ class Orchestrator:
         self._skipped[policy] = 0
         weights = await self.trainer.publish(policy, version)
         self.buffer.consume(taken)
+        if self.roles is not None:
+            self.roles.taken(policy)
         self.store.record_version(weights, self.board.current(policy))
         self.store.record_step(StepRow(report=report, version=version, batch=batch))
         self.weights[policy] = weights
@@ -271,17 +292,17 @@ class Orchestrator:
         self.dispatcher.resume_held()
         self.store.record_metrics(policy, version.step, metrics)
         self.observer.on_step(policy, version.step, metrics)
-        await self.retention.published(weights, self.evaluator.pinned)
+        await self.opponents.published(weights)
+        await self.retention.published(weights, {*self.evaluator.pinned, *self.opponents.served()})
         return True
 
     async def _watch(self) -> None:
         """Nothing runs, nothing can start, and yet a policy waits: end the run with the reason."""
-        demand = self.plan.demand
-        await self.signal.wait_for(lambda: self._finished() or self.scheduler.is_starved(demand) is not None)
+        await self.signal.wait_for(lambda: self._finished() or self.scheduler.is_starved(self._demand()) is not None)
         if not self._finished():
             raise CheckFailedError(
-                f"no units can come any more for {self.scheduler.is_starved(demand)}: its seats never act, or are "
-                f"never rewarded. Last dropped episode: {self.dispatcher.worker.last_failure or 'none'}"
+                f"no units can come any more for {self.scheduler.is_starved(self._demand())}: its seats never act, or "
+                f"are never rewarded. Last dropped episode: {self.dispatcher.worker.last_failure or 'none'}"
             )
 
     def _skip(self, policy: str, taken: Sequence[ReadyUnit], error: NonFiniteError) -> None:
@@ -307,7 +328,7 @@ class Orchestrator:
                 return
             self.buffer.ledger.check()
             await self.store.flush()
-            await self.checkpoints.write(self.trainer, versions, self.buffer.ledger)
+            await self.checkpoints.write(self.trainer, versions, self.buffer.ledger, self.roles)
             self._checkpointed = steps
 
     # --- ending -----------------------------------------------------------------------------------------------------
@@ -319,7 +340,7 @@ class Orchestrator:
         return self._stopping
 
     def _finished(self) -> bool:
-        return self._stopping or all(self.board.step(policy) >= self.plan.steps for policy in self.board.trainable)
+        return self._stopping or all(map(self.scheduler.phases.is_over, self.board.trainable))
 
     async def _drain(self) -> None:
         try:

@@ -2,7 +2,7 @@
 
     checkpoints/step_000120-3/        sum of the policies' steps, lineage; put in place by `core.files.place`
         <trainer's files>             weights, optimizer and random state of every policy
-        manifest.json                 versions, ledger, digests of the files
+        manifest.json                 versions, ledger, role means, digests of the files
 
 The manifest says what is *consumed*: every unit of a step up to its versions, along their lineage. The control log says
 which units those are, and is flushed before the manifest is written; training after the newest manifest is lost
@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.core.errors import StorageError
 from agentrl.core.files import LOCAL, Disk, place, remedy, staged
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion
+from agentrl.credit.role_means import Mean, Role, RoleMeans, read_means
 from agentrl.orchestrator.ledger import Ledger
 
 FORMAT = 0
@@ -34,6 +35,7 @@ class Manifest:
 
     directory: Path
     versions: Mapping[str, PolicyVersion]
+    role_means: Mapping[Role, Mean] = field(default_factory=dict)
 
 
 class CheckpointWriter:
@@ -50,7 +52,9 @@ class CheckpointWriter:
         self._keep = keep
         self._disk = disk
 
-    async def write(self, trainer: Trainer, versions: Mapping[str, PolicyVersion], ledger: Ledger) -> Path:
+    async def write(
+        self, trainer: Trainer, versions: Mapping[str, PolicyVersion], ledger: Ledger, roles: RoleMeans | None = None
+    ) -> Path:
         """Save the trainer and seal it with a manifest; the control log must have been flushed.
 
         Raises:
@@ -62,7 +66,9 @@ class CheckpointWriter:
         target = self._directory / f"step_{step:06d}-{lineage}"
 
         def seal() -> None:
-            self._disk.write(staging / "manifest.json", _manifest(staging, versions, ledger, self._disk))
+            role_means = [] if roles is None else roles.as_data()
+            content = _manifest(staging, versions, ledger, role_means, self._disk)
+            self._disk.write(staging / "manifest.json", content)
             place(staging, target, disk=self._disk)
             self._prune(target)
 
@@ -121,12 +127,19 @@ def _candidates(directory: Path, disk: Disk) -> list[Path]:
     return [path for _, _, path in sorted(found, reverse=True)]
 
 
-def _manifest(staging: Path, versions: Mapping[str, PolicyVersion], ledger: Ledger, disk: Disk) -> bytes:
+def _manifest(
+    staging: Path,
+    versions: Mapping[str, PolicyVersion],
+    ledger: Ledger,
+    role_means: Sequence[Sequence[str | float]],
+    disk: Disk,
+) -> bytes:
     files = {name: [size, disk.digest(staging / name)] for name, size in disk.files(staging).items()}
     content = {
         "format": FORMAT,
         "versions": {policy: [version.lineage, version.step] for policy, version in versions.items()},
         "ledger": ledger.as_data(),
+        "role_means": role_means,
         "files": files,
     }
     return json.dumps(content, indent=1).encode()
@@ -177,6 +190,7 @@ def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
             policy: PolicyVersion(policy, int(lineage), int(step))
             for policy, (lineage, step) in content["versions"].items()
         }
+        role_means = read_means(content["role_means"])
     except OSError as error:
         name = Path(str(error.filename or "manifest.json")).name
         raise StorageError(f"checkpoint {directory}: {name!r} cannot be read ({error.strerror})") from error
@@ -184,4 +198,5 @@ def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
         raise StorageError(f"checkpoint {directory}: its manifest has no {error}") from error
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise StorageError(f"checkpoint {directory}: its manifest does not hold ({error})") from error
-    return Manifest(directory=directory, versions=versions), {name: digest for name, (_, digest) in files.items()}
+    manifest = Manifest(directory=directory, versions=versions, role_means=role_means)
+    return manifest, {name: digest for name, (_, digest) in files.items()}

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from agentrl.core.records import EpisodeSpec, PolicyVersion
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
+from agentrl.orchestrator.phases import Phases
+from agentrl.orchestrator.proposals import Seen
 from agentrl.orchestrator.staleness import BoundedStaleness
 from agentrl.orchestrator.versions import PolicyBoard
 
@@ -29,7 +31,7 @@ class Scheduler:
 
     Args:
         staleness: the bound of every trainable policy.
-        steps: the optimizer step each trainable policy ends at.
+        phases: who learns when, and how long.
         max_in_flight: episodes running at once.
     """
 
@@ -39,13 +41,13 @@ class Scheduler:
         buffer: EpisodeBuffer,
         board: PolicyBoard,
         staleness: Mapping[str, BoundedStaleness],
-        steps: int,
+        phases: Phases,
         max_in_flight: int,
     ) -> None:
         self._buffer = buffer
         self._board = board
         self._bounds = staleness
-        self._steps = steps
+        self.phases = phases
         self._max_in_flight = max_in_flight
         self._first_step = {policy: board.step(policy) for policy in staleness}
         self.stepping: set[str] = set()
@@ -60,18 +62,23 @@ class Scheduler:
         running = self._buffer.ledger.in_flight
         if running + demand.episodes > self._max_in_flight:
             return f"max_in_flight: {running} episodes are running"
-        if all(self._has_enough(policy) for policy in demand.units):
-            return f"the run needs no more units of {', '.join(demand.units)}"
+        frozen = self.phases.frozen()
+        if all(self._has_enough(policy) for policy in self._bounds if policy not in frozen):
+            return (
+                f"the run needs no more units of {', '.join(policy for policy in self._bounds if policy not in frozen)}"
+            )
         for policy, units in demand.units.items():
             step, first = self._board.step(policy), self._first_step[policy]
             expected = self._buffer.expected(policy)
-            if step < self._steps and self._bounds[policy].capacity(steps=step - first, units=expected) < units:
+            if policy in frozen or self.phases.is_over(policy):
+                continue
+            if self._bounds[policy].capacity(steps=step - first, units=expected) < units:
                 return f"max_staleness of {policy}: {expected} units since step {first}, now at {step}"
         return None
 
     def _has_enough(self, policy: str) -> bool:
-        needed = (self._steps - self._first_step[policy]) * self._bounds[policy].step_size
-        return self._board.step(policy) >= self._steps or self._buffer.expected(policy) >= needed
+        needed = (self.phases.steps[policy] - self._first_step[policy]) * self._bounds[policy].step_size
+        return self.phases.is_over(policy) or self._buffer.expected(policy) >= needed
 
     def take(self, policy: str) -> Sequence[ReadyUnit]:
         """The units of the policy's next step."""
@@ -89,6 +96,10 @@ class Scheduler:
         """The version that the engine need not keep any more, after a step of the policy."""
         return None
 
+    def seen(self) -> Seen | None:
+        """Which proposals an episode sees, where that is not all that were made."""
+        return None
+
     def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:
         """An episode of an earlier life as it can go on now; None: not yet."""
         return spec
@@ -101,7 +112,12 @@ class Scheduler:
         """
         if self._is_full(policy):
             return True
-        if self._buffer.ready(policy) == 0 or self._buffer.ledger.in_flight or self.stepping:
+        if (
+            policy in self.phases.frozen()
+            or self._buffer.ready(policy) == 0
+            or self._buffer.ledger.in_flight
+            or self.stepping
+        ):
             return False
         return not self.may_admit(demand) and not any(map(self._is_full, self._bounds))
 
@@ -109,10 +125,12 @@ class Scheduler:
         """A policy that waits for units which cannot come any more, with the reason; None while anything can move."""
         if self._buffer.ledger.in_flight or self.stepping or self.may_admit(demand):
             return None
-        waiting = [policy for policy in self._bounds if self._board.step(policy) < self._steps]
+        waiting = [policy for policy in self._bounds if not self.phases.is_over(policy)]
         if not waiting or any(self.may_step(policy, demand) for policy in waiting):
             return None
         return f"{', '.join(waiting)} (nothing is running, and {self.why_not(demand)})"
 
     def _is_full(self, policy: str) -> bool:
-        return self._board.step(policy) < self._steps and self._buffer.ready(policy) >= self._bounds[policy].step_size
+        if self.phases.is_over(policy) or policy in self.phases.frozen():
+            return False
+        return self._buffer.ready(policy) >= self._bounds[policy].step_size

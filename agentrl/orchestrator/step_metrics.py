@@ -9,7 +9,8 @@ from agentrl.core.clock import Clock
 from agentrl.core.ports import Engine
 from agentrl.core.records import PolicyVersion, StepReport, TrajectoryHeader
 from agentrl.observe.alarms import LENGTH_STEPS
-from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
+from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
+from agentrl.orchestrator.buffer import FRONTIER, PASS_RATES, EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.versions import PolicyBoard
 
@@ -40,7 +41,7 @@ class StepMetrics:
         busy = self._engine.busy_seconds()
         self._last = dict.fromkeys(self._board.trainable, (self._started, busy))
         self._idle_since = dict.fromkeys(self._board.trainable, self._started)
-        self._sums = {policy: dict(self._dispatcher.sums) for policy in self._board.trainable}
+        self._sums = {policy: self._growing() for policy in self._board.trainable}
         self._lengths = {policy: deque(maxlen=LENGTH_STEPS) for policy in self._board.trainable}
 
     def before_step(self, policy: str) -> float:
@@ -66,7 +67,10 @@ class StepMetrics:
             "staleness/mean": _mean(lags),
             "staleness/max": max(lags, default=0.0),
             "advantage/zero_share": _mean(
-                [float(all(c.advantage == 0.0 for c in ready.unit.credits)) for ready in taken]
+                [
+                    float(not any(any(c.turn_advantages or (c.advantage,)) for c in ready.unit.credits))
+                    for ready in taken
+                ]
             ),
             "step/units": float(len(taken)),
             "step/tokens": float(report.tokens),
@@ -90,13 +94,34 @@ class StepMetrics:
                 metrics[f"reward/{seat}"] = _mean([t.reward or 0.0 for t in trajectories if t.seat == seat])
         metrics.update(report.metrics)
         metrics.update(self._length_ratio(policy, trajectories, ended))
-        for name, value in of_ended(ended).items():
+        for name, value in (of_ended(ended) | self._of_proposals(ended)).items():
             metrics.setdefault(name, value)
+        return metrics
+
+    def _growing(self) -> dict[str, float]:
+        """What only grows: the dispatcher's sums, and the groups of children by their pass rate."""
+        return {**self._dispatcher.sums, **{f"solved {name}": n for name, n in self._buffer.pass_rates.items()}}
+
+    def _of_proposals(self, ended: Mapping[str, float]) -> dict[str, float]:
+        """What became of the tasks that episodes thought up since the policy's last step."""
+        metrics: dict[str, float] = {}
+        if asked := ended[f"metric {GATE_PASSED}"] + ended[f"metric {GATE_REFUSED}"]:
+            metrics["gate/acceptance"] = ended[f"metric {GATE_PASSED}"] / asked
+        if made := ended["proposals"]:
+            metrics["proposals/made"] = made
+            metrics["proposals/repeated"] = ended["proposals made before"] / made
+            entropy = self._dispatcher.memory.structure_entropy()
+            if entropy is not None:
+                metrics["proposals/structure_entropy"] = entropy
+        if groups := sum(ended[f"solved {name}"] for name in PASS_RATES):
+            metrics |= {f"pass_rate/{name}": ended[f"solved {name}"] / groups for name in PASS_RATES}
+            metrics["pass_rate/frontier"] = sum(metrics[f"pass_rate/{name}"] for name in FRONTIER)
+            metrics["pass_rate/groups"] = groups
         return metrics
 
     def _since_last_step(self, policy: str) -> dict[str, float]:
         """What the episodes that ended since the policy's last step add up to."""
-        before, now = self._sums[policy], dict(self._dispatcher.sums)
+        before, now = self._sums[policy], self._growing()
         self._sums[policy] = now
         return defaultdict(float, {name: value - before.get(name, 0.0) for name, value in now.items()})
 
@@ -121,6 +146,10 @@ def of_ended(sums: Mapping[str, float]) -> dict[str, float]:
         metrics["episodes/tokens"] = sums["tokens"] / sums["episodes"]
     if sums["superseded"]:
         metrics["episodes/superseded"] = sums["superseded"]
+    for name, count in sums.items():
+        if name.startswith("episodes against ") and count:
+            opponent = name.removeprefix("episodes against ")
+            metrics[f"win_rate/{opponent}"] = sums[f"score against {opponent}"] / count
     if not sums["committed"]:
         return metrics
     metrics["format/episodes"] = sums["committed"]
@@ -132,7 +161,7 @@ def of_ended(sums: Mapping[str, float]) -> dict[str, float]:
         if sums[kind]:
             metrics[f"format/reward_{kind}"] = sums[f"reward of {kind}"] / sums[kind]
     for name, value in sums.items():
-        if name.startswith("metric ") and len(metrics) < MAX_METRICS:
+        if name.startswith("metric ") and not name.startswith("metric gate/") and len(metrics) < MAX_METRICS:
             metrics.setdefault(name.removeprefix("metric "), value / sums["committed"])
     return metrics
 

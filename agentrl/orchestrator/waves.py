@@ -17,6 +17,8 @@ from agentrl.core import ids
 from agentrl.core.records import EpisodeSpec, PolicyVersion
 from agentrl.orchestrator.buffer import ReadyUnit
 from agentrl.orchestrator.dispatch import Dispatcher
+from agentrl.orchestrator.phases import Phases
+from agentrl.orchestrator.proposals import Seen
 from agentrl.orchestrator.scheduler import Demand, Scheduler
 from agentrl.orchestrator.staleness import BoundedStaleness
 from agentrl.orchestrator.versions import PolicyBoard
@@ -30,7 +32,7 @@ class WaveScheduler(Scheduler):
         pinned: the policies whose episodes are pinned to a version; those with full weights have one version at a time,
             and staleness 0.
         dispatcher: knows which group is next, and what is in flight.
-        board, staleness, steps, max_in_flight: see `Scheduler`.
+        board, staleness, phases, max_in_flight: see `Scheduler`.
     """
 
     def __init__(
@@ -41,12 +43,13 @@ class WaveScheduler(Scheduler):
         dispatcher: Dispatcher,
         board: PolicyBoard,
         staleness: Mapping[str, BoundedStaleness],
-        steps: int,
+        phases: Phases,
         max_in_flight: int,
     ) -> None:
         super().__init__(
-            buffer=dispatcher.buffer, board=board, staleness=staleness, steps=steps, max_in_flight=max_in_flight
+            buffer=dispatcher.buffer, board=board, staleness=staleness, phases=phases, max_in_flight=max_in_flight
         )
+        self._steps = max(phases.steps.values())
         self._groups = max(
             math.ceil(staleness[policy].step_size / units) for policy, units in demand.units.items() if units
         )
@@ -98,6 +101,15 @@ class WaveScheduler(Scheduler):
 
     def _pinned_step(self, policy: str, root_number: int) -> int:
         return max(root_number // self._roots - self._bounds[policy].max_staleness, 0)
+
+    def seen(self) -> Seen:
+        """Which proposals an episode sees: those of the waves that had ended when its own began."""
+        return self._seen
+
+    def _seen(self, episode_id: str) -> tuple[int, int]:
+        """An episode's wave, and the first wave that need not have ended when its own began."""
+        wave = self.wave(episode_id)
+        return wave, wave - max(bound.max_staleness for bound in self._bounds.values())
 
     def keeps(self, policy: str) -> bool:
         """Whether the engine must keep the policy's versions until they are `outdated`."""

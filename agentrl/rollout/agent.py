@@ -20,6 +20,7 @@ from agentrl.core.ports import SamplingParams
 from agentrl.core.records import Completion, Message, PolicyVersion, ToolSpec, TrajectoryHeader, Turn
 from agentrl.environment.base import Agent, LimitReachedError, valid_unicode
 from agentrl.journal.entries import RewardEntry, Span, TurnEntry, asked_hash
+from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.conversation import Conversation
 from agentrl.rollout.recorded_words import shortened
 from agentrl.rollout.turn_entries import completion_of, message_data
@@ -44,6 +45,8 @@ class LiveAgent(Agent):
         "_messages",
         "_pending",
         "_sampler",
+        "_spoken_to",
+        "_turn_rewards",
         "_turns",
         "index",
         "policy",
@@ -58,9 +61,11 @@ class LiveAgent(Agent):
         self._episode = episode
         binding = episode.spec.seats[seat]
         self.policy = binding.policy
-        self._conversation = Conversation(episode.services.chat_format, tools)
+        self._spoken_to = episode.services.spoken_to(binding.policy)
+        self._conversation = Conversation(self._spoken_to.chat_format, tools)
         self._sampler = TurnSampler(episode, binding, f"{seat}.{index}")
         self._turns: list[Turn] = []
+        self._turn_rewards: dict[int, float] = {}
         self._messages: list[Message] = []
         self._pending: tuple[Message, ...] = ()
         episode.agents.append(self)
@@ -78,7 +83,7 @@ class LiveAgent(Agent):
     async def act(self, *messages: Message, max_tokens: int | None = None) -> Turn:
         """Ask the policy; from the journal where it was asked before."""
         services = self._episode.services
-        limits = self._episode.services.settings.limits
+        limits = self._spoken_to.limits
         if len(self._turns) >= limits.max_turns:
             raise LimitReachedError(
                 f"agent {self.seat!r} has used its {limits.max_turns} turns", stop_reason="max_turns"
@@ -118,7 +123,7 @@ class LiveAgent(Agent):
             self._episode.metric("turns/length", 1.0)
         self._conversation.answer(completion)
         self._messages.extend(messages)
-        message = services.chat_format.parse(completion.token_ids.tolist())
+        message = self._spoken_to.chat_format.parse(completion.token_ids.tolist())
         self._messages.append(message)
         turn = Turn(text=message.content, message=message, completion=completion)
         self._turns.append(turn)
@@ -132,12 +137,24 @@ class LiveAgent(Agent):
 
     def reward(self, value: float, turn: int | None = None) -> None:
         """Journal a reward."""
-        number = finite_reward(value, f"episode {self._episode.spec.episode_id}, seat {self.seat!r}")
+        where = f"episode {self._episode.spec.episode_id}, seat {self.seat!r}"
+        number = finite_reward(value, where)
+        if turn is not None and turn not in range(len(self._turns)):
+            raise RewardError(f"{where}: a reward for turn {turn!r}, and there are {len(self._turns)}, counted from 0")
         journal = self._episode.journal
         call = journal.open(asked_hash(struct.pack("<d", number)), lambda: f"a reward of {number}")
         if journal.recall(call, RewardEntry) is None:
             journal.write(call, RewardEntry(self.seat, self.index, number, turn))
         self.rewards.append(number)
+        if turn is not None:
+            self._turn_rewards[turn] = finite_reward(self._turn_rewards.get(turn, 0.0) + number, where)
+
+    def gate(self, accepted: bool, *, penalty: float) -> bool:
+        """Count the answer; where it is no, journal the penalty as a reward."""
+        self._episode.metric(GATE_PASSED if accepted else GATE_REFUSED, 1.0)
+        if not accepted:
+            self.reward(penalty)
+        return accepted
 
     def suspend(self) -> None:
         """Cut the call in flight and give the engine's KV and slot back: the episode is parked."""
@@ -166,11 +183,12 @@ class LiveAgent(Agent):
             tokens=sum(len(turn.completion.token_ids) for turn in self._turns),
             oldest_step=oldest.step if oldest else 0,
             lineage=oldest.lineage if oldest else 0,
+            turn_rewards=tuple(sorted(self._turn_rewards.items())),
         )
 
     def _full(self, tokens: int) -> NoReturn:
         """The conversation does not fit; a first prompt that does not is told apart from a long episode."""
-        limit = self._episode.services.settings.limits.max_context
+        limit = self._spoken_to.limits.max_context
         if not self._turns:
             raise EpisodeError(
                 f"the first prompt of {self.seat!r} has at least {tokens} tokens, the context {limit}; "
@@ -182,8 +200,8 @@ class LiveAgent(Agent):
         )
 
     def _sampling(self, max_tokens: int | None) -> SamplingParams:
-        """The run's sampling parameters, with a shorter turn where one is asked for."""
-        sampling = self._episode.services.settings.sampling
+        """The policy's sampling parameters, with a shorter turn where one is asked for."""
+        sampling = self._spoken_to.sampling
         if max_tokens is None or max_tokens >= sampling.max_tokens:
             return sampling
         return dataclasses.replace(sampling, max_tokens=max_tokens)
@@ -199,7 +217,8 @@ class LiveAgent(Agent):
     ) -> None:
         services = self._episode.services
         sampled = completion.token_ids.tolist()
-        drift = services.chat_format.drift(sampled)
+        chat_format = self._spoken_to.chat_format
+        drift = chat_format.drift(sampled)
         if drift is not None:
             self._episode.metric(f"drift/{drift}", 1.0)
         routing, mask = completion.expert_routing, completion.sampling_mask
@@ -214,9 +233,9 @@ class LiveAgent(Agent):
             logprobs=completion.logprobs.tobytes(),
             finish_reason=completion.finish_reason,
             spans=tuple(Span(s.start, s.stop, s.version.lineage, s.version.step) for s in completion.spans),
-            text=services.chat_format.decode(sampled),
+            text=chat_format.decode(sampled),
             messages=tuple(message_data(message) for message in messages),
-            temperature=services.settings.sampling.temperature,
+            temperature=self._spoken_to.sampling.temperature,
             seconds=seconds,
             started=services.clock.wall() - seconds,
             expert_routing=None if routing is None else routing.tobytes(),
@@ -228,6 +247,7 @@ class LiveAgent(Agent):
             cached_tokens=completion.cached_tokens,
             parent_context=before,
             routing_breaks=completion.routing_breaks,
+            weights_of="" if self._sampler.weights_of == self.policy else self._sampler.weights_of,
         )
         self._episode.journal.write(call, entry)
         self._episode.partials.ended(call)

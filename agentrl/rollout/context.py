@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.core.errors import EffectError, EnvironmentDefinitionError, EpisodeError, InfrastructureError
+from agentrl.core.proposals import Recollection
 from agentrl.core.records import EpisodeHeader, StopReason, Task, ToolSpec
 from agentrl.core.rng import uuid4
 from agentrl.environment.base import (
@@ -33,7 +34,15 @@ from agentrl.journal.entries import GatherEntry, SpawnEntry, ToolEntry, ValueEnt
 from agentrl.rollout.agent import LiveAgent
 from agentrl.rollout.branches import current_branch
 from agentrl.rollout.calls import CallJournal
-from agentrl.rollout.effects import error_text, insist, may_perform, out_of_reach, perform_effect, unknown_effect
+from agentrl.rollout.effects import (
+    error_text,
+    insist,
+    may_perform,
+    out_of_reach,
+    perform_effect,
+    remember,
+    unknown_effect,
+)
 from agentrl.rollout.gathering import gather
 from agentrl.rollout.journaled_data import encode_arguments, plain
 from agentrl.rollout.recorded_words import shortened
@@ -167,6 +176,10 @@ class LiveContext(EpisodeContext):
         if recorded is None:
             self._journal.write(opened, SpawnEntry(name_of(environment), group.group_id, group.episode_ids))
         return children
+
+    async def remember(self, key: str, structure: str = "") -> Recollection:
+        """Ask the run, once."""
+        return await remember(self.episode, key, structure)
 
     async def gather(self, *awaitables: Awaitable[Any]) -> list[Any]:
         """Await on branches; that they ended, and in which order, is journaled."""

@@ -6,12 +6,20 @@ makes it an observation. What nobody may repeat (`once`) leaves its intent on di
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.core.budget import RetryBudget
-from agentrl.core.errors import AgentRLError, EffectError, EpisodeError, InfrastructureError
+from agentrl.core.errors import (
+    AgentRLError,
+    EffectError,
+    EnvironmentDefinitionError,
+    EpisodeError,
+    InfrastructureError,
+)
+from agentrl.core.proposals import Recollection
 from agentrl.journal.entries import EffectEntry, asked_hash
 from agentrl.rollout.journaled_data import journaled
 
@@ -21,6 +29,9 @@ if TYPE_CHECKING:
     from agentrl.rollout.episode import LiveEpisode
 
 T = TypeVar("T")
+
+LONGEST_STRUCTURE = 64
+"""Characters; of a longer one its digest is remembered."""
 
 
 async def perform_effect(
@@ -54,6 +65,33 @@ async def perform_effect(
         raise EffectError(f"effect {name!r} failed", error=entry.error)
     result: T = entry.value
     return result
+
+
+async def remember(episode: LiveEpisode, key: str, structure: str) -> Recollection:
+    """See `EpisodeContext.remember`: an effect on the run itself."""
+    journal = episode.journal
+    if not (isinstance(key, str) and isinstance(structure, str)):
+        raise EnvironmentDefinitionError(f"ctx.remember takes text, not {key!r} and {structure!r}")
+    digest, structure = _digest(key), structure if len(structure) <= LONGEST_STRUCTURE else _digest(structure)
+    structure = structure.encode("utf-8", "replace").decode()
+    asked = asked_hash(b"remember", digest.encode(), structure.encode())
+    call = journal.open(asked, lambda: f"whether a proposal of structure {structure!r} is remembered")
+    await journal.reach(call)
+    entry = journal.recall(call, EffectEntry)
+    with journal.performing(call):  # also where it is recorded: the run may have died before it had noted it
+        found = await episode.services.host.remember(episode.spec, call.call_id, digest, structure)
+    if entry is None:
+        journal.write(call, EffectEntry("remember", "idempotent", list(found), None, 0.0))
+        return found
+    try:
+        times, share = entry.value
+        return Recollection(int(times), float(share))
+    except (TypeError, ValueError):
+        journal.mismatch(call.call_id, f"the journal holds {str(entry.value)[:100]!r}", "what is remembered is asked")
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 
 async def insist(episode: LiveEpisode, guarantee: Guarantee, perform: Callable[[], Awaitable[T]]) -> T:

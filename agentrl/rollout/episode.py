@@ -29,11 +29,22 @@ OnCodeChange = Literal["try", "restart", "drop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySettings:
+    """How a policy is spoken to."""
+
+    chat_format: ChatFormat
+    sampling: SamplingParams
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
     """What is the same for every episode of a worker."""
 
     sampling: SamplingParams
     limits: Limits
+    policies: Mapping[str, PolicySettings] = field(default_factory=dict)
+    """Those that are spoken to otherwise than by the two before and the worker's chat format."""
     tool_timeout_s: float
     episode_timeout_s: float
     max_staleness: Mapping[str, int] = field(default_factory=dict)
@@ -54,9 +65,17 @@ class Services:
     settings: RolloutSettings
     parking: Parking
 
+    def spoken_to(self, policy: str) -> PolicySettings:
+        """How a policy is spoken to."""
+        settings = self.settings
+        own = settings.policies.get(policy)
+        return own or PolicySettings(chat_format=self.chat_format, sampling=settings.sampling, limits=settings.limits)
+
 
 class Sampling(Protocol):
     """What an episode asks of its agents: `agent.LiveAgent`."""
+
+    policy: str
 
     def suspend(self) -> None:
         """Cut the call in flight and give back what the engine holds."""
@@ -102,7 +121,12 @@ class LiveEpisode:
         """See `parking.Parkable`."""
         bounds = self.services.settings.max_staleness
         return min(
-            (version.step + bounds.get(version.policy, 0) for agent in self.agents for version in agent.versions()),
+            (
+                version.step + bounds.get(version.policy, 0)
+                for agent in self.agents
+                for version in agent.versions()
+                if version.policy == agent.policy  # an opponent's may be as old as it likes
+            ),
             default=float("inf"),
         )
 

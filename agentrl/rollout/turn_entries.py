@@ -51,7 +51,7 @@ def completion_of(entry: TurnEntry) -> Completion:
         token_ids=np.frombuffer(entry.token_ids, dtype="<i4"),
         logprobs=np.frombuffer(entry.logprobs, dtype="<f4"),
         finish_reason=finish_reason,
-        spans=_spans(entry.policy, entry.spans),
+        spans=_spans(entry.weights_of or entry.policy, entry.spans),
         expert_routing=routing,
         routing_start=entry.routing_start,
         routing_breaks=tuple(RoutingBreak(*at) for at in entry.routing_breaks),

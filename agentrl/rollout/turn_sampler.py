@@ -35,12 +35,14 @@ PRIORITY = {"train": 0, "fork": 1, "replay": 1, "evaluate": 2}
 class TurnSampler:
     """Samples the turns of one agent; `name` is the agent's, for messages."""
 
-    __slots__ = ("_binding", "_episode", "_in_flight", "_name", "_session", "turn")
+    __slots__ = ("_binding", "_episode", "_in_flight", "_name", "_session", "turn", "weights_of")
 
     def __init__(self, episode: LiveEpisode, binding: SeatBinding, name: str) -> None:
         self._episode = episode
         self._binding = binding
         self._name = f"{episode.name}:{name}"
+        self.weights_of = binding.policy if binding.pin is None else binding.pin.policy
+        """The policy whose versions sample: another than the seat's where a past version of it is pinned."""
         self._session: EngineSession | None = None
         self._in_flight: str | None = None
         self.turn: PartialTurn | None = None
@@ -56,7 +58,7 @@ class TurnSampler:
         episode = self._episode
         capabilities = episode.services.engine.capabilities
         masked = capabilities.sampling_mask and sampling.is_filtered
-        turn = self.turn = episode.partials.turn(call, self._binding.policy, masked=masked)
+        turn = self.turn = episode.partials.turn(call, self.weights_of, masked=masked)
         budget = RetryBudget(LOST_IN_A_ROW)
         while (reason := turn.finish_reason(sampling)) is None or (
             capabilities.expert_routing and turn.give_back_last()
@@ -113,7 +115,7 @@ class TurnSampler:
         episode, binding = self._episode, self._binding
         if self._session is None:
             self._session = episode.services.engine.open(
-                self._name, binding.policy, pin=binding.pin, priority=PRIORITY[episode.spec.purpose]
+                self._name, self.weights_of, pin=binding.pin, priority=PRIORITY[episode.spec.purpose]
             )
         request = GenerateRequest(
             request_id=f"{episode.name}.{call.call_id}",

@@ -101,7 +101,7 @@ class CrashScenario:
             "evaluation": {"tasks": 0},
         }
         self.config = RunConfig(**{**values, **(changes or {})})
-        self.trainable = [name for name, policy in self.config.policies.items() if policy.trainable]
+        self.trainable = list(self.config.trained)
 
     # --- parts a mutant may replace ---------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class CrashScenario:
         versions = recovery.first_versions(self.config, journal, VERSIONS, disk=disk)
         engine = ScriptedEngine(self._witnessed(machine), versions=versions, seconds_per_token=0.05)
         first = {name: versions[name] for name in self.trainable}
-        weights = await recovery.serve(self.config, first, trainer, engine, journal)
+        served = await recovery.serve(self.config, first, trainer, engine, journal)
         parts = Parts(
             engine=engine,
             trainer=trainer,
@@ -167,9 +167,11 @@ class CrashScenario:
             tasks=self.tasks,
             checkpoints=self.checkpoints(machine),
             versions=versions,
-            weights=weights,
+            weights=served.weights,
+            opponents=served.opponents,
             parents=journal.parents(),
             past=recovery.past(self.config, journal),
+            role_means=recovery.role_means,
             disk=disk,
         )
         orchestrator = assemble(self.config, self.environment, parts)

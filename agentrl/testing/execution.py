@@ -151,7 +151,7 @@ def wired(
     dispatcher = Dispatcher(
         environment=name_of(environment),
         seats=environment.seats,
-        policy_of=lambda seat: policy,
+        policy_of=lambda seat, group: policy,
         run_seed=0,
         group_size=1,
         buffer=EpisodeBuffer((), ADVANTAGES["none"]),

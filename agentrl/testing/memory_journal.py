@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.core.errors import JournalError, StorageError
+from agentrl.core.proposals import Proposal
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.forks import prefix_of
 from agentrl.journal.port import StepRow
@@ -75,7 +76,7 @@ class MetricRow:
     values: Mapping[str, float]
 
 
-ControlRecord = Admission | EpisodeEnd | UnitDrop | Publication | StepRow | MetricRow
+ControlRecord = Admission | EpisodeEnd | UnitDrop | Proposal | Publication | StepRow | MetricRow
 
 
 @dataclass(slots=True)
@@ -232,6 +233,10 @@ class MemoryJournal:
         """Record that a committed unit will not be trained."""
         self._record(UnitDrop(episode_id=episode_id, attempt=attempt, policy=policy, reason=reason))
 
+    def record_proposal(self, proposal: Proposal) -> None:
+        """Record a proposal that the run is to remember."""
+        self._record(proposal)
+
     def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
         """Record a published version."""
         self._record(Publication(weights=weights, parent=parent))
@@ -305,6 +310,12 @@ class MemoryJournal:
             if isinstance(record, EpisodeEnd) and record.header.committed and record.spec.group_id in group_ids:
                 yield record.spec, record.header
 
+    def played(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
+        """Committed training episodes in which one of these policies acted."""
+        for record in self.on_disk():
+            if isinstance(record, EpisodeEnd) and record.header.committed:
+                yield from [record.header] * any(t.policy in policies for t in record.header.trajectories)
+
     def parents(self) -> dict[tuple[str, int], PolicyVersion]:
         """What each (policy, lineage) but the first started from."""
         return {
@@ -326,6 +337,16 @@ class MemoryJournal:
                 if admitted is not None and admitted.attempt == record.spec.attempt:
                     del open_specs[record.spec.episode_id]
         return list(open_specs.values())
+
+    def proposals(self, newest: int | None = None) -> list[Proposal]:
+        """The newest proposals the run remembers, or all, and those of attempts that have not ended; as told."""
+        made: dict[tuple[str, int, str], Proposal] = {}
+        for record in self.on_disk():
+            if isinstance(record, Proposal):
+                made.setdefault(record.made_by, record)
+        ended = {(r.spec.episode_id, r.spec.attempt) for r in self.on_disk() if isinstance(r, EpisodeEnd)}
+        below = -1 if newest is None else max((p.number for p in made.values()), default=-1) - newest
+        return [p for p in made.values() if p.number > below or p.made_by[:2] not in ended]
 
     def highest_lineage(self) -> int:
         """The largest lineage any published version carries; -1 before the first."""

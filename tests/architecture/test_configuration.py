@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from agentrl.config.run import RunConfig
 from tests.architecture.sources import sources
 
-MAX_FIELDS = 80
+MAX_FIELDS = 90
 
 
 def models_in(annotation: object) -> Iterator[type[BaseModel]]:
@@ -35,7 +35,7 @@ def leaves(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, st
 def test_there_are_few_enough_fields() -> None:
     fields = [path for path, _ in leaves(RunConfig)]
     assert "trainer.loss.PpoLoss.clip_low" in fields
-    assert "policies.lora.rank" in fields
+    assert "policies.PolicyConfig.lora.rank" in fields
     assert len(fields) <= MAX_FIELDS
 
 

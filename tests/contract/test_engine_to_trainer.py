@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, PolicyConfig, RunConfig
+from agentrl.config.policies import PolicyConfig
+from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig
 from agentrl.core.records import (
     DataLocation,
     MaskKind,

@@ -13,6 +13,7 @@ import agentrl
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineError
 from agentrl.core.ports import Engine, Refresh, SamplingParams
+from agentrl.core.proposals import Recollection
 from agentrl.core.records import Completion, EpisodeSpec, MaskKind, Row, SeatBinding, Task
 from agentrl.engines.embedded import EmbeddedEngine
 from agentrl.environment.base import Limits
@@ -137,6 +138,9 @@ class Host:
 
     def spawn(self, *arguments: Any) -> Any:
         raise EngineError("no children here")
+
+    async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> Recollection:
+        raise AssertionError("nothing is proposed here")
 
     def readmit(self, spec: EpisodeSpec) -> None:
         raise EngineError("no second attempt here")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.core.proposals import Proposal
 from agentrl.core.records import (
     DataLocation,
     EpisodeHeader,
@@ -149,6 +150,37 @@ def test_units_are_ready_until_they_are_consumed_or_dropped(run: Callable[[Scena
         assert [spec.episode_id for spec, _ in ready] == ["e2"]
         without_manifest = [spec.episode_id for spec, _ in journal.ready_units({})]
         assert without_manifest == ["e0", "e2", "e3"], "before the first checkpoint nothing was consumed"
+
+    run(scenario)
+
+
+def test_turn_rewards_come_back_with_their_trajectories(run: Callable[[Scenario], None]) -> None:
+    async def scenario(journal: AnyJournal) -> None:
+        spec = make_spec("e0")
+        journal.admit(spec)
+        log = journal.turn_log("w0")
+        log.append(entry(spec, 0))
+        plain = make_episode_header(spec, location=DataLocation(log.name, 1))
+        rewarded = replace(plain.trajectories[0], turn_rewards=((0, 0.1), (2, -1.5)))
+        header = replace(plain, trajectories=(rewarded,))
+        await journal.commit_episode(spec, header, b"d" * 16, {})
+        assert [found for _, found in journal.members({spec.group_id})] == [header]
+
+    run(scenario)
+
+
+def test_proposals_come_back_in_order_the_newest_and_those_of_unfinished_episodes(
+    run: Callable[[Scenario], None],
+) -> None:
+    async def scenario(journal: AnyJournal) -> None:
+        made = [Proposal(n, f"e{n}", 0, "r#1", "Propose", f"key {n % 2}", "3 terms") for n in range(6)]
+        for proposal in (*made, made[2]._replace(number=9)):
+            journal.record_proposal(proposal)
+        for number in (0, 2, 3, 4):
+            await finish(journal, make_spec(f"e{number}"))
+        await journal.flush()
+        assert list(journal.proposals()) == made, "told twice, known once"
+        assert list(journal.proposals(2)) == [made[1], made[4], made[5]]
 
     run(scenario)
 

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from agentrl.cluster.engine_actors import RayPlacement
 from agentrl.cluster.session import RaySession
 from agentrl.cluster.trainer_pool import RayTrainerPool
-from agentrl.config.run import PolicyConfig, RunConfig
+from agentrl.config.policies import PolicyConfig
+from agentrl.config.run import RunConfig
 from agentrl.core.errors import (
     EngineLostError,
     JournalError,

@@ -10,7 +10,14 @@ from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, SeatB
 from agentrl.credit.advantages import leave_one_out
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 
-SEATS = {"proposer": SeatBinding("a"), "solver": SeatBinding("b"), "judge": SeatBinding("frozen")}
+SEATS = {
+    "proposer": SeatBinding("a"),
+    "critic": SeatBinding("a"),
+    "solver": SeatBinding("b"),
+    "judge": SeatBinding("frozen"),
+}
+AGENTS = {"proposer": 1, "critic": 1, "solver": 3, "judge": 1}
+"""Agents of a seat."""
 ENDINGS = st.sampled_from(["committed", "committed", "committed", "dropped", "unrewarded", "frozen_only"])
 
 
@@ -29,7 +36,11 @@ def header_for(spec: EpisodeSpec, ending: str, reward: float) -> EpisodeHeader:
         turns=1,
         tokens=3,
         seconds=0.0,
-        trajectories=tuple(TrajectoryHeader(seat, 0, SEATS[seat].policy, given, 3, 0, 0) for seat in seats),
+        trajectories=tuple(
+            TrajectoryHeader(seat, index, SEATS[seat].policy, given, 3, 0, 0)
+            for seat in seats
+            for index in range(AGENTS[seat])
+        ),
         location=DataLocation("turns-0.db", 2),
     )
 
@@ -81,6 +92,11 @@ class BufferMachine(RuleBasedStateMachine):
             key = (ready.unit.policy, ready.unit.episode_id)
             assert key not in self.left, "left twice"
             self.left.add(key)
+            whole = {(seat, n) for seat in SEATS if SEATS[seat].policy == policy for n in range(AGENTS[seat])}
+            assert [(credit.seat, credit.index) for credit in ready.unit.credits] == sorted(
+                whole, key=lambda agent: (list(SEATS).index(agent[0]), agent[1])
+            ), "a part of an episode's trajectories left without the others"
+            assert {(t.seat, t.index) for t in ready.trajectories} == whole
             self.taken.append(ready)
 
     @precondition(lambda self: self.taken)

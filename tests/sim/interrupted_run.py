@@ -178,7 +178,7 @@ class Life:
         self.dispatcher = Dispatcher(
             environment=name_of(Talk),
             seats=POLICIES,
-            policy_of=lambda seat: seat.rpartition(".")[2],
+            policy_of=lambda seat, group: seat.rpartition(".")[2],
             run_seed=self.run_seed,
             group_size=GROUP_SIZE,
             buffer=EpisodeBuffer(POLICIES, ADVANTAGES["leave_one_out"]),

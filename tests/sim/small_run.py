@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import agentrl
 from agentrl.app.assemble import Parts, Past, assemble, pinned_policies
-from agentrl.app.recovery import serve_older
+from agentrl.app.recovery import serve_older, serve_opponents
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
 from agentrl.core.ports import GenerateRequest
@@ -121,7 +121,7 @@ class SmallRun:
         engine = self.engine_class(
             self.script, versions={name: PolicyVersion(name, 0, 0) for name in policies}, **self.engine_options
         )
-        trainable = [name for name in policies if self.config.policies[name].trainable]
+        trainable = list(self.config.trained)
         steps = {name: version.step for name, version in self.resumed_at.items()}
         self.trainer = RecordingTrainer(trainable, clock=LoopClock(), steps=steps, **self.trainer_options)
         versions = {
@@ -131,10 +131,11 @@ class SmallRun:
             for name in trainable
         }
         weights = {name: await self.trainer.publish(name, version) for name, version in versions.items()}
-        await serve_older(self.config, engine, self.journal, self.resumed_at)
+        older = await serve_older(self.config, engine, self.journal, self.resumed_at)
         for name, published in weights.items():
             self.journal.record_version(published, self.resumed_at.get(name))
             await engine.update(published, keep=name in pinned_policies(self.config))
+        opponents = await serve_opponents(self.config, engine, weights, older)
         await self.journal.flush()
         parts = Parts(
             engine=engine,
@@ -146,6 +147,7 @@ class SmallRun:
             tasks=self.tasks,
             held_out=self.held_out,
             weights=weights,
+            opponents=opponents,
             versions=versions,
             parents=self.journal.parents(),
             past=self.past,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.app.assemble import Past, past_of
+from agentrl.core.proposals import Proposal
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.manifest import newest
@@ -54,6 +55,8 @@ async def written(records: SimJournal, directory: Path) -> SqliteJournal:
                 journal.record_version(record.weights, record.parent)
             case MetricRow():
                 journal.record_metrics(record.policy, record.step, record.values)
+            case Proposal():
+                journal.record_proposal(record)
             case _:
                 journal.record_step(record)
     await journal.flush()

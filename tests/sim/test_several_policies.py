@@ -102,7 +102,7 @@ def test_no_fan_out_deadlocks(simulated_loop: SimulatedLoop, sizes: tuple[int, i
 def test_a_frozen_proposer_with_a_learning_solver(simulated_loop: SimulatedLoop) -> None:
     async def main() -> None:
         bound = policies(proposer=4, solver=16)
-        bound["proposer"]["trainable"] = False
+        bound["proposer"] = {"kind": "frozen"}
         run = SmallRun(config=config_for(policies=bound, credit={"group_size": 2}), environment=Propose)
         await run.run()
         assert steps_of(run) == {"solver": 4}
@@ -151,7 +151,7 @@ def test_a_policy_that_can_get_no_units_ends_the_run(simulated_loop: SimulatedLo
 def test_a_policy_nobody_holds_is_refused(simulated_loop: SimulatedLoop) -> None:
     async def main() -> None:
         config = config_for(policies=policies(asker=8, guesser=8, spare=8))
-        with pytest.raises(ConfigError, match=r"policies\.spare is trainable but holds no seat"):
+        with pytest.raises(ConfigError, match=r"policies\.spare holds no seat"):
             await SmallRun(config=config, environment=Duel).run()
 
     simulated_loop.run(main)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.credit.advantages import ADVANTAGES, group_mean, group_std, leave_one_out, no_baseline
+from agentrl.credit.advantages import (
+    ADVANTAGES,
+    advantages_to_go,
+    group_mean,
+    group_std,
+    leave_one_out,
+    no_baseline,
+)
 
 rewards = st.lists(st.floats(-100, 100), min_size=2, max_size=12)
 
@@ -43,3 +51,63 @@ def test_a_singleton_teaches_nothing(name: str) -> None:
 
 def test_no_baseline_is_the_reward() -> None:
     assert [advantage.value for advantage in no_baseline([1.0, -2.0])] == [1.0, -2.0]
+
+
+agents = st.lists(st.tuples(st.integers(0, 4), st.integers(-8, 8)), min_size=2, max_size=10)
+
+
+@given(agents)
+def test_no_agent_of_an_episode_is_a_baseline_for_another(values: list[tuple[int, int]]) -> None:
+    episodes, rewards = [e for e, _ in values], [float(r) for _, r in values]
+    for at, advantage in enumerate(leave_one_out(rewards, episodes)):
+        others = [reward for episode, reward in zip(episodes, rewards, strict=True) if episode != episodes[at]]
+        baseline = sum(others) / len(others) if others else rewards[at]
+        assert advantage.baseline == pytest.approx(baseline, abs=1e-9)
+        assert advantage.value == pytest.approx(rewards[at] - baseline, abs=1e-9)
+
+
+def test_the_gradient_of_a_game_within_an_episode_is_unbiased() -> None:
+    """Two agents of one seat per episode, each choosing 0 or 1; what one gains the other may lose."""
+    pay = {(0, 0): (0.0, 0.0), (1, 0): (3.0, -1.0), (0, 1): (-1.0, 3.0), (1, 1): (1.0, 1.0)}
+    p = 0.3
+    chance = {1: p, 0: 1 - p}
+    score = {1: 1 / p, 0: -1 / (1 - p)}  # of p
+    true = sum(
+        chance[a] * chance[b] * (score[a] * pay[a, b][0] + score[b] * pay[a, b][1]) for a in (0, 1) for b in (0, 1)
+    )
+    for apart, right in ((True, True), (False, False)):
+        estimate = 0.0
+        for moves in itertools.product((0, 1), repeat=4):  # two episodes
+            rewards = [*pay[moves[0], moves[1]], *pay[moves[2], moves[3]]]
+            found = leave_one_out(rewards, [0, 0, 1, 1] if apart else None)
+            weight = math.prod(chance[move] for move in moves)
+            estimate += weight * sum(score[move] * a.value for move, a in zip(moves, found, strict=True)) / 2
+        assert (estimate == pytest.approx(true)) is right
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(-4, 4), st.lists(st.tuples(st.integers(0, 3), st.integers(-4, 4)), max_size=4)),
+        min_size=2,
+        max_size=5,
+    )
+)
+def test_each_turn_is_compared_by_what_was_still_to_come(
+    given_rewards: list[tuple[int, list[tuple[int, int]]]],
+) -> None:
+    turn_rewards = [[(turn, float(value)) for turn, value in turns] for _, turns in given_rewards]
+    rewards = [
+        float(own) + sum(v for _, v in turns) for (own, _), turns in zip(given_rewards, turn_rewards, strict=True)
+    ]
+    found = advantages_to_go(leave_one_out, rewards, turn_rewards, range(len(rewards)))
+    for at, by_turn in enumerate(found):
+        for turn in range(5):
+            to_go = [
+                float(own) + sum(value for when, value in turns if when >= turn)
+                for (own, _), turns in zip(given_rewards, turn_rewards, strict=True)
+            ]
+            others = to_go[:at] + to_go[at + 1 :]
+            assert by_turn[min(turn, len(by_turn) - 1)] == pytest.approx(
+                to_go[at] - sum(others) / len(others), abs=1e-9
+            )
+    assert [by_turn[0] for by_turn in found] == pytest.approx([a.value for a in leave_one_out(rewards)], abs=1e-9)

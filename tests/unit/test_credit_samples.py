@@ -31,6 +31,15 @@ def test_each_sampled_token_has_its_trajectory_s_advantage() -> None:
         np.testing.assert_array_equal(item.advantages, np.where(row.loss_mask, np.float32(advantage), 0))
 
 
+def test_each_sampled_token_has_its_turn_s_advantage() -> None:
+    trajectory = make_trajectory(turns=3, context_tokens=2, sampled_tokens=2)
+    credit = TrajectoryCredit("agent", 0, 1.0, 0.5, 0.5, turn_advantages=(0.5, -2.0))
+    (found,) = samples(make_unit(credit), [trajectory])
+    assert found.advantages.tolist() == [0, 0, 0.5, 0.5, 0, 0, -2, -2, 0, 0, -2, -2], (
+        "the last one holds for later turns"
+    )
+
+
 def test_rows_of_a_rewritten_context_are_samples_of_their_own() -> None:
     trajectory = make_trajectory()
     (row,) = trajectory.rows

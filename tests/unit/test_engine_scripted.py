@@ -104,7 +104,7 @@ def test_an_update_falls_between_two_tokens() -> None:
     [
         ({"refresh": "turn"}, [0, 1, 2, 3, 4]),
         ({"refresh": "episode"}, [0, 0, 0, 0, 0]),
-        ({"refresh": "lazy", "max_staleness": 1}, [0, 0, 2, 2, 4]),
+        ({"refresh": "lazy", "max_staleness": {"policy": 1}}, [0, 0, 2, 2, 4]),
     ],
 )
 def test_sessions_move_to_newer_versions_as_refresh_says(options: dict[str, Any], steps: list[int]) -> None:

@@ -75,7 +75,8 @@ def test_a_sound_run_is_accounted_for(run: Path) -> None:
         (
             "INSERT INTO step_units SELECT policy, lineage, step,"
             " (SELECT count(*) FROM step_units a WHERE a.step = b.step),"
-            " episode, attempt, seat, agent, reward, advantage, baseline, 0 FROM step_units b WHERE episode = 'e2'",
+            " episode, attempt, seat, agent, reward, advantage, baseline, turn_advantages, 0 FROM step_units b"
+            " WHERE episode = 'e2'",
             "e2 attempt 0: the unit of policy was trained 2 times",
         ),
         ("UPDATE step_units SET episode = 'e77' WHERE episode = 'e2'", "e77 attempt 0: trained as a unit of policy"),

@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.core.records import PolicyVersion, VersionSpan
 from agentrl.learn.columns import MergedColumns, StepColumns, read_columns, token_lags
-from agentrl.learn.mismatch import mismatch, mismatch_metrics
+from agentrl.learn.mismatch import mismatch, mismatch_metrics, seat_metrics
 from agentrl.learn.packing import pack, trained_positions
 from tests.learn_cases import make_samples
 
@@ -37,6 +37,14 @@ def test_figures_are_those_of_the_formula_by_lag() -> None:
         },
         rel=1e-5,
     )  # fmt: skip
+
+
+def test_seats_are_told_apart_where_there_are_several() -> None:
+    behavior = np.array([-1.0, -2.0, -3.0, -1.0], np.float32)
+    trainer = np.array([-1.5, -2.0, np.nan, -1.0], np.float32)
+    found = seat_metrics(trainer, behavior, np.array(["x", "x", "o", "o"], dtype=object))
+    assert found == pytest.approx({"seat_k3/x": (math.exp(-0.5) - 1 + 0.5) / 2, "seat_k3/o": 0.0})
+    assert seat_metrics(trainer, behavior, np.array(["x"] * 4, dtype=object)) == {}
 
 
 def test_a_token_s_lag_counts_steps_and_is_never_0_in_another_lineage() -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentrl.config.run import LoraConfig, OptimizerConfig, PolicyConfig, RunConfig
+from agentrl.config.policies import FrozenPolicy, LoraConfig, PolicyConfig
+from agentrl.config.run import OptimizerConfig, RunConfig
 from agentrl.core.errors import ModelError, NonFiniteError, TrainerError
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion, SamplingMask, TrainBatch
@@ -186,7 +187,7 @@ def test_step_columns_hold_what_the_loss_saw(model: Path, tmp_path: Path, episod
 
 def test_two_adapters_on_one_base_do_not_touch_each_other(model: Path, tmp_path: Path, episodes: Episodes) -> None:
     alone = {"policy": PolicyConfig(lora=LORA)}
-    together = {**alone, "other": PolicyConfig(lora=LORA), "still": PolicyConfig(trainable=False)}
+    together = {**alone, "other": PolicyConfig(lora=LORA), "full": PolicyConfig()}
     results = []
     for number, policies in enumerate((alone, together)):
         directory = tmp_path / str(number)
@@ -199,11 +200,10 @@ def test_two_adapters_on_one_base_do_not_touch_each_other(model: Path, tmp_path:
     assert same(*results)
 
 
-def test_a_frozen_policy_is_the_base_and_takes_no_steps(model: Path, tmp_path: Path, episodes: Episodes) -> None:
-    policies = {"policy": PolicyConfig(trainable=False), "other": PolicyConfig(lora=LORA)}
+def test_a_frozen_policy_takes_no_steps(model: Path, tmp_path: Path, episodes: Episodes) -> None:
+    policies = {"policy": FrozenPolicy(kind="frozen"), "other": PolicyConfig(lora=LORA)}
     trainer = started(run_config(model, policies=policies), tmp_path, episodes)
-    assert same(weights(trainer, tmp_path), load_file(model / "model.safetensors"))
-    with pytest.raises(TrainerError, match="frozen"):
+    with pytest.raises(TrainerError, match="no policy 'policy' learns here; those that do: other"):
         trainer.forward_backward(episodes.batch())
 
 

@@ -95,6 +95,42 @@ def test_an_alarm_names_what_went_wrong_and_what_to_try(name: str, changes: dict
     assert "Try: " in alarm.line
 
 
+PROPOSING = {
+    "gate__acceptance": 0.9,
+    "proposals__made": 16.0,
+    "proposals__repeated": 0.1,
+    "proposals__structure_entropy": 0.9,
+    "pass_rate__groups": 14.0,
+    "pass_rate__frontier": 0.5,
+    "pass_rate__0": 0.2,
+    "pass_rate__1": 0.2,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "advice"),
+    [
+        ("gate_closed", {"gate__acceptance": 0.3}, "valid proposals"),
+        ("proposals_alike", {"proposals__structure_entropy": 0.1}, "entropy_bonus = 0.07"),
+        ("proposals_repeat", {"proposals__repeated": 0.6}, "refuse them at the gate"),
+        ("off_frontier", {"pass_rate__frontier": 0.1, "pass_rate__1": 0.7}, "learns more slowly than the proposer"),
+        ("off_frontier", {"pass_rate__frontier": 0.1, "pass_rate__0": 0.7}, "a base model that solves some"),
+    ],
+)
+def test_a_collapse_of_what_is_proposed_is_the_run_s(name: str, changes: dict[str, float], advice: str) -> None:
+    (alarm,) = alarms(a_run(5, before=10, **{**PROPOSING, **changes}))
+    assert (alarm.name, alarm.policy) == (name, "")
+    assert name in MEANINGS
+    assert advice in alarm.advice
+
+
+def test_children_that_nobody_proposed_may_all_succeed() -> None:
+    assert names(a_run(10, **PROPOSING)) == []
+    assert names(a_run(10, pass_rate__groups=14.0, pass_rate__frontier=0.0, pass_rate__0=0.0, pass_rate__1=1.0)) == []
+    few = {**PROPOSING, "pass_rate__groups": 2.0, "pass_rate__frontier": 0.0, "pass_rate__1": 1.0}
+    assert names(a_run(10, **few)) == [], "ten proposals say nothing"
+
+
 def by_chance(seed: int, *, broken_wins: float) -> RunState:
     """Forty steps of 64 episodes, six of which break the format; rewards are 0 or 1, and 1 half of the time if kept."""
     draw, state = random.Random(seed), RunState(plan=PLAN)

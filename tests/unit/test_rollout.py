@@ -36,6 +36,7 @@ class Talk(agentrl.Environment):
 
 def test_agents_rows_and_rewards() -> None:
     played = play(Talk, ["h1", "g1", "g2", "h2"])
+    assert [t.turn_rewards for t in played.header.trajectories] == [(), (), ((0, 1.0),)]
     assert [(t.seat, t.index, t.reward) for t in played.header.trajectories] == [
         ("guest", 0, -1.0),
         ("guest", 1, 0.25),
@@ -43,6 +44,18 @@ def test_agents_rows_and_rewards() -> None:
     ]
     assert [entry.turn for entry in played.entries if isinstance(entry, RewardEntry)] == [0, None, None, None]
     assert [entry.row for entry in played.entries if isinstance(entry, TurnEntry)] == [0, 0, 0, 1]
+
+
+class Early(agentrl.Environment):
+    """Rewards a turn that has not been."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("agent").act(agentrl.user("go"))
+        ctx.agent("agent").reward(1.0, turn=1)
+
+
+def test_a_reward_is_for_a_turn_that_has_been() -> None:
+    assert play(Early, ["a"]).header.drop_reason == "bad_reward"
 
 
 class Retold(Talk):

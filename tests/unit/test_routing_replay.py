@@ -13,7 +13,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from agentrl.config.run import EngineConfig, LoraConfig, PolicyConfig, RunConfig
+from agentrl.config.policies import LoraConfig, PolicyConfig
+from agentrl.config.run import EngineConfig, RunConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.records import PolicyVersion, RoutingSpan, TrainingSample, VersionSpan
 from agentrl.engines.capture import chosen_experts, find_routers

@@ -1,0 +1,45 @@
+"""How each policy is spoken to: chat format, sampling, limits, from the run's sections and its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from agentrl.config.policies import RemotePolicy
+from agentrl.config.run import RunConfig, SamplingConfig
+from agentrl.core.ports import ChatFormat, SamplingParams
+from agentrl.environment.base import Limits
+from agentrl.rollout.episode import PolicySettings
+from agentrl.rollout.json_format import JsonFormat
+
+MAX_REMOTE_CONTEXT = 1 << 20
+"""Longest conversation with a policy behind an endpoint, in bytes; how many tokens it takes is the endpoint's."""
+
+
+def spoken_to_otherwise(config: RunConfig, chat_format: ChatFormat, max_context: int) -> Mapping[str, PolicySettings]:
+    """The policies that are not spoken to as the run's `[sampling]` and the base model's chat format say."""
+    elsewhere = config.of_kind(RemotePolicy)
+    return {
+        name: spoken_to(
+            config.sampling_of(name),
+            JsonFormat() if name in elsewhere else chat_format,
+            MAX_REMOTE_CONTEXT if name in elsewhere else max_context,
+        )
+        for name in config.policies
+        if name in elsewhere or config.sampling_of(name) != config.sampling
+    }
+
+
+def spoken_to(sampling: SamplingConfig, chat_format: ChatFormat, max_context: int) -> PolicySettings:
+    """The settings of policies that sample by a section, in conversations of up to `max_context` tokens."""
+    return PolicySettings(
+        chat_format=chat_format,
+        sampling=SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            stop_token_ids=chat_format.stop_token_ids,
+        ),
+        limits=Limits(max_turns=sampling.max_turns, max_tokens=sampling.max_tokens, max_context=max_context),
+    )

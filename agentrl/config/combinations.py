@@ -1,0 +1,157 @@
+"""What sections of a `RunConfig` must agree on; each refusal names the keys and the mend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from agentrl.config.policies import PastPolicy, RemotePolicy
+from agentrl.core.ids import is_safe_name
+
+if TYPE_CHECKING:
+    from agentrl.config.run import RunConfig
+
+
+def check_together(config: RunConfig) -> None:
+    """Refuse combinations that make no sense.
+
+    Raises:
+        ValueError: the keys, and the mend.
+    """
+    if not config.policies:
+        raise ValueError("policies: at least one policy is needed")
+    for key, name in (("name", config.name), *((f"policies.{name}", name) for name in config.policies)):
+        if not is_safe_name(name):
+            raise ValueError(f"{key}: {name!r} becomes part of a path: letters, digits, '.', '_' and '-' only")
+    _check_credit(config)
+    _check_seats(config)
+    for name in config.policies:
+        _check_sampling(config, name)
+    _check_phases(config)
+    _check_full_weights(config)
+    if config.deterministic:
+        _check_deterministic(config)
+    _check_engine(config)
+
+
+def _check_credit(config: RunConfig) -> None:
+    credit = config.credit
+    if credit.turn_credit == "to_go" and credit.advantage == "role_mean":
+        raise ValueError(
+            "credit.turn_credit = 'to_go' compares the turns of a group: set credit.advantage = 'leave_one_out', "
+            "or turn_credit = 'sum'"
+        )
+    if credit.group_size == 1 and credit.advantage not in ("role_mean", "none"):
+        raise ValueError(
+            f"credit.group_size = 1 with credit.advantage = {credit.advantage!r}: an episode with nothing to "
+            "be compared with teaches nothing. Set group_size = 2 or more, or advantage = 'role_mean' or 'none'"
+        )
+
+
+def _check_seats(config: RunConfig) -> None:
+    known = ", ".join(sorted(config.policies))
+    for seat, held in config.seats.items():
+        names = (held,) if isinstance(held, str) else held
+        if not names:
+            raise ValueError(f"seats.{seat}: the list is empty; name the policies that hold it, group by group")
+        for name in names:
+            if name not in config.policies:
+                raise ValueError(f"seats.{seat}: no policy {name!r}; there are: {known}")
+    trained = config.trained
+    for name, past in config.of_kind(PastPolicy).items():
+        if past.of not in trained:
+            raise ValueError(
+                f"policies.{name}.of: {past.of!r} is no policy that learns; there are: {', '.join(trained) or 'none'}"
+            )
+
+
+def _check_sampling(config: RunConfig, name: str) -> None:
+    try:
+        sampling = config.sampling_of(name)
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        key = ".".join(map(str, detail["loc"]))
+        said = f"no such setting of [sampling] (it has {', '.join(type(config.sampling).model_fields)})"
+        raise ValueError(
+            f"policies.{name}.sampling.{key}: {said if detail['type'] == 'extra_forbidden' else detail['msg']}"
+        ) from None
+    if isinstance(config.policies[name], RemotePolicy) and (sampling.top_k or sampling.min_p):
+        raise ValueError(
+            f"policies.{name}: chat completions know neither top_k nor min_p; set both to 0 in policies.{name}.sampling"
+        )
+
+
+def _check_phases(config: RunConfig) -> None:
+    phased = [name for name, policy in config.trained.items() if policy.phase_steps]
+    if len(phased) == 1:
+        raise ValueError(
+            f"policies.{phased[0]}.phase_steps: with nobody to alternate with it would learn always; set phase_steps "
+            "of another policy too, or leave it out"
+        )
+
+
+def _check_full_weights(config: RunConfig) -> None:
+    for name, policy in config.trained.items():
+        if policy.lora is None and config.engine.refresh in ("episode", "lazy"):
+            raise ValueError(
+                f"engine.refresh = {config.engine.refresh!r} needs adapters: an engine has one version of full "
+                f"weights. Set policies.{name}.lora, or refresh = 'token' or 'turn'"
+            )
+        if config.deterministic and policy.lora is None and policy.max_staleness:
+            raise ValueError(
+                f"deterministic = true with full weights needs policies.{name}.max_staleness = 0: an engine has "
+                f"one version of them, and each wave is sampled by one. Set it, or policies.{name}.lora"
+            )
+
+
+def _check_deterministic(config: RunConfig) -> None:
+    """What a run does must follow from its configuration alone, and waves are the same for all policies."""
+    refused = {
+        **{f"policies.{name}.kind = 'past'": True for name in config.of_kind(PastPolicy)},
+        **{f"policies.{name}.kind = 'remote'": True for name in config.of_kind(RemotePolicy)},
+        **{f"policies.{name}.phase_steps": bool(policy.phase_steps) for name, policy in config.trained.items()},
+        **{f"policies.{name}.steps": bool(policy.steps) for name, policy in config.trained.items()},
+        **{f"seats.{seat} as a list": isinstance(held, tuple) for seat, held in config.seats.items()},
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise ValueError(f"deterministic = true cannot be with {what}: leave one of the two out")
+
+
+def _check_engine(config: RunConfig) -> None:
+    engine = config.engine
+    if engine.kind == "vllm":
+        _check_vllm(config)
+    elif not engine.own_process and (engine.replicas > 1 or engine.placement == "ray"):
+        raise ValueError(
+            "engine.replicas > 1, and engine.placement = 'ray', need engines in processes of their own: set "
+            "engine.own_process = true"
+        )
+    if engine.replicas > 1 and config.deterministic:
+        raise ValueError("deterministic = true needs engine.replicas = 1: who shares a batch with whom must not vary")
+
+
+def _check_vllm(config: RunConfig) -> None:
+    full = [name for name, policy in config.trained.items() if policy.lora is None]
+    here = [name for name, policy in config.policies.items() if not isinstance(policy, RemotePolicy)]
+    refused = {
+        "engine.capture_routing": config.engine.capture_routing,
+        "sampling.top_k, top_p or min_p (their kept sets)": any(config.sampling_of(name).is_filtered for name in here),
+        "deterministic": config.deterministic,
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise ValueError(
+                f"engine.kind = 'vllm' cannot give what {what} needs: leave it off, or set engine.kind = 'embedded'"
+            )
+    if full and len(here) > 1:
+        raise ValueError(
+            "engine.kind = 'vllm' serves full weights of one policy alone: give a lora to policies "
+            f"{', '.join(sorted(full))}, or set engine.kind = 'embedded'"
+        )
+    if full and config.evaluation.every:
+        raise ValueError(
+            "evaluation.every keeps a version while newer ones serve, and vLLM has one version of full weights: "
+            f"set evaluation.every = 0, or policies.{full[0]}.lora"
+        )

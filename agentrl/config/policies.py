@@ -1,0 +1,109 @@
+"""Who can hold a seat: weights that learn or stay frozen, an endpoint elsewhere, past versions of what learns.
+
+A tagged union by `kind`; what a kind cannot have does not parse. Which seat is whose is `RunConfig.seats`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+
+from agentrl.config.locate import package_directory
+from agentrl.config.section import Episodes, MaybeSteps, Positive, Rate, Seconds, Section, Steps, Unit
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al., 2021, arXiv:2106.09685) instead of full weights."""
+
+    rank: Positive = 16
+    """Inner dimension of the adapter: what it can express, and what a published version weighs."""
+    alpha: Rate = 32.0
+    """The adapter's output is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Linear layers that get an adapter; by default all those of a decoder block."""
+
+
+class _Sampled(Section):
+    sampling: dict[str, int | float] = {}
+    """Settings of `[sampling]` that are others for this policy, such as `temperature` or `max_tokens`."""
+
+
+class PolicyConfig(_Sampled):
+    """A policy that learns: an adapter on the base model, or all weights."""
+
+    kind: Literal["trained"] = "trained"
+    """The default: weights that learn."""
+    lora: LoraConfig | None = None
+    """Train an adapter of this shape; null trains all weights."""
+    learning_rate: Rate = 3e-4
+    """Of AdamW, after warm-up."""
+    step_size: Episodes = 64
+    """Units (episodes, as this policy saw them) per optimizer step."""
+    max_staleness: MaybeSteps = 1
+    """Bound on the mean policy lag in optimizer steps; 0 is synchronous training."""
+    steps: MaybeSteps = 0
+    """How often it is updated, where not as often as the run's `steps` says; 0: as often."""
+    phase_steps: MaybeSteps = 0
+    """Policies with this set learn one after another, in the order they stand here, each for so many steps while the
+    others are frozen, and again from the first; 0: it always learns."""
+
+
+class FrozenPolicy(_Sampled):
+    """Weights that never change, for opponents and judges."""
+
+    kind: Literal["frozen"]
+    """Weights that no step changes."""
+    path: str = ""
+    """A directory of trained weights, an adapter of the base model or all of its weights, such as another run's
+    `policies/NAME`, found as `model.path` is; empty: the base model as it is."""
+
+    @field_validator("path")
+    @classmethod
+    def _find_package_directory(cls, path: str) -> str:
+        return package_directory(path) if path else path
+
+
+class RemotePolicy(_Sampled):
+    """An endpoint that speaks OpenAI's chat completions. What it says is recorded and never trained."""
+
+    kind: Literal["remote"]
+    """Weights that somebody else holds."""
+    url: str
+    """Its base, such as `https://api.example.com/v1`; `/chat/completions` is asked."""
+    model: str
+    """What the endpoint calls the model."""
+    api_key_env: str = ""
+    """The environment variable that holds the key; empty: none is sent. The key itself belongs in no file."""
+    timeout_s: Seconds = 60.0
+    """An answer that takes longer is asked for again, as after an overload, a few times with growing waits."""
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is no address of an endpoint, such as https://api.example.com/v1")
+        if parts.username is not None or parts.password is not None or parts.query:
+            raise ValueError("an address is written into the run's files, so no key belongs in it: use api_key_env")
+        return url.rstrip("/")
+
+
+class PastPolicy(Section):
+    """Past versions of a policy that learns, as opponents to it: one is drawn for each group of episodes."""
+
+    kind: Literal["past"]
+    """Weights that another policy had."""
+    of: str
+    """The policy whose past versions play."""
+    every: Steps = 10
+    """Steps of that policy between two versions that join; the one a run starts from is the first."""
+    size: Annotated[int, Field(gt=0), Unit("versions")] = 4
+    """How many of the newest that joined are played against; each takes a place in the engine."""
+    choose: Literal["uniform", "latest", "prioritised"] = "uniform"
+    """`uniform`; `latest`: the newest that joined; `prioritised`: more often those that are won against less often, in
+    proportion to (1 - win rate)² (PFSP: Vinyals et al., 2019, Nature 575)."""
+
+
+AnyPolicy = Annotated[PolicyConfig | FrozenPolicy | RemotePolicy | PastPolicy, Field(discriminator="kind")]

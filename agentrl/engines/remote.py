@@ -1,0 +1,220 @@
+"""Policies behind an endpoint that speaks OpenAI's chat completions, beside an engine of ours.
+
+Owns: the HTTP calls, what of an answer is kept, and which policy is served where. The context of a call is the
+conversation as JSON lines (`rollout/json_format.py`), a byte a token; so is what comes back, with logprob 0.
+Invariants: the key is sent to its endpoint, also after redirects to none, and appears in no message of ours; what is
+not there in time, is overloaded or broken is `EngineLostError`, tried again by whoever asked; what is refused, or no
+answer at all, ends the episode by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import numpy as np
+
+from agentrl.core.errors import ConfigError, EngineLostError, EpisodeError
+from agentrl.core.records import Completion, PolicyVersion, VersionSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from agentrl.config.policies import RemotePolicy
+    from agentrl.core.ports import Delta, Engine, EngineCapabilities, EngineSession, GenerateRequest
+    from agentrl.core.records import FinishReason, Float32Array, Int32Array, WeightsRef
+
+MAX_ANSWER_BYTES = 4 << 20
+BUSY = frozenset({408, 409, 425, 429})
+"""Refusals that say: later. So does every status from 500."""
+REFUSAL_SHOWN = 300
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Endpoint:
+    """Where one remote policy lives."""
+
+    policy: str
+    config: RemotePolicy
+    _key: str = ""
+    _client: aiohttp.ClientSession | None = None
+    _asking: dict[str, asyncio.Task[Completion]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        name = self.config.api_key_env
+        self._key = os.environ.get(name, "") if name else ""
+        if name and not self._key:
+            raise ConfigError(f"policies.{self.policy}.api_key_env: the environment has no variable {name}; set it")
+
+    async def generate(self, request: GenerateRequest, where: str) -> Completion:
+        """Ask once; an abort ends it without a token."""
+        asking = asyncio.get_running_loop().create_task(self._ask(request, where), name=request.request_id)
+        self._asking[request.request_id] = asking
+        try:
+            await asyncio.wait({asking})
+            return _completion(self.policy, b"", "abort") if asking.cancelled() else asking.result()
+        finally:
+            asking.cancel()
+            del self._asking[request.request_id]
+
+    def abort(self, request_id: str) -> None:
+        """End a call in flight."""
+        if request_id in self._asking:
+            self._asking[request_id].cancel()
+
+    async def close(self) -> None:
+        """Close the connections. Idempotent."""
+        if self._client is not None:
+            await self._client.close()
+
+    async def _ask(self, request: GenerateRequest, where: str) -> Completion:
+        here = f"{where}, policy {self.policy!r} at {self.config.url}"
+        if self._client is None:
+            timeout = aiohttp.ClientTimeout(total=self.config.timeout_s)
+            self._client = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        try:
+            async with self._client.post(
+                f"{self.config.url}/chat/completions", json=self._body(request), headers=headers, allow_redirects=False
+            ) as response:
+                content = await _limited(response)
+                status = response.status
+        except TimeoutError:
+            raise EngineLostError(f"{here}: no answer within {self.config.timeout_s:g} s") from None
+        except aiohttp.ClientError as error:
+            raise EngineLostError(f"{here}: {type(error).__name__}") from None  # its text may quote what was sent
+        if status in BUSY or status >= 500:
+            raise EngineLostError(f"{here}: status {status}")
+        if status != 200 or content is None:
+            said = "" if content is None else content[:REFUSAL_SHOWN].decode("utf-8", "replace")
+            raise EpisodeError(f"{here}: status {status}: {self._without_key(said)}", reason="remote_refused")
+        try:
+            return _answer(self.policy, content)
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+            raise EpisodeError(
+                f"{here}: its answer is no chat completion ({error!r})", reason="remote_answer"
+            ) from None
+
+    def _body(self, request: GenerateRequest) -> dict[str, Any]:
+        lines = [json.loads(line) for line in bytes(request.token_ids.tolist()).decode().splitlines()]
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "model": self.config.model,
+            "messages": [line for line in lines if "tools" not in line],
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+        }
+        if lines and "tools" in lines[0]:
+            body["tools"] = lines[0]["tools"]
+        return body
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self._key, "…") if self._key else text
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RemoteSession:
+    """See `agentrl.core.ports.EngineSession`; there is nothing to hold."""
+
+    endpoint: Endpoint
+    session_id: str
+
+    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
+        """See `agentrl.core.ports.EngineSession.generate`; an endpoint answers all at once."""
+        return await self.endpoint.generate(request, f"episode and seat {self.session_id}")
+
+    def close(self) -> None:
+        """See `agentrl.core.ports.EngineSession.close`."""
+
+
+class RoutedEngine:
+    """See `agentrl.core.ports.Engine`: an engine, but for the policies that live elsewhere."""
+
+    def __init__(self, engine: Engine, policies: Mapping[str, RemotePolicy]) -> None:
+        """Raises: ConfigError: a key is not in the environment."""
+        self.capabilities: EngineCapabilities = engine.capabilities
+        self._engine = engine
+        self._endpoints = {name: Endpoint(policy=name, config=policy) for name, policy in policies.items()}
+
+    def open(
+        self, session_id: str, policy: str, *, pin: PolicyVersion | None = None, priority: int = 0
+    ) -> EngineSession:
+        """See `agentrl.core.ports.Engine.open`."""
+        if policy in self._endpoints:
+            return RemoteSession(self._endpoints[policy], session_id)
+        return self._engine.open(session_id, policy, pin=pin, priority=priority)
+
+    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
+        """See `agentrl.core.ports.Engine.update`."""
+        await self._engine.update(weights, keep=keep)
+
+    def release(self, version: PolicyVersion) -> None:
+        """See `agentrl.core.ports.Engine.release`."""
+        self._engine.release(version)
+
+    async def pause(self) -> None:
+        """See `agentrl.core.ports.Engine.pause`."""
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        """See `agentrl.core.ports.Engine.resume`."""
+        await self._engine.resume()
+
+    def abort(self, request_id: str) -> None:
+        """See `agentrl.core.ports.Engine.abort`."""
+        for endpoint in self._endpoints.values():
+            endpoint.abort(request_id)
+        self._engine.abort(request_id)
+
+    async def score(
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
+    ) -> Float32Array:
+        """See `agentrl.core.ports.Engine.score`."""
+        return await self._engine.score(version, token_ids, temperature)
+
+    def busy_seconds(self) -> float:
+        """The engine's own."""
+        return self._engine.busy_seconds()
+
+    async def close(self) -> None:
+        """See `agentrl.core.ports.Engine.close`."""
+        for endpoint in self._endpoints.values():
+            await endpoint.close()
+        await self._engine.close()
+
+
+async def _limited(response: aiohttp.ClientResponse) -> bytes | None:
+    """The body; None where it is longer than anybody needs."""
+    content = bytearray()
+    async for chunk in response.content.iter_chunked(1 << 16):
+        content += chunk
+        if len(content) > MAX_ANSWER_BYTES:
+            return None
+    return bytes(content)
+
+
+def _answer(policy: str, content: bytes) -> Completion:
+    choice = json.loads(content)["choices"][0]
+    message, reason = choice["message"], choice.get("finish_reason")
+    said: dict[str, Any] = {"role": "assistant", "content": message.get("content") or ""}
+    if message.get("tool_calls"):
+        said["tool_calls"] = message["tool_calls"]
+    if not isinstance(said["content"], str) or reason == "content_filter":
+        raise ValueError("its content is no text" if reason != "content_filter" else "it was filtered")
+    line = json.dumps(said, ensure_ascii=False) + "\n"
+    return _completion(policy, line.encode("utf-8", "replace"), "length" if reason == "length" else "stop")
+
+
+def _completion(policy: str, said: bytes, reason: FinishReason) -> Completion:
+    version = PolicyVersion(policy, 0, 0)
+    return Completion(
+        token_ids=np.frombuffer(said, dtype=np.uint8).astype(np.int32),
+        logprobs=np.zeros(len(said), dtype=np.float32),
+        finish_reason=reason,
+        spans=(VersionSpan(0, len(said), version),) if said else (),
+    )

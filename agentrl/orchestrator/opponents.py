@@ -1,0 +1,126 @@
+"""Opponents: past versions of a policy that learns, kept served beside it, one drawn for each group of episodes.
+
+Which versions there are follows from the policy's step: every so many steps its newest version joins, and the newest
+few that joined are drawn from. What was drawn is pinned in the episode's spec, so journal, resume, replay and forks
+know it. Win rates are a fold of committed headers.
+
+Owns: which versions the engine must keep for this, draws, win rates. Does not load files (`app/recovery.py` at the
+start) or publish. Invariant: a version that an episode in flight is pinned to is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from agentrl.core.ports import Engine
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
+from agentrl.core.rng import stream
+from agentrl.journal.results import Played, Result, result_of
+
+
+def joined_by(step: int, every: int, size: int) -> range:
+    """The steps whose versions are opponents when the policy is at `step`: the newest `size` multiples of `every`.
+
+    Example:
+        >>> list(joined_by(35, 10, 3)), list(joined_by(4, 10, 3))
+        ([10, 20, 30], [0])
+    """
+    newest = step - step % every
+    return range(max(newest - (size - 1) * every, 0), newest + 1, every)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class OpponentPool:
+    """The past versions that one policy stands for."""
+
+    name: str
+    """Of the policy that holds the seats."""
+    of: str
+    """Whose versions they are."""
+    every: int
+    size: int
+    choose: Literal["uniform", "latest", "prioritised"]
+    served: list[PolicyVersion]
+    """Oldest first; the newest `size` are drawn from, the one more there may be still has episodes in flight."""
+    played: dict[PolicyVersion, Played] = field(default_factory=dict)
+
+    def draw(self, *key: object) -> PolicyVersion:
+        """The opponent of a group; where prioritised by (1 - win rate)², PFSP's hard one (Vinyals et al., 2019)."""
+        versions = self.served[-self.size :]
+        if self.choose == "latest":
+            return versions[-1]
+        weights = [1.0] * len(versions)
+        if self.choose == "prioritised":
+            weights = [(1.0 - self.played.get(version, Played()).win_rate) ** 2 for version in versions]
+        at = stream("opponent", self.name, *key).random() * sum(weights)
+        for version, weight in zip(versions, weights, strict=True):
+            at -= weight
+            if at < 0.0:
+                return version
+        return versions[-1]
+
+    def is_due(self, version: PolicyVersion) -> bool:
+        """Whether a version that became current is to join; later than its step where there was no place for it."""
+        return version.step - version.step % self.every > self.served[-1].step and len(self.served) <= self.size
+
+    def heard(self, header: EpisodeHeader) -> Result | None:
+        """Count a committed episode; how it ended, if it was played against one of these."""
+        result = result_of(header, self.name, self.of)
+        if result is not None:
+            self.played[result.opponent] = self.played.get(result.opponent, Played()).plus(result.score)
+        return result
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Opponents:
+    """All pools of a run."""
+
+    pools: Mapping[str, OpponentPool]
+    engine: Engine
+    run_seed: int
+    pinned: Callable[[], Collection[PolicyVersion]]
+    """Versions that episodes in flight are pinned to."""
+    count: Callable[[str, float], None]
+    """Adds to what the metrics of a step are made of."""
+
+    def pins(self, group: int) -> dict[str, PolicyVersion]:
+        """Whom the seats of each pool are held by in a root group: its members are compared, so they meet the same."""
+        return {name: pool.draw(self.run_seed, group) for name, pool in self.pools.items()}
+
+    def resumable(self, spec: EpisodeSpec) -> EpisodeSpec:
+        """An episode of an earlier life as it can go on: against the newest, where its opponent is served no more."""
+        gone = {
+            name: pool.served[-1]
+            for name, pool in self.pools.items()
+            if name in spec.pins and spec.pins[name] not in pool.served
+        }
+        return spec.pinned({**spec.pins, **gone}) if gone else spec
+
+    async def published(self, weights: WeightsRef) -> None:
+        """A version became current: keep it served, if it is to join."""
+        for pool in self.pools.values():
+            if pool.of == weights.version.policy and pool.is_due(weights.version):
+                await self.engine.update(weights, keep=True)
+                pool.served.append(weights.version)
+        self._let_go()
+
+    def heard(self, header: EpisodeHeader) -> None:
+        """A training episode ended."""
+        for name, pool in self.pools.items():
+            result = pool.heard(header) if header.committed else None
+            if result is not None:
+                self.count(f"episodes against {name}", 1.0)
+                self.count(f"score against {name}", result.score)
+        self._let_go()
+
+    def served(self) -> set[PolicyVersion]:
+        """All versions that are kept, and whose files must stay: an engine that is replaced loads them again."""
+        return {version for pool in self.pools.values() for version in pool.served}
+
+    def _let_go(self) -> None:
+        """Release what has left its pool, once nothing in flight is pinned to it."""
+        for pool in self.pools.values():
+            if len(pool.served) > pool.size and pool.served[0] not in self.pinned():
+                self.engine.release(pool.served.pop(0))

@@ -1,0 +1,167 @@
+"""Two policies' gradients of one step, computed in several ways that must not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentrl.config.run import PolicyConfig
+from agentrl.core.records import Row, TrainBatch, Trajectory, Unit
+from agentrl.learn.ranks import OneRank
+from agentrl.learn.trainer import PolicyTrainer
+from tests.learn_cases import LORA, Episodes, make_rows, run_config
+
+T = TypeVar("T")
+POLICIES = ("proposer", "solver")
+
+
+@dataclass
+class Rank(OneRank):
+    """One rank of several, whose gradients are added up by hand."""
+
+    rank: int = 0
+    size: int = 1
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """This rank's contiguous share."""
+        return items[self.rank * len(items) // self.size : (self.rank + 1) * len(items) // self.size]
+
+
+def split(row: Row) -> tuple[Row, Row]:
+    """The row as two, as if its context had been rewritten in between: each token is trained in one of them."""
+    early = np.arange(len(row.token_ids)) < (np.flatnonzero(row.loss_mask)[0] + len(row.token_ids)) // 2
+    return replace(row, loss_mask=row.loss_mask & early), replace(row, loss_mask=row.loss_mask & ~early)
+
+
+class TwoPolicies:
+    """A proposer with few units and a solver with many, adapters on one base, after a step of both.
+
+    Args:
+        model: a Hugging Face directory.
+        directory: for what trainers write.
+        seed: of the episodes.
+    """
+
+    def __init__(self, model: Path, directory: Path, seed: int) -> None:
+        self._model, self._directory = model, directory
+        self._episodes = {
+            policy: Episodes(make_rows(seed + at, count), policy=policy, seed=seed)
+            for at, (policy, count) in enumerate(zip(POLICIES, (3, 24), strict=True))
+        }
+        self._start = self._trainer()
+        self._start.start()
+        for policy in POLICIES:  # else nothing would flow into half of an adapter, which begins at 0
+            self._start.forward_backward(self._batch(policy, step=1))
+            self._start.optim_step(policy, 1)
+        self._checkpoint = directory / "checkpoint"
+        self._checkpoint.mkdir(parents=True)
+        self._start.save(self._checkpoint)
+
+    def whole(self) -> dict[str, Tensor]:
+        """The reference: each policy's batch at once, in the trainer that took the step before."""
+        for policy in POLICIES:
+            self._start.forward_backward(self._batch(policy))
+        return self._gradients(self._start)
+
+    def terms(self) -> dict[str, float]:
+        """The sum over a policy's units of the norms of their gradients."""
+        trainer = self._trainer()
+        trainer.start(self._checkpoint)
+        sums = dict.fromkeys(POLICIES, 0.0)
+        for policy in POLICIES:
+            batch = self._batch(policy)
+            for unit in batch.units:
+                trainer.forward_backward(replace(batch, units=(unit,)))
+                sums[policy] += float(self._gradients(trainer)[policy].norm())
+                trainer.discard(policy)
+        return sums
+
+    def ways(self) -> dict[str, Callable[[], dict[str, Tensor]]]:
+        """By name, each in a trainer of its own that resumes from the checkpoint."""
+        return {
+            "resumed": self._resumed,
+            "packed in small pieces": lambda: self._resumed(micro_batch_tokens=30),
+            "rows split": lambda: self._resumed(divide=True),
+            "policies in turns, a few units each": self._in_turns,
+            "distributed over three ranks": self._distributed,
+        }
+
+    def _resumed(self, *, micro_batch_tokens: int = 8192, divide: bool = False) -> dict[str, Tensor]:
+        trainer = self._trainer(micro_batch_tokens=micro_batch_tokens, divide=divide)
+        trainer.start(self._checkpoint)
+        for policy in POLICIES:
+            trainer.forward_backward(self._batch(policy))
+        return self._gradients(trainer)
+
+    def _in_turns(self) -> dict[str, Tensor]:
+        trainer = self._trainer()
+        trainer.start(self._checkpoint)
+        for at in range(0, 24, 2):
+            for policy in reversed(POLICIES):
+                batch = self._batch(policy)
+                if units := batch.units[at : at + 2]:
+                    trainer.forward_backward(replace(batch, units=units))
+        return self._gradients(trainer)
+
+    def _distributed(self) -> dict[str, Tensor]:
+        parts = []
+        for rank in range(3):
+            trainer = self._trainer(ranks=Rank(rank, 3))
+            trainer.start(self._checkpoint)
+            for policy in POLICIES:
+                trainer.forward_backward(self._batch(policy))
+            parts.append(self._gradients(trainer))
+        return {policy: torch.stack([part[policy] for part in parts]).sum(0) for policy in POLICIES}
+
+    def _trainer(
+        self, *, micro_batch_tokens: int = 8192, divide: bool = False, ranks: Rank | None = None
+    ) -> PolicyTrainer:
+        policies = {policy: PolicyConfig(lora=LORA, learning_rate=1e-2) for policy in POLICIES}
+        config = run_config(self._model, policies=policies, micro_batch_tokens=micro_batch_tokens)
+
+        def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
+            found = [self._episodes[unit.policy].trajectories[int(unit.episode_id[1:])] for unit in units]
+            if divide:
+                found = [replace(item, rows=tuple(part for row in item.rows for part in split(row))) for item in found]
+            return [(item,) for item in found]
+
+        return PolicyTrainer(config, self._directory, ranks=ranks, read=read)
+
+    def _batch(self, policy: str, *, step: int = 2) -> TrainBatch:
+        return self._episodes[policy].batch(step)
+
+    def _gradients(self, trainer: PolicyTrainer) -> dict[str, Tensor]:
+        return {
+            policy: torch.cat([part.flatten().clone() for part in trainer._learner(policy).gradients()])
+            for policy in POLICIES
+        }
+
+
+class Error(NamedTuple):
+    """How far a gradient is from that of the whole step, the worse of both policies."""
+
+    of_terms: float
+    """In parts of sum |g_u| over the units: the size of what was added up. Rounding is in proportion to this."""
+    of_sum: float
+    """In parts of |sum g_u|, which is smaller where units pull in different directions."""
+
+
+def worst_error(model: Path, directory: Path, seed: int) -> dict[str, Error]:
+    """By way, in float32."""
+    two = TwoPolicies(model, directory, seed)
+    expected, terms = two.whole(), two.terms()
+    errors = {}
+    for name, way in two.ways().items():
+        found = way()
+        off = {policy: float((found[policy] - expected[policy]).norm()) for policy in POLICIES}
+        errors[name] = Error(
+            max(off[policy] / terms[policy] for policy in POLICIES),
+            max(off[policy] / float(expected[policy].norm()) for policy in POLICIES),
+        )
+    return errors

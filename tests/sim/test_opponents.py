@@ -1,0 +1,179 @@
+"""Past versions as opponents: who joins, who is drawn, what is served, and that a kill changes none of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agentrl.app.assemble import past_of
+from agentrl.app.seats import check_capabilities
+from agentrl.core.errors import ConfigError
+from agentrl.core.ports import GenerateRequest
+from agentrl.core.records import EpisodeSpec, PolicyVersion, Task, TrajectoryHeader, dropped_header
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.journal.entries import TurnEntry
+from agentrl.journal.results import Played, win_rates
+from agentrl.orchestrator import loop
+from agentrl.orchestrator.opponents import OpponentPool, joined_by
+from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.testing import CrashScenario, crash_everywhere
+from agentrl.testing.plugin import SimulatedLoop
+from tests.sim.small_run import SmallRun, config_for
+from tests.sim.test_schedules import SHARE, Duel
+
+pytestmark = pytest.mark.sim
+
+SPEC = EpisodeSpec(episode_id="e0", environment="duel", task=Task(id="t", data={}), seed=0, seats={}, group_id="g0")
+SIDES = {"x": ["player", "past"], "o": ["past", "player"]}
+
+
+def strength(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+    """The newer the version, the higher its digit, mostly."""
+    return [ord(str(min(9, version.step + request.seed % 3))), STOP_TOKEN]
+
+
+def config(**past: Any) -> Any:
+    policies = {
+        "player": {"step_size": 8, "lora": {"rank": 2}},
+        "past": {"kind": "past", "of": "player", "every": 2, "size": 2, **past},
+    }
+    return config_for(policies=policies, seats=SIDES, steps=9, credit={"group_size": 4})
+
+
+class Places(ScriptedEngine):
+    """Counts what is kept."""
+
+    most = 0
+
+    async def update(self, weights: Any, *, keep: bool = False) -> None:
+        await super().update(weights, keep=keep)
+        Places.most = max(Places.most, sum(count > 0 for count in self._kept.values()))
+
+
+def games(run: SmallRun) -> list[tuple[int, PolicyVersion, frozenset[PolicyVersion]]]:
+    """(group, version the episode was pinned to, versions that sampled the opponent's turns) of trained episodes."""
+    found = []
+    log = run.journal.turn_log("0")
+    for batch in run.trainer.batches:
+        for unit in batch.units:
+            spec = next(
+                s
+                for s, h in run.journal.members({f"g{int(unit.episode_id[1:]) // 4 * 4}"})
+                if s.episode_id == unit.episode_id
+            )
+            bodies = [entry.decode() for entry in log.read(unit.episode_id, unit.attempt)]
+            turns = [body for body in bodies if isinstance(body, TurnEntry) and body.policy == "past"]
+            sampled = {PolicyVersion(turn.weights_of, s.lineage, s.step) for turn in turns for s in turn.spans}
+            found.append((int(unit.episode_id[1:]) // 4, spec.pins["past"], frozenset(sampled)))
+    return found
+
+
+@pytest.mark.parametrize("choose", ["uniform", "latest", "prioritised"])
+def test_a_group_plays_one_past_version_and_never_a_future_one(simulated_loop: SimulatedLoop, choose: str) -> None:
+    async def main() -> None:
+        Places.most = 0
+        run = SmallRun(config=config(choose=choose), environment=Duel, script=strength, engine_class=Places)
+        await run.run()
+        played = games(run)
+        assert all(sampled == {pin} for _, pin, sampled in played)
+        by_group: dict[int, set[PolicyVersion]] = {}
+        for group, pin, _ in played:
+            by_group.setdefault(group, set()).add(pin)
+        assert all(len(pins) == 1 for pins in by_group.values())
+        assert {pin.step for _, pin, _ in played} >= {0, 2, 4, 6}
+        assert all(pin.step % 2 == 0 for _, pin, _ in played)
+        assert Places.most <= 3, "more versions were kept than places are counted for"
+        assert steps_of_policies(run) == {"player"}
+
+    simulated_loop.run(main)
+
+
+def steps_of_policies(run: SmallRun) -> set[str]:
+    return {batch.policy for batch in run.trainer.batches}
+
+
+def test_a_resumed_run_plays_on_against_the_same(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> int:
+        first = SmallRun(config=config(), environment=Duel, script=strength)
+        first.during = lambda orchestrator: asyncio.get_running_loop().call_later(4.3, orchestrator.stop)
+        drain, loop.DRAIN_S = loop.DRAIN_S, 0.0
+        try:
+            await first.run()
+        finally:
+            loop.DRAIN_S = drain
+        await first.journal.turn_log("0").flush()
+        journal = first.journal.after_crash()
+        at = {"player": PolicyVersion("player", 0, len(first.trainer.batches))}
+        past = past_of(journal, at, group_size=4, opponents=["past"])
+        second = SmallRun(config=config(), environment=Duel, script=strength, journal=journal, past=past, resumed_at=at)
+        await second.run()
+        assert len(first.trainer.batches) + len(second.trainer.batches) == 9
+        assert all(sampled == {pin} for _, pin, sampled in games(second))
+        pool = second.orchestrator.opponents.pools["past"]
+        known = sum(played.episodes for played in pool.played.values())
+        assert known == sum(1 for _ in journal.played({"past"}))
+        return sum("past" in spec.pins for spec in past.unfinished)
+
+    assert sum(simulated_loop.run(main)) > 0, "nothing was stopped in the middle"
+
+
+def test_a_run_with_opponents_that_dies_at_any_operation_goes_on_as_promised() -> None:
+    policies = {**config().model_dump()["policies"], "past": {"kind": "past", "of": "player", "every": 1, "size": 1}}
+    report = crash_everywhere(CrashScenario(Duel, changes={"policies": policies, "seats": SIDES}), share=SHARE)
+    assert report.crashes > 20
+    assert not report.violations, report
+
+
+@pytest.mark.parametrize(("adapters", "fits"), [(7, True), (6, False)])
+def test_too_few_places_for_adapters_are_refused_at_the_start(adapters: int, fits: bool) -> None:
+    engine = ScriptedEngine([[1]], versions={})
+    capabilities = replace(engine.capabilities, adapters=adapters)
+    with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="7 adapters at once"):
+        check_capabilities(config(), capabilities)
+
+
+def test_the_harder_ones_are_drawn_more_often() -> None:
+    versions = [PolicyVersion("player", 0, step) for step in (0, 2, 4)]
+    pool = OpponentPool(
+        name="past",
+        of="player",
+        every=2,
+        size=3,
+        choose="prioritised",
+        served=versions,
+        played={versions[0]: Played(98, 98.0), versions[1]: Played(98, 49.0), versions[2]: Played(98, 0.0)},
+    )
+    drawn = Counter(pool.draw("seed", group) for group in range(2000))
+    expected = {versions[1]: 0.25 / 1.23, versions[2]: 0.98 / 1.23}
+    assert drawn[versions[0]] <= 2
+    for version, share in expected.items():
+        assert drawn[version] / 2000 == pytest.approx(share, abs=0.04)
+
+
+def test_a_win_is_more_than_the_opponent_got() -> None:
+    def ended(x: tuple[str, float | None, int], o: tuple[str, float | None, int]) -> Any:
+        sides = (
+            TrajectoryHeader(seat, 0, policy, reward, 3, step, 0)
+            for seat, (policy, reward, step) in zip("xo", (x, o), strict=True)
+        )
+        return replace(dropped_header(SPEC, ""), drop_reason=None, trajectories=tuple(sides))
+
+    headers = [
+        ended(("player", 1.0, 5), ("past", -1.0, 0)),
+        ended(("past", 1.0, 0), ("player", -1.0, 7)),
+        ended(("player", 0.0, 13), ("past", None, 10)),
+        ended(("player", 0.0, 13), ("player", 0.0, 13)),
+    ]
+    assert win_rates(headers, "past", "player", every=10) == {
+        (0, PolicyVersion("player", 0, 0)): Played(2, 1.0),
+        (10, PolicyVersion("player", 0, 10)): Played(1, 0.5),
+    }
+
+
+def test_who_joined_follows_from_the_step() -> None:
+    assert [list(joined_by(step, 10, 2)) for step in (0, 9, 10, 25, 40)] == [[0], [0], [0, 10], [10, 20], [30, 40]]

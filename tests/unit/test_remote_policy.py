@@ -1,0 +1,205 @@
+"""Policies behind a chat endpoint: a real server on loopback, a scripted engine for the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+import agentrl
+from agentrl.core import budget
+from agentrl.core.errors import CheckFailedError, ConfigError, JournalError
+from agentrl.core.records import Message, ToolCall, ToolSpec
+from agentrl.engines.remote import RoutedEngine
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.journal.entries import TurnEntry
+from agentrl.rollout.json_format import JsonFormat
+from tests.sim.small_run import SmallRun, config_for
+
+KEY = "sk-very-secret"
+
+
+class Asked(agentrl.Environment):
+    """The judge is remote."""
+
+    seats = ("guesser", "judge")
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        said = await ctx.agent("guesser").act(agentrl.user("Guess."))
+        verdict = await ctx.agent("judge").act(agentrl.user(f"Is {said.text} good?"))
+        again = await ctx.agent("judge").act(agentrl.user("Sure?"))
+        ctx.agent("guesser").reward(float(verdict.text == again.text == "yes"))
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def answer(content: str, **message: Any) -> web.Response:
+    choice = {"message": {"role": "assistant", "content": content, **message}, "finish_reason": "stop"}
+    return web.json_response({"choices": [choice]})
+
+
+def played(
+    handler: Handler,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    timeout_s: float = 20.0,
+    held: Sequence[asyncio.Event] = (),
+    then: Callable[[SmallRun], Awaitable[None]] | None = None,
+) -> SmallRun:
+    """A run of one step with the judge behind `handler`; `then` is done meanwhile, what is `held` let go at the end."""
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    monkeypatch.setattr(budget, "FIRST_WAIT_S", 0.001)
+
+    async def main() -> SmallRun:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.5)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        judge = {
+            "kind": "remote",
+            "url": f"http://127.0.0.1:{port}/v1",
+            "model": "m",
+            "api_key_env": "JUDGE_KEY",
+            "timeout_s": timeout_s,
+            "sampling": {"temperature": 0.25},
+        }
+        config = config_for(policies={"guesser": {"step_size": 4}, "judge": judge}, steps=1, max_in_flight=4)
+        engines: list[RoutedEngine] = []
+
+        def engine(*arguments: Any, **keywords: Any) -> RoutedEngine:
+            engines.append(RoutedEngine(ScriptedEngine(*arguments, **keywords), {"judge": config.policies["judge"]}))  # type: ignore[dict-item]
+            return engines[-1]
+
+        run = SmallRun(config=config, environment=Asked, trainer_options={}, engine_options={})
+        run.engine_class = engine  # type: ignore[assignment]
+        try:
+            await run.run()
+            if then is not None:
+                await then(run)
+        finally:
+            for event in held:
+                event.set()
+            await engines[0].close()
+            await runner.cleanup()
+        return run
+
+    return asyncio.run(main())
+
+
+def entries_of(run: SmallRun) -> list[TurnEntry]:
+    log = run.journal.turn_log("0")
+    units = run.trainer.batches[0].units
+    bodies = [entry.decode() for unit in units for entry in log.read(unit.episode_id, unit.attempt)]
+    return [body for body in bodies if isinstance(body, TurnEntry) and body.policy == "judge"]
+
+
+def test_what_it_says_is_recorded_and_never_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str | None, dict[str, Any]]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        asked.append((request.headers.get("Authorization"), await request.json()))
+        return answer("yes")
+
+    async def replay(run: SmallRun) -> None:
+        before = len(asked)
+        units = run.trainer.batches[0].units
+        spec = next(spec for spec, _ in run.journal.members({"g0"}) if spec.episode_id == units[0].episode_id)
+        entries = run.journal.turn_log("0").read(spec.episode_id, 0)
+        with pytest.raises(JournalError, match="ended twice"):  # it came to its end again
+            await run.orchestrator.dispatcher.worker._runner.run(spec, Asked, entries)  # type: ignore[attr-defined]
+        assert len(asked) == before, "a replay asked the endpoint again"
+
+    run = played(handler, monkeypatch, then=replay)
+    assert {policy for policy, _, _ in run.seen.steps} == {"guesser"}
+    assert run.seen.steps[0][2]["reward/mean"] == 1.0
+    assert {key for key, _ in asked} == {f"Bearer {KEY}"}
+    second = next(body for _, body in asked if len(body["messages"]) == 3)
+    assert second["messages"][1:] == [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "Sure?"}]
+    assert (second["model"], second["temperature"]) == ("m", 0.25)
+    recorded = entries_of(run)
+    assert {json.loads(entry.text)["content"] for entry in recorded} == {"yes"}
+    assert KEY not in repr(recorded) + run.config.model_dump_json()
+
+
+def test_overload_and_broken_connections_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    async def handler(request: web.Request) -> web.Response:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 1:
+            return web.Response(status=503)
+        if calls % 3 == 2 and request.transport is not None:
+            request.transport.close()
+        return answer("yes")
+
+    run = played(handler, monkeypatch)
+    assert run.orchestrator.buffer.ledger.dropped.total() == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (
+            401,
+            f"no such key: {KEY}",
+            r"episode and seat e\d+\.0:judge\.0, policy 'judge' at http.*status 401: no such key",
+        ),
+        (200, "<html>", "its answer is no chat completion"),
+        (200, json.dumps({"choices": [{"message": {"content": 7}}]}), "its content is no text"),
+        (302, "", "status 302"),
+    ],
+)
+def test_a_bad_answer_ends_the_episode_by_name(
+    monkeypatch: pytest.MonkeyPatch, status: int, body: str, told: str
+) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=status, text=body, headers={"Location": "http://127.0.0.1:1/"})
+
+    with pytest.raises(CheckFailedError, match=told) as failure:
+        played(handler, monkeypatch)
+    assert KEY not in str(failure.value)
+
+
+def test_one_that_never_answers_is_named_and_nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[asyncio.Event] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        held.append(asyncio.Event())
+        await held[-1].wait()
+        return answer("too late")
+
+    with pytest.raises(
+        CheckFailedError, match=r"because of engine_lost: .*policy 'judge' at .*no answer within 0\.01 s"
+    ):
+        played(handler, monkeypatch, timeout_s=0.01, held=held)
+
+
+def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    policies: Any = {"judge": {"kind": "remote", "url": "http://h/v1", "model": "m", "api_key_env": "JUDGE_KEY"}}
+    config = config_for(policies={"guesser": {}, **policies})
+    with pytest.raises(ConfigError, match=r"policies\.judge\.api_key_env: the environment has no variable JUDGE_KEY"):
+        RoutedEngine(ScriptedEngine([[1]], versions={}), {"judge": config.policies["judge"]})  # type: ignore[dict-item]
+
+
+def test_tools_and_calls_go_to_and_fro_in_their_form() -> None:
+    chat = JsonFormat()
+    tool = ToolSpec(name="add", description="Add.", parameters={"type": "object"})
+    first = json.loads(chat.decode(chat.start([], [tool])))
+    assert first["tools"][0]["function"]["name"] == "add"
+    call = ToolCall(id="c1", name="add", arguments={"a": 1})
+    said = Message(role="assistant", content="", tool_calls=(call,))
+    assert chat.parse(chat.extend([said], after="stop")) == said
+    assert chat.parse(chat.encode('{"tool_calls": [1, {"function": {"name": "f", "arguments": "{"}}]}')).tool_calls == (
+        ToolCall(id="None", name="f", arguments="{"),
+    )
+    assert chat.parse(chat.encode("no json")).content == "no json"
