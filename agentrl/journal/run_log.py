@@ -103,17 +103,20 @@ class SqliteRunLog:
         return [number for number in range(stop) if number not in admitted]
 
     def published(self, version: PolicyVersion) -> WeightsRef | None:
-        """Where the weights of a version lie: in the run, also after it was moved; None if it was never published.
+        """Where the weights of a version lie: in the run, also after it was moved, or where they were given by hand
+        (lineages below 0); None if it was never published.
 
         Raises:
             JournalError: the record was altered, or what it names leads out of the run.
         """
         root = self.path.parent.parent / "versions"
         here = root / version.policy / f"{version.lineage}.{version.step}"
-        statement = "SELECT kind, sha256 FROM versions WHERE policy = ? AND lineage = ? AND step = ?"
-        for kind, sha256 in self.rows(statement, *version):
-            if kind not in ("full", "adapter") or not isinstance(sha256, str):
+        statement = "SELECT path, kind, sha256 FROM versions WHERE policy = ? AND lineage = ? AND step = ?"
+        for path, kind, sha256 in self.rows(statement, *version):
+            if kind not in ("full", "adapter") or not isinstance(path, str) or not isinstance(sha256, str):
                 raise JournalError(f"{self.path}: the record of {version} was altered or is damaged")
+            if version.lineage < 0:
+                return WeightsRef(version=version, path=path, kind=kind, sha256=sha256)
             if not here.resolve().is_relative_to(root.resolve()):
                 raise JournalError(f"{self.path}: the weights of {version} lie outside the run, in {here.resolve()}")
             return WeightsRef(version=version, path=str(here), kind=kind, sha256=sha256)
