@@ -1,0 +1,96 @@
+"""Builds the tiny model beside this file: both roles' form, and a solver that goes on to the end the less, the longer.
+
+`python -m environments.propose_and_solve.build_model [--seed 0] [--steps 700] [--output DIR]`, a few minutes on one
+core. Tokenizer and chat template are the calculator's. The proposer is shown short sums, and a few longer ones; the
+solver calls that are right, and stops too early the more often, the more terms there are. That it pays to go on is left
+to learn by reward, and which sums teach it, to the proposer.
+"""
+
+from __future__ import annotations
+
+import shutil
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer
+
+import agentrl
+from agentrl.core.records import Message
+from agentrl.core.rng import stream
+from agentrl.rollout.chat_format import TemplateFormat
+from environments import tiny_model
+from environments.calculator import build_model as calculator
+from environments.calculator.demonstrations import call_text, observation
+from environments.propose_and_solve.env import PROMPT, Solve, Sum, drawn_sum
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from random import Random
+
+    from agentrl.core.records import ToolSpec
+
+CONTEXT = 256
+FINISH = {2: 0.95, 3: 0.5, 4: 0.35, 5: 0.22, 6: 0.14}
+"""Chance that a shown solver does all operations, by number of terms."""
+PROPOSED = {2: 0.88, 3: 0.06, 4: 0.03, 5: 0.02, 6: 0.01}
+"""Of the shown proposals, how many have so many terms."""
+
+
+def build(directory: Path, *, seed: int, steps: int) -> None:
+    """Write tokenizer, template, configuration and warmed-up weights into `directory`."""
+    source = Path(calculator.__file__).parent / "model"
+    tiny_model.write_chat_template(
+        directory, calculator.TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=calculator.CONTEXT
+    )
+    shutil.copyfile(source / "tokenizer.json", directory / "tokenizer.json")
+    vocabulary = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab_size()
+    chat = TemplateFormat.load(directory)
+    pad, stop = chat.encode("<|pad|>")[0], chat.stop_token_ids[0]
+    model = tiny_model.random_model(
+        vocabulary=vocabulary, pad_token=pad, stop_token=stop, context=CONTEXT, hidden=128, layers=4
+    )
+    tools = [bound.spec for bound in Solve.tool_table().values()]
+    rows = (shown_row(chat, tools, stream("warm-up", seed, number)) for number in count())
+    tiny_model.warm_up(model, rows, steps=steps)
+    tiny_model.save(model, directory, stop_tokens=stop)
+
+
+def shown_row(chat: TemplateFormat, tools: Sequence[ToolSpec], random: Random) -> tiny_model.Row:
+    """One conversation, of a proposer or, twice as often, of a solver: ids, and which of them are said."""
+    if random.random() < 1 / 3:
+        (terms,) = random.choices(list(PROPOSED), list(PROPOSED.values()))
+        messages, known = [(PROMPT, False), (drawn_sum(random, terms).text, True)], []
+    else:
+        messages, known = solving(drawn_sum(random, random.randint(2, 6)), random), list(tools)
+    ids: list[int] = []
+    said: list[bool] = []
+    for text, own in messages:
+        if own:
+            new = [*chat.encode(text), chat.stop_token_ids[0]]
+        elif not ids:
+            new = chat.start([agentrl.user(text)], known)
+        else:
+            new = chat.extend([Message(role="tool", content=text)], after="stop")
+        ids += new
+        said += [own] * len(new)
+    return ids, said
+
+
+def solving(problem: Sum, random: Random) -> list[tuple[str, bool]]:
+    """A solver's conversation: (text, whether the solver says it)."""
+    terms = problem.terms
+    operations = len(terms) - 1
+    if random.random() >= FINISH[len(terms)]:
+        operations = random.randrange(operations)
+    value = str(terms[0])
+    messages = [(problem.task()["question"], False)]
+    for term in terms[1 : operations + 1]:
+        call = call_text(int(value), "-" if term < 0 else "+", abs(term))
+        value = observation(call)
+        messages += [(call, True), (value, False)]
+    return [*messages, (value, True)]
+
+
+if __name__ == "__main__":
+    tiny_model.command(build, directory=Path(__file__).parent / "model", steps=700, description=__doc__ or "")

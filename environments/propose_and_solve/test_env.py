@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from environments.propose_and_solve.env import ProposeAndSolve, Solve, Sum, drawn_sum, read
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"), [("2 + 3", "5"), ("12 - 3 + 40 - 99", "-50"), ("1 + 1 + 1 + 1 + 1 + 1 + 1 + 1", "8")]
+)
+def test_a_sum_is_read_and_its_answer_known(text: str, answer: str) -> None:
+    found = read(text)
+    assert found is not None
+    assert found.task() == {"question": f"{text} =", "answer": answer}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "2", "2 +3", "02 + 3", "2 * 3", "2 + 100", "2 + 3 =", "2 + 3\n", "-2 + 3", " + ".join("1" * 9)]
+)
+def test_what_is_no_sum_is_refused(text: str) -> None:
+    assert read(text) is None
+
+
+def test_the_order_of_terms_makes_no_new_proposal() -> None:
+    assert Sum("2 + 3 - 4").key == Sum("3 - 4 + 2").key
+    assert len({Sum(text).key for text in ("2 + 3", "2 - 3", "2 + 2 + 3", "2 + 3 + 3", "2 + 4")}) == 5
+
+
+def test_drawn_sums_are_ones_a_proposer_may_write() -> None:
+    draw = Random(0)
+    for terms in range(2, 9):
+        made = drawn_sum(draw, terms)
+        assert read(made.text) == made
+        assert len(made.terms) == terms
+        first, *rest = made.text.split()
+        signed = [int(first), *(int(f"{sign}{term}") for sign, term in zip(rest[::2], rest[1::2], strict=True))]
+        assert list(made.terms) == signed
+
+
+def test_the_solver_is_examined_on_as_many_sums_of_each_length() -> None:
+    tasks = Solve.tasks("held_out", held_out=400)
+    terms = Counter(len(Sum(tasks[number].data["question"][:-2]).terms) for number in range(400))
+    assert terms == {2: 80, 3: 80, 4: 80, 5: 80, 6: 80}
+    assert [tasks[0], tasks[399]] == [Solve.tasks("held_out", seed=7)[0], Solve.tasks("held_out", seed=7)[399]]
+    assert len(ProposeAndSolve.tasks("train")) == 1
