@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.core.errors import ConfigError
-from agentrl.core.installation import InputError, install_command
+from agentrl.core.errors import ConfigError, InputError
+from agentrl.core.installation import install_command
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.report import write_report
 from agentrl.inspection.statistics import latest_metrics, run_state
