@@ -20,6 +20,7 @@ from agentrl.core.errors import EngineError
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import GenerateRequest, Trainer
 from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion
+from agentrl.credit.role_means import RoleMeans
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.port import RunLog
 from agentrl.orchestrator.ledger import Ledger
@@ -89,7 +90,9 @@ class CursorWriter(CheckpointWriter):
         super().__init__(CHECKPOINTS, keep=2, disk=disk)
         self.disk = disk
 
-    async def write(self, trainer: Trainer, versions: Mapping[str, PolicyVersion], ledger: Ledger) -> Path:
+    async def write(
+        self, trainer: Trainer, versions: Mapping[str, PolicyVersion], ledger: Ledger, roles: RoleMeans | None = None
+    ) -> Path:
         with contextlib.suppress(FileExistsError):
             self.disk.make_directory(self.cursor)
         self.disk.sync(RUN)
@@ -97,7 +100,7 @@ class CursorWriter(CheckpointWriter):
         self.disk.write(path, json.dumps(versions).encode())
         self.disk.sync(path)
         self.disk.sync(self.cursor)
-        return await super().write(trainer, versions, ledger)
+        return await super().write(trainer, versions, ledger, roles)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
