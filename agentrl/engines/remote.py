@@ -90,17 +90,19 @@ class Endpoint:
         if status in BUSY or status >= 500:
             raise EngineLostError(f"{here}: status {status}")
         if status != 200 or content is None:
-            said = "" if content is None else content[:REFUSAL_SHOWN].decode("utf-8", "replace")
-            raise EpisodeError(f"{here}: status {status}: {self._without_key(said)}", reason="remote_refused")
+            said = f"more than {MAX_ANSWER_BYTES} bytes" if content is None else content.decode("utf-8", "replace")
+            shown = self._without_key(said)[:REFUSAL_SHOWN]
+            raise EpisodeError(f"{here}: status {status}: {shown}", reason="remote_refused")
         try:
             return _answer(self.policy, content)
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             raise EpisodeError(
                 f"{here}: its answer is no chat completion ({error!r})", reason="remote_answer"
             ) from None
 
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
-        lines = [json.loads(line) for line in bytes(request.token_ids.tolist()).decode().splitlines()]
+        said = bytes(request.token_ids.tolist()).decode()
+        lines = [json.loads(line) for line in said.split("\n")[:-1]]  # `splitlines` would cut inside of messages too
         sampling = request.sampling
         body: dict[str, Any] = {
             "model": self.config.model,

@@ -2,7 +2,7 @@
 
 Owns: the newest proposals, and what an episode may see of them. They are a fold of the control log, where each is
 recorded before its episode can be committed. An unfinished episode tells its own again when it is resumed.
-Invariant: a proposal counts once, by the call that made it, and never for itself.
+Invariant: a proposal counts once, by the call that made it, and never for itself, nor for an episode tried again.
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ class ProposalMemory:
 
     def recall(self, proposal: Proposal) -> Recollection:
         """What is known of a proposal, itself and what came later left out."""
-        _, episode, _, _, environment, key, structure = proposal
+        _, episode, attempt, _, environment, key, structure = proposal
         times = same = newest = 0
         for _, other in self._visible_to(episode):
-            if other.environment == environment and (other.episode_id != episode or other.made_by != proposal.made_by):
+            if other.episode_id == episode and (other.attempt != attempt or other.made_by == proposal.made_by):
+                continue
+            if other.environment == environment:
                 times += other.key == key
                 if newest < NEWEST:
                     newest += 1

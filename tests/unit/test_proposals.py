@@ -83,7 +83,10 @@ def test_a_proposal_told_again_counts_once_and_not_for_itself() -> None:
     told(memory, proposal(0, "a"))
     assert told(memory, proposal(1, "a", episode="e0")) == (0, 0.0)
     assert told(memory, proposal(1, "a")) == (1, 1.0)
-    other = Proposal(2, "e9", 0, "r#1", "Elsewhere", "a", "")
+    tried_again = Proposal(2, "e1", 1, "r#1", "Propose", "a", "")
+    assert told(memory, tried_again) == (1, 1.0), "what an episode proposed before it began again is its own"
+    assert told(memory, Proposal(3, "e1", 1, "r#2", "Propose", "a", "")).times == 2, "what it repeats is not"
+    other = Proposal(4, "e9", 0, "r#1", "Elsewhere", "a", "")
     assert told(memory, other) == (0, 0.0), "each environment has proposals of its own"
 
 

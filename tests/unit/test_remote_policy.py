@@ -14,13 +14,15 @@ import agentrl
 from agentrl.core import budget
 from agentrl.core.errors import CheckFailedError, ConfigError, JournalError
 from agentrl.core.records import Message, ToolCall, ToolSpec
-from agentrl.engines.remote import RoutedEngine
+from agentrl.engines.remote import MAX_ANSWER_BYTES, REFUSAL_SHOWN, RoutedEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from agentrl.rollout.json_format import JsonFormat
 from tests.sim.small_run import SmallRun, config_for
 
 KEY = "sk-very-secret"
+SURE = "Sure?\u2028\x85\x0bYou may say no."
+"""Of more lines than one, as Python counts them."""
 
 
 class Asked(agentrl.Environment):
@@ -31,7 +33,7 @@ class Asked(agentrl.Environment):
     async def run(self, ctx: agentrl.EpisodeContext) -> None:
         said = await ctx.agent("guesser").act(agentrl.user("Guess."))
         verdict = await ctx.agent("judge").act(agentrl.user(f"Is {said.text} good?"))
-        again = await ctx.agent("judge").act(agentrl.user("Sure?"))
+        again = await ctx.agent("judge").act(agentrl.user(SURE))
         ctx.agent("guesser").reward(float(verdict.text == again.text == "yes"))
 
 
@@ -122,7 +124,7 @@ def test_what_it_says_is_recorded_and_never_trained(monkeypatch: pytest.MonkeyPa
     assert run.seen.steps[0][2]["reward/mean"] == 1.0
     assert {key for key, _ in asked} == {f"Bearer {KEY}"}
     second = next(body for _, body in asked if len(body["messages"]) == 3)
-    assert second["messages"][1:] == [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "Sure?"}]
+    assert second["messages"][1:] == [{"role": "assistant", "content": "yes"}, {"role": "user", "content": SURE}]
     assert (second["model"], second["temperature"]) == ("m", 0.25)
     recorded = entries_of(run)
     assert {json.loads(entry.text)["content"] for entry in recorded} == {"yes"}
@@ -153,7 +155,11 @@ def test_overload_and_broken_connections_are_tried_again(monkeypatch: pytest.Mon
             f"no such key: {KEY}",
             r"episode and seat e\d+\.0:judge\.0, policy 'judge' at http.*status 401: no such key",
         ),
+        (401, "x" * (REFUSAL_SHOWN - 3) + KEY, "status 401: x+"),
+        (200, "x" * (MAX_ANSWER_BYTES + 1), "status 200: more than 4194304 bytes"),
         (200, "<html>", "its answer is no chat completion"),
+        (200, json.dumps({"choices": [{"message": None}]}), "its answer is no chat completion"),
+        (200, json.dumps({"choices": ["text"]}), "its answer is no chat completion"),
         (200, json.dumps({"choices": [{"message": {"content": 7}}]}), "its content is no text"),
         (302, "", "status 302"),
     ],
@@ -166,7 +172,7 @@ def test_a_bad_answer_ends_the_episode_by_name(
 
     with pytest.raises(CheckFailedError, match=told) as failure:
         played(handler, monkeypatch)
-    assert KEY not in str(failure.value)
+    assert KEY[:3] not in str(failure.value)
 
 
 def test_one_that_never_answers_is_named_and_nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
