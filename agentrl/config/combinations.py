@@ -123,6 +123,11 @@ def _check_engine(config: RunConfig) -> None:
     engine = config.engine
     if engine.kind == "vllm":
         _check_vllm(config)
+    elif engine.kv_memory:
+        raise ValueError(
+            f"engine.kv_memory = {engine.kv_memory}: the embedded engine holds slots x max_context tokens; set these, "
+            "or engine.kind = 'vllm'"
+        )
     elif not engine.own_process and (engine.replicas > 1 or engine.placement == "ray"):
         raise ValueError(
             "engine.replicas > 1, and engine.placement = 'ray', need engines in processes of their own: set "
@@ -135,16 +140,18 @@ def _check_engine(config: RunConfig) -> None:
 def _check_vllm(config: RunConfig) -> None:
     full = [name for name, policy in config.trained.items() if policy.lora is None]
     here = [name for name, policy in config.policies.items() if not isinstance(policy, RemotePolicy)]
+    filtered = [name for name in here if config.sampling_of(name).is_filtered]
     refused = {
-        "engine.capture_routing": config.engine.capture_routing,
-        "sampling.top_k, top_p or min_p (their kept sets)": any(config.sampling_of(name).is_filtered for name in here),
-        "deterministic": config.deterministic,
+        "engine.own_process = true (vLLM always has one)": config.engine.own_process,
+        "engine.capture_routing = true (vLLM does not return experts here)": config.engine.capture_routing,
+        f"top_k, top_p or min_p for {', '.join(filtered)} (vLLM does not return what they keep)": filtered,
+        "deterministic = true (in vLLM a token depends on who shares its batch)": config.deterministic,
     }
-    for what, asked in refused.items():
-        if asked:
-            raise ValueError(
-                f"engine.kind = 'vllm' cannot give what {what} needs: leave it off, or set engine.kind = 'embedded'"
-            )
+    if asked := [what for what, is_asked in refused.items() if is_asked]:
+        raise ValueError(
+            f"engine.kind = 'vllm' cannot be with {'; nor with '.join(asked)}: leave that off, or set "
+            "engine.kind = 'embedded'"
+        )
     if full and len(here) > 1:
         raise ValueError(
             "engine.kind = 'vllm' serves full weights of one policy alone: give a lora to policies "
