@@ -208,6 +208,8 @@ class ActorChild:
             ray.kill(self._actor)
 
     async def _answer(self, method: str, *arguments: object) -> Any:
+        if dead := self._session.dead():  # a call into a dead Ray can block for a minute, and end the process
+            raise OSError(f"Ray's {dead} died")
         return await _answer(getattr(self._actor, method).remote(*arguments), self._session)
 
 

@@ -205,8 +205,10 @@ class RayTrainerPool:
             TrainerLostError: a rank or Ray died; the group is gone.
             TrainerError: a rank failed, or the pool was not started; the group is gone.
         """
-        if self._lost is not None and self._lost.done():
-            raise self._ray_died(method)
+        if self._lost is not None and (self._lost.done() or self._session.dead()):
+            raise self._ray_died(
+                method
+            )  # not asked: a call into a dead Ray can block for a minute, and end the process
         if not self._actors or self._lost is None:
             raise TrainerError("the trainer pool is not running: it was not started, was closed, or lost a rank")
         futures = [asyncio.wrap_future(_result(getattr(actor, method).remote(*arguments))) for actor in actors]
@@ -227,7 +229,7 @@ class RayTrainerPool:
         return [future.result() for future in futures]
 
     def _ray_died(self, method: str) -> TrainerLostError:
-        dead = self._lost.result() if self._lost is not None else "Ray"
+        dead = self._session.dead()
         return TrainerLostError(f"Ray's {dead} died (in {method}), and the trainer's ranks with it")
 
     async def _settle(
