@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from agentrl.app.seats import is_filtered
 from agentrl.app.weights import adapter_places, largest_rank
 from agentrl.config.policies import RemotePolicy
 from agentrl.config.run import RunConfig
@@ -83,7 +82,7 @@ def _engine_arguments(config: RunConfig) -> dict[str, Any]:
     return {
         **arguments,
         "capture_routing": section.capture_routing,
-        "capture_mask": is_filtered(config),
+        "capture_mask": bool(config.filtered),
         "fixed_shapes": config.deterministic,
     }
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from agentrl.app.weights import adapter_places
-from agentrl.config.policies import RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError
 from agentrl.core.ports import EngineCapabilities
@@ -109,18 +108,12 @@ def check_capabilities(config: RunConfig, capabilities: EngineCapabilities) -> N
     needs = {
         f"engine.refresh = {config.engine.refresh!r}": config.engine.refresh in capabilities.refresh,
         "engine.capture_routing": capabilities.expert_routing or not config.engine.capture_routing,
-        "sampling.top_k, top_p or min_p (their kept sets)": capabilities.sampling_mask or not is_filtered(config),
+        "sampling.top_k, top_p or min_p (their kept sets)": capabilities.sampling_mask or not config.filtered,
         f"{places} adapters at once (policies.*.lora, opponents, frozen ones)": capabilities.adapters >= places,
     }
     for what, given in needs.items():
         if not given:
             raise ConfigError(f"the engine {capabilities.name!r} cannot give what {what} needs")
-
-
-def is_filtered(config: RunConfig) -> bool:
-    """Whether the kept sets of some policy that the engine samples are to be recorded."""
-    here = [name for name, policy in config.policies.items() if not isinstance(policy, RemotePolicy)]
-    return any(config.sampling_of(name).is_filtered for name in here)
 
 
 def _check_names(config: RunConfig, environment: type[Environment], known: list[str]) -> None:

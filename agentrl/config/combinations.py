@@ -140,7 +140,7 @@ def _check_engine(config: RunConfig) -> None:
 def _check_vllm(config: RunConfig) -> None:
     full = [name for name, policy in config.trained.items() if policy.lora is None]
     here = [name for name, policy in config.policies.items() if not isinstance(policy, RemotePolicy)]
-    filtered = [name for name in here if config.sampling_of(name).is_filtered]
+    filtered = config.filtered
     refused = {
         "engine.own_process = true (vLLM always has one)": config.engine.own_process,
         "engine.capture_routing = true (vLLM does not return experts here)": config.engine.capture_routing,

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from agentrl.config.combinations import check_together
 from agentrl.config.locate import package_directory
-from agentrl.config.policies import AnyPolicy, PastPolicy, PolicyConfig
+from agentrl.config.policies import AnyPolicy, PastPolicy, PolicyConfig, RemotePolicy
 from agentrl.config.section import (
     Episodes,
     MaybeSteps,
@@ -305,6 +305,12 @@ class RunConfig(Section):
         if isinstance(section, PastPolicy):
             return self.sampling_of(section.of)
         return SamplingConfig.model_validate({**self.sampling.model_dump(), **section.sampling})
+
+    @property
+    def filtered(self) -> list[str]:
+        """The policies sampled here through a filter: what it keeps is recorded, and trained with."""
+        here = [name for name, policy in self.policies.items() if not isinstance(policy, RemotePolicy)]
+        return [name for name in here if self.sampling_of(name).is_filtered]
 
     @property
     def line_ups(self) -> int:
