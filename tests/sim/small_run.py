@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from agentrl.core.clock import LoopClock
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.orchestrator import loop
 from agentrl.orchestrator.loop import Orchestrator, Outcome
 from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
 from agentrl.testing import MemoryJournal, RecordingTrainer
@@ -114,6 +116,21 @@ class SmallRun:
     seen: Seen = field(default_factory=Seen)
     trainer: RecordingTrainer = field(init=False)
     orchestrator: Orchestrator = field(init=False)
+
+    async def stop_after(self, seconds: float) -> None:
+        """Run for so long, then die: nothing drains, nothing is flushed."""
+        self.during = lambda orchestrator: asyncio.get_running_loop().call_later(seconds, orchestrator.stop)
+        drain, loop.DRAIN_S = loop.DRAIN_S, 0.0
+        try:
+            await self.run()
+        finally:
+            loop.DRAIN_S = drain
+
+    async def cut_after(self, seconds: float) -> MemoryJournal:
+        """Run for so long; what a crash then leaves of the journal, the entries of turns included."""
+        await self.stop_after(seconds)
+        await self.journal.turn_log("0").flush()
+        return self.journal.after_crash()
 
     async def run(self) -> Outcome:
         """Assemble and run to the end."""

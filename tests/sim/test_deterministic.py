@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from typing import Any
 
@@ -13,7 +12,6 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.core.rng import stream
 from agentrl.journal.port import StepRow
-from agentrl.orchestrator import loop
 from agentrl.rollout.plain_format import STOP_TOKEN
 from agentrl.testing.plugin import SimulatedLoop
 from agentrl.testing.sim import simulate
@@ -47,16 +45,6 @@ def config(max_staleness: int) -> Any:
     return config_for(steps=STEPS, deterministic=True, policies={"guesser": policy})
 
 
-async def cut(run: SmallRun, moment: float) -> None:
-    """Run until `moment`, then die: nothing drains, nothing is flushed."""
-    run.during = lambda orchestrator: asyncio.get_running_loop().call_later(moment, orchestrator.stop)
-    drain, loop.DRAIN_S = loop.DRAIN_S, 0.0
-    try:
-        await run.run()
-    finally:
-        loop.DRAIN_S = drain
-
-
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
 def test_kills_change_nothing_that_is_trained(simulated_loop: SimulatedLoop, max_staleness: int) -> None:
     async def undisturbed() -> Trained:
@@ -75,7 +63,7 @@ def test_kills_change_nothing_that_is_trained(simulated_loop: SimulatedLoop, max
         moment = next(moments)
         while True:
             lives += 1
-            await cut(run, moment if lives < 4 else 1e6)
+            await run.stop_after(moment if lives < 4 else 1e6)
             seen.update(trained_by(run))
             if not run.orchestrator.outcome.interrupted:
                 break

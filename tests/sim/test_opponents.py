@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +17,6 @@ from agentrl.core.records import EpisodeSpec, PolicyVersion, Task, TrajectoryHea
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.results import Played, win_rates
-from agentrl.orchestrator import loop
 from agentrl.orchestrator.opponents import OpponentPool, joined_by
 from agentrl.rollout.plain_format import STOP_TOKEN
 from agentrl.testing import CrashScenario, crash_everywhere
@@ -100,14 +98,7 @@ def steps_of_policies(run: SmallRun) -> set[str]:
 def test_a_resumed_run_plays_on_against_the_same(simulated_loop: SimulatedLoop) -> None:
     async def main() -> int:
         first = SmallRun(config=config(), environment=Duel, script=strength)
-        first.during = lambda orchestrator: asyncio.get_running_loop().call_later(4.3, orchestrator.stop)
-        drain, loop.DRAIN_S = loop.DRAIN_S, 0.0
-        try:
-            await first.run()
-        finally:
-            loop.DRAIN_S = drain
-        await first.journal.turn_log("0").flush()
-        journal = first.journal.after_crash()
+        journal = await first.cut_after(4.3)
         at = {"player": PolicyVersion("player", 0, len(first.trainer.batches))}
         past = past_of(journal, at, group_size=4, opponents=["past"])
         second = SmallRun(config=config(), environment=Duel, script=strength, journal=journal, past=past, resumed_at=at)

@@ -73,16 +73,7 @@ def test_steps_after_the_checkpoint_are_taken_again(simulated_loop: SimulatedLoo
 def test_turns_that_were_recorded_are_not_sampled_again(simulated_loop: SimulatedLoop, tmp_path: Path) -> None:
     async def main() -> int:
         first = SmallRun(config=config_for(steps=8), engine_options={"seconds_per_token": 0.2})
-        first.during = lambda orchestrator: asyncio.get_running_loop().call_later(2.5, orchestrator.stop)
-        from agentrl.orchestrator import loop
-
-        drain, loop.DRAIN_S = loop.DRAIN_S, 0.0
-        try:
-            await first.run()
-        finally:
-            loop.DRAIN_S = drain
-        await first.journal.turn_log("0").flush()
-        journal = first.journal.after_crash()
+        journal = await first.cut_after(2.5)
         before = {
             (entry.episode_id, entry.call_id): entry.body
             for entry in journal.turn_log("0").entries

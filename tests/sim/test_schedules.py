@@ -19,20 +19,12 @@ from agentrl.testing import CrashScenario, crash_everywhere
 from agentrl.testing.plugin import SimulatedLoop
 from agentrl.testing.sim import SimLoop
 from tests.sim.small_run import SmallRun, config_for, guess
+from tests.sim.test_several_policies import Solve
 
 pytestmark = pytest.mark.sim
 
 SHARE = 3 if "AGENTRL_SIM_SEEDS" in os.environ else 30
 """Of the crash points."""
-
-
-class Solve(agentrl.Environment):
-    seats = ("solver",)
-
-    async def run(self, ctx: agentrl.EpisodeContext) -> None:
-        turn = await ctx.agent("solver").act(agentrl.user("solve"))
-        await ctx.sleep(ctx.rng.random() * 3)
-        ctx.agent("solver").reward(float(turn.text.strip(".") < "5"))
 
 
 class Propose(agentrl.Environment):

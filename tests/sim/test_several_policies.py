@@ -161,19 +161,10 @@ def test_children_of_a_resumed_parent_are_not_run_twice(simulated_loop: Simulate
     moments = itertools.count(1.5, 0.35)
 
     async def main() -> int:
-        from agentrl.orchestrator import loop
-
         moment = next(moments)
         config = config_for(policies=policies(proposer=4, solver=16), credit={"group_size": 2}, steps=4)
         first = SmallRun(config=config, environment=Propose)
-        first.during = lambda orchestrator: asyncio.get_running_loop().call_later(moment, orchestrator.stop)
-        drain, loop.DRAIN_S = loop.DRAIN_S, 0.0
-        try:
-            await first.run()
-        finally:
-            loop.DRAIN_S = drain
-        await first.journal.turn_log("0").flush()
-        journal = first.journal.after_crash()
+        journal = await first.cut_after(moment)
         done = steps_of(first)
         at = {name: PolicyVersion(name, 0, done[name]) for name in config.policies}
         past = past_of(journal, at, group_size=config.credit.group_size)
