@@ -260,7 +260,12 @@ def _scheduler(
     )
     if not config.deterministic:
         return Scheduler(
-            buffer=buffer, board=board, staleness=bounds, phases=phases, max_in_flight=config.max_in_flight
+            buffer=buffer,
+            reservations=dispatcher.reservations,
+            board=board,
+            staleness=bounds,
+            phases=phases,
+            max_in_flight=config.max_in_flight,
         )
     return WaveScheduler(
         demand=demand,
@@ -289,8 +294,7 @@ def make_dispatcher(
 ) -> Dispatcher:
     """The host of a run's episodes; it still needs its worker."""
     return Dispatcher(
-        environment=name_of(environment),
-        seats=environment.seats,
+        environment=environment,
         policy_of=policy_binding(config),
         run_seed=config.seed,
         group_size=config.credit.group_size,

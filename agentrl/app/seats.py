@@ -7,13 +7,12 @@ environment's own module. Their seats are bound as `Solve.solver`, else by the b
 from __future__ import annotations
 
 import difflib
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from agentrl.app.weights import adapter_places
 from agentrl.config.run import RunConfig
-from agentrl.core.errors import ConfigError, EnvironmentDefinitionError
+from agentrl.core.errors import ConfigError
 from agentrl.core.ports import EngineCapabilities
 from agentrl.environment.base import Environment
 from agentrl.orchestrator.scheduler import Demand
@@ -42,14 +41,9 @@ def played(
     """Every seat a root episode fills, children included, with how many episodes fill it."""
     for seat in environment.seats:
         yield f"{prefix}{seat}", times
-    for name, number in environment.fan_out.items():
-        child = getattr(sys.modules.get(environment.__module__), name, None)
-        if not (isinstance(child, type) and issubclass(child, Environment)):
-            raise EnvironmentDefinitionError(
-                f"{environment.__qualname__}.fan_out names {name!r}, no environment in {environment.__module__}"
-            )
+    for child, number in environment.children().items():
         if depth < MAX_CHILD_DEPTH:
-            yield from played(child, f"{name}.", times * number, depth + 1)
+            yield from played(child, f"{child.__name__}.", times * number, depth + 1)
 
 
 def demands_of(config: RunConfig, environment: type[Environment]) -> Sequence[Demand]:

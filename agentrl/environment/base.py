@@ -9,13 +9,14 @@ everything non-deterministic or outside `self` goes through `ctx`.
 from __future__ import annotations
 
 import inspect
+import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
-from agentrl.core.errors import AgentRLError
+from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError
 from agentrl.core.proposals import Recollection
 from agentrl.core.records import Message, StopReason, Task, Turn
 
@@ -311,7 +312,8 @@ class Environment(ABC):
     seats: ClassVar[tuple[str, ...]] = ("agent",)
     """The roles policies can hold."""
     fan_out: ClassVar[Mapping[str, int]] = {}
-    """Child episodes one episode starts, by class name, so that admission can reserve them; learned where absent."""
+    """Child episodes one episode starts, by class name, so that admission can reserve them; where an episode has
+    more, that is learned."""
     truncated_reward: ClassVar[float | None] = 0.0
     """What an agent without a reward gets when a limit ends the episode; None drops such episodes."""
     own_random: ClassVar[bool] = False
@@ -332,6 +334,23 @@ class Environment(ABC):
         """Load read-only data; called once per worker before the first episode."""
 
     # --- machinery --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def children(cls) -> dict[type[Environment], int]:
+        """The classes that `fan_out` names, found in this one's module, and how many of each.
+
+        Raises:
+            EnvironmentDefinitionError: a name that is no environment there.
+        """
+        found = {}
+        for name, count in cls.fan_out.items():
+            child = getattr(sys.modules.get(cls.__module__), name, None)
+            if not (isinstance(child, type) and issubclass(child, Environment)):
+                raise EnvironmentDefinitionError(
+                    f"{cls.__qualname__}.fan_out names {name!r}, no environment in {cls.__module__}"
+                )
+            found[child] = count
+        return found
 
     @classmethod
     def source(cls) -> str:

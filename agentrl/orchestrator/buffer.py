@@ -74,15 +74,15 @@ class EpisodeBuffer:
         resolved_before: Mapping[tuple[str, str], str | None] | None = None,
         dead: Collection[tuple[str, str]] = (),
     ) -> None:
-        self._trainable = frozenset(trainable)
+        self.trainable = frozenset(trainable)
+        """Policies whose units are trained."""
         self._advantage = advantage
         self._to_go = to_go
         self._resolved_before = dict(resolved_before or {})
         self._dead = frozenset(dead)
         self._groups: dict[str, _Group] = {}
-        self._ready: dict[str, deque[ReadyUnit]] = {policy: deque() for policy in self._trainable}
+        self._ready: dict[str, deque[ReadyUnit]] = {policy: deque() for policy in self.trainable}
         self._in_flight: Counter[str] = Counter()
-        self._known: Counter[str] = Counter()
         self._unresolved: dict[str, set[str]] = {}
         self._trained: set[str] = set()
         self.ledger = Ledger()
@@ -123,14 +123,13 @@ class EpisodeBuffer:
 
     def _commit(self, header: EpisodeHeader, drops: list[UnitDrop]) -> None:
         self.ledger.ready += 1
-        policies = {trajectory.policy for trajectory in header.trajectories} & self._trainable
+        policies = {trajectory.policy for trajectory in header.trajectories} & self.trainable
         self._unresolved[header.episode_id] = set(policies)
         for policy in sorted(policies):
             self.ledger.units_committed[policy] += 1
             self.ledger.units_ready[policy] += 1
             if (policy, header.episode_id) in self._resolved_before:
                 reason = self._resolved_before[policy, header.episode_id]
-                self._known[policy] += reason is None
                 self._resolve(header.episode_id, policy, reason=reason)
             elif (policy, header.episode_id) in self._dead:
                 drops.append(UnitDrop(header.episode_id, header.attempt, policy, "dead_lineage"))
@@ -149,7 +148,7 @@ class EpisodeBuffer:
         compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
         for header in sorted(group.headers, key=lambda header: ids.order_key(header.episode_id)):
             for trajectory in header.trajectories:  # in this order, since sums depend on it
-                if trajectory.policy in self._trainable and trajectory.reward is not None:
+                if trajectory.policy in self.trainable and trajectory.reward is not None:
                     seat = (trajectory.policy, trajectory.seat)
                     compared.setdefault(seat, []).append((header.episode_id, trajectory))
         for members in compared.values():
@@ -193,14 +192,9 @@ class EpisodeBuffer:
         """Units of released groups that wait for a step."""
         return len(self._ready[policy])
 
-    def in_flight(self, policy: str) -> int:
-        """Units that may still come: running episodes with a seat of the policy, and unreleased groups."""
-        return self._in_flight[policy] + self.ledger.units_ready[policy] - len(self._ready[policy])
-
-    def expected(self, policy: str) -> int:
-        """Units admitted and not dropped in this life of the run: in flight, ready or consumed."""
-        consumed = self.ledger.units_consumed[policy] - self._known[policy]
-        return self._in_flight[policy] + self.ledger.units_ready[policy] + consumed
+    def under_way(self, policy: str) -> int:
+        """Units that may still be trained: of running episodes, of unreleased groups, ready, or in a step now."""
+        return self._in_flight[policy] + self.ledger.units_ready[policy]
 
     def take(self, policy: str, count: int) -> list[ReadyUnit]:
         """Up to `count` ready units, oldest release first; each must be resolved by `consume` or `drop`."""
@@ -254,4 +248,4 @@ class EpisodeBuffer:
 
     def policies_of(self, spec: EpisodeSpec) -> set[str]:
         """The trainable policies that hold a seat of an episode."""
-        return {binding.policy for binding in spec.seats.values()} & self._trainable
+        return {binding.policy for binding in spec.seats.values()} & self.trainable

@@ -17,11 +17,13 @@ from agentrl.core.errors import CheckFailedError
 from agentrl.core.ports import SpawnedGroup, Worker
 from agentrl.core.proposals import Proposal, Recollection
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Purpose, SeatBinding, Task, dropped_header
-from agentrl.environment.registry import resolve
+from agentrl.environment.base import Environment
+from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.port import JournalStore
 from agentrl.observe.metrics import BROKEN_FORMAT
 from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
 from agentrl.orchestrator.proposals import ProposalMemory
+from agentrl.orchestrator.reservations import PolicyOf, Reservations
 from agentrl.orchestrator.signal import Signal
 
 PREFIX: Mapping[Purpose, str] = {"train": "e", "evaluate": "v", "replay": "p", "fork": "f"}
@@ -34,11 +36,9 @@ FAILURES_IN_A_ROW = 32
 class Dispatcher:
     """Starts episodes and hears of their ends."""
 
-    environment: str
-    """The root environment's name in the registry."""
-    seats: Sequence[str]
-    policy_of: Callable[[str, int], str]
-    """Which policy holds a seat, by `Env.seat` or bare name, in a root group."""
+    environment: type[Environment]
+    """Of root episodes."""
+    policy_of: PolicyOf
     run_seed: int
     group_size: int
     buffer: EpisodeBuffer
@@ -80,7 +80,11 @@ class Dispatcher:
     ends that were ignored, how they kept the format, `units of POLICY`, `tokens of POLICY`, and `metric NAME` for what
     they counted themselves; `episodes against OPPONENT` and `score against OPPONENT`; `proposals` remembered and those
     `made before`."""
+    reservations: Reservations = field(init=False)
     _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
+
+    def __post_init__(self) -> None:
+        self.reservations = Reservations(self.buffer.trainable, self.policy_of)
 
     @property
     def next_group(self) -> int:
@@ -155,9 +159,10 @@ class Dispatcher:
         known: Sequence[str] = (),
     ) -> SpawnedGroup:
         """Start child episodes of a running one; children of an admitted parent are always admitted."""
-        name = resolve(environment).__name__
-        group = self._group(parent.purpose, ids.root_number(parent.episode_id))
-        seats = {seat: SeatBinding(self.policy_of(f"{name}.{seat}", group)) for seat in resolve(environment).seats}
+        child = resolve(environment)
+        group = self._group(parent.purpose, parent.episode_id)
+        seats = {seat: SeatBinding(self.policy_of(f"{child.__name__}.{seat}", group)) for seat in child.seats}
+        self.reservations.spawned(parent.episode_id, child, len(tasks), spawn_call)
         group_id = f"{parent.episode_id}~{parent.attempt}.{spawn_call}"
         episode_ids = []
         starting: list[tuple[EpisodeSpec, OnEnd]] = []
@@ -217,6 +222,7 @@ class Dispatcher:
     def readmit(self, spec: EpisodeSpec) -> None:
         """A further attempt of a running episode begins."""
         self.store.admit(spec)
+        self._reserve(spec)
         self._running[spec.episode_id] = spec
 
     async def evaluate(self, tasks: Sequence[Task], pins: Mapping[str, PolicyVersion]) -> list[EpisodeHeader]:
@@ -252,6 +258,7 @@ class Dispatcher:
             if spec.purpose != "train":
                 continue
             header = dropped_header(spec, reason)
+            self.reservations.end(spec.episode_id)
             self._record(self.buffer.end(spec, header))
             headers.append((spec, header))
         await asyncio.gather(*(self.store.commit_episode(spec, header, b"", {}) for spec, header in headers))
@@ -279,19 +286,21 @@ class Dispatcher:
         self, task: Task, purpose: Purpose, number: int, group: str, size: int, pins: Mapping[str, PolicyVersion]
     ) -> EpisodeSpec:
         episode_id = ids.episode_id(PREFIX[purpose], number)
+        at = self._group(purpose, episode_id)
         return EpisodeSpec(
             episode_id=episode_id,
-            environment=self.environment,
+            environment=name_of(self.environment),
             task=task,
             seed=ids.key64(self.run_seed, episode_id),
-            seats={seat: SeatBinding(self.policy_of(seat, self._group(purpose, number))) for seat in self.seats},
+            seats={seat: SeatBinding(self.policy_of(seat, at)) for seat in self.environment.seats},
             group_id=group,
             group_size=size,
             purpose=purpose,
         ).pinned(pins)
 
-    def _group(self, purpose: Purpose, number: int) -> int:
+    def _group(self, purpose: Purpose, episode_id: str) -> int:
         """Which root group an episode belongs to; outside training each is one of its own."""
+        number = ids.root_number(episode_id)
         return number // self.group_size if purpose == "train" else number
 
     def _training_spec(self, task: Task, number: int) -> EpisodeSpec:
@@ -323,6 +332,7 @@ class Dispatcher:
         del self._running[spec.episode_id]
         self._resumed.discard(spec.episode_id)
         self._children.pop(spec.episode_id, None)
+        self.reservations.end(spec.episode_id)
         if spec.parent_id in self._running:
             self._children.setdefault(spec.parent_id, {})[spec.episode_id] = header
         on_end = self._parents.pop(spec.episode_id, on_end)
@@ -349,7 +359,13 @@ class Dispatcher:
     def _admit(self, spec: EpisodeSpec) -> None:
         if spec.purpose == "train":
             self.buffer.admit(spec)
+        self._reserve(spec)
         self._running[spec.episode_id] = spec
+
+    def _reserve(self, spec: EpisodeSpec) -> None:
+        if spec.purpose == "train":
+            environment = self.environment if spec.parent_id is None else resolve(spec.environment)
+            self.reservations.begin(spec.episode_id, environment, self._group(spec.purpose, spec.episode_id))
 
     def _record(self, drops: Sequence[UnitDrop]) -> None:
         for drop in drops:

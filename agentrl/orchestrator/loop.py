@@ -278,13 +278,13 @@ class Orchestrator:
             del self._stepping[policy]
         self._skipped[policy] = 0
         weights = await self.trainer.publish(policy, version)
-        self.buffer.consume(taken)
         if self.roles is not None:
             self.roles.taken(policy)
         self.store.record_version(weights, self.board.current(policy))
         self.store.record_step(StepRow(report=report, version=version, batch=batch))
         self.weights[policy] = weights
         await self.engine.update(weights, keep=self.scheduler.keeps(policy))
+        self.buffer.consume(taken)  # not before: it makes room for episodes, which are to begin with the new version
         metrics = self._metrics.of_step(report, taken, waited)
         self.board.advance(version)
         if (outdated := self.scheduler.outdated(policy)) is not None:

@@ -13,6 +13,7 @@ from agentrl.core.records import EpisodeSpec, PolicyVersion
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.phases import Phases
 from agentrl.orchestrator.proposals import Seen
+from agentrl.orchestrator.reservations import Reservations
 from agentrl.orchestrator.staleness import BoundedStaleness
 from agentrl.orchestrator.versions import PolicyBoard
 
@@ -32,6 +33,7 @@ class Scheduler:
     Args:
         staleness: the bound of every trainable policy.
         phases: who learns when, and how long.
+        reservations: units that children of running episodes have yet to bring.
         max_in_flight: episodes running at once.
     """
 
@@ -39,17 +41,18 @@ class Scheduler:
         self,
         *,
         buffer: EpisodeBuffer,
+        reservations: Reservations,
         board: PolicyBoard,
         staleness: Mapping[str, BoundedStaleness],
         phases: Phases,
         max_in_flight: int,
     ) -> None:
         self._buffer = buffer
+        self._reservations = reservations
         self._board = board
         self._bounds = staleness
         self.phases = phases
         self._max_in_flight = max_in_flight
-        self._first_step = {policy: board.step(policy) for policy in staleness}
         self.stepping: set[str] = set()
         """Policies that are taking a step right now."""
 
@@ -68,17 +71,19 @@ class Scheduler:
                 f"the run needs no more units of {', '.join(policy for policy in self._bounds if policy not in frozen)}"
             )
         for policy, units in demand.units.items():
-            step, first = self._board.step(policy), self._first_step[policy]
-            expected = self._buffer.expected(policy)
             if policy in frozen or self.phases.is_over(policy):
                 continue
-            if self._bounds[policy].capacity(steps=step - first, units=expected) < units:
-                return f"max_staleness of {policy}: {expected} units since step {first}, now at {step}"
+            under_way = self._under_way(policy)
+            if self._bounds[policy].capacity(under_way=under_way) < units:
+                return f"max_staleness of {policy}: {under_way} units are under way at step {self._board.step(policy)}"
         return None
 
+    def _under_way(self, policy: str) -> int:
+        """Units begun or reserved, and neither trained nor dropped."""
+        return self._buffer.under_way(policy) + self._reservations.units(policy)
+
     def _has_enough(self, policy: str) -> bool:
-        needed = (self.phases.steps[policy] - self._first_step[policy]) * self._bounds[policy].step_size
-        return self.phases.is_over(policy) or self._buffer.expected(policy) >= needed
+        return self._under_way(policy) >= self.phases.left(policy) * self._bounds[policy].step_size
 
     def take(self, policy: str) -> Sequence[ReadyUnit]:
         """The units of the policy's next step."""

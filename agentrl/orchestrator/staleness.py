@@ -1,7 +1,11 @@
-"""One object owns the contract on policy lag: how much may be in flight, and what a step takes.
+"""One object owns the contract on policy lag: how much may be under way, and what a step takes.
 
-Capacity rule (AReaL, arXiv:2505.24298): after n steps, units admitted and not dropped are ≤ (n + 1 + S) · step_size.
-A step consumes step_size units, so the mean lag in steady state is at most S; S = 0 is synchronous training.
+Capacity rule: units under way, begun or reserved and neither trained nor dropped, are at most (1 + S) · step_size. With
+full steps that is AReaL's bound on all that was ever admitted, (n + 1 + S) · step_size after n steps
+(arXiv:2505.24298); a step that is short of units leaves no credit behind.
+
+So a full step overtakes at most S · step_size units. A unit's lag is how often that happens to it: the mean lag is at
+most S, whoever is slow. S = 0 is synchronous training.
 """
 
 from __future__ import annotations
@@ -14,13 +18,13 @@ class BoundedStaleness:
     """Bounds the mean lag of one policy.
 
     Example:
-        >>> BoundedStaleness(max_staleness=1, step_size=64).capacity(steps=0, units=0)
-        128
+        >>> BoundedStaleness(max_staleness=1, step_size=64).capacity(under_way=64)
+        64
     """
 
     max_staleness: int
     step_size: int
 
-    def capacity(self, *, steps: int, units: int) -> int:
-        """How many more units may be admitted after `steps` steps with `units` admitted and not dropped."""
-        return (steps + 1 + self.max_staleness) * self.step_size - units
+    def capacity(self, *, under_way: int) -> int:
+        """How many more units may be admitted."""
+        return (1 + self.max_staleness) * self.step_size - under_way

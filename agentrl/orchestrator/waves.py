@@ -47,7 +47,12 @@ class WaveScheduler(Scheduler):
         max_in_flight: int,
     ) -> None:
         super().__init__(
-            buffer=dispatcher.buffer, board=board, staleness=staleness, phases=phases, max_in_flight=max_in_flight
+            buffer=dispatcher.buffer,
+            reservations=dispatcher.reservations,
+            board=board,
+            staleness=staleness,
+            phases=phases,
+            max_in_flight=max_in_flight,
         )
         self._steps = max(phases.steps.values())
         self._groups = max(

@@ -149,8 +149,7 @@ def wired(
     `failures` gets what no episode can be blamed for.
     """
     dispatcher = Dispatcher(
-        environment=name_of(environment),
-        seats=environment.seats,
+        environment=environment,
         policy_of=lambda seat, group: policy,
         run_seed=0,
         group_size=1,

@@ -176,8 +176,7 @@ class Life:
         self.failure = asyncio.get_running_loop().create_future()
         past: Past = past_of(self.journal, {}, group_size=GROUP_SIZE)
         self.dispatcher = Dispatcher(
-            environment=name_of(Talk),
-            seats=POLICIES,
+            environment=Talk,
             policy_of=lambda seat, group: seat.rpartition(".")[2],
             run_seed=self.run_seed,
             group_size=GROUP_SIZE,

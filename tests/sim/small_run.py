@@ -175,3 +175,9 @@ class SmallRun:
         outcome = await self.orchestrator.run()
         self.orchestrator.buffer.ledger.check()
         return outcome
+
+    def mean_lag(self, policy: str) -> float:
+        """Over all units of the policy."""
+        steps = [values for name, _, values in self.seen.steps if name == policy]
+        units = sum(values["step/units"] for values in steps)
+        return sum(values["staleness/mean"] * values["step/units"] for values in steps) / units

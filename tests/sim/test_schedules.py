@@ -103,6 +103,8 @@ def test_no_ratio_bound_or_schedule_deadlocks(simulated_loop: SimulatedLoop) -> 
         assert steps_of(run) == {name: policy["steps"] for name, policy in changes["policies"].items()}, changes
         trained = Counter((b.policy, unit.episode_id) for b in run.trainer.batches for unit in b.units)
         assert max(trained.values()) == 1
+        for name, policy in changes["policies"].items():
+            assert run.mean_lag(name) <= policy["max_staleness"], changes
 
     simulated_loop.run(main)
 

@@ -1,0 +1,97 @@
+"""Units that children of running episodes have yet to bring, so that admission counts them before they begin.
+
+Children are always admitted with their parent. Were they counted only then, a policy that only children feed could be
+ahead of its `max_staleness` by as many parents as may run: who is slow in front of it would decide how stale it is.
+
+An episode reserves what its environment declares in `fan_out`, or the most children an episode of it has had here, if
+that is more. A child takes over its part when it is spawned; what is left is given back when the parent ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from agentrl.environment.base import Environment
+from agentrl.rollout.context import MAX_CHILD_DEPTH
+
+PolicyOf = Callable[[str, int], str]
+"""Which policy holds a seat, by `Env.seat` or bare name, in a root group."""
+
+
+@dataclass(slots=True)
+class _Parent:
+    environment: type[Environment]
+    group: int
+    left: Counter[str]
+    spawned: Counter[type[Environment]] = field(default_factory=Counter)
+    calls: set[str] = field(default_factory=set)
+    """Spawn calls that were made: a parent that is executed again makes them again."""
+
+
+class Reservations:
+    """What is reserved, by policy.
+
+    Args:
+        trainable: policies whose units are trained.
+        policy_of: see `PolicyOf`.
+    """
+
+    def __init__(self, trainable: Collection[str], policy_of: PolicyOf) -> None:
+        self._trainable = frozenset(trainable)
+        self._policy_of = policy_of
+        self._parents: dict[str, _Parent] = {}
+        self._most: dict[type[Environment], Counter[type[Environment]]] = {}
+        self._sum: Counter[str] = Counter()
+
+    def units(self, policy: str) -> int:
+        """Units of the policy that children yet to begin are expected to bring."""
+        return self._sum[policy]
+
+    def begin(self, episode_id: str, environment: type[Environment], group: int) -> None:
+        """An episode of a root group begins, or begins again with another attempt."""
+        self.end(episode_id)
+        left = self._below(environment, group, _depth(episode_id))
+        self._parents[episode_id] = _Parent(environment, group, left)
+        self._sum.update(left)
+
+    def spawned(self, parent_id: str, environment: type[Environment], count: int, spawn_call: str) -> None:
+        """A running episode has children, who from now on stand for themselves."""
+        parent = self._parents.get(parent_id)
+        if parent is None or spawn_call in parent.calls:
+            return
+        parent.calls.add(spawn_call)
+        parent.spawned[environment] += count
+        most = self._most.setdefault(parent.environment, Counter())
+        most[environment] = max(most[environment], parent.spawned[environment])
+        for policy, units in self._of_child(environment, parent.group, _depth(parent_id) + 1).items():
+            taken = min(units * count, parent.left[policy])
+            parent.left[policy] -= taken
+            self._sum[policy] -= taken
+
+    def end(self, episode_id: str) -> None:
+        """An episode ended: it has no more children."""
+        parent = self._parents.pop(episode_id, None)
+        if parent is not None:
+            self._sum.subtract(parent.left)
+
+    def _of_child(self, environment: type[Environment], group: int, depth: int) -> Counter[str]:
+        """A unit for each policy that plays in it, and what its own children bring."""
+        held = {self._policy_of(f"{environment.__name__}.{seat}", group) for seat in environment.seats}
+        return Counter(held & self._trainable) + self._below(environment, group, depth)
+
+    def _below(self, environment: type[Environment], group: int, depth: int) -> Counter[str]:
+        units: Counter[str] = Counter()
+        for child, count in self._children(environment).items() if depth < MAX_CHILD_DEPTH else ():
+            for policy, of_one in self._of_child(child, group, depth + 1).items():
+                units[policy] += count * of_one
+        return units
+
+    def _children(self, environment: type[Environment]) -> Mapping[type[Environment], int]:
+        return Counter(environment.children()) | self._most.get(environment, Counter())
+
+
+def _depth(episode_id: str) -> int:
+    """How many parents an episode has above it."""
+    return episode_id.count("~")

@@ -1,0 +1,59 @@
+"""How far ahead a policy that only children feed can be: as far as its `max_staleness`, whatever their parents do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, ClassVar
+
+import pytest
+
+import agentrl
+from agentrl.testing.plugin import SimulatedLoop
+from tests.sim.small_run import SmallRun, config_for
+
+pytestmark = pytest.mark.sim
+
+
+class Solve(agentrl.Environment):
+    seats = ("solver",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        turn = await ctx.agent("solver").act(agentrl.user("solve"))
+        await ctx.sleep(ctx.rng.random())
+        ctx.agent("solver").reward(float(turn.text.strip(".") < "5"))
+
+
+class Propose(agentrl.Environment):
+    """Thinks for long, is refused one time in four, and has four solvers else."""
+
+    seats = ("proposer",)
+    fan_out: ClassVar[dict[str, int]] = {"Solve": 4}
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        proposer = ctx.agent("proposer")
+        await ctx.sleep(40.0 * ctx.rng.random())
+        await proposer.act(agentrl.user("propose"))
+        if not proposer.gate(ctx.rng.random() < 0.75, penalty=-1.0):
+            return
+        solved = await ctx.gather(*ctx.spawn(Solve, {"problem": 1}, n=4))
+        proposer.reward(agentrl.learnability(solved))
+
+
+def solving(staleness: int, **proposer: Any) -> dict[str, Any]:
+    """Many proposers at once, and a solver that steps on two proposals."""
+    policies = {"proposer": proposer, "solver": {"step_size": 16, "max_staleness": staleness}}
+    return {"policies": policies, "credit": {"group_size": 2}, "steps": 5, "max_in_flight": 100}
+
+
+@pytest.mark.parametrize("proposer", [{"kind": "frozen"}, {"step_size": 50, "max_staleness": 4, "steps": 1}])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_a_slow_proposer_does_not_let_its_solver_lag(
+    simulated_loop: SimulatedLoop, staleness: int, proposer: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        run = SmallRun(config=config_for(**solving(staleness, **proposer)), environment=Propose)
+        await run.run()
+        assert Counter(batch.policy for batch in run.trainer.batches)["solver"] == 5
+        assert run.mean_lag("solver") <= staleness
+
+    simulated_loop.run(main)
