@@ -27,7 +27,6 @@ from agentrl.orchestrator.loop import Orchestrator, Plan
 from agentrl.orchestrator.manifest import CheckpointWriter
 from agentrl.orchestrator.opponents import OpponentPool, Opponents
 from agentrl.orchestrator.phases import Phases
-from agentrl.orchestrator.proposals import ProposalMemory
 from agentrl.orchestrator.retention import VersionRetention
 from agentrl.orchestrator.scheduler import Demand, Scheduler
 from agentrl.orchestrator.signal import Signal
@@ -304,7 +303,7 @@ def make_dispatcher(
         next_number=past.next_number,
         next_evaluation=past.next_evaluation,
         ended_children=dict(past.ended_children),
-        memory=ProposalMemory(config.credit.memory_size),
+        memory_size=config.credit.memory_size,
     )
 
 

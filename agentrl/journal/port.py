@@ -182,7 +182,10 @@ class RunLog(Protocol):
         ...
 
     def proposals(self, newest: int | None = None) -> Sequence[Proposal]:
-        """The newest proposals the run remembers, or all, and those of attempts that have not ended; as told."""
+        """The newest proposals the run remembers, or all, and those of attempts that have not ended; as told.
+
+        Nothing is remembered of attempts that were dropped, or that another attempt replaced.
+        """
         ...
 
     def highest_lineage(self) -> int:

@@ -278,16 +278,23 @@ class SqliteRunLog:
         return bool(self.rows("SELECT 1 FROM step_units WHERE policy = ? AND lineage = ? LIMIT 1", policy, lineage))
 
     def proposals(self, newest: int | None = None) -> list[Proposal]:
-        """The newest proposals the run remembers, or all, and those of attempts that have not ended; as told."""
-        columns, below = "number, episode, attempt, call, environment, key, structure", -1
+        """The newest proposals the run remembers, or all, and those of attempts that have not ended; as told.
+
+        Nothing is remembered of attempts that were dropped, or that another attempt replaced.
+        """
+        ended = "SELECT 1 FROM episodes e WHERE e.episode = p.episode AND e.attempt = p.attempt"
+        replaced = "SELECT 1 FROM admissions a WHERE a.episode = p.episode AND a.attempt > p.attempt"
+        kept = f"FROM proposals p WHERE NOT EXISTS ({ended} AND e.drop_reason IS NOT NULL) AND NOT EXISTS ({replaced})"
+        oldest = 0
         if newest is not None:
-            ((below,),) = self.rows("SELECT coalesce(max(number), -1) - ? FROM proposals", newest)
+            found = self.rows(f"SELECT number {kept} ORDER BY number DESC LIMIT 1 OFFSET ?", newest - 1)
+            oldest = found[0][0] if found else 0
         statement = (
-            f"SELECT {columns} FROM proposals p WHERE number > ? OR NOT EXISTS (SELECT 1 FROM episodes e"
-            " WHERE e.episode = p.episode AND e.attempt = p.attempt) ORDER BY number, episode, attempt, call"
+            f"SELECT number, episode, attempt, call, environment, key, structure {kept}"
+            f" AND (number >= ? OR NOT EXISTS ({ended})) ORDER BY number, episode, attempt, call"
         )
         try:
-            return msgspec.convert(self.rows(statement, below), list[Proposal])
+            return msgspec.convert(self.rows(statement, oldest), list[Proposal])
         except msgspec.ValidationError as error:
             raise JournalError(
                 f"{self.path}: a record in `proposals` cannot be read ({error}); it is damaged"

@@ -58,7 +58,9 @@ class Dispatcher:
     """Policies that do not learn for now; see `Phases`."""
     resumable: Callable[[EpisodeSpec], EpisodeSpec | None] = field(default=lambda spec: spec)
     """See `Scheduler.resumable`."""
-    memory: ProposalMemory = field(default_factory=lambda: ProposalMemory(0))
+    memory_size: int = 0
+    """Proposals that are remembered."""
+    memory: ProposalMemory = field(init=False)
     worker: Worker = field(init=False)
     """Set once by the composition root: the worker's runner needs this host first."""
     on_collapse: Callable[[CheckFailedError], None] = field(init=False)
@@ -84,6 +86,7 @@ class Dispatcher:
     _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
 
     def __post_init__(self) -> None:
+        self.memory = ProposalMemory(self.memory_size, group_size=self.group_size)
         self.reservations = Reservations(self.buffer.trainable, self.policy_of)
 
     @property
@@ -222,6 +225,7 @@ class Dispatcher:
     def readmit(self, spec: EpisodeSpec) -> None:
         """A further attempt of a running episode begins."""
         self.store.admit(spec)
+        self.memory.forget(spec.episode_id)
         self._reserve(spec)
         self._running[spec.episode_id] = spec
 
@@ -337,6 +341,8 @@ class Dispatcher:
             self._children.setdefault(spec.parent_id, {})[spec.episode_id] = header
         on_end = self._parents.pop(spec.episode_id, on_end)
         if spec.purpose == "train":
+            if not header.committed:
+                self.memory.forget(spec.episode_id)
             self._record(self.buffer.end(spec, header))
             self.drop_frozen()
             self._count(header)

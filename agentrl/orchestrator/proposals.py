@@ -2,7 +2,9 @@
 
 Owns: the newest proposals, and what an episode may see of them. They are a fold of the control log, where each is
 recorded before its episode can be committed. An unfinished episode tells its own again when it is resumed.
-Invariant: a proposal counts once, by the call that made it, and never for itself, nor for an episode tried again.
+Invariants: a proposal counts once, by the call that made it, and never for itself. It counts for nobody once its
+episode was dropped or begins anew: nobody learns from it. And it does not count for those its episode is compared with, the
+others of its root group: a repeat would be the slower one's fault, and its penalty a part of the others' baselines.
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ class ProposalMemory:
 
     Args:
         size: how many are remembered; the oldest go.
+        group_size: of root groups.
         seen: see `Seen`; None: all that there is.
     """
 
-    def __init__(self, size: int, *, seen: Seen | None = None) -> None:
+    def __init__(self, size: int, *, group_size: int, seen: Seen | None = None) -> None:
         self._size = size
+        self._group_size = group_size
         self.seen = seen
         """Must be set before anything is remembered."""
         self._made: list[tuple[tuple[int, ...], Proposal]] = []
@@ -50,17 +54,16 @@ class ProposalMemory:
         self._known |= unfinished
 
     def recall(self, proposal: Proposal) -> Recollection:
-        """What is known of a proposal, itself and what came later left out."""
-        _, episode, attempt, _, environment, key, structure = proposal
+        """What is known of a proposal, itself and those of the episodes it is compared with left out."""
         times = same = newest = 0
-        for _, other in self._visible_to(episode):
-            if other.episode_id == episode and (other.attempt != attempt or other.made_by == proposal.made_by):
+        for _, other in self._visible_to(proposal.episode_id):
+            if other.made_by == proposal.made_by or self._are_compared(other.episode_id, proposal.episode_id):
                 continue
-            if other.environment == environment:
-                times += other.key == key
+            if other.environment == proposal.environment:
+                times += other.key == proposal.key
                 if newest < NEWEST:
                     newest += 1
-                    same += other.structure == structure
+                    same += other.structure == proposal.structure
         return Recollection(times, same / newest if newest else 0.0)
 
     def remember(self, proposal: Proposal) -> bool:
@@ -69,6 +72,13 @@ class ProposalMemory:
             return False
         self._add(proposal)
         return True
+
+    def forget(self, episode_id: str) -> None:
+        """What an episode proposed will not be trained: it was dropped, or begins anew."""
+        lost = {proposal.made_by for _, proposal in self._made if proposal.episode_id == episode_id}
+        if lost:
+            self._made = [made for made in self._made if made[1].made_by not in lost]
+            self._known -= lost
 
     def structure_entropy(self) -> float | None:
         """Entropy, in nats, of the structures of the newest proposals that have one; None before the second."""
@@ -88,6 +98,12 @@ class ProposalMemory:
         wave, _ = self.seen(proposal.episode_id)
         episode, call = ids.order_key(proposal.episode_id), ids.order_key(proposal.call_id)
         return (wave, *episode, -1, proposal.attempt, *call)
+
+    def _are_compared(self, one: str, other: str) -> bool:
+        """Whether two training episodes belong to one root group."""
+        if one == other or one[0] != other[0]:
+            return False
+        return ids.root_number(one) // self._group_size == ids.root_number(other) // self._group_size
 
     def _visible_to(self, episode_id: str) -> Iterator[tuple[tuple[int, ...], Proposal]]:
         """The newest `size` that an episode may see, newest first."""

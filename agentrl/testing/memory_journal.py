@@ -339,14 +339,28 @@ class MemoryJournal:
         return list(open_specs.values())
 
     def proposals(self, newest: int | None = None) -> list[Proposal]:
-        """The newest proposals the run remembers, or all, and those of attempts that have not ended; as told."""
+        """The newest proposals the run remembers, or all, and those of attempts that have not ended; as told.
+
+        Nothing is remembered of attempts that were dropped, or that another attempt replaced.
+        """
         made: dict[tuple[str, int, str], Proposal] = {}
+        ended: dict[tuple[str, int], EpisodeHeader] = {}
+        attempt: dict[str, int] = {}
         for record in self.on_disk():
             if isinstance(record, Proposal):
                 made.setdefault(record.made_by, record)
-        ended = {(r.spec.episode_id, r.spec.attempt) for r in self.on_disk() if isinstance(r, EpisodeEnd)}
-        below = -1 if newest is None else max((p.number for p in made.values()), default=-1) - newest
-        return [p for p in made.values() if p.number > below or p.made_by[:2] not in ended]
+            elif isinstance(record, Admission):
+                attempt[record.spec.episode_id] = record.spec.attempt
+            elif isinstance(record, EpisodeEnd):
+                ended[record.spec.episode_id, record.spec.attempt] = record.header
+        kept = [
+            proposal
+            for proposal in made.values()
+            if proposal.attempt >= attempt.get(proposal.episode_id, 0)
+            and ((header := ended.get(proposal.made_by[:2])) is None or header.committed)
+        ]
+        oldest = 0 if newest is None or len(kept) < newest else sorted(p.number for p in kept)[-newest]
+        return [p for p in kept if p.number >= oldest or p.made_by[:2] not in ended]
 
     def highest_lineage(self) -> int:
         """The largest lineage any published version carries; -1 before the first."""

@@ -20,6 +20,7 @@ from agentrl.core.records import (
     TrajectoryCredit,
     Unit,
     WeightsRef,
+    dropped_header,
 )
 from agentrl.journal.entries import JournalEntry, RewardEntry, Span, encode_body
 from agentrl.journal.partials import Partial, decode_partial, encode_partial
@@ -181,6 +182,27 @@ def test_proposals_come_back_in_order_the_newest_and_those_of_unfinished_episode
         await journal.flush()
         assert list(journal.proposals()) == made, "told twice, known once"
         assert list(journal.proposals(2)) == [made[1], made[4], made[5]]
+
+    run(scenario)
+
+
+def test_proposals_of_dropped_episodes_and_of_attempts_begun_anew_do_not_come_back(
+    run: Callable[[Scenario], None],
+) -> None:
+    async def scenario(journal: AnyJournal) -> None:
+        made = [Proposal(n, f"e{n}", 0, "r#1", "Propose", "key", "") for n in range(6)]
+        for proposal in made:
+            journal.admit(make_spec(proposal.episode_id))
+            journal.record_proposal(proposal)
+        for number in (0, 1, 4):
+            await finish(journal, make_spec(f"e{number}"))
+        dropped = make_spec("e5")
+        await journal.commit_episode(dropped, dropped_header(dropped, "environment_error"), b"", {})
+        journal.admit(make_spec("e3", attempt=1))
+        await journal.flush()
+        assert list(journal.proposals()) == [made[0], made[1], made[2], made[4]]
+        assert list(journal.proposals(2)) == [made[2], made[4]]
+        assert list(journal.proposals(3)) == [made[1], made[2], made[4]]
 
     run(scenario)
 

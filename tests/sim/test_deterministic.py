@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import agentrl
 from agentrl.app.assemble import past_of
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
@@ -16,7 +17,7 @@ from agentrl.rollout.plain_format import STOP_TOKEN
 from agentrl.testing.plugin import SimulatedLoop
 from agentrl.testing.sim import simulate
 from tests.sim.small_run import SmallRun, config_for
-from tests.sim.test_several_policies import Propose
+from tests.sim.test_several_policies import Propose, Solve
 
 pytestmark = pytest.mark.sim
 STEPS = 7
@@ -97,3 +98,32 @@ def test_two_policies_and_child_episodes_repeat_under_any_schedule(simulated_loo
     outcomes = simulated_loop.run(main)
     assert all(outcome == outcomes[0] for outcome in outcomes)
     assert {policy for policy, _ in outcomes[0]} == set(sizes)
+
+
+class ProposeRarely(Propose):
+    """Most of what is proposed is refused, so that whole waves give the solver nothing."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        proposer = ctx.agent("proposer")
+        await proposer.act(agentrl.user("propose"))
+        if proposer.gate(ctx.rng.random() < 0.3, penalty=-1.0):
+            solved = await ctx.gather(*ctx.spawn(Solve, {"problem": 1}, n=4))
+            proposer.reward(agentrl.learnability(solved))
+
+
+def test_a_wave_that_gives_a_policy_nothing_is_a_step_of_nothing(simulated_loop: SimulatedLoop) -> None:
+    sizes = {"proposer": 2, "solver": 8}
+    policies = {name: {"step_size": size, "lora": {"rank": 2}} for name, size in sizes.items()}
+    changes = {"deterministic": True, "policies": policies, "credit": {"group_size": 2}, "steps": 6}
+
+    async def main() -> Trained:
+        run = SmallRun(config=config_for(**changes), environment=ProposeRarely, script=guess)
+        await run.run()
+        return trained_by(run)
+
+    outcomes = simulated_loop.run(main)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    steps = [len(units) for (policy, _), units in sorted(outcomes[0].items()) if policy == "solver"]
+    assert len(steps) == 6
+    assert 0 in steps
+    assert max(steps) > 0

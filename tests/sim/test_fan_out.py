@@ -57,3 +57,12 @@ def test_a_slow_proposer_does_not_let_its_solver_lag(
         assert run.mean_lag("solver") <= staleness
 
     simulated_loop.run(main)
+
+
+def test_a_step_that_is_short_of_units_leaves_no_credit(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        run = SmallRun(config=config_for(step_size=6, max_staleness=0, steps=6))  # groups bring four
+        await run.run()
+        assert [values["staleness/max"] for _, _, values in run.seen.steps] == [0.0] * 6
+
+    simulated_loop.run(main)

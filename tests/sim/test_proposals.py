@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 import agentrl
+from agentrl.core.ids import root_number
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.proposals import Proposal
 from agentrl.core.records import PolicyVersion
@@ -87,6 +88,11 @@ def remembered(journal: Any) -> dict[tuple[str, int, str], list[Any]]:
     return told
 
 
+def group(proposal: Proposal) -> int:
+    """The root group, of four."""
+    return root_number(proposal.episode_id) // 4
+
+
 def check_metrics(steps: list[dict[str, float]], repeated: list[bool]) -> None:
     """What the proposer's steps say of all that was proposed before the last of them."""
     counts = [
@@ -144,7 +150,7 @@ def test_gate_credit_and_memory_of_a_proposer_and_its_solvers(simulated_loop: Si
         assert [proposal.number for proposal in made] == list(range(len(made)))
         repeated = []
         for at, proposal in enumerate(made):
-            before = made[max(at - 9, 0) : at]
+            before = [other for other in made[max(at - 9, 0) : at] if group(other) != group(proposal)]
             same = sum(other.structure == proposal.structure for other in before)
             times = sum(other.key == proposal.key for other in before)
             repeated.append(times > 0)
@@ -205,6 +211,33 @@ def test_nothing_else_than_training_is_remembered(simulated_loop: SimulatedLoop)
         assert any(episode.startswith("v") for episode, *_ in told), "an evaluation hears what is remembered"
         made = [record for record in run.journal.records if isinstance(record, Proposal)]
         assert all(proposal.episode_id.startswith("e") for proposal in made)
+
+    simulated_loop.run(main)
+
+
+class Repeat(agentrl.Environment):
+    """Proposes the same each time; every third breaks down after it."""
+
+    seats = ("proposer",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("proposer").act(agentrl.user("Propose."))
+        known = await ctx.remember("the same")
+        if ctx.task.data["number"] % 3 == 2:
+            raise RuntimeError("a machine broke")
+        ctx.agent("proposer").reward(known.times)
+
+
+def test_what_a_dropped_episode_proposed_is_forgotten(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        tasks = [agentrl.Task(id=f"t{number}", data={"number": number}) for number in range(9)]
+        credit = {"group_size": 1, "advantage": "none"}
+        changes = {"credit": credit, "data_attempts": 1, "max_in_flight": 1, "step_size": 6, "steps": 2}
+        run = SmallRun(config=config_for(**changes), environment=Repeat, tasks=tasks)
+        await run.run()
+        heard = [credit.reward for batch in run.trainer.batches for unit in batch.units for credit in unit.credits]
+        assert heard == list(range(12)), "one after another, each heard of those before it that were trained"
+        assert len(run.journal.proposals()) == 12
 
     simulated_loop.run(main)
 

@@ -71,7 +71,7 @@ def told(memory: ProposalMemory, made: Proposal) -> Recollection:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xy")), max_size=40), st.integers(1, 12))
 def test_the_newest_are_remembered(made: list[tuple[str, str]], size: int) -> None:
-    memory = ProposalMemory(size)
+    memory = ProposalMemory(size, group_size=1)
     for at, (key, structure) in enumerate(made):
         seen = made[max(at - size, 0) : at]
         share = sum(other == structure for _, other in seen[-NEWEST:]) / len(seen) if seen else 0.0
@@ -79,23 +79,43 @@ def test_the_newest_are_remembered(made: list[tuple[str, str]], size: int) -> No
 
 
 def test_a_proposal_told_again_counts_once_and_not_for_itself() -> None:
-    memory = ProposalMemory(10)
+    memory = ProposalMemory(10, group_size=1)
     told(memory, proposal(0, "a"))
     assert told(memory, proposal(1, "a", episode="e0")) == (0, 0.0)
     assert told(memory, proposal(1, "a")) == (1, 1.0)
+    memory.forget("e1")
     tried_again = Proposal(2, "e1", 1, "r#1", "Propose", "a", "")
-    assert told(memory, tried_again) == (1, 1.0), "what an episode proposed before it began again is its own"
+    assert told(memory, tried_again) == (1, 1.0), "what an episode proposed before it began again is forgotten"
     assert told(memory, Proposal(3, "e1", 1, "r#2", "Propose", "a", "")).times == 2, "what it repeats is not"
     other = Proposal(4, "e9", 0, "r#1", "Elsewhere", "a", "")
     assert told(memory, other) == (0, 0.0), "each environment has proposals of its own"
 
 
+def test_those_an_episode_is_compared_with_are_not_heard() -> None:
+    memory = ProposalMemory(10, group_size=4)
+    told(memory, proposal(0, "a", episode="e3"))
+    told(memory, proposal(1, "a", episode="e4"))
+    told(memory, proposal(2, "a", episode="e5~0.r#1.0"))
+    assert told(memory, proposal(3, "a", episode="e7")) == (1, 1.0), "e3 alone, of the group before"
+    assert told(memory, proposal(4, "a", episode="e8")).times == 4
+    assert memory.recall(proposal(5, "a", episode="v4")).times == 5, "an evaluation is in no group of training"
+
+
+def test_what_will_not_be_trained_stands_in_nobodys_way() -> None:
+    memory = ProposalMemory(2, group_size=1)
+    told(memory, proposal(0, "a"))
+    told(memory, proposal(1, "b"))
+    memory.forget("e1")
+    assert told(memory, proposal(2, "b")).times == 0
+    assert told(memory, proposal(3, "a")).times == 1
+
+
 def test_structure_entropy_is_that_of_the_newest() -> None:
-    memory = ProposalMemory(1000)
+    memory = ProposalMemory(1000, group_size=1)
     told(memory, proposal(5000, "nothing"))
     told(memory, proposal(5001, "nothing"))
     assert memory.structure_entropy() is None, "nothing is known of their structures"
-    memory = ProposalMemory(1000)
+    memory = ProposalMemory(1000, group_size=1)
     for at in range(NEWEST):
         told(memory, proposal(at, str(at), "old"))
     assert memory.structure_entropy() == 0.0
@@ -113,7 +133,7 @@ def test_in_waves_an_answer_depends_on_no_order(order: list[int], lag: int, size
         return wave, wave - lag
 
     answers: dict[int, Recollection] = {}
-    memory = ProposalMemory(size, seen=seen)
+    memory = ProposalMemory(size, group_size=1, seen=seen)
     waiting = sorted(order, key=lambda number: (number // 4 // (lag + 1), order.index(number)))
     for arrived, number in enumerate(waiting):
         answers[number] = told(memory, proposal(arrived, str(number % 3), episode=f"e{number}"))
