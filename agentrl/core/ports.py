@@ -221,7 +221,8 @@ class Trainer(Protocol):
         ...
 
     async def optim_step(self, policy: str, step_id: int) -> StepReport:
-        """Apply the accumulated gradient. Repeating the last applied step id returns its report.
+        """Apply the accumulated gradient; of batches without units: leave the weights as they are. Repeating the last
+        applied step id returns its report.
 
         Raises:
             NonFiniteError: loss or gradient is not finite; the weights are as before.

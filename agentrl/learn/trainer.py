@@ -235,6 +235,8 @@ class PolicyTrainer:
     def optim_step(self, policy: str, step_id: int) -> StepReport:
         """Apply the accumulated gradient; repeating the last applied step id returns its report.
 
+        A step of batches without units leaves weights and optimizer as they are.
+
         Raises:
             NonFiniteError: loss or gradient is not finite; it is discarded, weights and optimizer are as before.
             StorageError: the step's columns could not be written; as with `NonFiniteError`, on every rank.
@@ -263,7 +265,8 @@ class PolicyTrainer:
         columns, merged = self._write_columns(learner, step)  # before the weights change: this may fail
         for group in learner.optimizer.param_groups:
             group["lr"] = learner.rate(step_id)
-        learner.optimizer.step()
+        if step.units:  # else there is nothing to learn from, and momentum alone must not move the weights
+            learner.optimizer.step()
         report = StepReport(
             step_id=step_id,
             policy=policy,

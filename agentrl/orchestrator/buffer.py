@@ -201,10 +201,6 @@ class EpisodeBuffer:
         queue = self._ready[policy]
         return [queue.popleft() for _ in range(min(count, len(queue)))]
 
-    def waiting(self, policy: str) -> Iterable[ReadyUnit]:
-        """The ready units, oldest release first."""
-        return iter(self._ready[policy])
-
     def take_where(self, policy: str, wanted: Callable[[ReadyUnit], bool]) -> list[ReadyUnit]:
         """The ready units that are `wanted`, oldest release first; each must be resolved by `consume` or `drop`."""
         queue = self._ready[policy]

@@ -3,8 +3,8 @@
 Owns: the newest proposals, and what an episode may see of them. They are a fold of the control log, where each is
 recorded before its episode can be committed. An unfinished episode tells its own again when it is resumed.
 Invariants: a proposal counts once, by the call that made it, and never for itself. It counts for nobody once its
-episode was dropped or begins anew: nobody learns from it. And it does not count for those its episode is compared with, the
-others of its root group: a repeat would be the slower one's fault, and its penalty a part of the others' baselines.
+episode was dropped or begins anew: nobody learns from it. And it does not count for the other episodes of its root
+group, which are compared: a repeat would be the slower one's fault, and its penalty a part of the others' baselines.
 """
 
 from __future__ import annotations

@@ -63,15 +63,6 @@ class StepMetrics:
         ended = self._since_last_step(policy)
         ledger = self._buffer.ledger
         metrics = {
-            "reward/mean": _mean(rewards),
-            "staleness/mean": _mean(lags),
-            "staleness/max": max(lags, default=0.0),
-            "advantage/zero_share": _mean(
-                [
-                    float(not any(any(c.turn_advantages or (c.advantage,)) for c in ready.unit.credits))
-                    for ready in taken
-                ]
-            ),
             "step/units": float(len(taken)),
             "step/tokens": float(report.tokens),
             "step/seconds": wall,
@@ -88,6 +79,13 @@ class StepMetrics:
             "loss": report.loss,
             "grad_norm": report.grad_norm,
         }
+        if taken:
+            metrics |= {
+                "reward/mean": _mean(rewards),
+                "staleness/mean": _mean(lags),
+                "staleness/max": max(lags),
+                "advantage/zero_share": _mean([float(_is_zero(ready)) for ready in taken]),
+            }
         seats = sorted({t.seat for t in trajectories})
         if len(seats) > 1:
             for seat in seats:
@@ -136,6 +134,11 @@ class StepMetrics:
         if not (units and all_units and all_tokens):
             return {}
         return {"composition/length_ratio": (trained / units) / (all_tokens / all_units)}
+
+
+def _is_zero(ready: ReadyUnit) -> bool:
+    """Whether nothing of a unit has an advantage."""
+    return not any(any(credit.turn_advantages or (credit.advantage,)) for credit in ready.unit.credits)
 
 
 def of_ended(sums: Mapping[str, float]) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Deterministic scheduling: what a step trains on, and which weights sampled it, follow from the configuration alone.
 
 Root group k belongs to wave ⌊k / groups per wave⌋. Step s + 1 of every policy trains on exactly the units of wave s, in
-(root, call id) order, and wave w is sampled by each policy's weights of step w − S. So the weights after any number of
-kills are those of the undisturbed run, bit for bit, where the engine computes in fixed shapes.
+(root, call id) order, be there none, and wave w is sampled by each policy's weights of step w − S. So the weights after
+any number of kills are those of the undisturbed run, bit for bit, where the engine computes in fixed shapes.
 
 Owns: waves, pins, and which versions the engine must keep. A fast episode waits for the slowest of its wave: that is
 the price.
@@ -84,13 +84,11 @@ class WaveScheduler(Scheduler):
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def may_step(self, policy: str, demand: Demand) -> bool:
-        """Whether all of the policy's wave has ended and something of it is to be trained."""
+        """Whether all of the policy's wave has ended. A wave that gave the policy nothing is a step of nothing."""
         step = self._board.step(policy)
         if step >= self._steps or self._dispatcher.next_group < (step + 1) * self._groups:
             return False
-        if any(self.wave(episode_id) <= step for episode_id in self._dispatcher.running()):
-            return False
-        return any(self.wave(ready.unit.episode_id) <= step for ready in self._buffer.waiting(policy))
+        return not any(self.wave(episode_id) <= step for episode_id in self._dispatcher.running())
 
     def take(self, policy: str) -> Sequence[ReadyUnit]:
         """All units of the policy's wave, in (root, call id) order."""

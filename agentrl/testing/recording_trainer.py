@@ -100,15 +100,13 @@ class RecordingTrainer:
         """Remember a batch for the step it names; ignored where that step was applied already.
 
         Raises:
-            TrainerError: an unknown policy, an empty batch, or a step that is not the next one.
+            TrainerError: an unknown policy, or a step that is not the next one.
         """
         applied = self._steps_of(batch.policy)
         if batch.step_id <= applied:
             return
-        if batch.step_id != applied + 1 or not batch.units:
-            raise TrainerError(
-                f"{batch.policy}: a batch of {len(batch.units)} units for step {batch.step_id} after {applied}"
-            )
+        if batch.step_id != applied + 1:
+            raise TrainerError(f"{batch.policy}: a batch for step {batch.step_id} after {applied}")
         await self._pass(self._step_seconds)
         self._accumulated[batch.policy].append(batch)
 

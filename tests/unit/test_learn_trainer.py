@@ -97,6 +97,22 @@ def test_two_batches_of_a_step_add_up_to_one(model: Path, tmp_path: Path, episod
     assert two.input_digest == one.input_digest
 
 
+def test_a_step_of_nothing_leaves_weights_and_optimizer_as_they_are(
+    model: Path, tmp_path: Path, episodes: Episodes
+) -> None:
+    trainer = started(run_config(model), tmp_path / "one", episodes)
+    trainer.forward_backward(episodes.batch())
+    trainer.optim_step("policy", 1)  # from now on there is momentum
+    before = weights(trainer, tmp_path / "one", step=1)
+    trainer.forward_backward(TrainBatch(step_id=2, policy="policy", units=(), normaliser=1.0))
+    report = trainer.optim_step("policy", 2)
+    assert (report.samples, report.tokens, report.grad_norm) == (0, 0, 0.0)
+    assert same(weights(trainer, tmp_path / "one", step=2), before)
+    trainer.forward_backward(episodes.batch(3))
+    trainer.optim_step("policy", 3)
+    assert not same(weights(trainer, tmp_path / "one", step=3), before)
+
+
 @pytest.mark.parametrize("step_id", [0, 2])
 def test_a_step_out_of_order_is_refused(model: Path, tmp_path: Path, episodes: Episodes, step_id: int) -> None:
     trainer = started(run_config(model), tmp_path, episodes)
