@@ -60,7 +60,7 @@ class Past:
     lost: Sequence[int] = ()
     """Numbers before that of roots whose admission never reached the disk."""
     next_evaluation: int = 0
-    played: Sequence[EpisodeHeader] = ()
+    against: Sequence[EpisodeHeader] = ()
     """Committed episodes against past versions."""
     proposals: Sequence[Proposal] = ()
     """The newest that the run remembers, in order."""
@@ -125,7 +125,7 @@ def past_of(
         next_number=next_number,
         lost=log.lost_numbers("e", next_number),
         next_evaluation=log.next_number("v"),
-        played=tuple(log.played(opponents)),
+        against=tuple(log.against(opponents)),
         proposals=log.proposals(remembered),
     )
 
@@ -153,9 +153,9 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
         checkpoint_every=config.checkpoint.every,
     )
     curriculum = Curriculum(parts.tasks, seed=config.seed)
-    scheduler = _scheduler(config, plan.demands[0], dispatcher, buffer, board)
     opponents = _opponents(config, parts, dispatcher)
-    _wire(dispatcher, scheduler, opponents)
+    scheduler = _scheduler(config, plan.demands[0], dispatcher, opponents, board)
+    dispatcher.govern(scheduler)
     orchestrator = Orchestrator(
         plan=plan,
         curriculum=curriculum,
@@ -204,23 +204,12 @@ def _opponents(config: RunConfig, parts: Parts, dispatcher: Dispatcher) -> Oppon
         )
         for name, past in config.of_kind(PastPolicy).items()
     }
-    for header in parts.past.played:
+    for header in parts.past.against:
         for pool in pools.values():
-            pool.heard(header)
+            pool.count(header)
     return Opponents(
         pools=pools, engine=parts.engine, run_seed=config.seed, pinned=dispatcher.pinned, count=dispatcher.count
     )
-
-
-def _wire(dispatcher: Dispatcher, scheduler: Scheduler, opponents: Opponents) -> None:
-    """Who is asked for the versions an episode plays with: waves have no opponents, and opponents no waves."""
-    dispatcher.pins_of, dispatcher.resumable = scheduler.pins, scheduler.resumable
-    if opponents.pools:
-        dispatcher.pins_of = lambda number: opponents.pins(number // dispatcher.group_size)
-        dispatcher.resumable = opponents.resumable
-        dispatcher.heard = opponents.heard
-    dispatcher.frozen = scheduler.phases.frozen
-    dispatcher.memory.seen = scheduler.seen()
 
 
 def _buffer(config: RunConfig, trainable: Iterable[str], past: Past) -> EpisodeBuffer:
@@ -246,7 +235,7 @@ def _kept_versions(config: RunConfig) -> int:
 
 
 def _scheduler(
-    config: RunConfig, demand: Demand, dispatcher: Dispatcher, buffer: EpisodeBuffer, board: PolicyBoard
+    config: RunConfig, demand: Demand, dispatcher: Dispatcher, opponents: Opponents, board: PolicyBoard
 ) -> Scheduler:
     bounds = {
         name: BoundedStaleness(max_staleness=policy.max_staleness, step_size=policy.step_size)
@@ -259,8 +248,9 @@ def _scheduler(
     )
     if not config.deterministic:
         return Scheduler(
-            buffer=buffer,
+            buffer=dispatcher.buffer,
             reservations=dispatcher.reservations,
+            opponents=opponents,
             board=board,
             staleness=bounds,
             phases=phases,
@@ -270,6 +260,7 @@ def _scheduler(
         demand=demand,
         pinned=pinned_policies(config),
         dispatcher=dispatcher,
+        opponents=opponents,
         board=board,
         staleness=bounds,
         phases=phases,
@@ -344,4 +335,4 @@ def attach_worker(
         data_attempts=config.data_attempts,
         on_failure=on_failure,
     )
-    dispatcher.on_collapse = on_failure
+    dispatcher.fail = on_failure

@@ -317,10 +317,10 @@ class RunReader:
         found = []
         for name, policy in config.policies.items():
             if policy.kind == "past":
-                matrix = win_rates(self._log.played({name}), name, policy.of, every=policy.every)
+                matrix = win_rates(self._log.against({name}), name, policy.of, every=policy.every)
                 found += [
-                    WinRate(policy.of, step, name, str(version), played.episodes, played.score / played.episodes)
-                    for (step, version), played in matrix.items()
+                    WinRate(policy.of, step, name, str(version), tally.episodes, tally.score / tally.episodes)
+                    for (step, version), tally in matrix.items()
                 ]
         return found
 

@@ -159,7 +159,7 @@ class RunLog(Protocol):
         """Committed training episodes of some groups, whatever became of their units."""
         ...
 
-    def played(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
+    def against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
         """Committed training episodes in which one of these policies acted."""
         ...
 

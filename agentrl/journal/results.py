@@ -1,6 +1,6 @@
 """How episodes between a policy and its past versions ended: a fold of committed headers.
 
-Owns what counts as a win. Who was played, and how often, is `orchestrator/opponents.py`'s.
+Owns what counts as a win. Who was drawn, and how often, is `orchestrator/opponents.py`'s.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from agentrl.core.records import EpisodeHeader, PolicyVersion
 
 
-class Played(NamedTuple):
+class Tally(NamedTuple):
     """Episodes between two, and what they came to: a win counts 1, a draw ½."""
 
     episodes: int = 0
@@ -22,9 +22,9 @@ class Played(NamedTuple):
         """The mean, shrunk towards ½ by a win and a loss (Laplace): defined without any episode."""
         return (self.score + 1.0) / (self.episodes + 2.0)
 
-    def plus(self, score: float) -> Played:
+    def plus(self, score: float) -> Tally:
         """With one more."""
-        return Played(self.episodes + 1, self.score + score)
+        return Tally(self.episodes + 1, self.score + score)
 
 
 class Result(NamedTuple):
@@ -51,12 +51,12 @@ def result_of(header: EpisodeHeader, opponent: str, of: str) -> Result | None:
 
 def win_rates(
     headers: Iterable[EpisodeHeader], opponent: str, of: str, *, every: int
-) -> dict[tuple[int, PolicyVersion], Played]:
+) -> dict[tuple[int, PolicyVersion], Tally]:
     """Results by the learner's step, rounded down to multiples of `every`, and the opponent's version."""
-    matrix: dict[tuple[int, PolicyVersion], Played] = {}
+    matrix: dict[tuple[int, PolicyVersion], Tally] = {}
     for header in headers:
         result = result_of(header, opponent, of)
         if result is not None:
             key = (result.learner.step - result.learner.step % every, result.opponent)
-            matrix[key] = matrix.get(key, Played()).plus(result.score)
+            matrix[key] = matrix.get(key, Tally()).plus(result.score)
     return dict(sorted(matrix.items()))

@@ -176,7 +176,7 @@ class SqliteRunLog:
             if spec.group_id in group_ids:
                 yield spec, header
 
-    def played(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
+    def against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
         """Committed training episodes in which one of these policies acted, in order of commit."""
         if policies:
             for _, header in self._committed(self._trajectories()):

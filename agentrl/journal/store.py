@@ -288,9 +288,9 @@ class SqliteJournal:
         """See `SqliteRunLog.members`."""
         return self._log.members(group_ids)
 
-    def played(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
-        """See `SqliteRunLog.played`."""
-        return self._log.played(policies)
+    def against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
+        """See `SqliteRunLog.against`."""
+        return self._log.against(policies)
 
     def resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> dict[UnitKey, str | None]:
         """See `SqliteRunLog.resolved_units`."""

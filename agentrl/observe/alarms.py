@@ -66,6 +66,8 @@ GATE_SHARE = 0.5
 """Share the gate accepts, below which most proposals are for nothing."""
 MIN_PROPOSALS = 32
 """Proposals, or groups of attempts at them, before a share of them means something."""
+WAITING_EPISODES = 64
+"""Root episodes that give a policy nothing to train on, before it counts as starved."""
 MEANINGS = {
     "illegal_output": f"{BROKEN_SHARE:.0%} of the turns or more break the format in each of {WINDOW} steps, and no "
     "fewer at their end",
@@ -82,6 +84,8 @@ MEANINGS = {
     f"newest {MISMATCH_TOKENS} of them, from {MISMATCH_STEPS[0]} steps or more of the last {MISMATCH_STEPS[1]}",
     "composition": f"over {LENGTH_STEPS} steps, trained units are {LENGTH_RATIO:.0%} shorter or longer than all that "
     "ended",
+    "starved": f"where several policies learn: {WAITING_EPISODES} root episodes in a row, with their children, gave "
+    "one of them nothing to train on (256, where they give nobody anything, end the run)",
     "dropped": f"{DROPPED_SHARE:.0%} of the episodes that ended, at least {MIN_EPISODES}, were dropped for one reason",
     "off_frontier": f"where an environment proposes (it uses a gate, or the memory): of at least {MIN_PROPOSALS} "
     f"proposals of {WINDOW} steps, less than {FRONTIER_SHARE:.0%} got a mean reward between 0.2 and 0.8 in attempts",
@@ -150,6 +154,7 @@ def alarms(state: RunState) -> list[Alarm]:
             found += _mismatch(policy, window)
         found += _composition(policy)
     for policy in sorted(state.policies.values(), key=lambda policy: -policy.step)[:1]:  # of all who propose
+        found += _starved(policy.last)
         found += _proposals([policy.steps[step] for step in sorted(policy.steps)[-WINDOW:]])
     if state.status is not None:
         found += _dropped(state.status.dropped, state.status.trained + state.status.ready)
@@ -323,6 +328,19 @@ def _composition(policy: PolicyState) -> Iterator[Alarm]:
             "ended: the steps see a biased part of the episodes",
             "a larger max_staleness or step_size, so that slow episodes are in time; look at the dropped ones",
         )
+
+
+def _starved(values: Values) -> Iterator[Alarm]:
+    for name, episodes in values.items():
+        if name.startswith("waiting/") and episodes >= WAITING_EPISODES:
+            policy = name.removeprefix("waiting/")
+            yield Alarm(
+                "starved",
+                policy,
+                f"the last {episodes:,.0f} root episodes, with their children, gave it nothing to train on",
+                "if gate/acceptance is near 0, a base model that makes valid proposals, a wider gate or a higher "
+                "temperature; else see with `agentrl episode list` why no episode seats it, or none rewards it",
+            )
 
 
 def _proposals(window: Sequence[Values]) -> Iterator[Alarm]:

@@ -54,6 +54,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("episodes/superseded", "episodes", "ends told twice, or of an attempt that another replaced: ignored"),
     Metric("episodes/tokens", "tokens", "mean sampled tokens of the episodes that ended during the step"),
     Metric(
+        "waiting/<policy>",
+        "episodes",
+        "root episodes that ended since the policy was given a unit, where several learn: of each of them",
+    ),
+    Metric(
         "tool/<outcome>",
         "calls",
         "per episode: tool calls by outcome (ok, error, timeout, bad_arguments, unknown_tool)",

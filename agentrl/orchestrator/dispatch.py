@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -21,15 +21,15 @@ from agentrl.environment.base import Environment
 from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.port import JournalStore
 from agentrl.observe.metrics import BROKEN_FORMAT
+from agentrl.orchestrator.admission import Admission, NobodyLearns
 from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
+from agentrl.orchestrator.drought import Drought
 from agentrl.orchestrator.proposals import ProposalMemory
 from agentrl.orchestrator.reservations import PolicyOf, Reservations
 from agentrl.orchestrator.signal import Signal
 
 PREFIX: Mapping[Purpose, str] = {"train": "e", "evaluate": "v", "replay": "p", "fork": "f"}
 OnEnd = Callable[[EpisodeHeader], None]
-FAILURES_IN_A_ROW = 32
-"""Training episodes dropped one after another, before the run gives up; at least two groups."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -50,21 +50,15 @@ class Dispatcher:
     """Of evaluation episodes."""
     ended_children: dict[str, EpisodeHeader] = field(default_factory=dict)
     """Children of parents that go on in this life of the run, ended in an earlier one or before their parent asked."""
-    pins_of: Callable[[int], Mapping[str, PolicyVersion]] = field(default=lambda number: {})
-    """Versions a root episode plays with, by its number; see `Scheduler.pins`."""
-    heard: Callable[[EpisodeHeader], None] = field(default=lambda header: None)
-    """Told of every training episode that ended."""
-    frozen: Callable[[], Collection[str]] = field(default=set)
-    """Policies that do not learn for now; see `Phases`."""
-    resumable: Callable[[EpisodeSpec], EpisodeSpec | None] = field(default=lambda spec: spec)
-    """See `Scheduler.resumable`."""
     memory_size: int = 0
     """Proposals that are remembered."""
+    admission: Admission = field(default_factory=NobodyLearns)
+    """Who decides, once `govern` said so."""
     memory: ProposalMemory = field(init=False)
     worker: Worker = field(init=False)
     """Set once by the composition root: the worker's runner needs this host first."""
-    on_collapse: Callable[[CheckFailedError], None] = field(init=False)
-    """Called when too many training episodes in a row were dropped."""
+    fail: Callable[[CheckFailedError], None] = field(init=False)
+    """Ends the run; set with the worker."""
     _running: dict[str, EpisodeSpec] = field(default_factory=dict)
     _held: list[EpisodeSpec] = field(default_factory=list)
     """Episodes of an earlier life that cannot go on yet."""
@@ -76,7 +70,7 @@ class Dispatcher:
     """Episodes that went on in this life, and their children: the journal may hold entries of them, admitted or not."""
     _sharers: dict[str, list[OnEnd]] = field(default_factory=dict)
     """Forks that wait for a child of their parent."""
-    _useless_in_a_row: Counter[str] = field(default_factory=Counter)
+    drought: Drought = field(init=False)
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of the training episodes that ended since the run began, growing: `episodes`, `tokens`, `turns`, `superseded`
     ends that were ignored, how they kept the format, `units of POLICY`, `tokens of POLICY`, and `metric NAME` for what
@@ -86,8 +80,14 @@ class Dispatcher:
     _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
 
     def __post_init__(self) -> None:
-        self.memory = ProposalMemory(self.memory_size, group_size=self.group_size)
+        self.drought = Drought(self.group_size)
+        self.govern(self.admission)
         self.reservations = Reservations(self.buffer.trainable, self.policy_of)
+
+    def govern(self, admission: Admission) -> None:
+        """Say who decides, before the first episode."""
+        self.admission = admission
+        self.memory = ProposalMemory(self.memory_size, group_size=self.group_size, seen=admission.seen())
 
     @property
     def next_group(self) -> int:
@@ -145,7 +145,7 @@ class Dispatcher:
         """Go on with the episodes of an earlier life that can; asked again after every step."""
         held, self._held = self._held, []
         for spec in held:
-            resumable = self.resumable(spec)
+            resumable = self.admission.resumable(spec)
             if resumable is None:
                 self._held.append(spec)
             else:
@@ -309,7 +309,8 @@ class Dispatcher:
 
     def _training_spec(self, task: Task, number: int) -> EpisodeSpec:
         group = f"g{number - number % self.group_size}"
-        return self._root_spec(task, "train", number, group, self.group_size, self.pins_of(number))
+        pins = self.admission.pins(number // self.group_size)
+        return self._root_spec(task, "train", number, group, self.group_size, pins)
 
     def _start(self, starting: Sequence[tuple[EpisodeSpec, OnEnd | None]]) -> None:
         """Admit episodes, a whole group at once, and run them: a resumed run must not take a part for the group."""
@@ -346,7 +347,7 @@ class Dispatcher:
             self._record(self.buffer.end(spec, header))
             self.drop_frozen()
             self._count(header)
-            self.heard(header)
+            self.admission.ended(header)
             self._guard(spec, header)
         for tell in ([on_end] if on_end is not None else []) + self._sharers.pop(spec.episode_id, []):
             tell(header)
@@ -358,7 +359,7 @@ class Dispatcher:
 
     def drop_frozen(self) -> None:
         """Drop what is ready of policies that do not learn now: it would be of weights long past when they do."""
-        for policy in self.frozen():
+        for policy in self.admission.frozen():
             ready = self.buffer.take(policy, self.buffer.ready(policy))
             self._record(self.buffer.drop(ready, "frozen"))
 
@@ -387,21 +388,9 @@ class Dispatcher:
 
     def _guard(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
         """End a run in which a policy gets nothing to train on, episode after episode."""
-        for policy in self.buffer.policies_of(spec):
-            if any(t.policy == policy and t.reward is not None for t in header.trajectories):
-                self._useless_in_a_row[policy] = 0
-                continue
-            self._useless_in_a_row[policy] += 1
-            if self._useless_in_a_row[policy] == max(FAILURES_IN_A_ROW, 2 * self.group_size):
-                acted = any(t.policy == policy for t in header.trajectories)
-                missing = "was given no reward" if acted else "never acted"
-                why = header.drop_reason or f"its seat {missing}"
-                self.on_collapse(
-                    CheckFailedError(
-                        f"{self._useless_in_a_row[policy]} episodes in a row gave {policy} nothing to train on, the "
-                        f"last one, {header.episode_id}, because of {why}: {self.worker.last_failure or 'no detail'}"
-                    )
-                )
+        why = self.drought.ended(header, self.buffer.policies_of(spec), self.admission.learning())
+        if why is not None:
+            self.fail(CheckFailedError(f"{why}. Last failure: {self.worker.last_failure or 'none'}"))
 
 
 def _settle(future: asyncio.Future[EpisodeHeader], header: EpisodeHeader) -> None:

@@ -17,7 +17,7 @@ from typing import Literal
 from agentrl.core.ports import Engine
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
 from agentrl.core.rng import stream
-from agentrl.journal.results import Played, Result, result_of
+from agentrl.journal.results import Result, Tally, result_of
 
 
 def joined_by(step: int, every: int, size: int) -> range:
@@ -44,7 +44,8 @@ class OpponentPool:
     choose: Literal["uniform", "latest", "prioritised"]
     served: list[PolicyVersion]
     """Oldest first; the newest `size` are drawn from, the one more there may be still has episodes in flight."""
-    played: dict[PolicyVersion, Played] = field(default_factory=dict)
+    tallies: dict[PolicyVersion, Tally] = field(default_factory=dict)
+    """How episodes against each version ended."""
 
     def draw(self, *key: object) -> PolicyVersion:
         """The opponent of a group; where prioritised by (1 - win rate)², PFSP's hard one (Vinyals et al., 2019)."""
@@ -53,7 +54,7 @@ class OpponentPool:
             return versions[-1]
         weights = [1.0] * len(versions)
         if self.choose == "prioritised":
-            weights = [(1.0 - self.played.get(version, Played()).win_rate) ** 2 for version in versions]
+            weights = [(1.0 - self.tallies.get(version, Tally()).win_rate) ** 2 for version in versions]
         at = stream("opponent", self.name, *key).random() * sum(weights)
         for version, weight in zip(versions, weights, strict=True):
             at -= weight
@@ -65,11 +66,11 @@ class OpponentPool:
         """Whether a version that became current is to join; later than its step where there was no place for it."""
         return version.step - version.step % self.every > self.served[-1].step and len(self.served) <= self.size
 
-    def heard(self, header: EpisodeHeader) -> Result | None:
-        """Count a committed episode; how it ended, if it was played against one of these."""
+    def count(self, header: EpisodeHeader) -> Result | None:
+        """Count a committed episode; how it ended, if it was against one of these."""
         result = result_of(header, self.name, self.of)
         if result is not None:
-            self.played[result.opponent] = self.played.get(result.opponent, Played()).plus(result.score)
+            self.tallies[result.opponent] = self.tallies.get(result.opponent, Tally()).plus(result.score)
         return result
 
 
@@ -106,10 +107,10 @@ class Opponents:
                 pool.served.append(weights.version)
         self._let_go()
 
-    def heard(self, header: EpisodeHeader) -> None:
-        """A training episode ended."""
+    def ended(self, header: EpisodeHeader) -> None:
+        """Hear of the end of a training episode."""
         for name, pool in self.pools.items():
-            result = pool.heard(header) if header.committed else None
+            result = pool.count(header) if header.committed else None
             if result is not None:
                 self.count(f"episodes against {name}", 1.0)
                 self.count(f"score against {name}", result.score)

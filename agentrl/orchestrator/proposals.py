@@ -39,8 +39,7 @@ class ProposalMemory:
     def __init__(self, size: int, *, group_size: int, seen: Seen | None = None) -> None:
         self._size = size
         self._group_size = group_size
-        self.seen = seen
-        """Must be set before anything is remembered."""
+        self._seen = seen
         self._made: list[tuple[tuple[int, ...], Proposal]] = []
         self._known: set[tuple[str, int, str]] = set()
         self.next_number = 0
@@ -93,9 +92,9 @@ class ProposalMemory:
         self._forget()
 
     def _place(self, proposal: Proposal) -> tuple[int, ...]:
-        if self.seen is None:
+        if self._seen is None:
             return (proposal.number,)
-        wave, _ = self.seen(proposal.episode_id)
+        wave, _ = self._seen(proposal.episode_id)
         episode, call = ids.order_key(proposal.episode_id), ids.order_key(proposal.call_id)
         return (wave, *episode, -1, proposal.attempt, *call)
 
@@ -108,15 +107,15 @@ class ProposalMemory:
     def _visible_to(self, episode_id: str) -> Iterator[tuple[tuple[int, ...], Proposal]]:
         """The newest `size` that an episode may see, newest first."""
         end = len(self._made)
-        if self.seen is not None:
-            end = bisect.bisect_left(self._made, self.seen(episode_id)[1], key=lambda made: made[0][0])
+        if self._seen is not None:
+            end = bisect.bisect_left(self._made, self._seen(episode_id)[1], key=lambda made: made[0][0])
         return reversed(self._made[max(end - self._size, 0) : end])
 
     def _forget(self) -> None:
         """Let the oldest go that no episode to come can see: those in flight are at most two waves' bounds apart."""
         surplus = len(self._made) - self._size
-        if surplus > 0 and self.seen is not None:
-            wave, unseen = self.seen(self._made[-1][1].episode_id)
+        if surplus > 0 and self._seen is not None:
+            wave, unseen = self._seen(self._made[-1][1].episode_id)
             oldest_asker_sees = unseen - (wave - unseen)
             surplus = bisect.bisect_left(self._made, oldest_asker_sees, key=lambda made: made[0][0]) - self._size
         for _, proposal in self._made[: max(surplus, 0)]:

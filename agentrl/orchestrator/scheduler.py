@@ -6,11 +6,12 @@ It never looks at content. `why_not` says what holds admission back, in words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from agentrl.core.records import EpisodeSpec, PolicyVersion
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
+from agentrl.orchestrator.opponents import Opponents
 from agentrl.orchestrator.phases import Phases
 from agentrl.orchestrator.proposals import Seen
 from agentrl.orchestrator.reservations import Reservations
@@ -34,6 +35,7 @@ class Scheduler:
         staleness: the bound of every trainable policy.
         phases: who learns when, and how long.
         reservations: units that children of running episodes have yet to bring.
+        opponents: past versions that play.
         max_in_flight: episodes running at once.
     """
 
@@ -42,6 +44,7 @@ class Scheduler:
         *,
         buffer: EpisodeBuffer,
         reservations: Reservations,
+        opponents: Opponents,
         board: PolicyBoard,
         staleness: Mapping[str, BoundedStaleness],
         phases: Phases,
@@ -49,6 +52,7 @@ class Scheduler:
     ) -> None:
         self._buffer = buffer
         self._reservations = reservations
+        self._opponents = opponents
         self._board = board
         self._bounds = staleness
         self.phases = phases
@@ -89,9 +93,33 @@ class Scheduler:
         """The units of the policy's next step."""
         return self._buffer.take(policy, self._bounds[policy].step_size)
 
-    def pins(self, root_number: int) -> Mapping[str, PolicyVersion]:
-        """Versions that a root episode plays with, whatever becomes current: none."""
-        return {}
+    # --- what the dispatcher asks: see `Admission` --------------------------------------------------------------------
+
+    def pins(self, group: int) -> Mapping[str, PolicyVersion]:
+        """Versions that a root group plays with, whatever becomes current: its opponents."""
+        return self._opponents.pins(group)
+
+    def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:
+        """An episode of an earlier life as it can go on now; None: not yet."""
+        return self._opponents.resumable(spec)
+
+    def seen(self) -> Seen | None:
+        """Which proposals an episode sees, where that is not all that were made."""
+        return None
+
+    def learning(self) -> Collection[str]:
+        """Policies that learn now: neither frozen nor over."""
+        return {policy for policy in self._bounds.keys() - self.frozen() if not self.phases.is_over(policy)}
+
+    def frozen(self) -> Collection[str]:
+        """Policies whose units are not wanted now."""
+        return self.phases.frozen()
+
+    def ended(self, header: EpisodeHeader) -> None:
+        """Hear of the end of a training episode."""
+        self._opponents.ended(header)
+
+    # --- versions -----------------------------------------------------------------------------------------------------
 
     def keeps(self, policy: str) -> bool:
         """Whether the engine must keep the policy's versions until they are `outdated`."""
@@ -100,14 +128,6 @@ class Scheduler:
     def outdated(self, policy: str) -> PolicyVersion | None:
         """The version that the engine need not keep any more, after a step of the policy."""
         return None
-
-    def seen(self) -> Seen | None:
-        """Which proposals an episode sees, where that is not all that were made."""
-        return None
-
-    def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:
-        """An episode of an earlier life as it can go on now; None: not yet."""
-        return spec
 
     def may_step(self, policy: str, demand: Demand) -> bool:
         """Whether a policy has its step: enough units are ready, or all that can come have come.

@@ -90,6 +90,9 @@ class StepMetrics:
         if len(seats) > 1:
             for seat in seats:
                 metrics[f"reward/{seat}"] = _mean([t.reward or 0.0 for t in trajectories if t.seat == seat])
+        if len(self._board.trainable) > 1:
+            waiting = self._dispatcher.drought.waiting
+            metrics |= {f"waiting/{name}": float(waiting[name]) for name in self._board.trainable}
         metrics.update(report.metrics)
         metrics.update(self._length_ratio(policy, trajectories, ended))
         for name, value in (of_ended(ended) | self._of_proposals(ended)).items():

@@ -17,6 +17,7 @@ from agentrl.core import ids
 from agentrl.core.records import EpisodeSpec, PolicyVersion
 from agentrl.orchestrator.buffer import ReadyUnit
 from agentrl.orchestrator.dispatch import Dispatcher
+from agentrl.orchestrator.opponents import Opponents
 from agentrl.orchestrator.phases import Phases
 from agentrl.orchestrator.proposals import Seen
 from agentrl.orchestrator.scheduler import Demand, Scheduler
@@ -32,7 +33,7 @@ class WaveScheduler(Scheduler):
         pinned: the policies whose episodes are pinned to a version; those with full weights have one version at a time,
             and staleness 0.
         dispatcher: knows which group is next, and what is in flight.
-        board, staleness, phases, max_in_flight: see `Scheduler`.
+        opponents, board, staleness, phases, max_in_flight: see `Scheduler`.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class WaveScheduler(Scheduler):
         demand: Demand,
         pinned: Collection[str],
         dispatcher: Dispatcher,
+        opponents: Opponents,
         board: PolicyBoard,
         staleness: Mapping[str, BoundedStaleness],
         phases: Phases,
@@ -49,6 +51,7 @@ class WaveScheduler(Scheduler):
         super().__init__(
             buffer=dispatcher.buffer,
             reservations=dispatcher.reservations,
+            opponents=opponents,
             board=board,
             staleness=staleness,
             phases=phases,
@@ -98,12 +101,15 @@ class WaveScheduler(Scheduler):
 
     # --- pins -------------------------------------------------------------------------------------------------------
 
-    def pins(self, root_number: int) -> Mapping[str, PolicyVersion]:
-        """The version each pinned policy plays a root episode, and its children, with."""
-        return {policy: self._board.at(policy, self._pinned_step(policy, root_number)) for policy in self._pinned}
+    def pins(self, group: int) -> Mapping[str, PolicyVersion]:
+        """The version each pinned policy plays a root group, and its children, with."""
+        return self._pins_of_wave(group // self._groups)
 
-    def _pinned_step(self, policy: str, root_number: int) -> int:
-        return max(root_number // self._roots - self._bounds[policy].max_staleness, 0)
+    def _pins_of_wave(self, wave: int) -> Mapping[str, PolicyVersion]:
+        return {policy: self._board.at(policy, self._pinned_step(policy, wave)) for policy in self._pinned}
+
+    def _pinned_step(self, policy: str, wave: int) -> int:
+        return max(wave - self._bounds[policy].max_staleness, 0)
 
     def seen(self) -> Seen:
         """Which proposals an episode sees: those of the waves that had ended when its own began."""
@@ -128,7 +134,7 @@ class WaveScheduler(Scheduler):
 
         A version of a dead lineage is made again bit for bit, under an id of its own.
         """
-        root = ids.root_number(spec.episode_id)
-        if any(self._pinned_step(policy, root) > self._board.step(policy) for policy in self._bounds):
+        wave = self.wave(spec.episode_id)
+        if any(self._pinned_step(policy, wave) > self._board.step(policy) for policy in self._bounds):
             return None
-        return spec.pinned(self.pins(root))
+        return spec.pinned(self._pins_of_wave(wave))

@@ -172,5 +172,5 @@ def wired(
         data_attempts=data_attempts,
         on_failure=failures.append,
     )
-    dispatcher.on_collapse = failures.append
+    dispatcher.fail = failures.append
     return dispatcher, runner

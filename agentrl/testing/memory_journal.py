@@ -310,7 +310,7 @@ class MemoryJournal:
             if isinstance(record, EpisodeEnd) and record.header.committed and record.spec.group_id in group_ids:
                 yield record.spec, record.header
 
-    def played(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
+    def against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
         """Committed training episodes in which one of these policies acted."""
         for record in self.on_disk():
             if isinstance(record, EpisodeEnd) and record.header.committed:

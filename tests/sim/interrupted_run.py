@@ -208,7 +208,7 @@ class Life:
             data_attempts=1,
             on_failure=self._fail,
         )
-        self.dispatcher.worker, self.dispatcher.on_collapse = self.worker, self._fail
+        self.dispatcher.worker, self.dispatcher.fail = self.worker, self._fail
         self.engine.parked = lambda: self.runner.parking.parked
         self.dispatcher.restore(past.ended, past.unfinished)
         for task in TASKS[self.dispatcher.next_group :]:

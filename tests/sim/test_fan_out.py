@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 import pytest
 
 import agentrl
+from agentrl.core.errors import CheckFailedError
 from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.sim import simulate
 from tests.sim.small_run import SmallRun, config_for
 
 pytestmark = pytest.mark.sim
@@ -66,3 +68,26 @@ def test_a_step_that_is_short_of_units_leaves_no_credit(simulated_loop: Simulate
         assert [values["staleness/max"] for _, _, values in run.seen.steps] == [0.0] * 6
 
     simulated_loop.run(main)
+
+
+class Refused(Propose):
+    """Nothing that is proposed passes."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("proposer").act(agentrl.user("propose"))
+        ctx.agent("proposer").gate(False, penalty=-1.0)
+
+
+@pytest.mark.parametrize("proposer", [{"kind": "frozen"}, {"step_size": 64, "steps": 3}])
+def test_a_solver_that_nobody_starts_ends_the_run_by_name(proposer: dict[str, Any]) -> None:
+    async def main() -> SmallRun:
+        run = SmallRun(config=config_for(**solving(1, **proposer)), environment=Refused)
+        with pytest.raises(CheckFailedError, match=r"(?s)gave solver nothing to train on.*gate"):
+            await run.run()
+        return run
+
+    run = simulate(main, seed=0)
+    assert 256 <= run.orchestrator.buffer.ledger.admitted < 256 + 3 * 64 + 100
+    waiting = [values["waiting/solver"] for name, _, values in run.seen.steps if name == "proposer"]
+    assert waiting == sorted(waiting)
+    assert len(waiting) == proposer.get("steps", 0)

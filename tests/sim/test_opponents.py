@@ -16,7 +16,7 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeSpec, PolicyVersion, Task, TrajectoryHeader, dropped_header
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
-from agentrl.journal.results import Played, win_rates
+from agentrl.journal.results import Tally, win_rates
 from agentrl.orchestrator.opponents import OpponentPool, joined_by
 from agentrl.rollout.plain_format import STOP_TOKEN
 from agentrl.testing import CrashScenario, crash_everywhere
@@ -106,8 +106,8 @@ def test_a_resumed_run_plays_on_against_the_same(simulated_loop: SimulatedLoop) 
         assert len(first.trainer.batches) + len(second.trainer.batches) == 9
         assert all(sampled == {pin} for _, pin, sampled in games(second))
         pool = second.orchestrator.opponents.pools["past"]
-        known = sum(played.episodes for played in pool.played.values())
-        assert known == sum(1 for _ in journal.played({"past"}))
+        known = sum(tally.episodes for tally in pool.tallies.values())
+        assert known == sum(1 for _ in journal.against({"past"}))
         return sum("past" in spec.pins for spec in past.unfinished)
 
     assert sum(simulated_loop.run(main)) > 0, "nothing was stopped in the middle"
@@ -137,7 +137,7 @@ def test_the_harder_ones_are_drawn_more_often() -> None:
         size=3,
         choose="prioritised",
         served=versions,
-        played={versions[0]: Played(98, 98.0), versions[1]: Played(98, 49.0), versions[2]: Played(98, 0.0)},
+        tallies={versions[0]: Tally(98, 98.0), versions[1]: Tally(98, 49.0), versions[2]: Tally(98, 0.0)},
     )
     drawn = Counter(pool.draw("seed", group) for group in range(2000))
     expected = {versions[1]: 0.25 / 1.23, versions[2]: 0.98 / 1.23}
@@ -161,8 +161,8 @@ def test_a_win_is_more_than_the_opponent_got() -> None:
         ended(("player", 0.0, 13), ("player", 0.0, 13)),
     ]
     assert win_rates(headers, "past", "player", every=10) == {
-        (0, PolicyVersion("player", 0, 0)): Played(2, 1.0),
-        (10, PolicyVersion("player", 0, 10)): Played(1, 0.5),
+        (0, PolicyVersion("player", 0, 0)): Tally(2, 1.0),
+        (10, PolicyVersion("player", 0, 10)): Tally(1, 0.5),
     }
 
 

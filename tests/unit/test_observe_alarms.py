@@ -124,6 +124,14 @@ def test_a_collapse_of_what_is_proposed_is_the_run_s(name: str, changes: dict[st
     assert advice in alarm.advice
 
 
+def test_a_policy_that_gets_nothing_is_named_by_another_s_steps() -> None:
+    assert names(a_run(5, before=10, waiting__judge=63.0, waiting__solver=0.0)) == []
+    (alarm,) = alarms(a_run(5, before=10, waiting__judge=64.0, waiting__solver=0.0))
+    assert (alarm.name, alarm.policy) == ("starved", "judge")
+    assert "a wider gate" in alarm.advice
+    assert alarm.name in MEANINGS
+
+
 def test_children_that_nobody_proposed_may_all_succeed() -> None:
     assert names(a_run(10, **PROPOSING)) == []
     assert names(a_run(10, pass_rate__groups=14.0, pass_rate__frontier=0.0, pass_rate__0=0.0, pass_rate__1=1.0)) == []

@@ -1,0 +1,70 @@
+"""Ends a run in which a policy gets nothing to train on, episode after episode, though admission is open.
+
+Two ways lead there: the episodes that seat the policy fail, or never reward it; or no episode seats it at all, as where
+a gate refuses whatever its children were to be started for. While somebody else learns from those episodes, the second
+may pass, so it ends the run only where they are in vain for all who learn; it shows in `waiting/<policy>` before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from agentrl.core.records import EpisodeHeader
+
+FAILED_IN_A_ROW = 32
+"""Episodes that seat a policy and give it nothing, before the run gives up; at least two groups."""
+VAIN_IN_A_ROW = 256
+"""Root episodes that give nothing to anybody who learns, children included, before the run gives up."""
+
+
+class Drought:
+    """Counts, for each policy, what has ended since it was given a unit.
+
+    Args:
+        group_size: of root groups.
+    """
+
+    def __init__(self, group_size: int) -> None:
+        self._failures = max(FAILED_IN_A_ROW, 2 * group_size)
+        self._failed: Counter[str] = Counter()
+        self.waiting: Counter[str] = Counter()
+        """Root episodes that ended since the policy was given a unit."""
+
+    def ended(self, header: EpisodeHeader, seated: Collection[str], learning: Collection[str]) -> str | None:
+        """Why the run is to end, if it is.
+
+        Args:
+            header: of a training episode.
+            seated: policies with a seat of it whose units are trained.
+            learning: policies that learn now.
+        """
+        given = {trajectory.policy for trajectory in header.trajectories if trajectory.reward is not None}
+        for policy in given:
+            self._failed[policy] = self.waiting[policy] = 0
+        self._failed.update(set(seated) - given)
+        if header.parent_id is None:
+            self.waiting.update(set(learning) - given)
+        for policy in sorted(set(seated) - given):
+            if self._failed[policy] >= self._failures:
+                return self._failing(policy, header)
+        if learning and min(self.waiting[policy] for policy in learning) >= VAIN_IN_A_ROW:
+            return self._in_vain(learning, header)
+        return None
+
+    def _failing(self, policy: str, header: EpisodeHeader) -> str:
+        acted = any(trajectory.policy == policy for trajectory in header.trajectories)
+        why = header.drop_reason or f"its seat {'was given no reward' if acted else 'never acted'}"
+        return (
+            f"{self._failed[policy]} episodes in a row gave {policy} nothing to train on, the last one, "
+            f"{header.episode_id}, because of {why}"
+        )
+
+    def _in_vain(self, learning: Collection[str], header: EpisodeHeader) -> str:
+        names = " and ".join(sorted(learning))
+        return (
+            f"the last {VAIN_IN_A_ROW} root episodes, with their children, gave {names} nothing to train on, and no "
+            f"other policy learns: no episode seats {names}, or none rewards it. `agentrl episode show` says what became "
+            f"of {header.episode_id}, the last one. Where a gate refuses all that is proposed: a base model that makes "
+            "valid proposals, a wider gate, a higher temperature, or a proposer that learns from its penalty"
+        )
