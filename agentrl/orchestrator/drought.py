@@ -64,7 +64,7 @@ class Drought:
         names = " and ".join(sorted(learning))
         return (
             f"the last {VAIN_IN_A_ROW} root episodes, with their children, gave {names} nothing to train on, and no "
-            f"other policy learns: no episode seats {names}, or none rewards it. `agentrl episode show` says what became "
-            f"of {header.episode_id}, the last one. Where a gate refuses all that is proposed: a base model that makes "
+            f"other policy learns: no episode seats {names}, or none rewards it. `agentrl episode show` says what "
+            f"became of {header.episode_id}. Where a gate refuses all that is proposed: a base model that makes "
             "valid proposals, a wider gate, a higher temperature, or a proposer that learns from its penalty"
         )
