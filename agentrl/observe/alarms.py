@@ -31,6 +31,8 @@ BROKEN_SHARE = 0.3
 """Share of turns that break the format, from which on the policy counts as fallen into illegal output."""
 ZERO_SHARE = 0.9
 """Share of units without advantage, from which on a step teaches nothing."""
+ALONE_SHARE = 0.5
+"""Share of units compared with nothing, from which on that is why a step teaches nothing."""
 LOW_ENTROPY = 0.01
 """Nats per token below which a policy hardly explores."""
 K3_BOUND = 0.05
@@ -74,6 +76,8 @@ MEANINGS = {
     "format_pays": "over the whole run, episodes that break the format earn more than those that keep it, by "
     f"{FORMAT_ERRORS:g} standard errors and {FORMAT_MARGIN:.0%} of the rewards' spread (at least {FORMAT_EPISODES} of "
     f"each, over {WINDOW} steps)",
+    "alone": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have no advantage, and {ALONE_SHARE:.0%} could have none: "
+    "no other episode was there to be compared with",
     "collapse": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have no advantage, the reward is below its best, the "
     f"entropy below {LOW_ENTROPY:g} nats",
     "no_signal": "the same, and the reward has never differed",
@@ -244,6 +248,15 @@ def _illegal_output(policy: PolicyState, window: Sequence[Values]) -> Iterator[A
 def _nothing_taught(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
     zero, rewards = _values(window, "advantage/zero_share"), _values(window, "reward/mean")
     if len(zero) < len(window) or len(rewards) < len(window) or _mean(zero) < ZERO_SHARE:
+        return
+    if (alone := _mean(_values(window, "advantage/alone_share"))) >= ALONE_SHARE:
+        yield Alarm(
+            "alone",
+            policy.name,
+            f"{alone:.0%} of the units of the last {len(window)} steps have nothing to be compared with",
+            "`ctx.spawn` with n = 2 or more: children of one call are compared with each other; or "
+            "credit.advantage = 'role_mean', which compares with what the policy used to get in that seat",
+        )
         return
     _, history = policy.series("reward/mean")
     best = max(_mean(history[at : at + WINDOW]) for at in range(len(history) - WINDOW + 1))

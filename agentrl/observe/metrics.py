@@ -37,6 +37,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("staleness/mean", "steps", "mean over the step's units of current step minus oldest sampling step"),
     Metric("staleness/max", "steps", "the largest of them"),
     Metric("advantage/zero_share", "fraction", "units of the step whose advantages are all 0: they taught nothing"),
+    Metric(
+        "advantage/alone_share",
+        "fraction",
+        "of them, those that no other episode could be compared with, as after `ctx.spawn` with n=1",
+    ),
     Metric("step/units", "units", "units the step consumed"),
     Metric("step/tokens", "tokens", "sampled tokens the step trained on"),
     Metric("step/seconds", "s", "wall time since the policy's previous step"),

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from agentrl.core import ids
 from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, TrajectoryCredit, TrajectoryHeader, Unit
-from agentrl.credit.advantages import AdvantageFunction, advantages_to_go
+from agentrl.credit.advantages import AdvantageFunction, advantages_to_go, no_baseline
 from agentrl.orchestrator.ledger import Ledger
 
 PASS_RATES = ("0", "0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1", "1")
@@ -33,6 +33,8 @@ class ReadyUnit(NamedTuple):
     unit: Unit
     trajectories: tuple[TrajectoryHeader, ...]
     environment: str = ""
+    is_alone: bool = False
+    """Its rewards were to be compared with those of other episodes, and there were none: it teaches nothing."""
 
 
 class UnitDrop(NamedTuple):
@@ -151,7 +153,10 @@ class EpisodeBuffer:
                 if trajectory.policy in self.trainable and trajectory.reward is not None:
                     seat = (trajectory.policy, trajectory.seat)
                     compared.setdefault(seat, []).append((header.episode_id, trajectory))
-        for members in compared.values():
+        alone: set[tuple[str, str]] = set()
+        for seat, members in compared.items():
+            if self._advantage is not no_baseline and len({episode_id for episode_id, _ in members}) == 1:
+                alone.add(seat)
             for (episode_id, trajectory), credit in zip(members, self._credits(members), strict=True):
                 credits[episode_id, trajectory.seat, trajectory.index] = credit
         for header in group.headers:
@@ -164,7 +169,8 @@ class EpisodeBuffer:
                     location=header.location or DataLocation("", 0),
                     credits=tuple(credits[header.episode_id, t.seat, t.index] for t in own),
                 )
-                self._ready[policy].append(ReadyUnit(unit, own, group.environment))
+                is_alone = all((policy, trajectory.seat) in alone for trajectory in own)
+                self._ready[policy].append(ReadyUnit(unit, own, group.environment, is_alone))
 
     def _credits(self, members: Sequence[tuple[str, TrajectoryHeader]]) -> Iterator[TrajectoryCredit]:
         """Credits of trajectories that are compared with each other, given with their episodes."""

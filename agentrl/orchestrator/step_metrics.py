@@ -85,6 +85,7 @@ class StepMetrics:
                 "staleness/mean": _mean(lags),
                 "staleness/max": max(lags),
                 "advantage/zero_share": _mean([float(_is_zero(ready)) for ready in taken]),
+                "advantage/alone_share": _mean([float(ready.is_alone) for ready in taken]),
             }
         seats = sorted({t.seat for t in trajectories})
         if len(seats) > 1:

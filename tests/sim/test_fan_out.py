@@ -91,3 +91,28 @@ def test_a_solver_that_nobody_starts_ends_the_run_by_name(proposer: dict[str, An
     waiting = [values["waiting/solver"] for name, _, values in run.seen.steps if name == "proposer"]
     assert waiting == sorted(waiting)
     assert len(waiting) == proposer.get("steps", 0)
+
+
+class ProposeToOne(Propose):
+    """One attempt at each proposal: it has nothing to be compared with."""
+
+    fan_out: ClassVar[dict[str, int]] = {"Solve": 1}
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("proposer").act(agentrl.user("propose"))
+        (solved,) = await ctx.gather(*ctx.spawn(Solve, {"problem": 1}))
+        ctx.agent("proposer").reward(solved.reward or 0.0)
+
+
+@pytest.mark.parametrize("advantage", ["leave_one_out", "group_std", "role_mean", "none"])
+def test_units_that_are_compared_with_nothing_are_counted(advantage: str) -> None:
+    async def main() -> SmallRun:
+        policies = {"proposer": {"step_size": 8}, "solver": {"step_size": 8}}
+        credit = {"group_size": 4, "advantage": advantage}
+        run = SmallRun(config=config_for(policies=policies, credit=credit), environment=ProposeToOne)
+        await run.run()
+        return run
+
+    run = simulate(main, seed=0)
+    shares = {(name, values["advantage/alone_share"]) for name, _, values in run.seen.steps}
+    assert shares == {("proposer", 0.0), ("solver", float(advantage in ("leave_one_out", "group_std")))}

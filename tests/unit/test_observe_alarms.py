@@ -79,6 +79,7 @@ def test_a_run_that_goes_well_raises_none() -> None:
         ("format_pays", {"format__reward_broken": 0.75}),
         ("collapse", {"advantage__zero_share": 1.0, "reward__mean": 0.0, "entropy": 0.001}),
         ("nothing_to_learn", {"advantage__zero_share": 0.95, "reward__mean": 1.0}),
+        ("alone", {"advantage__zero_share": 1.0, "advantage__alone_share": 0.6}),
         ("staleness", {"staleness__mean": 1.5}),
         ("off_policy", {"k3": 0.2}),
         ("engine_mismatch", {"k3": 0.02, "lag_k3__0": 0.02}),
