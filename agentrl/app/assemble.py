@@ -26,7 +26,7 @@ from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.loop import Orchestrator, Plan
 from agentrl.orchestrator.manifest import CheckpointWriter
 from agentrl.orchestrator.opponents import OpponentPool, Opponents
-from agentrl.orchestrator.phases import Phases
+from agentrl.orchestrator.phases import Phase, Phases
 from agentrl.orchestrator.retention import VersionRetention
 from agentrl.orchestrator.scheduler import Demand, Scheduler
 from agentrl.orchestrator.signal import Signal
@@ -244,7 +244,7 @@ def _scheduler(
     phases = Phases(
         board=board,
         steps={name: config.steps_of(name) for name in config.trained},
-        lengths={name: policy.phase_steps for name, policy in config.trained.items() if policy.phase_steps},
+        cycle=[Phase(frozenset([held] if isinstance(held, str) else held), steps) for held, steps in config.freeze],
     )
     if not config.deterministic:
         return Scheduler(

@@ -28,7 +28,7 @@ def check_together(config: RunConfig) -> None:
     _check_seats(config)
     for name in config.policies:
         _check_sampling(config, name)
-    _check_phases(config)
+    _check_freeze(config)
     _check_full_weights(config)
     if config.deterministic:
         _check_deterministic(config)
@@ -82,13 +82,25 @@ def _check_sampling(config: RunConfig, name: str) -> None:
         )
 
 
-def _check_phases(config: RunConfig) -> None:
-    phased = [name for name, policy in config.trained.items() if policy.phase_steps]
-    if len(phased) == 1:
-        raise ValueError(
-            f"policies.{phased[0]}.phase_steps: with nobody to alternate with it would learn always; set phase_steps "
-            "of another policy too, or leave it out"
-        )
+def _check_freeze(config: RunConfig) -> None:
+    """Every phase has somebody who learns, and everybody who is frozen has a phase to learn in."""
+    phases = [{held} if isinstance(held, str) else set(held) for held, _ in config.freeze]
+    named: set[str] = set().union(*phases)
+    for number, frozen in enumerate(phases):
+        for name in sorted(frozen - config.trained.keys()):
+            known = ", ".join(config.trained) or "none"
+            raise ValueError(f"freeze[{number}]: {name!r} is no policy that learns; there are: {known}")
+        if frozen == named:
+            raise ValueError(
+                f"freeze[{number}]: nobody else is named in `freeze`, so nobody's steps could end this phase; name the "
+                "policy that is to learn meanwhile in a phase of its own, or make this one kind = 'frozen' for good"
+            )
+    for name in sorted(named):
+        if all(name in frozen for frozen in phases):
+            raise ValueError(
+                f"freeze: {name!r} is frozen in every phase; leave it out of one of them, or set "
+                f"policies.{name}.kind = 'frozen'"
+            )
 
 
 def _check_full_weights(config: RunConfig) -> None:
@@ -110,7 +122,7 @@ def _check_deterministic(config: RunConfig) -> None:
     refused = {
         **{f"policies.{name}.kind = 'past'": True for name in config.of_kind(PastPolicy)},
         **{f"policies.{name}.kind = 'remote'": True for name in config.of_kind(RemotePolicy)},
-        **{f"policies.{name}.phase_steps": bool(policy.phase_steps) for name, policy in config.trained.items()},
+        "freeze": bool(config.freeze),
         **{f"policies.{name}.steps": bool(policy.steps) for name, policy in config.trained.items()},
         **{f"seats.{seat} as a list": isinstance(held, tuple) for seat, held in config.seats.items()},
     }

@@ -104,6 +104,8 @@ def _name(annotation: Any) -> str:
         return " or ".join(f"`{argument}`" for argument in arguments)
     if origin is Annotated:
         return _name(arguments[0])
+    if origin is tuple and arguments[-1] is not ...:
+        return f"[{', '.join(map(_name, arguments))}]"
     if origin is tuple:
         return f"list of {_name(arguments[0])}"
     if origin is dict:

@@ -45,9 +45,6 @@ class PolicyConfig(_Sampled):
     """Bound on the mean policy lag in optimizer steps; 0 is synchronous training."""
     steps: MaybeSteps = 0
     """How often it is updated, where not as often as the run's `steps` says; 0: as often."""
-    phase_steps: MaybeSteps = 0
-    """Policies with this set learn one after another, in the order they stand here, each for so many steps while the
-    others are frozen, and again from the first; 0: it always learns."""
 
 
 class FrozenPolicy(_Sampled):

@@ -259,6 +259,10 @@ class RunConfig(Section):
     seats: dict[str, str | tuple[str, ...]] = {}
     """Which policy holds which seat; a seat not named here is held by the policy of its name, or by the only one. A
     list is gone through group by group, so that sides change: `x = ["player", "past"]`, `o = ["past", "player"]`."""
+    freeze: tuple[tuple[str | tuple[str, ...], Steps], ...] = ()
+    """Who is frozen, and for how many steps of the others named here, in turn and again from the first: with
+    `[["solver", 5], ["proposer", 15]]` the proposer takes five steps, then the solver fifteen. A policy not named here
+    always learns; empty: all do. A frozen policy plays on with its newest weights."""
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     credit: CreditConfig = CreditConfig()

@@ -76,8 +76,8 @@ MEANINGS = {
     "format_pays": "over the whole run, episodes that break the format earn more than those that keep it, by "
     f"{FORMAT_ERRORS:g} standard errors and {FORMAT_MARGIN:.0%} of the rewards' spread (at least {FORMAT_EPISODES} of "
     f"each, over {WINDOW} steps)",
-    "alone": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have no advantage, and {ALONE_SHARE:.0%} could have none: "
-    "no other episode was there to be compared with",
+    "alone": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have no advantage, {ALONE_SHARE:.0%} for want "
+    "of other episodes to be compared with",
     "collapse": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have no advantage, the reward is below its best, the "
     f"entropy below {LOW_ENTROPY:g} nats",
     "no_signal": "the same, and the reward has never differed",

@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any, ClassVar
 
 import pytest
+from pydantic import ValidationError
 
 import agentrl
 from agentrl.app.assemble import past_of
@@ -67,11 +68,21 @@ def steps_of(run: SmallRun) -> dict[str, int]:
 
 def order_of(run: SmallRun) -> list[tuple[str, int]]:
     """(policy, steps in a row)."""
-    return [(name, len(list(row))) for name, row in itertools.groupby(batch.policy for batch in run.trainer.batches)]
+    return order_of_those(run, *run.config.policies)
 
 
-def alternating(**phases: int) -> dict[str, Any]:
-    return {name: {"step_size": 8, "phase_steps": steps} for name, steps in phases.items()}
+def order_of_those(run: SmallRun, *policies: str) -> list[tuple[str, int]]:
+    """The same, of some of them."""
+    steps = [batch.policy for batch in run.trainer.batches if batch.policy in policies]
+    return [(name, len(list(row))) for name, row in itertools.groupby(steps)]
+
+
+def alternating(*freeze: tuple[str, int], **steps: int) -> dict[str, Any]:
+    """Policies of one step size; those of `steps` take so many steps."""
+    return {
+        "policies": {name: {"step_size": 8, "steps": steps.get(name, 0)} for name in ("x", "o")},
+        "freeze": freeze,
+    }
 
 
 def drawn(seed: int) -> tuple[type[agentrl.Environment], dict[str, Any]]:
@@ -79,18 +90,24 @@ def drawn(seed: int) -> tuple[type[agentrl.Environment], dict[str, Any]]:
     draw = stream("schedule", seed)
     environment = (Propose, ProposeThree, ProposeEight)[draw.randrange(3)]
     group_size, solvers = draw.randrange(2, 5), environment.fan_out["Solve"]
-    phases = ((0, 0), (1, 1), (1, 3), (2, 1))[draw.randrange(4)]
+    turns = ((0, 0), (1, 1), (1, 3), (2, 1))[draw.randrange(4)]
     policies = {}
-    for name, units, phase in (("proposer", 1, phases[0]), ("solver", solvers, phases[1])):
+    for name, units in (("proposer", 1), ("solver", solvers)):
         staleness = draw.randrange(3)
         least = -(-units * group_size // (1 + staleness))
         policies[name] = {
             "step_size": draw.randrange(least, 3 * least + 4),
             "max_staleness": staleness,
-            "phase_steps": phase,
             "steps": draw.randrange(1, 5),
         }
-    return environment, {"policies": policies, "credit": {"group_size": group_size}, "max_in_flight": 4 * group_size}
+    freeze = [("solver", turns[0]), ("proposer", turns[1])] if turns[0] else []
+    credit = {"group_size": group_size}
+    return environment, {
+        "policies": policies,
+        "credit": credit,
+        "freeze": freeze,
+        "max_in_flight": 4 * group_size,
+    }
 
 
 def test_no_ratio_bound_or_schedule_deadlocks(simulated_loop: SimulatedLoop) -> None:
@@ -111,9 +128,7 @@ def test_no_ratio_bound_or_schedule_deadlocks(simulated_loop: SimulatedLoop) -> 
 
 def test_policies_learn_one_after_another(simulated_loop: SimulatedLoop) -> None:
     async def main() -> None:
-        policies = alternating(x=3, o=1)
-        policies["o"]["steps"] = 2
-        run = SmallRun(config=config_for(policies=policies, steps=6), environment=Duel)
+        run = SmallRun(config=config_for(**alternating(("o", 3), ("x", 1), o=2), steps=6), environment=Duel)
         await run.run()
         assert order_of(run) == [("x", 3), ("o", 1), ("x", 3), ("o", 1)]
         dropped = run.orchestrator.buffer.ledger.units_dropped
@@ -123,11 +138,59 @@ def test_policies_learn_one_after_another(simulated_loop: SimulatedLoop) -> None
     simulated_loop.run(main)
 
 
+class Trio(agentrl.Environment):
+    """Three seats, all rewarded."""
+
+    seats = ("a", "b", "c")
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        for seat in self.seats:
+            turn = await ctx.agent(seat).act(agentrl.user("play"))
+            ctx.agent(seat).reward(float(turn.text > "5"))
+
+
+def test_some_learn_at_once_while_others_are_frozen(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        policies = {name: {"step_size": 4} for name in Trio.seats}
+        freeze = [("a", 2), (("b", "c"), 1)]
+        run = SmallRun(config=config_for(policies=policies, freeze=freeze, steps=4), environment=Trio)
+        await run.run()
+        taken = [batch.policy for batch in run.trainer.batches]
+        assert [sorted(taken[at : at + 4]) for at in (0, 5)] == [["b", "b", "c", "c"]] * 2
+        assert [taken[at] for at in (4, 9, 10, 11)] == ["a"] * 4
+
+    simulated_loop.run(main)
+
+
+def test_who_is_not_named_always_learns(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        policies = {name: {"step_size": 4} for name in Trio.seats}
+        run = SmallRun(config=config_for(policies=policies, freeze=[("a", 1), ("b", 1)], steps=6), environment=Trio)
+        await run.run()
+        assert steps_of(run) == dict.fromkeys(Trio.seats, 6)
+        alternate = [name for name, _ in order_of_those(run, "a", "b")]
+        assert alternate == ["b", "a"] * 6
+
+    simulated_loop.run(main)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "message"),
+    [
+        ([("x", 1), ("z", 1)], r"freeze\[1\]: 'z' is no policy that learns; there are: x, o"),
+        ([("x", 2)], r"freeze\[0\]: nobody else is named"),
+        ([(("x", "o"), 2), ("x", 1)], r"freeze\[0\]: nobody else is named"),
+        ([("x", 0), ("o", 1)], "greater than 0"),
+    ],
+)
+def test_a_freeze_that_makes_no_sense_is_refused(freeze: list[Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        config_for(**alternating(*freeze))
+
+
 def test_one_that_is_over_is_passed_over(simulated_loop: SimulatedLoop) -> None:
     async def main() -> None:
-        policies = alternating(x=1, o=1)
-        policies["o"]["steps"] = 2
-        run = SmallRun(config=config_for(policies=policies, steps=5), environment=Duel)
+        run = SmallRun(config=config_for(**alternating(("o", 1), ("x", 1), o=2), steps=5), environment=Duel)
         await run.run()
         assert order_of(run) == [("x", 1), ("o", 1), ("x", 1), ("o", 1), ("x", 3)]
 
@@ -136,7 +199,7 @@ def test_one_that_is_over_is_passed_over(simulated_loop: SimulatedLoop) -> None:
 
 def test_a_resumed_run_goes_on_in_its_phase(simulated_loop: SimulatedLoop) -> None:
     async def main() -> None:
-        config = config_for(policies=alternating(x=2, o=2), steps=4)
+        config = config_for(**alternating(("o", 2), ("x", 2)), steps=4)
         first = SmallRun(config=config, environment=Duel)
         first.during = lambda orchestrator: asyncio.get_running_loop().call_later(9.0, orchestrator.stop)
         await first.run()
@@ -154,8 +217,9 @@ def test_a_resumed_run_goes_on_in_its_phase(simulated_loop: SimulatedLoop) -> No
 
 
 def test_a_run_in_phases_that_dies_at_any_operation_loses_nothing() -> None:
-    policies = {"x": {"step_size": 4, "phase_steps": 1}, "o": {"step_size": 4, "phase_steps": 2}}
-    report = crash_everywhere(CrashScenario(Duel, changes={"policies": policies}), share=SHARE)
+    policies = {"x": {"step_size": 4}, "o": {"step_size": 4}}
+    changes = {"policies": policies, "freeze": [("o", 1), ("x", 2)]}
+    report = crash_everywhere(CrashScenario(Duel, changes=changes), share=SHARE)
     assert report.crashes > 40
     # Which units a phase drops depends on when they end; that every unit is trained once or dropped does not.
     assert not [v for v in report.violations if not v.what.startswith("trained: not")], report
