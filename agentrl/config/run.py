@@ -193,7 +193,7 @@ class TrainerConfig(Section):
     """The constant c of the normaliser step_size × c: a typical number of sampled tokens of a unit."""
     micro_batch_tokens: Tokens = 8192
     """Padded tokens per forward pass: memory; the update is the same for any value."""
-    probe_contexts: Annotated[int, Field(ge=0, le=64), Unit("contexts")] = 2
+    probe_contexts: Annotated[int, Field(ge=0, le=64), Unit("contexts")] = 1
     """Contexts whose next tokens' logprobs a version carries, for an engine to find before it samples; 0: none."""
     optimizer: OptimizerConfig = OptimizerConfig()
     threads: Threads = 1

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from agentrl.learn.models import PolicyModel
 
 
-_TOKENS = 64
+_TOKENS = 128
 """Next tokens asked for after each context."""
 _LENGTH = 16
 """Of a context."""
