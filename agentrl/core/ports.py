@@ -326,6 +326,6 @@ class Observer(Protocol):
         """An optimizer step was taken and its version is served; metric names are in `observe/metrics.py`."""
         ...
 
-    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
-        """An evaluation ended."""
+    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
+        """An evaluation of these versions ended; metrics of each policy."""
         ...

@@ -29,11 +29,22 @@ class Metric(NamedTuple):
 METRICS: tuple[Metric, ...] = (
     Metric("reward/mean", "reward", "mean reward of the units the step consumed"),
     Metric("reward/<seat>", "reward", "the same for the agents of one seat, where there are several"),
-    Metric("evaluation/reward", "reward", "mean reward on held-out tasks at a pinned version"),
+    Metric(
+        "evaluation/reward",
+        "reward",
+        "mean reward of the policy on held-out tasks at a pinned version, per episode it acted in, children too; of "
+        "`agentrl.evaluate`: what the agents of a task get together",
+    ),
+    Metric(
+        "evaluation/reward/<seat>",
+        "reward",
+        "the same per agent of one seat, where the policy holds several; of `agentrl.evaluate`, where several policies "
+        "play: `<policy>` and `<policy>/<seat>`",
+    ),
     Metric("evaluation/turns", "turns", "mean turns of held-out episodes"),
     Metric("evaluation/tokens", "tokens", "mean sampled tokens of held-out episodes"),
     Metric("evaluation/episodes", "episodes", "how many held-out episodes were committed"),
-    Metric("evaluation/dropped", "episodes", "how many were not, and count for nothing"),
+    Metric("evaluation/dropped", "episodes", "how many were not, children included, and count for nothing"),
     Metric("staleness/mean", "steps", "mean over the step's units of current step minus oldest sampling step"),
     Metric("staleness/max", "steps", "the largest of them"),
     Metric("advantage/zero_share", "fraction", "units of the step whose advantages are all 0: they taught nothing"),
@@ -142,8 +153,11 @@ def describe(name: str) -> Metric | None:
     found = _BY_NAME.get(name)
     if found is not None:
         return found
-    group = name.partition("/")[0]
-    return next((metric for metric in METRICS if metric.name.startswith(f"{group}/<")), None)
+    return next((metric for metric in METRICS if "<" in metric.name and name.startswith(_before_word(metric))), None)
+
+
+def _before_word(metric: Metric) -> str:
+    return metric.name.partition("<")[0]
 
 
 class Sink(Protocol):

@@ -81,6 +81,10 @@ class Dispatcher:
     they counted themselves; `episodes against OPPONENT` and `score against OPPONENT`; `proposals` remembered and those
     `made before`."""
     _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
+    _evaluated: list[EpisodeHeader] = field(default_factory=list)
+    """Of the newest evaluation: the children of its episodes that have ended."""
+    _first_evaluated: int = 0
+    """Number of its first episode."""
 
     @property
     def next_group(self) -> int:
@@ -220,12 +224,14 @@ class Dispatcher:
         self._running[spec.episode_id] = spec
 
     async def evaluate(self, tasks: Sequence[Task], pins: Mapping[str, PolicyVersion]) -> list[EpisodeHeader]:
-        """Run each task once, outside buffer and ledger; `pins` fixes policies at versions.
+        """Run each task once, outside buffer and ledger; `pins` fixes policies at versions. Children come last.
 
-        Seeds depend on the place of a task alone: evaluations of a run differ by their weights, and by nothing else.
+        Seeds and line-ups depend on the place of a task alone: evaluations of a run differ by their weights, and by
+        nothing else.
         """
-        first = self.next_evaluation
+        first = self._first_evaluated = self.next_evaluation
         self.next_evaluation += len(tasks)
+        self._evaluated = []
         specs = [
             replace(
                 self._root_spec(task, "evaluate", first + index, f"v{first + index}", 1, pins),
@@ -234,7 +240,7 @@ class Dispatcher:
             for index, task in enumerate(tasks)
         ]
         self._evaluating = self._start_to_hear(specs)
-        return await asyncio.gather(*self._evaluating)
+        return [*await asyncio.gather(*self._evaluating), *self._evaluated]
 
     async def play_forks(
         self, specs: Sequence[EpisodeSpec], ended_children: Mapping[str, EpisodeHeader]
@@ -291,8 +297,10 @@ class Dispatcher:
         ).pinned(pins)
 
     def _group(self, purpose: Purpose, number: int) -> int:
-        """Which root group an episode belongs to; outside training each is one of its own."""
-        return number // self.group_size if purpose == "train" else number
+        """Which root group an episode belongs to; outside training each is one of its own, counted from the first."""
+        if purpose == "train":
+            return number // self.group_size
+        return number - self._first_evaluated if purpose == "evaluate" else number
 
     def _training_spec(self, task: Task, number: int) -> EpisodeSpec:
         group = f"g{number - number % self.group_size}"
@@ -332,6 +340,8 @@ class Dispatcher:
             self._count(header)
             self.heard(header)
             self._guard(spec, header)
+        elif spec.purpose == "evaluate" and spec.parent_id is not None:
+            self._evaluated.append(header)
         for tell in ([on_end] if on_end is not None else []) + self._sharers.pop(spec.episode_id, []):
             tell(header)
         self.signal.notify()

@@ -218,7 +218,7 @@ class _Unheard:
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         pass
 
-    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
+    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
         pass
 
 
