@@ -123,7 +123,7 @@ class EpisodeRunner:
         header = self._header(context, stop_reason, self.clock.monotonic() - started)
         partials.forget()
         await _whatever_happens(self._store.commit_episode(spec, header, journal.digest, episode.metrics))
-        self.host.measured(spec, header, episode.metrics)
+        self.host.measured(spec, header, context.counted())
         return header
 
     def _header(self, context: LiveContext, stop_reason: StopReason, seconds: float) -> EpisodeHeader:
