@@ -127,9 +127,9 @@ class LiveAgent(Agent):
         if completion.finish_reason == "length":
             self._episode.metric("turns/length", 1.0, self)
         current_branch().speaker = self._number
+        message = self._spoken_to.chat_format.parse(completion.token_ids.tolist())
         self._conversation.answer(completion)
         self._messages.extend(messages)
-        message = self._spoken_to.chat_format.parse(completion.token_ids.tolist())
         self._messages.append(message)
         turn = Turn(text=message.content, message=message, completion=completion)
         self._turns.append(turn)
