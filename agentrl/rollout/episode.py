@@ -76,6 +76,7 @@ class Services:
 class Sampling(Protocol):
     """What an episode asks of its agents: `agent.LiveAgent`."""
 
+    seat: str
     policy: str
     counts: dict[str, float]
     """What of the episode's `metrics` is the agent's doing."""
@@ -111,6 +112,13 @@ class LiveEpisode:
     def name(self) -> str:
         """Episode and attempt, for messages and sessions."""
         return f"{self.spec.episode_id}.{self.spec.attempt}"
+
+    @property
+    def whereabouts(self) -> str:
+        """Where the program is, for messages about what went wrong there."""
+        agent = self.speaker()
+        who = "before any turn" if agent is None else f"after a turn of seat {agent.seat!r}, policy {agent.policy!r}"
+        return f"episode {self.name}, {who}"
 
     def sampling_seed(self, call_id: str) -> int:
         """Of one engine call: the same on every execution of the attempt."""

@@ -118,6 +118,9 @@ class EpisodeRunner:
                 self._reward_truncated(context, environment)
             journal.finish()
             self.finished(context)
+        except Exception as error:
+            error.add_note(episode.whereabouts)
+            raise
         finally:
             self.leave(spec)
         header = self._header(context, stop_reason, self.clock.monotonic() - started)

@@ -20,6 +20,7 @@ from agentrl.engines.remote import MAX_ANSWER_BYTES, REFUSAL_SHOWN, RoutedEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from agentrl.rollout.json_format import JsonFormat
+from agentrl.testing.memory_journal import EpisodeEnd
 from tests.sim.small_run import SmallRun, config_for
 
 KEY = "sk-very-secret"
@@ -286,6 +287,25 @@ def test_one_that_never_answers_is_named_and_nothing_hangs(monkeypatch: pytest.M
         CheckFailedError, match=r"because of engine_lost: .*policy 'judge' at .*no answer within 0\.01 s"
     ):
         played(handler, monkeypatch, timeout_s=0.01, held=held)
+
+
+def test_one_that_answers_some_and_not_others_costs_those_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[asyncio.Event] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        first = (await request.json())["messages"][0]["content"]
+        if int(re.findall(r"\d", first)[0]) % 2:
+            held.append(asyncio.Event())
+            await held[-1].wait()
+        return answer("yes")
+
+    run = played(handler, monkeypatch, timeout_s=0.2, held=held)
+    assert len(run.trainer.batches[0].units) == 4
+    ends = [row for row in run.journal.records if isinstance(row, EpisodeEnd) and row.header.drop_reason]
+    assert {end.header.drop_reason for end in ends} == {"engine_lost"}
+    for end in ends:
+        told = rf"episode and seat {end.spec.episode_id}\.0:judge\.0, policy 'judge' at http.*no answer within 0\.2 s"
+        assert re.search(told, end.detail)
 
 
 def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
