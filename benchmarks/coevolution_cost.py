@@ -91,7 +91,7 @@ class Stopwatch:
         if self._taken == self._last:
             self.ended = time.process_time()
 
-    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
+    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
         """There are none."""
 
 

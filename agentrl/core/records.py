@@ -32,7 +32,7 @@ Purpose = Literal["train", "evaluate", "replay", "fork"]
 FinishReason = Literal["stop", "length", "abort"]
 """Why a completion ended: a stop token, the token limit, or an abort that returned the partial."""
 
-StopReason = Literal["completed", "max_turns", "context_length", "infrastructure"]
+StopReason = Literal["completed", "max_turns", "context_length", "infrastructure", "refused"]
 """Why an episode ended, if it was committed; a dropped episode has a drop reason instead."""
 
 Role = Literal["system", "user", "assistant", "tool"]

@@ -94,7 +94,7 @@ class StepMetrics:
                 metrics[f"reward/{seat}"] = _mean([t.reward or 0.0 for t in trajectories if t.seat == seat])
         metrics.update(report.metrics)
         metrics.update(self._length_ratio(policy, trajectories, ended))
-        for name, value in (of_ended(ended) | self._of_proposals(ended)).items():
+        for name, value in (of_ended(ended, policy) | self._of_proposals(ended)).items():
             metrics.setdefault(name, value)
         return metrics
 
@@ -105,8 +105,8 @@ class StepMetrics:
     def _of_proposals(self, ended: Mapping[str, float]) -> dict[str, float]:
         """What became of the tasks that episodes thought up since the policy's last step."""
         metrics: dict[str, float] = {}
-        if asked := ended[f"metric {GATE_PASSED}"] + ended[f"metric {GATE_REFUSED}"]:
-            metrics["gate/acceptance"] = ended[f"metric {GATE_PASSED}"] / asked
+        if asked := ended[GATE_PASSED] + ended[GATE_REFUSED]:
+            metrics["gate/acceptance"] = ended[GATE_PASSED] / asked
         if made := ended["proposals"]:
             metrics["proposals/made"] = made
             metrics["proposals/repeated"] = ended["proposals made before"] / made
@@ -138,31 +138,33 @@ class StepMetrics:
         return {"composition/length_ratio": (trained / units) / (all_tokens / all_units)}
 
 
-def of_ended(sums: Mapping[str, float]) -> dict[str, float]:
-    """Means over the episodes that ended during a step; empty where none did."""
+def of_ended(sums: Mapping[str, float], policy: str) -> dict[str, float]:
+    """Of the episodes that ended during a step, and of the policy's doing in those that it acted in."""
     metrics: dict[str, float] = {}
-    if sums["episodes"]:
-        metrics["episodes/turns"] = sums["turns"] / sums["episodes"]
-        metrics["episodes/tokens"] = sums["tokens"] / sums["episodes"]
     if sums["superseded"]:
         metrics["episodes/superseded"] = sums["superseded"]
     for name, count in sums.items():
         if name.startswith("episodes against ") and count:
             opponent = name.removeprefix("episodes against ")
             metrics[f"win_rate/{opponent}"] = sums[f"score against {opponent}"] / count
-    if not sums["committed"]:
+    whose = f"{policy}: "
+    own = defaultdict(float, {k.removeprefix(whose): value for k, value in sums.items() if k.startswith(whose)})
+    committed = own["committed"]
+    if not committed:
         return metrics
-    metrics["format/episodes"] = sums["committed"]
-    metrics["format/broken_turns"] = sums["broken turns"] / max(sums["committed turns"], 1.0)
-    rewarded = sums["broken"] + sums["kept"]
+    metrics["episodes/turns"] = own["turns"] / committed
+    metrics["episodes/tokens"] = own["tokens"] / committed
+    metrics["format/episodes"] = committed
+    metrics["format/broken_turns"] = own["broken turns"] / max(own["turns"], 1.0)
+    rewarded = own["broken"] + own["kept"]
     if rewarded:
-        metrics["format/broken_share"] = sums["broken"] / rewarded
+        metrics["format/broken_share"] = own["broken"] / rewarded
     for kind in ("broken", "kept"):
-        if sums[kind]:
-            metrics[f"format/reward_{kind}"] = sums[f"reward of {kind}"] / sums[kind]
-    for name, value in sums.items():
+        if own[kind]:
+            metrics[f"format/reward_{kind}"] = own[f"reward of {kind}"] / own[kind]
+    for name, value in own.items():
         if name.startswith("metric ") and not name.startswith("metric gate/") and len(metrics) < MAX_METRICS:
-            metrics.setdefault(name.removeprefix("metric "), value / sums["committed"])
+            metrics.setdefault(name.removeprefix("metric "), value / committed)
     return metrics
 
 
