@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from agentrl.core import ids
-from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, TrajectoryCredit, TrajectoryHeader, Unit
+from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, TrajectoryHeader
+from agentrl.core.training_records import TrajectoryCredit, Unit
 from agentrl.credit.advantages import AdvantageFunction, advantages_to_go
 from agentrl.orchestrator.ledger import Ledger
 

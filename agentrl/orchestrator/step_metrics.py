@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from agentrl.core.clock import Clock
 from agentrl.core.ports import Engine
-from agentrl.core.records import PolicyVersion, StepReport, TrajectoryHeader
+from agentrl.core.records import PolicyVersion, TrajectoryHeader
+from agentrl.core.training_records import StepReport
 from agentrl.observe.alarms import LENGTH_STEPS
 from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
 from agentrl.orchestrator.buffer import FRONTIER, PASS_RATES, EpisodeBuffer, ReadyUnit
