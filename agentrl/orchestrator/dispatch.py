@@ -19,6 +19,7 @@ from agentrl.core.proposals import Proposal, Recollection
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Purpose, SeatBinding, Task, dropped_header
 from agentrl.environment.registry import resolve
 from agentrl.journal.port import JournalStore
+from agentrl.journal.results import winner
 from agentrl.observe.metrics import BROKEN_FORMAT
 from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
 from agentrl.orchestrator.proposals import ProposalMemory
@@ -78,8 +79,8 @@ class Dispatcher:
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of the training episodes that ended since the run began, growing: `episodes`, `tokens`, `turns`, `superseded`
     ends that were ignored, how they kept the format, `units of POLICY`, `tokens of POLICY`, and `metric NAME` for what
-    they counted themselves; `episodes against OPPONENT` and `score against OPPONENT`; `proposals` remembered and those
-    `made before`."""
+    they counted themselves; `episodes against OPPONENT` and `score against OPPONENT`; games `won by SEAT`; `proposals`
+    remembered and those `made before`."""
     _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
 
     @property
@@ -362,6 +363,8 @@ class Dispatcher:
         for trajectory in header.trajectories:
             self.sums[f"units of {trajectory.policy}"] += 1
             self.sums[f"tokens of {trajectory.policy}"] += trajectory.tokens
+        if (seat := winner(header)) is not None:
+            self.sums[f"won by {seat}"] += 1
 
     def _guard(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
         """End a run in which a policy gets nothing to train on, episode after episode."""
