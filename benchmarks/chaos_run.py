@@ -23,7 +23,8 @@ from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, TrainerLostError
 from agentrl.core.ports import ChatFormat, Engine, GenerateRequest
-from agentrl.core.records import PolicyVersion, StepReport, Task, TrainBatch, WeightsRef
+from agentrl.core.records import PolicyVersion, Task, WeightsRef
+from agentrl.core.training_records import StepReport, TrainBatch
 from agentrl.engines.child_process import ThisMachine
 from agentrl.engines.placement import EngineProgram
 from agentrl.engines.process import ProcessEngine

@@ -21,12 +21,11 @@ if TYPE_CHECKING:
         Int32Array,
         Message,
         PolicyVersion,
-        StepReport,
         Task,
         ToolSpec,
-        TrainBatch,
         WeightsRef,
     )
+    from agentrl.core.training_records import StepReport, TrainBatch
 
 Refresh = Literal["token", "turn", "episode", "lazy"]
 """When a session moves to newer weights: between two tokens, two turns, never, or when its lag reaches the bound."""

@@ -14,15 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from agentrl.core.proposals import Proposal
-    from agentrl.core.records import (
-        EpisodeHeader,
-        EpisodeSpec,
-        ForkPoint,
-        PolicyVersion,
-        StepReport,
-        TrainBatch,
-        WeightsRef,
-    )
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, WeightsRef
+    from agentrl.core.training_records import StepReport, TrainBatch
     from agentrl.journal.entries import JournalEntry
 
 

@@ -12,7 +12,7 @@ import torch
 
 from agentrl.core.errors import TrainerError
 from agentrl.core.ids import key64
-from agentrl.core.records import TrainingSample
+from agentrl.core.training_records import TrainingSample
 from agentrl.engines.probe import Probe
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.packing import pack

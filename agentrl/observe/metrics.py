@@ -82,6 +82,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("parked", "times", "per episode: how often it was parked"),
     Metric("turns/illegal", "turns", "per episode: turns the environment could not read, as it counts them itself"),
     Metric("win_rate/<policy>", "fraction", "wins against this policy of kind `past`; draws count half"),
+    Metric("games/<policy>", "episodes", "how many were played against it"),
+    Metric("episodes/decided", "episodes", "games: one seat's reward was above 0, another's below"),
+    Metric("won/<seat>", "fraction", "of them, those in which this seat was given most"),
     Metric("format/episodes", "episodes", "these episodes: the format figures of the step are about them"),
     Metric(
         "format/broken_turns",
@@ -142,6 +145,11 @@ METRICS: tuple[Metric, ...] = (
 
 BROKEN_FORMAT = ("tool/bad_arguments", "tool/unknown_tool", "turns/length", "turns/illegal")
 """Episode metrics whose sum is the number of turns or calls that broke the format."""
+
+PASS_RATES = ("0", "0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1", "1")
+"""Groups of child episodes by their mean reward: none was solved, in between, all were."""
+FRONTIER = ("0.2-0.4", "0.4-0.6", "0.6-0.8")
+"""Those with most to learn from, both ends included."""
 
 GATE_PASSED, GATE_REFUSED = "gate/passed", "gate/refused"
 """Episode metrics that count the answers of `agent.gate`."""

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.safe import safe_line
-from agentrl.observe.alarms import alarms, write_alarm
+from agentrl.observe.alarm_lines import write_alarm
+from agentrl.observe.alarms import alarms
 from agentrl.observe.enduring import EnduringStream
 from agentrl.observe.metrics import JsonlSink, Sink
 from agentrl.observe.plot import curve

@@ -17,14 +17,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from agentrl.core import ids
-from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, TrajectoryCredit, TrajectoryHeader, Unit
+from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, TrajectoryHeader
+from agentrl.core.training_records import TrajectoryCredit, Unit
 from agentrl.credit.advantages import AdvantageFunction, advantages_to_go
+from agentrl.observe.metrics import PASS_RATES
 from agentrl.orchestrator.ledger import Ledger
-
-PASS_RATES = ("0", "0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1", "1")
-"""Groups of child episodes by their mean reward: none was solved, in between, all were."""
-FRONTIER = ("0.2-0.4", "0.4-0.6", "0.6-0.8")
-"""Those with most to learn from, both ends included."""
 
 
 class ReadyUnit(NamedTuple):

@@ -19,6 +19,7 @@ from agentrl.core.proposals import Proposal, Recollection
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Purpose, SeatBinding, Task, dropped_header
 from agentrl.environment.registry import resolve
 from agentrl.journal.port import JournalStore
+from agentrl.journal.results import winner
 from agentrl.observe.metrics import BROKEN_FORMAT, GATE_PASSED, GATE_REFUSED
 from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
 from agentrl.orchestrator.proposals import ProposalMemory
@@ -77,9 +78,10 @@ class Dispatcher:
     _useless_in_a_row: Counter[str] = field(default_factory=Counter)
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of the training episodes that ended since the run began, growing: `episodes`, `tokens`, `superseded` ends that
-    were ignored, `units of POLICY`, `tokens of POLICY`; `episodes against OPPONENT` and `score against OPPONENT`;
-    `proposals` remembered, those `made before`, answers of gates. Of those that were committed, `POLICY: …`: how many,
-    its turns and tokens in them, how it kept the format, and `metric NAME` for what they counted themselves."""
+    were ignored, `units of POLICY`, `tokens of POLICY`; `episodes against OPPONENT` and `score against OPPONENT`; games
+    `won by SEAT`; `proposals` remembered, those `made before`, answers of gates. Of those that were committed,
+    `POLICY: …`: how many, its turns and tokens in them, how it kept the format, and `metric NAME` for what they counted
+    themselves."""
     _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
     _evaluated: list[EpisodeHeader] = field(default_factory=list)
     """Of the newest evaluation: the children of its episodes that have ended."""
@@ -375,6 +377,8 @@ class Dispatcher:
         for trajectory in header.trajectories:
             self.sums[f"units of {trajectory.policy}"] += 1
             self.sums[f"tokens of {trajectory.policy}"] += trajectory.tokens
+        if (seat := winner(header)) is not None:
+            self.sums[f"won by {seat}"] += 1
 
     def _guard(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
         """End a run in which a policy gets nothing to train on, episode after episode."""

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from agentrl.core.clock import Clock
 from agentrl.core.ports import Engine
-from agentrl.core.records import PolicyVersion, StepReport, TrajectoryHeader
+from agentrl.core.records import PolicyVersion, TrajectoryHeader
+from agentrl.core.training_records import StepReport
 from agentrl.observe.alarms import LENGTH_STEPS
-from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
-from agentrl.orchestrator.buffer import FRONTIER, PASS_RATES, EpisodeBuffer, ReadyUnit
+from agentrl.observe.metrics import FRONTIER, GATE_PASSED, GATE_REFUSED, PASS_RATES
+from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.versions import PolicyBoard
 
@@ -147,6 +148,11 @@ def of_ended(sums: Mapping[str, float], policy: str) -> dict[str, float]:
         if name.startswith("episodes against ") and count:
             opponent = name.removeprefix("episodes against ")
             metrics[f"win_rate/{opponent}"] = sums[f"score against {opponent}"] / count
+            metrics[f"games/{opponent}"] = count
+    won = {name.removeprefix("won by "): count for name, count in sums.items() if name.startswith("won by ")}
+    if decided := sum(won.values()):
+        metrics |= {f"won/{seat}": count / decided for seat, count in won.items()}
+        metrics["episodes/decided"] = decided
     whose = f"{policy}: "
     own = defaultdict(float, {k.removeprefix(whose): value for k, value in sums.items() if k.startswith(whose)})
     committed = own["committed"]

@@ -10,17 +10,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.core.proposals import Proposal
-from agentrl.core.records import (
-    DataLocation,
-    EpisodeHeader,
-    EpisodeSpec,
-    PolicyVersion,
-    StepReport,
-    TrainBatch,
-    TrajectoryCredit,
-    Unit,
-    WeightsRef,
-)
+from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
+from agentrl.core.training_records import StepReport, TrainBatch, TrajectoryCredit, Unit
 from agentrl.journal.entries import JournalEntry, RewardEntry, Span, encode_body
 from agentrl.journal.partials import Partial, decode_partial, encode_partial
 from agentrl.journal.port import StepRow

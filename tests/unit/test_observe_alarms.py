@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.observe.alarms import MEANINGS, alarms, read_alarms
+from agentrl.observe.alarm_lines import read_alarms
+from agentrl.observe.alarms import MEANINGS, alarms
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
 from agentrl.observe.run_state import RunPlan, RunState
