@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentrl.app.seats import check_capabilities, demands_of, policy_binding
@@ -151,12 +151,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     check_capabilities(config, parts.engine.capabilities)
     trainable = config.trained
     signal = Signal()
-    buffer = EpisodeBuffer(
-        trainable,
-        _release(config, trainable, parts),
-        resolved_before=parts.past.resolved,
-        dead=parts.past.dead,
-    )
+    buffer = _buffer(config, parts)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
     board = PolicyBoard(versions, trainable, parts.parents)
     dispatcher = make_dispatcher(config, environment, buffer, parts.store, signal, past=parts.past)
@@ -240,13 +235,18 @@ def _wire(dispatcher: Dispatcher, scheduler: Scheduler, opponents: Opponents) ->
     dispatcher.memory.seen = scheduler.seen()
 
 
-def _release(config: RunConfig, trainable: Iterable[str], parts: Parts) -> Release:
-    credit = config.credit
+def _buffer(config: RunConfig, parts: Parts) -> EpisodeBuffer:
+    past = parts.past
+    return EpisodeBuffer(config.trained, _release(config, parts), resolved_before=past.resolved, dead=past.dead)
+
+
+def _release(config: RunConfig, parts: Parts) -> Release:
+    credit, trainable = config.credit, config.trained
     if credit.release == "group":
         return WholeGroups(trainable, ADVANTAGES[credit.advantage], to_go=credit.turn_credit == "to_go")
     return FirstFinishers(
         trainable,
-        ReleaseRule(credit.release_share if credit.release == "late" else 0.0),
+        ReleaseRule() if credit.release == "late" else ReleaseRule(share=0.0),
         history=parts.past.history,
         freeze=parts.store.record_baselines,
         frozen=parts.past.baselines,
@@ -320,7 +320,9 @@ def make_dispatcher(
         next_number=past.next_number,
         next_evaluation=past.next_evaluation,
         ended_children=dict(past.ended_children),
-        memory=ProposalMemory(config.credit.memory_size),
+        memory=ProposalMemory(
+            config.credit.memory_size, apart=0 if config.credit.release == "group" else config.credit.group_size
+        ),
     )
 
 

@@ -79,8 +79,6 @@ def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
         return
     if credit.advantage in ("role_mean", "none"):
         yield advantage, "it compares nobody with its group, so nobody need be waited for. Set release = 'episode'"
-    if credit.release_share == 0:
-        yield "credit.release_share = 0", "nobody would be waited for. Set a share above 0, or release = 'episode'"
     for name, policy in config.trained.items():
         if policy.max_staleness == 0:
             why = "each step then waits for all that runs, and nobody can be late"

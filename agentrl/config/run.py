@@ -125,12 +125,9 @@ class CreditConfig(Section):
     memory_size: Annotated[Positive, Field(le=1_000_000), Unit("proposals")] = 2000
     """Proposals the run remembers (`ctx.remember`); the oldest go."""
     release: Literal["group", "episode", "late"] = "group"
-    """When episodes may be trained: `group`, when all of their group have ended; `late`, the first
-    `release_share` of a group together and every later one when it ends, paid in full and compared with the same first
-    ones; `episode`, each when it ends, compared with earlier groups alone (docs/scheduling.md)."""
-    release_share: Share = 0.5
-    """Of `late`: the share of a group that is waited for, two episodes at least. More wait longer, fewer make the
-    gradient noisier where a task has no earlier groups to be compared with."""
+    """When episodes may be trained: `group`, when all of their group have ended; `late`, the first half of a group
+    together and every later one when it ends, paid in full and compared with the same first ones; `episode`, each when
+    it ends, compared with earlier groups alone (docs/scheduling.md)."""
     turn_credit: Literal["sum", "to_go"] = "sum"
     """What `agent.reward(x, turn=…)` counts for: `sum`, the agent's whole trajectory; `to_go`, that turn and those
     before it, each turn compared with what the others of the group still got from it on."""
@@ -363,7 +360,6 @@ def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> None:
         "seats",
         "credit.group_size",
         "credit.release",
-        "credit.release_share",
         "deterministic",
     ]
     for name in sorted({*before.get("policies", {}), *after["policies"]}):
