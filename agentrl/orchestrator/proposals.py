@@ -26,15 +26,18 @@ class ProposalMemory:
     """The newest proposals of a run.
 
     What an episode sees is what was made before it asked. In a deterministic run that would depend on who is faster, so
-    `seen` gives it the proposals of the waves that had ended when its own began, and no others.
+    `seen` gives it the proposals of the waves that had ended when its own began, and no others. Where groups are
+    released in parts it does not see those of its own root group: no reward may depend on which sibling is faster.
 
     Args:
         size: how many are remembered; the oldest go.
         seen: see `Seen`; None: all that there is.
+        apart: size of the root groups whose members do not see each other's proposals; 0: they do.
     """
 
-    def __init__(self, size: int, *, seen: Seen | None = None) -> None:
+    def __init__(self, size: int, *, seen: Seen | None = None, apart: int = 0) -> None:
         self._size = size
+        self._apart = apart
         self.seen = seen
         """Must be set before anything is remembered."""
         self._made: list[tuple[tuple[int, ...], Proposal]] = []
@@ -55,6 +58,8 @@ class ProposalMemory:
         times = same = newest = 0
         for _, other in self._visible_to(episode):
             if other.episode_id == episode and (other.attempt != attempt or other.made_by == proposal.made_by):
+                continue
+            if other.episode_id != episode and self._are_apart(other.episode_id, episode):
                 continue
             if other.environment == environment:
                 times += other.key == key
@@ -81,6 +86,9 @@ class ProposalMemory:
         self._known.add(proposal.made_by)
         bisect.insort(self._made, (self._place(proposal), proposal))
         self._forget()
+
+    def _are_apart(self, one: str, other: str) -> bool:
+        return self._apart > 0 and ids.root_number(one) // self._apart == ids.root_number(other) // self._apart
 
     def _place(self, proposal: Proposal) -> tuple[int, ...]:
         if self.seen is None:

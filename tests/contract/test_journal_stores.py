@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.core.baselines import BaselineSet, EarlierMean
 from agentrl.core.proposals import Proposal
 from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
 from agentrl.core.training_records import StepReport, TrainBatch, TrajectoryCredit, Unit
@@ -172,6 +173,18 @@ def test_proposals_come_back_in_order_the_newest_and_those_of_unfinished_episode
         await journal.flush()
         assert list(journal.proposals()) == made, "told twice, known once"
         assert list(journal.proposals(2)) == [made[1], made[4], made[5]]
+
+    run(scenario)
+
+
+def test_what_a_group_is_compared_with_comes_back_as_it_was_frozen(run: Callable[[Scenario], None]) -> None:
+    async def scenario(journal: AnyJournal) -> None:
+        frozen = BaselineSet("g0", ("e3", "e1"), (EarlierMean("solver", "agent", 0.1 + 0.2),))
+        again = BaselineSet("g0", ("e1", "e2"))
+        for baselines in (frozen, BaselineSet("g4", ()), again):
+            journal.record_baselines(baselines)
+        await journal.flush()
+        assert journal.baselines() == {"g0": frozen, "g4": BaselineSet("g4", ())}
 
     run(scenario)
 

@@ -46,6 +46,16 @@ def test_learnability_is_unbiased_for_rewards_in_between() -> None:
     assert expected == pytest.approx(4 * mean * (1 - mean))
 
 
+def test_siblings_that_are_released_in_parts_do_not_see_each_other() -> None:
+    together, apart = ProposalMemory(10), ProposalMemory(10, apart=4)
+    for memory in (together, apart):
+        for number, episode in enumerate(("e3", "e4", "e6~0.r#1.0")):
+            memory.remember(Proposal(number, episode, 0, "r#1", "Propose", "2+2", ""))
+    asked = [Proposal(9, episode, 0, "r#1", "Propose", "2+2", "") for episode in ("e5", "e8", "e4")]
+    assert [together.recall(proposal).times for proposal in asked] == [3, 3, 2]
+    assert [apart.recall(proposal).times for proposal in asked] == [1, 3, 1]
+
+
 def test_a_dropped_attempt_is_in_no_numerator_and_no_denominator() -> None:
     assert learnability(attempts(1.0, None, 0.0, None)) == learnability(attempts(1.0, 0.0)) == 2.0
 
