@@ -23,7 +23,9 @@ from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, TrainerLostError
 from agentrl.core.ports import ChatFormat, Engine, GenerateRequest
-from agentrl.core.records import PolicyVersion, StepReport, Task, TrainBatch, WeightsRef
+from agentrl.core.records import PolicyVersion, Task, WeightsRef
+from agentrl.core.training_records import StepReport, TrainBatch
+from agentrl.engines.child_process import ThisMachine
 from agentrl.engines.placement import EngineProgram
 from agentrl.engines.process import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
@@ -179,11 +181,14 @@ class Hurried(SystemClock):
 
 
 async def scripted_engine(
-    config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None]
+    config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path
 ) -> Engine:
     program = EngineProgram("benchmarks.chaos_run:scripted", {})
     attempts = config.infrastructure_attempts
-    return await ProcessEngine(program, versions, attempts=attempts, clock=Hurried(), tell=tell).ready()
+    placement = ThisMachine(log)
+    return await ProcessEngine(
+        program, versions, placement=placement, attempts=attempts, clock=Hurried(), tell=tell
+    ).ready()
 
 
 def scripted_format(config: RunConfig) -> ChatFormat:

@@ -91,7 +91,7 @@ class Stopwatch:
         if self._taken == self._last:
             self.ended = time.process_time()
 
-    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
+    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
         """There are none."""
 
 
@@ -145,7 +145,7 @@ def frozen_changed_bytes(*, steps: int) -> int:
     )
 
 
-def figures(*, quick: bool) -> dict[str, float | None]:
+def figures(quick: bool) -> dict[str, float | None]:
     """The part's figures."""
     steps, repeats, units = (2, 1, QUICK_UNITS) if quick else (4, 7, UNITS)
     seconds: dict[int, list[float]] = {1: [], 2: [], 8: []}
@@ -174,7 +174,7 @@ def main() -> None:
     report = Report(
         "coevolution_cost", quick=quick, repeats=1 if quick else 7, compared_with="one adapter in all seats"
     )
-    report.figures |= figures(quick=quick)
+    report.figures |= figures(quick)
     report.print()
 
 

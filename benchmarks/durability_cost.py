@@ -21,7 +21,8 @@ from typing import Any
 from agentrl.app.assemble import Parts, assemble, past_of
 from agentrl.core.clock import SystemClock
 from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, StepReport, WeightsRef
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
+from agentrl.core.training_records import StepReport
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.port import StepRow

@@ -96,7 +96,7 @@ class Recorder:
         self.trace.cpu.append(self._tree.cpu_seconds())
         self.trace.rewards.append(metrics["reward/mean"])
 
-    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
+    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
         """Nothing to note."""
 
 

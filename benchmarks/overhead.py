@@ -64,7 +64,7 @@ class Silent:
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         """Ignored."""
 
-    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
+    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
         """Ignored."""
 
 

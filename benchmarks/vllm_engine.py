@@ -50,7 +50,7 @@ class InFlight:
         self.steps += 1
         self.met += metrics["episodes/in_flight"] > 0
 
-    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
+    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
         """Nothing to note."""
 
 

@@ -146,7 +146,7 @@ def add_probe(file: Path, model: Any, start: Any) -> None:
     """Give published weights the probe of `model`, as large as a trainer's."""
     random = np.random.default_rng(0)
     vocabulary = int(start.config.vocab_size)
-    contexts, tokens = (random.integers(0, vocabulary, shape).astype(np.int32) for shape in ((2, 16), 64))
+    contexts, tokens = (random.integers(0, vocabulary, shape).astype(np.int32) for shape in ((1, 16), 128))
     with torch.no_grad():
         ends = [each(input_ids=torch.from_numpy(contexts).long()).logits[:, -1] for each in (model, start)]
     logprobs, start_logprobs = (end.log_softmax(-1)[:, tokens.astype(np.int64)].numpy() for end in ends)

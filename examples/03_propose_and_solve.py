@@ -48,7 +48,7 @@ class Frontier:
             names = ("pass_rate/frontier", "pass_rate/1", "proposals/structure_entropy", "gate/acceptance")
             print(f"{step:>4}" + "".join(f"{metrics.get(name, float('nan')):>15.2f}" for name in names), flush=True)
 
-    def on_evaluation(self, versions: Mapping[str, object], metrics: Mapping[str, float]) -> None:
+    def on_evaluation(self, versions: Mapping[str, object], metrics: Mapping[str, Mapping[str, float]]) -> None:
         """There is none while both learn."""
 
 

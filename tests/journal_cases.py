@@ -11,14 +11,11 @@ from agentrl.core.records import (
     EpisodeSpec,
     PolicyVersion,
     SeatBinding,
-    StepReport,
     Task,
-    TrainBatch,
-    TrajectoryCredit,
     TrajectoryHeader,
-    Unit,
     WeightsRef,
 )
+from agentrl.core.training_records import StepReport, TrainBatch, TrajectoryCredit, Unit
 from agentrl.journal.checksums import episode_digest
 from agentrl.journal.entries import Begin, EntryBody, JournalEntry, RewardEntry, Span, ToolEntry, TurnEntry, encode_body
 from agentrl.journal.port import StepRow

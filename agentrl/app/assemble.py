@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentrl.app.seats import check_capabilities, demands_of, policy_binding
 from agentrl.app.speech import spoken_to, spoken_to_otherwise
 from agentrl.config.policies import PastPolicy
 from agentrl.config.run import RunConfig
+from agentrl.core.baselines import BaselineSet
 from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
 from agentrl.core.proposals import Proposal
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
+from agentrl.credit.history import RewardHistory
+from agentrl.credit.release import ReleaseRule
 from agentrl.credit.role_means import Mean, Role, RoleMeans
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import name_of
@@ -23,6 +26,7 @@ from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.curriculum import Curriculum
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator
+from agentrl.orchestrator.groups import FirstFinishers, Release, WholeGroups, history_of
 from agentrl.orchestrator.loop import Orchestrator, Plan
 from agentrl.orchestrator.manifest import CheckpointWriter
 from agentrl.orchestrator.opponents import OpponentPool, Opponents
@@ -64,6 +68,10 @@ class Past:
     """Committed episodes against past versions."""
     proposals: Sequence[Proposal] = ()
     """The newest that the run remembers, in order."""
+    baselines: Mapping[str, BaselineSet] = field(default_factory=dict)
+    """What the members of groups are compared with, by group, where something of them is still to be trained."""
+    history: RewardHistory = field(default_factory=RewardHistory)
+    """What rewards used to be, in the groups of which nothing is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +124,7 @@ def past_of(
     unfinished = log.unfinished()
     open_groups = {spec.group_id for spec, _ in log.ready_units(consumed_through)}
     open_groups |= {spec.group_id for spec in unfinished}
+    baselines = log.baselines()
     resolved = log.resolved_units(consumed_through)
     return Past(
         ended=tuple(log.members(open_groups)),
@@ -127,6 +136,8 @@ def past_of(
         next_evaluation=log.next_number("v"),
         against=tuple(log.against(opponents)),
         proposals=log.proposals(remembered),
+        baselines={name: baselines[name] for name in open_groups & baselines.keys()},
+        history=history_of(log.members(), open_groups) if baselines else RewardHistory(),
     )
 
 
@@ -139,7 +150,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     check_capabilities(config, parts.engine.capabilities)
     trainable = config.trained
     signal = Signal()
-    buffer = _buffer(config, trainable, parts.past)
+    buffer = _buffer(config, parts)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
     board = PolicyBoard(versions, trainable, parts.parents)
     dispatcher = make_dispatcher(config, environment, buffer, parts.store, signal, past=parts.past)
@@ -212,13 +223,22 @@ def _opponents(config: RunConfig, parts: Parts, dispatcher: Dispatcher) -> Oppon
     )
 
 
-def _buffer(config: RunConfig, trainable: Iterable[str], past: Past) -> EpisodeBuffer:
-    return EpisodeBuffer(
+def _buffer(config: RunConfig, parts: Parts) -> EpisodeBuffer:
+    past = parts.past
+    return EpisodeBuffer(config.trained, _release(config, parts), resolved_before=past.resolved, dead=past.dead)
+
+
+def _release(config: RunConfig, parts: Parts) -> Release:
+    credit, trainable = config.credit, config.trained
+    if credit.release == "group":
+        return WholeGroups(trainable, ADVANTAGES[credit.advantage], to_go=credit.turn_credit == "to_go")
+    return FirstFinishers(
         trainable,
-        ADVANTAGES[config.credit.advantage],
-        to_go=config.credit.turn_credit == "to_go",
-        resolved_before=past.resolved,
-        dead=past.dead,
+        ReleaseRule() if credit.release == "late" else ReleaseRule(share=0.0),
+        history=parts.past.history,
+        freeze=parts.store.record_baselines,
+        frozen=parts.past.baselines,
+        compares=credit.advantage == "leave_one_out",
     )
 
 

@@ -13,6 +13,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.records import EpisodeHeader, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.orchestrator.buffer import EpisodeBuffer
+from agentrl.orchestrator.groups import WholeGroups
 from agentrl.orchestrator.signal import Signal
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ async def play_beside(
         if not failure.done():
             failure.set_exception(error)
 
-    buffer = EpisodeBuffer((), ADVANTAGES[config.credit.advantage])
+    buffer = EpisodeBuffer((), WholeGroups((), ADVANTAGES["none"]))
     dispatcher = make_dispatcher(config, environment, buffer, store, Signal(), past=Past())
     attach_worker(config, environment, dispatcher, engine, chat_format, store, SystemClock(), fail)
     episodes = loop.create_task(play(dispatcher))

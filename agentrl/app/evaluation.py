@@ -17,7 +17,7 @@ from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import resolve
 from agentrl.observe.metrics import JsonlSink
-from agentrl.orchestrator.evaluation import evaluation_metrics
+from agentrl.orchestrator.evaluation import evaluation_metrics, together
 
 Directory = str | Path
 
@@ -62,11 +62,11 @@ def evaluate(
             f"{len(dropped)} of {len(headers)} episodes were dropped, {dropped[0].episode_id} because of "
             f"{dropped[0].drop_reason}: a score over the rest would flatter"
         )
-    metrics = evaluation_metrics(headers)
     if journal is not None:
         with contextlib.closing(JsonlSink(kept / "metrics.jsonl")) as sink:
-            sink.record(next(iter(config.policies)), 0, metrics)
-    return metrics
+            for name in config.policies:
+                sink.record(name, 0, evaluation_metrics(headers, name))
+    return together(headers)
 
 
 def _by_policy(config: RunConfig, policy: Directory | Mapping[str, Directory] | None) -> Mapping[str, Directory]:

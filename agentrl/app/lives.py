@@ -87,6 +87,9 @@ async def _life(lasting: Lasting) -> Orchestrator:
     await asyncio.to_thread(clear_leftovers, directory.checkpoints, directory.versions)
     for reason in recovery.rejected:
         observer.phase(f"left out: {reason}")
+    if recovery.manifest is not None:
+        steps = ", ".join(f"{name} {version.step}" for name, version in recovery.manifest.versions.items())
+        observer.phase(f"going on from checkpoint {recovery.manifest.directory.name} (steps taken: {steps})")
     async with contextlib.AsyncExitStack() as stack:
         trainer = lasting.adapters.trainer(config, directory.path)
         stack.push_async_callback(_close, trainer, observer)
@@ -94,7 +97,7 @@ async def _life(lasting: Lasting) -> Orchestrator:
         await trainer.start(recovery.start_from)
         observer.phase("loading the engine")
         versions = recovery.first_versions(config, store, directory.versions)
-        engine = await lasting.adapters.engine(config, versions, observer.warn)
+        engine = await lasting.adapters.engine(config, versions, observer.warn, directory.engine_log)
         stack.push_async_callback(engine.close)
         await load_weights(config, engine, store, await asyncio.to_thread(given_weights, config))
         trainable = {name: versions[name] for name in config.trained}

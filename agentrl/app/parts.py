@@ -41,24 +41,38 @@ def load_config(config: RunConfig | str | Path) -> RunConfig:
     return load(Path(config), [])
 
 
-async def make_engine(config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None]) -> Engine:
-    """The engine a configuration asks for, in this process or in one of its own, whose deaths are told."""
+async def make_engine(
+    config: RunConfig,
+    versions: Mapping[str, PolicyVersion],
+    tell: Callable[[str], None],
+    log: Path | None = None,
+) -> Engine:
+    """The engine a configuration asks for, in this process or in one of its own.
+
+    Args:
+        config: of the run.
+        versions: the version each policy begins at.
+        tell: takes a line for people when a process of the engine died.
+        log: the file for what the engine's processes write to their error streams; None: this process's own.
+    """
     remote = config.of_kind(RemotePolicy)
     if not remote:
-        return await _own_engine(config, versions, tell)
+        return await _own_engine(config, versions, tell, log)
     from agentrl.engines.remote import RoutedEngine
 
     here = {name: version for name, version in versions.items() if name not in remote}
-    return RoutedEngine(await _own_engine(config, here, tell), remote)
+    return RoutedEngine(await _own_engine(config, here, tell, log), remote)
 
 
-async def _own_engine(config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None]) -> Engine:
+async def _own_engine(
+    config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path | None
+) -> Engine:
     arguments = _engine_arguments(config)
     if config.engine.kind == "vllm":
         check_vllm()
-        return await _beside(config, EngineProgram(VLLM, arguments, VLLM_HOST), versions, tell)
+        return await _beside(config, EngineProgram(VLLM, arguments, VLLM_HOST), versions, tell, log)
     if config.engine.own_process:
-        return await _beside(config, EngineProgram(EMBEDDED, arguments), versions, tell)
+        return await _beside(config, EngineProgram(EMBEDDED, arguments), versions, tell, log)
     from agentrl.engines.embedded import EmbeddedEngine
 
     return await asyncio.to_thread(EmbeddedEngine.load, versions=versions, **arguments)
@@ -92,12 +106,13 @@ async def _beside(
     program: EngineProgram,
     versions: Mapping[str, PolicyVersion],
     tell: Callable[[str], None],
+    log: Path | None,
 ) -> Engine:
     """As many processes of an engine as are configured, as one engine; none is left where one does not start."""
     silence_s, attempts = config.engine.silence_timeout_s, config.infrastructure_attempts
     engines = [
         ProcessEngine(
-            program, versions, placement=_placement(config), silence_s=silence_s, attempts=attempts, tell=tell
+            program, versions, placement=_placement(config, log), silence_s=silence_s, attempts=attempts, tell=tell
         )
         for _ in range(config.engine.replicas)
     ]
@@ -110,9 +125,9 @@ async def _beside(
     return engines[0] if len(engines) == 1 else ReplicatedEngine(engines, tell=tell)
 
 
-def _placement(config: RunConfig) -> Placement:
+def _placement(config: RunConfig, log: Path | None) -> Placement:
     if config.engine.placement == "local":
-        return ThisMachine()
+        return ThisMachine(log)
     if installed_version("ray") is None:
         raise ConfigError(
             f"engine.placement = 'ray', and Ray is not installed: {install_command('ray')}, or set it to 'local'"
@@ -172,7 +187,9 @@ def make_chat_format(config: RunConfig) -> ChatFormat:
 class Adapters:
     """Who makes the adapters of a run: by default what its configuration asks for, anew in each life of the run."""
 
-    engine: Callable[[RunConfig, Mapping[str, PolicyVersion], Callable[[str], None]], Awaitable[Engine]] = make_engine
+    engine: Callable[[RunConfig, Mapping[str, PolicyVersion], Callable[[str], None], Path], Awaitable[Engine]] = (
+        make_engine
+    )
     trainer: Callable[[RunConfig, Path], Trainer] = make_trainer
     chat_format: Callable[[RunConfig], ChatFormat] = make_chat_format
     clock: Clock = field(default_factory=SystemClock)

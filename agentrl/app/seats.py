@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from agentrl.app.weights import adapter_places
 from agentrl.config.run import RunConfig
@@ -35,15 +36,20 @@ def policy_binding(config: RunConfig) -> Callable[[str, int], str]:
     return policy_of
 
 
-def played(
-    environment: type[Environment], prefix: str = "", times: int = 1, depth: int = 0
-) -> Iterator[tuple[str, int]]:
-    """Every seat a root episode fills, children included, with how many episodes fill it."""
-    for seat in environment.seats:
-        yield f"{prefix}{seat}", times
+class Casting(NamedTuple):
+    """The seats of a kind of episode that a root episode brings, by `Env.seat` for children."""
+
+    seats: tuple[str, ...]
+    times: int
+    """How many such episodes it brings."""
+
+
+def castings(environment: type[Environment], prefix: str = "", times: int = 1, depth: int = 0) -> Iterator[Casting]:
+    """A root episode, and the child episodes it declares."""
+    yield Casting(tuple(f"{prefix}{seat}" for seat in environment.seats), times)
     for child, number in environment.children().items():
         if depth < MAX_CHILD_DEPTH:
-            yield from played(child, f"{child.__name__}.", times * number, depth + 1)
+            yield from castings(child, f"{child.__name__}.", times * number, depth + 1)
 
 
 def demands_of(config: RunConfig, environment: type[Environment]) -> Sequence[Demand]:
@@ -53,18 +59,20 @@ def demands_of(config: RunConfig, environment: type[Environment]) -> Sequence[De
     Raises:
         ConfigError: what does not fit, and the mend.
     """
-    seats = list(played(environment))
-    _check_names(config, environment, [seat for seat, _ in seats])
-    size, policy_of = config.credit.group_size, policy_binding(config)
-    line_ups = [[(policy_of(seat, group), times) for seat, times in seats] for group in range(config.line_ups)]
-    _check_held(config, environment, {name for line_up in line_ups for name, _ in line_up}, [seat for seat, _ in seats])
-    trained, demands = config.trained, []
-    for line_up in line_ups:
+    cast = list(castings(environment))
+    seats = [seat for casting in cast for seat in casting.seats]
+    _check_names(config, environment, seats)
+    size, policy_of, trained = config.credit.group_size, policy_binding(config), config.trained
+    demands = []
+    held: set[str] = set()
+    for group in range(config.line_ups):
         units: Counter[str] = Counter()
-        for name, times in line_up:
-            if name in trained:
-                units[name] = max(units[name], times * size)
+        for casting in cast:
+            holders = {policy_of(seat, group) for seat in casting.seats}
+            held |= holders
+            units.update({name: casting.times * size for name in holders if name in trained})
         demands.append(Demand(episodes=size, units=dict(units)))
+    _check_held(config, environment, held, seats)
     for name, policy in trained.items():
         bound, most = (
             (1 + policy.max_staleness) * policy.step_size,

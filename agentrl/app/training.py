@@ -159,9 +159,9 @@ def _summary(config: RunConfig, state: RunState, outcome: Outcome, seconds: floa
     policies = list(state.policies.values())
     by_step = sorted((step, number) for number, policy in enumerate(policies) for step in policy.steps)
     steps = [policies[number].steps[step] for step, number in by_step]
-    evaluated = max(policies, key=lambda policy: (len(policy.evaluations), policy.step), default=None)
-    evaluations = sorted(evaluated.evaluations.items()) if evaluated is not None else []
-    rewards = [values["evaluation/reward"] for _, values in evaluations if "evaluation/reward" in values]
+    evaluations = [(policy.name, *at) for policy in policies for at in sorted(policy.evaluations.items())]
+    evaluated = [policy.series("evaluation/reward")[1] for policy in policies if policy.evaluations]
+    rewards = evaluated[0] if len(evaluated) == 1 else []
     return {
         "name": config.name,
         "interrupted": outcome.interrupted,
@@ -175,7 +175,7 @@ def _summary(config: RunConfig, state: RunState, outcome: Outcome, seconds: floa
         "trainer_busy_share": _over_time(steps, "trainer/busy_share"),
         "staleness_mean": sum(_column(steps, "staleness/mean")) / max(len(steps), 1),
         "rewards": _column(steps, "reward/mean"),
-        "evaluations": [{"step": step, **values} for step, values in evaluations],
+        "evaluations": [{"policy": policy, "step": step, **values} for policy, step, values in evaluations],
     }
 
 

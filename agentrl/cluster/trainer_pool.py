@@ -25,7 +25,8 @@ from agentrl.core.errors import AgentRLError, TrainerError, TrainerLostError
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
+    from agentrl.core.records import PolicyVersion, WeightsRef
+    from agentrl.core.training_records import StepReport, TrainBatch
 
 
 PATIENCE_S = 60.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -25,6 +26,7 @@ def check_together(config: RunConfig) -> None:
         if not is_safe_name(name):
             raise ValueError(f"{key}: {name!r} becomes part of a path: letters, digits, '.', '_' and '-' only")
     _check_credit(config)
+    _check_release(config)
     _check_seats(config)
     for name in config.policies:
         _check_sampling(config, name)
@@ -47,6 +49,40 @@ def _check_credit(config: RunConfig) -> None:
             f"credit.group_size = 1 with credit.advantage = {credit.advantage!r}: an episode with nothing to "
             "be compared with teaches nothing. Set group_size = 2 or more, or advantage = 'role_mean' or 'none'"
         )
+
+
+def _check_release(config: RunConfig) -> None:
+    """Members of a group that are trained before all have ended must not be credited by what is still running."""
+    if config.credit.release == "group":
+        return
+    for what, reason in _not_with_release(config):
+        raise ValueError(
+            f"credit.release = {config.credit.release!r} cannot be with {what}: {reason}, or credit.release = 'group'"
+        )
+
+
+def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """What cannot be with groups that are released in parts, with the reason and the mend."""
+    credit = config.credit
+    advantage = f"credit.advantage = {credit.advantage!r}"
+    if credit.advantage == "group_std":
+        why = "who ends first depends on what it does, so to divide by the spread of the first ones is biased"
+        yield advantage, f"{why}. Set advantage = 'leave_one_out'"
+    if credit.advantage == "group_mean":
+        why = "a mean that counts the member itself differs for early and late ones, which is biased"
+        yield advantage, f"{why}. Set advantage = 'leave_one_out'"
+    if credit.turn_credit == "to_go":
+        yield "credit.turn_credit = 'to_go'", "earlier groups are remembered as wholes. Set turn_credit = 'sum'"
+    if config.deterministic:
+        yield "deterministic = true", "who ends first depends on the machine. Leave one of the two out"
+    if credit.release == "episode":
+        return
+    if credit.advantage in ("role_mean", "none"):
+        yield advantage, "it compares nobody with its group, so nobody need be waited for. Set release = 'episode'"
+    for name, policy in config.trained.items():
+        if policy.max_staleness == 0:
+            why = "each step then waits for all that runs, and nobody can be late"
+            yield f"policies.{name}.max_staleness = 0", f"{why}. Set max_staleness = 1 or more"
 
 
 def _check_seats(config: RunConfig) -> None:

@@ -5,10 +5,11 @@ A tagged union by `kind`; what a kind cannot have does not parse. Which seat is 
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from agentrl.config.locate import package_directory
 from agentrl.config.section import Episodes, MaybeSteps, Positive, Rate, Seconds, Section, Steps, Unit
@@ -74,7 +75,10 @@ class RemotePolicy(_Sampled):
     api_key_env: str = ""
     """The environment variable that holds the key; empty: none is sent. The key itself belongs in no file."""
     timeout_s: Seconds = 60.0
-    """An answer that takes longer is asked for again, as after an overload, a few times with growing waits."""
+    """A request, from its connection to the last byte of its answer; one that takes longer is made again, as after an
+    overload: up to eight times, with waits of 1 to 30 s in between."""
+    max_concurrent: Annotated[Positive, Unit("requests")] = 64
+    """Requests made at once; further ones wait, and their `timeout_s` begins when they are made."""
 
     @field_validator("url")
     @classmethod
@@ -85,6 +89,23 @@ class RemotePolicy(_Sampled):
         if parts.username is not None or parts.password is not None or parts.query:
             raise ValueError("an address is written into the run's files, so no key belongs in it: use api_key_env")
         return url.rstrip("/")
+
+    @model_validator(mode="after")
+    def _check_secrecy(self) -> RemotePolicy:
+        parts = urlsplit(self.url)
+        if self.api_key_env and parts.scheme == "http" and not _is_loopback(parts.hostname or ""):
+            raise ValueError(
+                f"api_key_env = {self.api_key_env!r} with {self.url}: anybody on the way could read it. Use https, "
+                "or a tunnel to this machine; or leave api_key_env out, where the endpoint wants none"
+            )
+        return self
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class PastPolicy(Section):

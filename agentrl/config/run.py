@@ -124,6 +124,10 @@ class CreditConfig(Section):
     """Of `role_mean`: the share of the running mean that stays per reward; 0.95 remembers about twenty rewards."""
     memory_size: Annotated[Positive, Field(le=1_000_000), Unit("proposals")] = 2000
     """Proposals the run remembers (`ctx.remember`); the oldest go."""
+    release: Literal["group", "episode", "late"] = "group"
+    """When episodes may be trained: `group`, when all of their group have ended; `late`, the first half of a group
+    together and every later one when it ends, paid in full and compared with the same first ones; `episode`, each when
+    it ends, compared with earlier groups alone (docs/scheduling.md)."""
     turn_credit: Literal["sum", "to_go"] = "sum"
     """What `agent.reward(x, turn=…)` counts for: `sum`, the agent's whole trajectory; `to_go`, that turn and those
     before it, each turn compared with what the others of the group still got from it on."""
@@ -193,7 +197,7 @@ class TrainerConfig(Section):
     """The constant c of the normaliser step_size × c: a typical number of sampled tokens of a unit."""
     micro_batch_tokens: Tokens = 8192
     """Padded tokens per forward pass: memory; the update is the same for any value."""
-    probe_contexts: Annotated[int, Field(ge=0, le=64), Unit("contexts")] = 2
+    probe_contexts: Annotated[int, Field(ge=0, le=64), Unit("contexts")] = 1
     """Contexts whose next tokens' logprobs a version carries, for an engine to find before it samples; 0: none."""
     optimizer: OptimizerConfig = OptimizerConfig()
     threads: Threads = 1
@@ -359,6 +363,7 @@ def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> None:
         "model.path",
         "seats",
         "credit.group_size",
+        "credit.release",
         "deterministic",
     ]
     for name in sorted({*before.get("policies", {}), *after["policies"]}):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from agentrl.core.proposals import Recollection
@@ -21,12 +21,11 @@ if TYPE_CHECKING:
         Int32Array,
         Message,
         PolicyVersion,
-        StepReport,
         Task,
         ToolSpec,
-        TrainBatch,
         WeightsRef,
     )
+    from agentrl.core.training_records import StepReport, TrainBatch
 
 Refresh = Literal["token", "turn", "episode", "lazy"]
 """When a session moves to newer weights: between two tokens, two turns, never, or when its lag reaches the bound."""
@@ -272,9 +271,17 @@ class EpisodeHost(Protocol):
         """A further attempt of a running episode begins."""
         ...
 
-    def measured(self, spec: EpisodeSpec, header: EpisodeHeader, metrics: Mapping[str, float]) -> None:
-        """Hear what a committed episode counted (`ctx.metric`), for the metrics of the step."""
+    def measured(self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
+        """Hear what a committed episode counted (`ctx.metric`) for each policy that acted, for their steps' metrics."""
         ...
+
+
+class Counted(NamedTuple):
+    """What an episode counted for one policy."""
+
+    turns: int
+    """Of its agents."""
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,6 +334,6 @@ class Observer(Protocol):
         """An optimizer step was taken and its version is served; metric names are in `observe/metrics.py`."""
         ...
 
-    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
-        """An evaluation ended."""
+    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
+        """An evaluation of these versions ended; metrics of each policy."""
         ...

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from agentrl.core.errors import JournalError
-from agentrl.core.records import MaskKind, Row, TrainingSample, Trajectory, TrajectoryCredit, Unit
+from agentrl.core.records import MaskKind, Row, Trajectory
+from agentrl.core.training_records import TrainingSample, TrajectoryCredit, Unit
 
 
 def samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[TrainingSample]:

@@ -1,7 +1,7 @@
 """An engine's process as a child of this one; implements `placement.Placement` and its `EngineChild`.
 
 The connection is a socket pair: no path, no port, nobody else can connect. Owns the command, the child's private files,
-and its end: what it had started goes with it.
+where its error stream goes, and its end: what it had started goes with it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from agentrl.engines.private_files import VARIABLE, PrivateFiles
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
+    from pathlib import Path
 
     from agentrl.engines.placement import EngineProgram
 
@@ -54,25 +55,47 @@ class EngineProcess(ChildProcess):
     """See `placement.EngineChild`."""
 
     def __init__(
-        self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, files: PrivateFiles
+        self,
+        process: Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        files: PrivateFiles,
+        log: Path | None,
     ) -> None:
         super().__init__(process)
         self.reader = reader
         self.writer = writer
         self._files = files
+        self._log = log
 
     async def wait(self) -> str:
         """See `Child.wait`; its files are gone, too."""
         how = await super().wait()
         self._files.remove()
-        return how
+        return how if self._log is None else f"{how}; what it said is in {self._log}"
 
 
 class ThisMachine:
-    """Engines as children of this process."""
+    """Engines as children of this process.
+
+    Args:
+        log: takes what they write to their error streams, after what is there; None: this process's own does.
+    """
+
+    def __init__(self, log: Path | None = None) -> None:
+        self._log = log
 
     async def start(self, program: EngineProgram) -> EngineProcess:
         """See `Placement.start`."""
+        with contextlib.ExitStack() as stack:
+            errors = None
+            if self._log is not None:
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                errors = os.open(self._log, flags, 0o600)
+                stack.callback(os.close, errors)
+            return await self._start(program, errors)
+
+    async def _start(self, program: EngineProgram, errors: int | None) -> EngineProcess:
         ours, theirs = socket.socketpair()
         files = PrivateFiles()
         command = [sys.executable, "-m", program.host, str(theirs.fileno()), str(os.getpid())]
@@ -84,6 +107,7 @@ class ThisMachine:
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
+                stderr=errors,
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 start_new_session=True,
@@ -95,7 +119,7 @@ class ThisMachine:
             raise
         finally:
             theirs.close()
-        return EngineProcess(process, reader, writer, files)
+        return EngineProcess(process, reader, writer, files, self._log)
 
     async def close(self) -> None:
         """Nothing is held."""

@@ -11,6 +11,7 @@ import importlib
 import os
 import socket
 import sys
+import traceback
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -148,6 +149,7 @@ class EngineHost:
 def _failed(call: int, error: Exception) -> wire.Failed:
     if isinstance(error, AgentRLError):
         return wire.Failed(call=call, kind=type(error).__name__, message=str(error))
+    traceback.print_exception(error)  # a bug: the client hears the message only
     return wire.Failed(call=call, kind="EngineError", message=f"{type(error).__name__}: {error}")
 
 

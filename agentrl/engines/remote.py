@@ -3,8 +3,9 @@
 Owns: the HTTP calls, what of an answer is kept, and which policy is served where. The context of a call is the
 conversation as JSON lines (`rollout/json_format.py`), a byte a token; so is what comes back, with logprob 0.
 Invariants: the key is sent to its endpoint, also after redirects to none, and appears in no message of ours; what is
-not there in time, is overloaded or broken is `EngineLostError`, tried again by whoever asked; what is refused, or no
-answer at all, ends the episode by name.
+not there in time, is overloaded or broken is `EngineLostError`, tried again by whoever asked; what is no answer, or is
+refused whatever is said, ends the episode by name; what is refused because of what was said is recorded like a turn
+and truncates the episode, or a policy could void what it loses.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 MAX_ANSWER_BYTES = 4 << 20
 BUSY = frozenset({408, 409, 425, 429})
 """Refusals that say: later. So does every status from 500."""
+ABOUT_THE_REQUEST = frozenset({400, 403, 413, 414, 422, 451})
+"""Refusals of what was said (too long, filtered), where other requests are answered; of any, where none is."""
 REFUSAL_SHOWN = 300
 
 
@@ -42,6 +45,9 @@ class Endpoint:
     config: RemotePolicy
     _key: str = ""
     _client: aiohttp.ClientSession | None = None
+    _has_answered: bool = False
+    """In this life of the run."""
+    _places: asyncio.Semaphore = field(init=False)
     _asking: dict[str, asyncio.Task[Completion]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -49,6 +55,7 @@ class Endpoint:
         self._key = os.environ.get(name, "") if name else ""
         if name and not self._key:
             raise ConfigError(f"policies.{self.policy}.api_key_env: the environment has no variable {name}; set it")
+        self._places = asyncio.Semaphore(self.config.max_concurrent)
 
     async def generate(self, request: GenerateRequest, where: str) -> Completion:
         """Ask once; an abort ends it without a token."""
@@ -73,32 +80,53 @@ class Endpoint:
 
     async def _ask(self, request: GenerateRequest, where: str) -> Completion:
         here = f"{where}, policy {self.policy!r} at {self.config.url}"
+        async with self._places:
+            status, content = await self._post(request, here)
+        if status in BUSY or status >= 500:
+            raise EngineLostError(f"{here}: status {status}")
+        if status != 200 or content is None:
+            said = f"more than {MAX_ANSWER_BYTES} bytes" if content is None else content.decode("utf-8", "replace")
+            told = f"{here}: status {status}: {self._without_key(said)[:REFUSAL_SHOWN]}"
+            if self._has_answered and status in ABOUT_THE_REQUEST:
+                return _refused(self.policy, told)
+            raise EpisodeError(told, reason="remote_refused")
+        try:
+            message, reason = _answer(content)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+            raise EpisodeError(
+                f"{here}: its answer is no chat completion ({error!r})", reason="remote_answer"
+            ) from None
+        self._has_answered = True
+        if reason == "content_filter":
+            return _refused(self.policy, f"{here}: its answer was filtered")
+        return _completion(self.policy, _line(message), "length" if reason == "length" else "stop")
+
+    async def _post(self, request: GenerateRequest, here: str) -> tuple[int, bytes | None]:
+        """Status and body; no body where it is longer than anybody needs."""
         if self._client is None:
-            timeout = aiohttp.ClientTimeout(total=self.config.timeout_s)
-            self._client = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+            # A small compressed answer may be a large one: none is asked for, and none is read.
+            self._client = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=self.config.timeout_s),
+                connector=aiohttp.TCPConnector(limit=0),
+                auto_decompress=False,
+                headers={"Accept-Encoding": "identity"},
+            )
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         try:
             async with self._client.post(
                 f"{self.config.url}/chat/completions", json=self._body(request), headers=headers, allow_redirects=False
             ) as response:
-                content = await _limited(response)
-                status = response.status
+                packed = response.headers.get("Content-Encoding", "identity")
+                if packed != "identity":
+                    raise EpisodeError(
+                        f"{here}: it compresses its answers, unasked ({self._without_key(packed)[:REFUSAL_SHOWN]!r})",
+                        reason="remote_answer",
+                    )
+                return response.status, await _limited(response)
         except TimeoutError:
             raise EngineLostError(f"{here}: no answer within {self.config.timeout_s:g} s") from None
         except aiohttp.ClientError as error:
             raise EngineLostError(f"{here}: {type(error).__name__}") from None  # its text may quote what was sent
-        if status in BUSY or status >= 500:
-            raise EngineLostError(f"{here}: status {status}")
-        if status != 200 or content is None:
-            said = f"more than {MAX_ANSWER_BYTES} bytes" if content is None else content.decode("utf-8", "replace")
-            shown = self._without_key(said)[:REFUSAL_SHOWN]
-            raise EpisodeError(f"{here}: status {status}: {shown}", reason="remote_refused")
-        try:
-            return _answer(self.policy, content)
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-            raise EpisodeError(
-                f"{here}: its answer is no chat completion ({error!r})", reason="remote_answer"
-            ) from None
 
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
         said = bytes(request.token_ids.tolist()).decode()
@@ -200,16 +228,25 @@ async def _limited(response: aiohttp.ClientResponse) -> bytes | None:
     return bytes(content)
 
 
-def _answer(policy: str, content: bytes) -> Completion:
+def _answer(content: bytes) -> tuple[dict[str, Any], Any]:
+    """The message of an answer, what is ours to keep of it, and why it ended."""
     choice = json.loads(content)["choices"][0]
-    message, reason = choice["message"], choice.get("finish_reason")
+    message = choice["message"]
     said: dict[str, Any] = {"role": "assistant", "content": message.get("content") or ""}
     if message.get("tool_calls"):
         said["tool_calls"] = message["tool_calls"]
-    if not isinstance(said["content"], str) or reason == "content_filter":
-        raise ValueError("its content is no text" if reason != "content_filter" else "it was filtered")
-    line = json.dumps(said, ensure_ascii=False) + "\n"
-    return _completion(policy, line.encode("utf-8", "replace"), "length" if reason == "length" else "stop")
+    if not isinstance(said["content"], str):
+        raise ValueError("its content is no text")
+    return said, choice.get("finish_reason")
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return (json.dumps(message, ensure_ascii=False) + "\n").encode("utf-8", "replace")
+
+
+def _refused(policy: str, why: str) -> Completion:
+    """What stands in the journal for a turn that there is none of; see `JsonFormat.parse`."""
+    return _completion(policy, _line({"role": "assistant", "content": "", "refused": why}), "stop")
 
 
 def _completion(policy: str, said: bytes, reason: FinishReason) -> Completion:

@@ -97,8 +97,8 @@ def _memory(config: Any, *, slots: int, max_context: int, kv_memory: int) -> dic
     block = _BLOCK * kv_bytes_per_token(config)
     if 0 < kv_memory < (blocks + 1) * block:  # vLLM would say so in its log only
         raise EngineCapabilityError(
-            f"the memory for keys and values is {kv_memory} bytes, one context of {max_context} tokens needs "
-            f"{(blocks + 1) * block}; raise engine.kv_memory, or lower engine.max_context"
+            f"the memory for keys and values is {kv_memory >> 20} MiB, one context of {max_context} tokens needs "
+            f"{-(-(blocks + 1) * block >> 20)}; raise engine.kv_memory, or lower engine.max_context"
         )
     if torch.cuda.is_available():
         return {"kv_cache_memory_bytes": kv_memory} if kv_memory else {}

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.core.safe import safe, safe_line
+from agentrl.inspection.statistics import win_rate_matrix
 from agentrl.journal.entries import (
     EffectEntry,
     EntryBody,
@@ -72,13 +73,10 @@ def win_rate_table(found: Sequence[WinRate]) -> RenderableType:
     """The matrix of win rates: a row per step of the policy, a column per past version."""
     if not found:
         return Text("no episode was played against a past version")
-    versions = list(dict.fromkeys(line.version for line in found))
-    cells = {(line.policy, line.step, line.version): line for line in found}
-    table = _table("policy", "from step>", *(f"{version}>" for version in versions))
-    for policy, step in sorted({(line.policy, line.step) for line in found}):
-        row = [cells.get((policy, step, version)) for version in versions]
-        shown = ["" if line is None else f"{line.score:.2f} of {line.episodes}" for line in row]
-        table.add_row(*map(_cell, [policy, str(step), *shown]))
+    (who, step, *versions), *rows = win_rate_matrix(found)
+    table = _table(who, f"{step}>", *(f"{version}>" for version in versions))
+    for row in rows:
+        table.add_row(*map(_cell, row))
     return table
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from agentrl.core.errors import StorageError
 from agentrl.core.files import open_regular
 from agentrl.inspection.reader import RunReader
-from agentrl.inspection.statistics import run_state
-from agentrl.observe.alarms import read_alarms
+from agentrl.inspection.statistics import run_state, win_rate_matrix
+from agentrl.observe.alarm_lines import read_alarms
 from agentrl.observe.files import replace_file
 from agentrl.observe.report import page
 
@@ -33,6 +33,7 @@ def write_report(directory: str | Path) -> Path:
             config=config if isinstance(config, dict) else {},
             raised=read_alarms(reader.path),
             summary=_summary(reader.path),
+            win_rates=_win_rates(reader),
         )
     finally:
         reader.close()
@@ -44,6 +45,14 @@ def write_report(directory: str | Path) -> Path:
             f"{target}: the report cannot be written ({error.strerror}); make room or permission there"
         ) from error
     return target
+
+
+def _win_rates(reader: RunReader) -> list[list[str]]:
+    try:
+        found = reader.win_rates()
+    except StorageError:  # which the state of the run names
+        return []
+    return win_rate_matrix(found) if found else []
 
 
 def _summary(directory: Path) -> dict[str, Any]:

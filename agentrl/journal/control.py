@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from agentrl.core.baselines import BaselineSet, EarlierMean
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import (
     DataLocation,
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 _ENCODER = msgspec.msgpack.Encoder()
 _SPEC = msgspec.msgpack.Decoder(EpisodeSpec)
 _JSON = msgspec.json.Encoder()
+_FINISHERS = msgspec.json.Decoder(tuple[str, ...])
+_EARLIER = msgspec.json.Decoder(tuple[EarlierMean, ...])
 _TURN_REWARDS = msgspec.json.Decoder(tuple[tuple[int, float], ...])
 
 
@@ -76,6 +79,7 @@ class ControlTables:
             checksum=True,
             once=True,
         )
+        self.baselines = ControlTable(database, "baselines", "group_id finishers earlier", checksum=True, once=True)
         self.versions = ControlTable(
             database,
             "versions",
@@ -173,6 +177,11 @@ def trajectory_rows(header: EpisodeHeader) -> Iterable[Sequence[Any]]:
         yield (*key, unit.policy, reward, unit.tokens, unit.oldest_step, unit.lineage, turn_rewards)
 
 
+def baselines_row(baselines: BaselineSet) -> Sequence[Any]:
+    """What a group's members are compared with."""
+    return (baselines.group_id, _JSON.encode(baselines.finishers).decode(), _JSON.encode(baselines.earlier).decode())
+
+
 def version_row(weights: WeightsRef, parent: PolicyVersion | None, now: float) -> Sequence[Any]:
     """A published version and the version it was made from."""
     policy = weights.version.policy
@@ -266,6 +275,21 @@ def read_header(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]) -> Ep
     )
 
 
+def read_baselines(row: Sequence[Any]) -> BaselineSet:
+    """The baseline set of a row of `baselines`.
+
+    Raises:
+        JournalError: the row is damaged.
+    """
+    _verify("baselines", row)
+    try:
+        return BaselineSet(row[0], _FINISHERS.decode(row[1]), _EARLIER.decode(row[2]))
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+        raise JournalError(
+            f"group {row[0]}: what its members are compared with cannot be read ({error}); the journal is damaged"
+        ) from error
+
+
 def _read_turn_rewards(trajectory: Sequence[Any]) -> tuple[tuple[int, float], ...]:
     if trajectory[9] is None:
         return ()
@@ -278,7 +302,17 @@ def _read_turn_rewards(trajectory: Sequence[Any]) -> tuple[tuple[int, float], ..
         ) from error
 
 
-CHECKED = ("admissions", "episodes", "trajectories", "unit_drops", "proposals", "versions", "steps", "step_units")
+CHECKED = (
+    "admissions",
+    "episodes",
+    "trajectories",
+    "unit_drops",
+    "proposals",
+    "baselines",
+    "versions",
+    "steps",
+    "step_units",
+)
 """Tables whose rows end with a checksum over all their other columns."""
 
 

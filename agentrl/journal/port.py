@@ -13,16 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from agentrl.core.baselines import BaselineSet
     from agentrl.core.proposals import Proposal
-    from agentrl.core.records import (
-        EpisodeHeader,
-        EpisodeSpec,
-        ForkPoint,
-        PolicyVersion,
-        StepReport,
-        TrainBatch,
-        WeightsRef,
-    )
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, WeightsRef
+    from agentrl.core.training_records import StepReport, TrainBatch
     from agentrl.journal.entries import JournalEntry
 
 
@@ -107,6 +101,10 @@ class JournalStore(Protocol):
         """Record a proposal that the run is to remember."""
         ...
 
+    def record_baselines(self, baselines: BaselineSet) -> None:
+        """Record what a group's members are compared with, before a step that consumes one of them."""
+        ...
+
     def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
         """Record a published version."""
         ...
@@ -155,8 +153,12 @@ class RunLog(Protocol):
         """Committed training episodes with a unit neither consumed along the surviving lineage nor dropped."""
         ...
 
-    def members(self, group_ids: Collection[str]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Committed training episodes of some groups, whatever became of their units."""
+    def members(self, group_ids: Collection[str] | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
+        """Committed training episodes of some groups, or all, in order of commit, whatever became of their units."""
+        ...
+
+    def baselines(self) -> Mapping[str, BaselineSet]:
+        """What the members of groups are compared with, by group."""
         ...
 
     def against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:

@@ -1,4 +1,4 @@
-"""How episodes between a policy and its past versions ended: a fold of committed headers.
+"""How games ended, and those between a policy and its past versions: folds of committed headers.
 
 Owns what counts as a win. Who was drawn, and how often, is `orchestrator/opponents.py`'s.
 """
@@ -47,6 +47,16 @@ def result_of(header: EpisodeHeader, opponent: str, of: str) -> Result | None:
     own, other = (sum(t.reward or 0.0 for t in side) / len(side) for side in sides)
     learner, past = (PolicyVersion(of, side[0].lineage, side[0].oldest_step) for side in sides)
     return Result(learner, past, 0.5 if own == other else float(own > other))
+
+
+def winner(header: EpisodeHeader) -> str | None:
+    """The seat that was given most, in an episode that was a decided game: some gained by it, others lost."""
+    seats: dict[str, float] = {}
+    for trajectory in header.trajectories:
+        seats[trajectory.seat] = seats.get(trajectory.seat, 0.0) + (trajectory.reward or 0.0)
+    if not seats or not min(seats.values()) < 0.0 < max(seats.values()):
+        return None
+    return max(seats, key=lambda seat: seats[seat])
 
 
 def win_rates(

@@ -21,6 +21,7 @@ from agentrl.journal.control import (
     EPISODE_COLUMNS,
     TRAJECTORY_COLUMNS,
     all_rows,
+    read_baselines,
     read_header,
     read_spec,
     verify_tables,
@@ -31,6 +32,7 @@ from agentrl.journal.schema import CONTROL_FILE, meta, open_to_read
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from agentrl.core.baselines import BaselineSet
     from agentrl.core.records import EpisodeHeader, EpisodeSpec
 
 UnitKey = tuple[str, int, str]
@@ -167,14 +169,19 @@ class SqliteRunLog:
             if (spec.episode_id, spec.attempt) in ready:
                 yield spec, header
 
-    def members(self, group_ids: Collection[str]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Committed training episodes of some groups, in order of commit, whatever became of their units.
+    def members(self, group_ids: Collection[str] | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
+        """Committed training episodes of some groups, or all, in order of commit, whatever became of their units.
 
         What is left of a group is compared with all its members again when a run is resumed.
         """
         for spec, header in self._committed(self._trajectories()):
-            if spec.group_id in group_ids:
+            if group_ids is None or spec.group_id in group_ids:
                 yield spec, header
+
+    def baselines(self) -> dict[str, BaselineSet]:
+        """What the members of groups are compared with, by group."""
+        rows = self.rows("SELECT group_id, finishers, earlier, checksum FROM baselines")
+        return {row[0]: read_baselines(row) for row in rows}
 
     def against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
         """Committed training episodes in which one of these policies acted, in order of commit."""

@@ -60,6 +60,8 @@ _CONTROL = (
     " call TEXT NOT NULL, environment TEXT NOT NULL, key TEXT NOT NULL, structure TEXT NOT NULL,"
     " checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt, call)) WITHOUT ROWID",
     "CREATE INDEX proposals_by_number ON proposals (number)",
+    "CREATE TABLE baselines (group_id TEXT NOT NULL, finishers TEXT NOT NULL, earlier TEXT NOT NULL,"
+    " checksum INTEGER NOT NULL, PRIMARY KEY (group_id)) WITHOUT ROWID",
     "CREATE TABLE versions (policy TEXT NOT NULL, lineage INTEGER NOT NULL, step INTEGER NOT NULL,"
     " parent_lineage INTEGER, parent_step INTEGER, path TEXT NOT NULL, kind TEXT NOT NULL, sha256 TEXT NOT NULL,"
     " published_at REAL NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (policy, lineage, step)) WITHOUT ROWID",

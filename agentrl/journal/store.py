@@ -29,6 +29,7 @@ from agentrl.journal.writer import Database, GroupCommitWriter, insert_rows
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from agentrl.core.baselines import BaselineSet
     from agentrl.core.proposals import Proposal
     from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, WeightsRef
     from agentrl.journal.entries import JournalEntry
@@ -229,6 +230,10 @@ class SqliteJournal:
         """Record a proposal that the run is to remember."""
         self._writer.put((self._tables.proposals, proposal))
 
+    def record_baselines(self, baselines: BaselineSet) -> None:
+        """Record what a group's members are compared with."""
+        self._writer.put((self._tables.baselines, control.baselines_row(baselines)))
+
     def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
         """Record a published version."""
         self._writer.put((self._tables.versions, control.version_row(weights, parent, self._clock.wall())))
@@ -284,9 +289,13 @@ class SqliteJournal:
         """See `SqliteRunLog.ready_units`."""
         return self._log.ready_units(consumed_through)
 
-    def members(self, group_ids: Collection[str]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
+    def members(self, group_ids: Collection[str] | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
         """See `SqliteRunLog.members`."""
         return self._log.members(group_ids)
+
+    def baselines(self) -> dict[str, BaselineSet]:
+        """See `SqliteRunLog.baselines`."""
+        return self._log.baselines()
 
     def against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
         """See `SqliteRunLog.against`."""

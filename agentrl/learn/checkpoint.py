@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from agentrl.core.errors import TrainerError
-from agentrl.core.records import PolicyVersion, StepReport
+from agentrl.core.records import PolicyVersion
+from agentrl.core.training_records import StepReport
 from agentrl.learn.writing import writing
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")

@@ -24,7 +24,8 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load, save
 
-from agentrl.core.records import PolicyVersion, TrainingSample
+from agentrl.core.records import PolicyVersion
+from agentrl.core.training_records import TrainingSample
 from agentrl.learn.packing import MicroBatch, trained_positions
 from agentrl.learn.writing import writing
 

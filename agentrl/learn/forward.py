@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from agentrl.core.errors import ModelError
-from agentrl.core.records import TrainingSample
+from agentrl.core.training_records import TrainingSample
 from agentrl.learn.logprobs import HeadOutput, KeptSets, logprobs_of
 from agentrl.learn.packing import MicroBatch, pack
 

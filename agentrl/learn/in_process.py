@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from agentrl.config.run import RunConfig
-from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.training_records import StepReport, TrainBatch
 from agentrl.learn.trainer import PolicyTrainer, ReadUnits
 
 P = ParamSpec("P")

@@ -12,7 +12,7 @@ import torch
 
 from agentrl.core.errors import TrainerError
 from agentrl.core.ids import key64
-from agentrl.core.records import TrainingSample
+from agentrl.core.training_records import TrainingSample
 from agentrl.engines.probe import Probe
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.packing import pack
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from agentrl.learn.models import PolicyModel
 
 
-_TOKENS = 64
+_TOKENS = 128
 """Next tokens asked for after each context."""
 _LENGTH = 16
 """Of a context."""

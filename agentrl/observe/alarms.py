@@ -8,25 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from agentrl.core.files import open_regular
-from agentrl.observe.files import open_lines, write_line
+from agentrl.observe import coevolution_alarms
+from agentrl.observe.alarm_lines import Alarm
 from agentrl.observe.metrics import BROKEN_FORMAT
-from agentrl.observe.status import Whole
+from agentrl.observe.windows import WINDOW, mean_of, names_of, newest, values_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from agentrl.observe.run_state import PolicyState, RunState, Values
 
-MAX_BYTES = 1 << 20
-"""Of a file that anyone may have put there."""
-FILE = "alarms.jsonl"
-WINDOW = 5
-"""Steps an alarm looks at."""
 BROKEN_SHARE = 0.3
 """Share of turns that break the format, from which on the policy counts as fallen into illegal output."""
 ZERO_SHARE = 0.9
@@ -58,18 +49,6 @@ FORMAT_MARGIN = 0.05
 LENGTH_RATIO = 0.2
 """How far the length of trained episodes may be from that of all that ended."""
 LENGTH_STEPS = 20
-FRONTIER_SHARE = 0.2
-"""Share of the proposals with 0.2 <= p <= 0.8 below which they teach little."""
-REPEATED_SHARE = 0.5
-"""Share of proposals made before, from which on they repeat themselves."""
-STRUCTURE_ENTROPY = 0.2
-"""Nats: below it, 19 of 20 proposals are alike."""
-GATE_SHARE = 0.5
-"""Share the gate accepts, below which most proposals are for nothing."""
-MIN_PROPOSALS = 32
-"""Proposals, or groups of attempts at them, before a share of them means something."""
-WAITING_EPISODES = 64
-"""Root episodes that give a policy nothing to train on, before it counts as starved."""
 MEANINGS = {
     "illegal_output": f"{BROKEN_SHARE:.0%} of the turns or more break the format in each of {WINDOW} steps, and no "
     "fewer at their end",
@@ -83,20 +62,13 @@ MEANINGS = {
     "no_signal": "the same, and the reward has never differed",
     "nothing_to_learn": "the same, at the best reward so far",
     "staleness": f"the mean lag of {WINDOW} steps is above max_staleness by a quarter of it, at least by 0.25 steps",
-    "off_policy": f"k3 above {K3_BOUND:g} nats per token over {WINDOW} steps",
+    "off_policy": f"k3 above {K3_BOUND:g} nats per token over {WINDOW} steps, of all tokens or of one seat's",
     "engine_mismatch": f"k3 above {MISMATCH_BOUND:g} nats per token sampled by the very weights that were trained: the "
     f"newest {MISMATCH_TOKENS} of them, from {MISMATCH_STEPS[0]} steps or more of the last {MISMATCH_STEPS[1]}",
     "composition": f"over {LENGTH_STEPS} steps, trained units are {LENGTH_RATIO:.0%} shorter or longer than all that "
     "ended",
-    "starved": f"where several policies learn: {WAITING_EPISODES} root episodes in a row, with their children, gave "
-    "one of them nothing to train on (256, where they give nobody anything, end the run)",
     "dropped": f"{DROPPED_SHARE:.0%} of the episodes that ended, at least {MIN_EPISODES}, were dropped for one reason",
-    "off_frontier": f"where an environment proposes (it uses a gate, or the memory): of at least {MIN_PROPOSALS} "
-    f"proposals of {WINDOW} steps, less than {FRONTIER_SHARE:.0%} got a mean reward between 0.2 and 0.8 in attempts",
-    "proposals_repeat": f"{REPEATED_SHARE:.0%} of the proposals of {WINDOW} steps, at least {MIN_PROPOSALS}, were made "
-    "before",
-    "proposals_alike": f"the entropy of their structures is below {STRUCTURE_ENTROPY:g} nats in each of {WINDOW} steps",
-    "gate_closed": f"less than {GATE_SHARE:.0%} pass the gate in each of {WINDOW} steps",
+    **coevolution_alarms.MEANINGS,
 }
 """When each alarm is raised."""
 EXPECTED_DROPS = {"run_ended", "frozen"}
@@ -113,42 +85,11 @@ _ADVICE_ON_DROPS = {
 }
 
 
-class Alarm(NamedTuple):
-    """Something that goes wrong."""
-
-    name: str
-    policy: str
-    """Whom it concerns; empty for the run."""
-    text: str
-    """What was measured."""
-    advice: str
-    """What to try."""
-
-    @property
-    def line(self) -> str:
-        """The alarm on one line."""
-        whose = f"{self.policy}: " if self.policy else ""
-        return f"{self.name}: {whose}{self.text}. Try: {self.advice}."
-
-
-class _Line(msgspec.Struct):
-    """A line of `alarms.jsonl`, as whoever wrote it."""
-
-    step: Whole
-    name: str
-    policy: str
-    text: str
-    advice: str
-
-    def read(self) -> tuple[int, Alarm]:
-        return self.step, Alarm(self.name, self.policy, self.text, self.advice)
-
-
 def alarms(state: RunState) -> list[Alarm]:
     """The alarms of a run, the gravest first."""
     found: list[Alarm] = []
     for policy in state.policies.values():
-        window = [policy.steps[step] for step in sorted(policy.steps)[-WINDOW:]]
+        window = newest(policy)
         about_format = [*_format_pays(policy), *_illegal_output(policy, window)]
         found += about_format
         if len(window) == WINDOW:
@@ -157,37 +98,10 @@ def alarms(state: RunState) -> list[Alarm]:
             found += _staleness(policy, window)
             found += _mismatch(policy, window)
         found += _composition(policy)
-    for policy in sorted(state.policies.values(), key=lambda policy: -policy.step)[:1]:  # of all who propose
-        found += _starved(policy.last)
-        found += _proposals([policy.steps[step] for step in sorted(policy.steps)[-WINDOW:]])
+    found += coevolution_alarms.alarms(state)
     if state.status is not None:
         found += _dropped(state.status.dropped, state.status.trained + state.status.ready)
     return found
-
-
-def write_alarm(directory: Path, alarm: Alarm, step: int) -> None:
-    """Append to `alarms.jsonl` that an alarm was raised for the first time, at a step; a full disk is ignored."""
-    try:
-        with open_lines(directory / FILE) as file:
-            write_line(file, {"step": step, **alarm._asdict()})
-    except OSError:
-        return
-
-
-def read_alarms(directory: Path) -> list[tuple[int, Alarm]]:
-    """(step, alarm) of what was raised in a run, in order; what cannot be read is left out."""
-    try:
-        with open_regular(directory / FILE) as file:
-            lines = file.read(MAX_BYTES).splitlines()
-    except OSError:
-        return []
-    raised = []
-    for line in lines:
-        try:
-            raised.append(msgspec.json.decode(line, type=_Line).read())
-        except (ValueError, RecursionError):
-            continue
-    return raised
 
 
 def _format_pays(policy: PolicyState) -> Iterator[Alarm]:
@@ -228,16 +142,16 @@ def _pooled(steps: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _illegal_output(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
-    shares = _values(window, "format/broken_turns")
+    shares = values_of(window, "format/broken_turns")
     if len(shares) < WINDOW or min(shares) < BROKEN_SHARE or shares[-1] < 0.8 * shares[0]:
         return
-    kinds = sorted(((_mean(_values(window, name)), name) for name in BROKEN_FORMAT), reverse=True)
-    per_episode = max(_mean(_values(window, "episodes/turns")), 1e-9)
+    kinds = sorted(((mean_of(values_of(window, name)), name) for name in BROKEN_FORMAT), reverse=True)
+    per_episode = max(mean_of(values_of(window, "episodes/turns")), 1e-9)
     what = ", ".join(f"{name} {mean / per_episode:.0%}" for mean, name in kinds if mean > 0)
     yield Alarm(
         "illegal_output",
         policy.name,
-        f"{_mean(shares):.0%} of the turns of the last {len(window)} steps break the format"
+        f"{mean_of(shares):.0%} of the turns of the last {len(window)} steps break the format"
         + (f" (of all turns: {what})" if what else ""),
         "see one with `agentrl episode show`; resume from an earlier checkpoint with a lower learning rate and "
         "trainer.entropy_bonus = 0.02; where it was so from the start, a base model that knows the format, or "
@@ -246,10 +160,10 @@ def _illegal_output(policy: PolicyState, window: Sequence[Values]) -> Iterator[A
 
 
 def _nothing_taught(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
-    zero, rewards = _values(window, "advantage/zero_share"), _values(window, "reward/mean")
-    if len(zero) < len(window) or len(rewards) < len(window) or _mean(zero) < ZERO_SHARE:
+    zero, rewards = values_of(window, "advantage/zero_share"), values_of(window, "reward/mean")
+    if len(zero) < len(window) or len(rewards) < len(window) or mean_of(zero) < ZERO_SHARE:
         return
-    if (alone := _mean(_values(window, "advantage/alone_share"))) >= ALONE_SHARE:
+    if (alone := mean_of(values_of(window, "advantage/alone_share"))) >= ALONE_SHARE:
         yield Alarm(
             "alone",
             policy.name,
@@ -259,11 +173,11 @@ def _nothing_taught(policy: PolicyState, window: Sequence[Values]) -> Iterator[A
         )
         return
     _, history = policy.series("reward/mean")
-    best = max(_mean(history[at : at + WINDOW]) for at in range(len(history) - WINDOW + 1))
-    spread, now = max(history) - min(history), _mean(rewards)
-    entropy = _values(window, "entropy")
-    tail = f", entropy {_mean(entropy):.3f} nats per token" if entropy else ""
-    text = f"{_mean(zero):.0%} of the units of the last {len(window)} steps have no advantage: every group agrees"
+    best = max(mean_of(history[at : at + WINDOW]) for at in range(len(history) - WINDOW + 1))
+    spread, now = max(history) - min(history), mean_of(rewards)
+    entropy = values_of(window, "entropy")
+    tail = f", entropy {mean_of(entropy):.3f} nats per token" if entropy else ""
+    text = f"{mean_of(zero):.0%} of the units of the last {len(window)} steps have no advantage: every group agrees"
     if spread < 1e-9:
         yield Alarm(
             "no_signal",
@@ -271,7 +185,7 @@ def _nothing_taught(policy: PolicyState, window: Sequence[Values]) -> Iterator[A
             f"{text} on reward {now:.3f}, as since the start{tail}",
             "easier tasks, a larger credit.group_size, a higher sampling.temperature, or a reward for partial success",
         )
-    elif now < best - 0.1 * spread and (not entropy or _mean(entropy) < LOW_ENTROPY):
+    elif now < best - 0.1 * spread and (not entropy or mean_of(entropy) < LOW_ENTROPY):
         yield Alarm(
             "collapse",
             policy.name,
@@ -288,12 +202,12 @@ def _nothing_taught(policy: PolicyState, window: Sequence[Values]) -> Iterator[A
 
 
 def _staleness(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
-    lags, bound = _values(window, "staleness/mean"), policy.max_staleness
-    if lags and bound is not None and _mean(lags) > bound + max(0.25, 0.25 * bound):
+    lags, bound = values_of(window, "staleness/mean"), policy.max_staleness
+    if lags and bound is not None and mean_of(lags) > bound + max(0.25, 0.25 * bound):
         yield Alarm(
             "staleness",
             policy.name,
-            f"the mean lag of the last {len(window)} steps is {_mean(lags):.2f} steps, the bound {bound}",
+            f"the mean lag of the last {len(window)} steps is {mean_of(lags):.2f} steps, the bound {bound}",
             "episodes outlive several steps: lower max_in_flight or sampling.max_turns, raise step_size, or allow it "
             "with a larger max_staleness",
         )
@@ -303,15 +217,15 @@ def _mismatch(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
     least, most = MISMATCH_STEPS
     measured: list[Values] = []
     tokens = total = 0.0
-    for step in sorted(policy.steps, reverse=True)[:most]:
-        values = policy.steps[step]
+    for values in reversed(newest(policy, most)):
         if "lag_k3/0" in values and (len(measured) < least or tokens < MISMATCH_TOKENS):
             measured.append(values)
             tokens += values.get("lag_tokens/0", 0.0)
             total += values.get("lag_tokens/0", 0.0) * values["lag_k3/0"]
-    k3 = _mean(_values(window, "k3"))
+    k3 = mean_of(values_of(window, "k3"))
+    seats = {name: mean_of(values_of(window, name)) for name in names_of(window, "seat_k3")}
     if len(measured) >= least and tokens >= MISMATCH_TOKENS and total > MISMATCH_BOUND * tokens:
-        largest = max(_values(measured, "lag_max_difference/0"), default=0.0)
+        largest = max(values_of(measured, "lag_max_difference/0"), default=0.0)
         yield Alarm(
             "engine_mismatch",
             policy.name,
@@ -321,97 +235,29 @@ def _mismatch(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
             "experts; the same dtype and attention on both sides; a kept_mass of 1 with sampling filters: kept sets "
             "were lost; none of these: the engine serves other weights than it records, resume from a checkpoint",
         )
-    elif k3 > K3_BOUND:
+    elif k3 > K3_BOUND or max(seats.values(), default=0.0) > K3_BOUND:
+        name = max(seats, key=lambda seat: seats[seat], default="")
+        worst = f", in seat {name.removeprefix('seat_k3/')} {seats[name]:.3f}" if seats else ""
         yield Alarm(
             "off_policy",
             policy.name,
-            f"k3 = {k3:.3f} nats per token between the sampling and the trained weights (healthy: below {K3_BOUND:g})",
+            f"k3 = {k3:.3f} nats per token between the sampling and the trained weights{worst} (healthy: below "
+            f"{K3_BOUND:g})",
             "a lower learning rate, or a smaller max_staleness",
         )
 
 
 def _composition(policy: PolicyState) -> Iterator[Alarm]:
-    ratios = _values([policy.steps[step] for step in sorted(policy.steps)[-LENGTH_STEPS:]], "composition/length_ratio")
-    if len(ratios) == LENGTH_STEPS and abs(_mean(ratios) - 1.0) > LENGTH_RATIO:
-        kind = "shorter" if _mean(ratios) < 1.0 else "longer"
+    ratios = values_of(newest(policy, LENGTH_STEPS), "composition/length_ratio")
+    if len(ratios) == LENGTH_STEPS and abs(mean_of(ratios) - 1.0) > LENGTH_RATIO:
+        kind = "shorter" if mean_of(ratios) < 1.0 else "longer"
         yield Alarm(
             "composition",
             policy.name,
-            f"what was trained in the last {LENGTH_STEPS} steps is {abs(_mean(ratios) - 1.0):.0%} {kind} than what "
+            f"what was trained in the last {LENGTH_STEPS} steps is {abs(mean_of(ratios) - 1.0):.0%} {kind} than what "
             "ended: the steps see a biased part of the episodes",
             "a larger max_staleness or step_size, so that slow episodes are in time; look at the dropped ones",
         )
-
-
-def _starved(values: Values) -> Iterator[Alarm]:
-    for name, episodes in values.items():
-        if name.startswith("waiting/") and episodes >= WAITING_EPISODES:
-            policy = name.removeprefix("waiting/")
-            yield Alarm(
-                "starved",
-                policy,
-                f"the last {episodes:,.0f} root episodes, with their children, gave it nothing to train on",
-                "if gate/acceptance is near 0, a base model that makes valid proposals, a wider gate or a higher "
-                "temperature; else see with `agentrl episode list` why no episode seats it, or none rewards it",
-            )
-
-
-def _proposals(window: Sequence[Values]) -> Iterator[Alarm]:
-    if len(window) < WINDOW or not any("gate/acceptance" in v or "proposals/made" in v for v in window):
-        return
-    gate, entropy = _values(window, "gate/acceptance"), _values(window, "proposals/structure_entropy")
-    if len(gate) == WINDOW and max(gate) < GATE_SHARE:
-        yield Alarm(
-            "gate_closed",
-            "",
-            f"{_mean(gate):.0%} of what was proposed in the last {WINDOW} steps passed the gate",
-            "a base model that makes valid proposals, a penalty below every reward behind the gate, or a rule it can "
-            "learn in steps",
-        )
-    if len(entropy) == WINDOW and max(entropy) < STRUCTURE_ENTROPY:
-        yield Alarm(
-            "proposals_alike",
-            "",
-            f"the structures of the newest proposals have an entropy of {_mean(entropy):.2f} nats: most are alike",
-            "trainer.entropy_bonus = 0.07, a penalty on the `share` that `ctx.remember` gives, or a checkpoint from "
-            "before the fall",
-        )
-    made = _total(window, "proposals/made")
-    repeated = _weighted(window, "proposals/repeated", "proposals/made")
-    if made >= MIN_PROPOSALS and repeated >= REPEATED_SHARE:
-        yield Alarm(
-            "proposals_repeat",
-            "",
-            f"{repeated:.0%} of the {made:,.0f} proposals of the last {WINDOW} steps had been made before",
-            "refuse them at the gate: `proposer.gate(known.times == 0, penalty=-0.5)` after `known = await "
-            "ctx.remember(…)`; trainer.entropy_bonus = 0.07",
-        )
-    groups = _total(window, "pass_rate/groups")
-    frontier, nobody, everybody = (
-        _weighted(window, f"pass_rate/{name}", "pass_rate/groups") for name in ("frontier", "0", "1")
-    )
-    if groups >= MIN_PROPOSALS and frontier < FRONTIER_SHARE:
-        easy = everybody > nobody
-        yield Alarm(
-            "off_frontier",
-            "",
-            f"{frontier:.0%} of the {groups:,.0f} proposals of the last {WINDOW} steps are solved by some and not by "
-            f"others; {everybody:.0%} by everybody, {nobody:.0%} by nobody",
-            "a solver that learns more slowly than the proposer (a smaller learning_rate, a larger step_size), old "
-            "proposals replayed evenly over their difficulty, the checkpoint with the best pass_rate/frontier"
-            if easy
-            else "a narrower gate or a base model that solves some of them; old proposals replayed, easy ones too; "
-            "`agentrl.learnability` as the proposer's reward",
-        )
-
-
-def _total(window: Sequence[Values], name: str) -> float:
-    return sum(_values(window, name))
-
-
-def _weighted(window: Sequence[Values], name: str, weight: str) -> float:
-    """The mean of a share over all it is a share of."""
-    return sum(v[name] * v[weight] for v in window if name in v and weight in v) / max(_total(window, weight), 1e-9)
 
 
 def _dropped(reasons: Mapping[str, int], others: int) -> Iterator[Alarm]:
@@ -425,11 +271,3 @@ def _dropped(reasons: Mapping[str, int], others: int) -> Iterator[Alarm]:
             f"{count:,} of {ended:,} episodes that ended were dropped because of {reason}",
             _ADVICE_ON_DROPS.get(reason, f"`agentrl episode list RUN --where 'drop_reason = {reason}'` shows them"),
         )
-
-
-def _values(window: Sequence[Values], name: str) -> list[float]:
-    return [values[name] for values in window if name in values]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

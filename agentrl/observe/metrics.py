@@ -29,11 +29,22 @@ class Metric(NamedTuple):
 METRICS: tuple[Metric, ...] = (
     Metric("reward/mean", "reward", "mean reward of the units the step consumed"),
     Metric("reward/<seat>", "reward", "the same for the agents of one seat, where there are several"),
-    Metric("evaluation/reward", "reward", "mean reward on held-out tasks at a pinned version"),
+    Metric(
+        "evaluation/reward",
+        "reward",
+        "mean reward of the policy on held-out tasks at a pinned version, per episode it acted in, children too; of "
+        "`agentrl.evaluate`: what the agents of a task get together",
+    ),
+    Metric(
+        "evaluation/reward/<seat>",
+        "reward",
+        "the same per agent of one seat, where the policy holds several; of `agentrl.evaluate`, where several policies "
+        "play: `<policy>` and `<policy>/<seat>`",
+    ),
     Metric("evaluation/turns", "turns", "mean turns of held-out episodes"),
     Metric("evaluation/tokens", "tokens", "mean sampled tokens of held-out episodes"),
     Metric("evaluation/episodes", "episodes", "how many held-out episodes were committed"),
-    Metric("evaluation/dropped", "episodes", "how many were not, and count for nothing"),
+    Metric("evaluation/dropped", "episodes", "how many were not, children included, and count for nothing"),
     Metric("staleness/mean", "steps", "mean over the step's units of current step minus oldest sampling step"),
     Metric("staleness/max", "steps", "the largest of them"),
     Metric("advantage/zero_share", "fraction", "units of the step whose advantages are all 0: they taught nothing"),
@@ -49,20 +60,23 @@ METRICS: tuple[Metric, ...] = (
     Metric("run/seconds", "s", "wall time since training began"),
     Metric("engine/busy_share", "fraction", "share of the step's wall time the engine spent in forward passes"),
     Metric("trainer/busy_share", "fraction", "share of the step's wall time the trainer was busy"),
-    Metric("tokens/sampled_per_s", "tokens/s", "sampled tokens of the episodes that ended during the step"),
+    Metric(
+        "tokens/sampled_per_s",
+        "tokens/s",
+        "sampled tokens of the episodes that ended during the step, whoever sampled them",
+    ),
     Metric("episodes/per_s", "episodes/s", "episodes that ended during the step"),
-    Metric("episodes/turns", "turns", "mean turns of the episodes that ended during the step"),
+    Metric(
+        "episodes/turns",
+        "turns",
+        "mean turns of the policy in the committed episodes it acted in, of those that ended during the step",
+    ),
     Metric("episodes/in_flight", "episodes", "admitted and not ended"),
     Metric("episodes/ready", "episodes", "committed and waiting to be trained"),
     Metric("episodes/trained", "episodes", "trained since the run began"),
     Metric("episodes/dropped", "episodes", "dropped since the run began, whatever the reason"),
     Metric("episodes/superseded", "episodes", "ends told twice, or of an attempt that another replaced: ignored"),
-    Metric("episodes/tokens", "tokens", "mean sampled tokens of the episodes that ended during the step"),
-    Metric(
-        "waiting/<policy>",
-        "episodes",
-        "root episodes that ended since the policy was given a unit, where several learn: of each of them",
-    ),
+    Metric("episodes/tokens", "tokens", "mean tokens the policy sampled in these episodes"),
     Metric(
         "tool/<outcome>",
         "calls",
@@ -73,11 +87,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("parked", "times", "per episode: how often it was parked"),
     Metric("turns/illegal", "turns", "per episode: turns the environment could not read, as it counts them itself"),
     Metric("win_rate/<policy>", "fraction", "wins against this policy of kind `past`; draws count half"),
-    Metric("format/episodes", "episodes", "committed episodes the format figures of the step are about"),
+    Metric("games/<policy>", "episodes", "how many were played against it"),
+    Metric("episodes/decided", "episodes", "games: one seat's reward was above 0, another's below"),
+    Metric("won/<seat>", "fraction", "of them, those in which this seat was given most"),
+    Metric("format/episodes", "episodes", "these episodes: the format figures of the step are about them"),
     Metric(
         "format/broken_turns",
         "fraction",
-        "turns that broke the format: cut, or illegal, or with a call no tool could take",
+        "turns of the policy that broke the format: cut, or illegal, or with a call no tool could take",
     ),
     Metric("format/broken_share", "fraction", "episodes with such a turn"),
     Metric("format/reward_broken", "reward", "mean reward of the episodes with such a turn"),
@@ -134,6 +151,11 @@ METRICS: tuple[Metric, ...] = (
 BROKEN_FORMAT = ("tool/bad_arguments", "tool/unknown_tool", "turns/length", "turns/illegal")
 """Episode metrics whose sum is the number of turns or calls that broke the format."""
 
+PASS_RATES = ("0", "0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1", "1")
+"""Groups of child episodes by their mean reward: none was solved, in between, all were."""
+FRONTIER = ("0.2-0.4", "0.4-0.6", "0.6-0.8")
+"""Those with most to learn from, both ends included."""
+
 GATE_PASSED, GATE_REFUSED = "gate/passed", "gate/refused"
 """Episode metrics that count the answers of `agent.gate`."""
 
@@ -152,8 +174,11 @@ def describe(name: str) -> Metric | None:
     found = _BY_NAME.get(name)
     if found is not None:
         return found
-    group = name.partition("/")[0]
-    return next((metric for metric in METRICS if metric.name.startswith(f"{group}/<")), None)
+    return next((metric for metric in METRICS if "<" in metric.name and name.startswith(_before_word(metric))), None)
+
+
+def _before_word(metric: Metric) -> str:
+    return metric.name.partition("<")[0]
 
 
 class Sink(Protocol):

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from agentrl.observe.run_state import RunState
 
 
+SEAT_REWARD = "evaluation/reward/"
+
+
 class Display(Protocol):
     """Where a run is shown."""
 
@@ -33,7 +36,7 @@ class Display(Protocol):
         """A step was taken."""
         ...
 
-    def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
+    def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
         """An evaluation ended."""
         ...
 
@@ -67,9 +70,10 @@ class Lines:
         name = f"{policy} " if len(self._state.policies) > 1 else ""
         self.line(f"{name}step {step}/{self._state.plan.steps_of(policy)}  {figures(metrics)}")
 
-    def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
+    def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
         """Write what was measured."""
-        self.line(evaluation_line(versions, metrics))
+        for policy, version in versions.items():
+            self.line(evaluation_line(version, metrics[policy]))
 
     def show(self) -> None:
         """Nothing: what changed was written."""
@@ -102,9 +106,10 @@ class Screen:
     def step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         """Nothing before the next `show`: steps may come faster than anyone reads."""
 
-    def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
+    def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
         """Write above the screen."""
-        self.line(evaluation_line(versions, metrics))
+        for policy, version in versions.items():
+            self.line(evaluation_line(version, metrics[policy]))
 
     def show(self) -> None:
         """Redraw."""
@@ -120,11 +125,18 @@ def display(state: RunState, stream: TextIO) -> Display:
     return Screen(state, stream) if stream.isatty() else Lines(state, stream)
 
 
-def evaluation_line(versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> str:
-    """What an evaluation measured, on one line."""
-    what = ", ".join(str(version) for version in versions.values())
-    reward, episodes = metrics.get("evaluation/reward", 0.0), metrics.get("evaluation/episodes", 0.0)
-    return f"held-out reward {reward:.3f} over {episodes:.0f} tasks ({what})"
+def evaluation_line(version: PolicyVersion, metrics: Mapping[str, float]) -> str:
+    """What an evaluation measured of a policy, on one line."""
+    seats = [
+        f"{name.removeprefix(SEAT_REWARD)} {value:.3f}"
+        for name, value in metrics.items()
+        if name.startswith(SEAT_REWARD)
+    ]
+    who = ", ".join((str(version), *seats))
+    if "evaluation/reward" not in metrics:
+        return f"held-out tasks were played without {who}"
+    episodes = metrics.get("evaluation/episodes", 0.0)
+    return f"held-out reward {metrics['evaluation/reward']:.3f} over {episodes:.0f} tasks ({who})"
 
 
 def figures(metrics: Mapping[str, float]) -> str:

@@ -11,11 +11,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agentrl.observe.alarms import Alarm
-from agentrl.observe.metrics import describe
+from agentrl.observe.alarm_lines import Alarm
+from agentrl.observe.metrics import PASS_RATES, describe
 from agentrl.observe.run_state import LARGEST
 from agentrl.observe.svg import Line, plot
 from agentrl.observe.view import duration, plain
+from agentrl.observe.windows import total, weighted
 
 if TYPE_CHECKING:
     from agentrl.observe.run_state import PolicyState, RunState
@@ -27,11 +28,13 @@ class Figure(NamedTuple):
     title: str
     unit: str
     series: tuple[tuple[str, str], ...]
-    """(label, metric name)."""
+    """(label, metric name); of a name that ends in `<…>` there is a line for each word, which is added to the label."""
     low: float | None = None
     high: float | None = None
 
 
+COLOURS = 6
+HISTOGRAM_ROWS = 8
 FIGURES = (
     Figure("Reward", "mean per unit", (("training", "reward/mean"), ("held-out", "evaluation/reward"))),
     Figure("Staleness", "optimizer steps", (("mean", "staleness/mean"), ("largest", "staleness/max")), low=0),
@@ -62,6 +65,9 @@ FIGURES = (
         1,
     ),
     Figure("Proposals", "entropy of their structures, nats", (("entropy", "proposals/structure_entropy"),), low=0),
+    Figure("Reward by seat", "mean per agent", (("", "reward/<seat>"),)),
+    Figure("KL to the trained weights by seat", "k3, nats per token", (("", "seat_k3/<seat>"),), low=0),
+    Figure("Games", "fraction", (("won against ", "win_rate/<policy>"), ("won by ", "won/<seat>")), 0, 1),
     Figure("Gradient", "norm before clipping", (("gradient norm", "grad_norm"),), low=0),
 )
 
@@ -98,13 +104,18 @@ summary { cursor: pointer; margin-top: 30px; font-size: 18px; font-weight: 600; 
     "COLOURS",
     "\n".join(
         f"polyline.c{n} {{ stroke: var(--c{n}); }} circle.c{n}, i.c{n} {{ fill: var(--c{n}); color: var(--c{n}); }}"
-        for n in range(6)
+        for n in range(COLOURS)
     ),
 )
 
 
 def page(
-    state: RunState, *, config: Mapping[str, Any], raised: Sequence[tuple[int, Alarm]], summary: Mapping[str, Any]
+    state: RunState,
+    *,
+    config: Mapping[str, Any],
+    raised: Sequence[tuple[int, Alarm]],
+    summary: Mapping[str, Any],
+    win_rates: Sequence[Sequence[str]] = (),
 ) -> str:
     """The report.
 
@@ -113,12 +124,13 @@ def page(
         config: its resolved configuration, shown as it is.
         raised: (step, alarm) of every alarm, in order.
         summary: what `summary.json` holds; empty where the run has not ended.
+        win_rates: the matrix of results against past versions, its heading first; empty where there are none.
     """
     parts = [_heading(state, summary), _numbers(state, summary), _alarms(raised)]
     for policy in state.policies.values():
         title = f"<h2>{_text(policy.name)}</h2>" if len(state.policies) > 1 else "<h2>Curves</h2>"
         parts.append(f'{title}<div class="plots">{"".join(_figure(figure, policy) for figure in FIGURES)}</div>')
-    parts += [_episodes(state), _evaluations(state), _last_values(state)]
+    parts += [_pass_rates(state), _win_rates(win_rates), _episodes(state), _evaluations(state), _last_values(state)]
     parts.append(f"<details><summary>Configuration</summary><pre>{_text_block(config)}</pre></details>")
     allowed = "default-src 'none'; style-src 'unsafe-inline'"
     return (
@@ -187,16 +199,45 @@ def _alarms(raised: Sequence[tuple[int, Alarm]]) -> str:
 
 def _figure(figure: Figure, policy: PolicyState) -> str:
     lines = []
-    for colour, (label, name) in enumerate(figure.series):
+    for colour, (label, name) in enumerate(_series(figure, policy)):
         steps, values = policy.series(name)
         if values:
-            lines.append(Line(label, steps, values, colour, dots=name.startswith("evaluation/")))
+            lines.append(Line(label, steps, values, colour % COLOURS, dots=name.startswith("evaluation/")))
     drawn = plot(lines, title=f"{figure.title}, {figure.unit}", low=figure.low, high=figure.high)
     if not drawn:
         return ""
     legend = "".join(f'<i class="c{line.colour}">— {_text(line.label)} {line.values[-1]:.4g}</i>' for line in lines)
     caption = f"<h3>{_text(figure.title)}</h3><span>{_text(figure.unit)}</span>{legend}"
     return f"<figure><figcaption>{caption}</figcaption>{drawn}</figure>"
+
+
+def _series(figure: Figure, policy: PolicyState) -> list[tuple[str, str]]:
+    series: list[tuple[str, str]] = []
+    for label, name in figure.series:
+        if not name.endswith(">"):
+            series.append((label, name))
+            continue
+        measured = sorted({one for values in policy.steps.values() for one in values})
+        words = [one for one in measured if (known := describe(one)) is not None and known.name == name]
+        series += [(label + one.partition("/")[2], one) for one in words[:COLOURS]]
+    return series
+
+
+def _pass_rates(state: RunState) -> str:
+    """The histogram of p over the run, of the policy that stepped most: what is proposed belongs to all."""
+    policy = max(state.policies.values(), key=lambda policy: policy.step, default=None)
+    measured = [(step, v) for step, v in policy.steps.items() if "pass_rate/groups" in v] if policy is not None else []
+    size = -(-len(measured) // HISTOGRAM_ROWS)
+    rows = []
+    for at in range(0, len(measured), size or 1):
+        window = [values for _, values in measured[at : at + size]]
+        shares = [f"{weighted(window, f'pass_rate/{name}', 'pass_rate/groups'):.2f}" for name in PASS_RATES]
+        groups = f"{total(window, 'pass_rate/groups'):,.0f}"
+        rows.append((f"{measured[at][0]} to {measured[at : at + size][-1][0]}", groups, *shares))
+    if not rows:
+        return ""
+    heading = ("steps", "proposals", *(f"p = {name}" if name in "01" else f"p in {name}" for name in PASS_RATES))
+    return f'<h2>Pass rate p of the proposals</h2><div class="wide">{_table(heading, rows)}</div>'
 
 
 def _episodes(state: RunState) -> str:
@@ -206,6 +247,13 @@ def _episodes(state: RunState) -> str:
     rows = [("in flight", status.in_flight), ("ready", status.ready), ("trained", status.trained)]
     rows += [(f"dropped: {reason}", count) for reason, count in status.dropped.items()]
     return f"<h2>Episodes</h2>{_table(('', 'episodes'), [(name, f'{count:,}') for name, count in rows])}"
+
+
+def _win_rates(matrix: Sequence[Sequence[str]]) -> str:
+    if not matrix:
+        return ""
+    heading, *rows = matrix
+    return f'<h2>Win rates against past versions</h2><div class="wide">{_table(heading, rows)}</div>'
 
 
 def _evaluations(state: RunState) -> str:

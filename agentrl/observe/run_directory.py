@@ -4,6 +4,7 @@ config.json      the resolved configuration          journal/       control and 
 metrics.jsonl    one line per optimizer step         versions/      published weights
 summary.json     written at the end                  checkpoints/   what a run resumes from
 policies/NAME    link to a policy's last version     steps/         columns of optimizer steps
+engine.log       what the engine's processes said
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.versions = path / "versions"
         self.metrics = path / "metrics.jsonl"
+        self.engine_log = path / "engine.log"
 
     @classmethod
     def create(cls, path: Path, config_json: str) -> RunDirectory:

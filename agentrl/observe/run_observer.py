@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.safe import safe_line
-from agentrl.observe.alarms import alarms, write_alarm
+from agentrl.observe.alarm_lines import write_alarm
+from agentrl.observe.alarms import alarms
 from agentrl.observe.enduring import EnduringStream
 from agentrl.observe.metrics import JsonlSink, Sink
 from agentrl.observe.plot import curve
@@ -124,10 +125,10 @@ class RunObserver:
             self._shown().step(policy, step, metrics)
         self._raise_alarms()
 
-    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
+    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
         """An evaluation ended."""
         for policy, version in versions.items():
-            self._record(policy, version.step, metrics)
+            self._record(policy, version.step, metrics[policy])
         for other in self._others:
             other.on_evaluation(versions, metrics)
         if not self._quiet:
@@ -191,11 +192,14 @@ class RunObserver:
 
     def _held_out(self, tasks: int) -> str:
         """What the evaluations say, the first of them possibly of an earlier life of the run."""
-        for policy in self.state.policies.values():
-            steps, rewards = policy.series("evaluation/reward")
-            if len(steps) > 1:
-                return f"\nheld-out reward on {tasks} tasks: {rewards[0]:.3f} before, {rewards[-1]:.3f} after\n"
-        return ""
+        measured = {policy.name: policy.series("evaluation/reward")[1] for policy in self.state.policies.values()}
+        lines = [
+            f"held-out reward{f' of {safe_line(name)}' if len(measured) > 1 else ''} on {tasks} tasks: "
+            f"{rewards[0]:.3f} before, {rewards[-1]:.3f} after\n"
+            for name, rewards in measured.items()
+            if len(rewards) > 1
+        ]
+        return "\n" + "".join(lines) if lines else ""
 
     def _set_status(self, status: Status) -> None:
         now = self._clock.monotonic() - self._started

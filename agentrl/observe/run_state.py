@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ Values = Mapping[str, float]
 
 LARGEST = 1e100
 """What is larger cannot be added up or drawn, and means as little as infinity."""
+RECENT_STEPS = 5
+"""Of a policy: how long it waited for each is remembered."""
 MAX_METRICS_BYTES = 64 << 20
 """Of a longer `metrics.jsonl` the newest so many bytes are read."""
 MAX_LINE_BYTES = 1 << 20
@@ -39,6 +42,10 @@ class RunPlan:
     """Of each policy that steps; its keys are the trainable policies."""
     own_steps: Mapping[str, int] = field(default_factory=dict)
     """Of policies that take other than `steps`."""
+    phased: frozenset[str] = frozenset()
+    """Policies that learn in turn."""
+    past: Mapping[str, str] = field(default_factory=dict)
+    """Policies that stand for past versions, and whose."""
 
     def steps_of(self, policy: str) -> int:
         """How many steps a policy takes; 0: not known."""
@@ -55,6 +62,10 @@ class PolicyState:
     """Metrics by optimizer step, in order."""
     evaluations: dict[int, Values] = field(default_factory=dict)
     """Held-out metrics by step, in order."""
+    waited: int = 0
+    """Steps that others have taken since its newest."""
+    waits: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    """The same between its last steps."""
 
     @property
     def step(self) -> int:
@@ -104,6 +115,11 @@ class RunState:
                 while measured and next(reversed(measured)) >= step:  # taken again: what came after it is void
                     measured.popitem()
             state.steps[step] = known
+            for other in self.policies.values():
+                other.waited += 1
+            if len(state.steps) > 1:
+                state.waits.append(state.waited - 1)
+            state.waited = 0
 
 
 def plan_of(config: Mapping[str, Any]) -> RunPlan:
@@ -116,6 +132,8 @@ def plan_of(config: Mapping[str, Any]) -> RunPlan:
         model=_text(_mapping(config.get("model")).get("path")),
         steps=_whole(config.get("steps")) or 0,
         own_steps={name: steps for name, policy in trainable.items() if (steps := _whole(policy.get("steps")))},
+        phased=_frozen_in_turn(config.get("freeze")),
+        past={name: _text(policy.get("of")) for name, policy in trainable.items() if policy.get("kind") == "past"},
         max_staleness={
             name: _whole(policy.get("max_staleness")) or 0
             for name, policy in trainable.items()
@@ -171,3 +189,13 @@ def _is_number(value: Any) -> bool:
 def _whole(value: Any) -> int | None:
     """The value where it is an integer that a float can hold."""
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53 else None
+
+
+def _frozen_in_turn(phases: object) -> frozenset[str]:
+    """The policies that `freeze` names."""
+    named: set[str] = set()
+    for phase in phases if isinstance(phases, list | tuple) else ():
+        held = phase[0] if isinstance(phase, list | tuple) and phase else ()
+        names = held if isinstance(held, list | tuple) else [held]
+        named.update(name for name in names if isinstance(name, str))
+    return frozenset(named)

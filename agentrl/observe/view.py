@@ -13,7 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.core.safe import safe_line
-from agentrl.observe.alarms import Alarm, alarms
+from agentrl.observe.alarm_lines import Alarm
+from agentrl.observe.alarms import alarms
+from agentrl.observe.metrics import describe
 from agentrl.observe.plot import curve, sparkline
 
 if TYPE_CHECKING:
@@ -28,6 +30,15 @@ PLOT_HEIGHT = 5
 MAX_TEXT = 4000
 """Characters of one text that are shown."""
 MAX_WAITS = 8
+MAX_WORDS = 8
+"""Seats and opponents shown of a policy."""
+BY_WORD = (
+    ("reward/<seat>", "{} reward", "{:.3f}"),
+    ("seat_k3/<seat>", "{} k3", "{:.4f}"),
+    ("won/<seat>", "{} wins", "{:.2f}"),
+    ("win_rate/<policy>", "wins against {}", "{:.2f}"),
+)
+"""Metrics there is one of for each seat or opponent, with their labels."""
 SILENT_S = 15.0
 """A status older than this is said to be old."""
 
@@ -143,7 +154,7 @@ def _figures(policy: PolicyState, width: int, *, several: bool) -> RenderableTyp
     rows += [("mismatch k3", "mismatch/k3", "{:.1e}"), ("max |Δlogp|", "mismatch/max_difference", "{:.1e}")]
     rows += [("frontier", "pass_rate/frontier", "{:.2f}"), ("gate", "gate/acceptance", "{:.2f}")]
     rows += [("repeated", "proposals/repeated", "{:.2f}"), ("structures", "proposals/structure_entropy", "{:.2f}")]
-    for label, name, form in rows if several else rows[1:]:
+    for label, name, form in [*(rows if several else rows[1:]), *_by_word(policy)]:
         _, values = policy.series(name)
         if values:
             cells.append((label, Text(f"{form.format(values[-1]):>8} ").append(sparkline(values, width=spark), "cyan")))
@@ -156,6 +167,16 @@ def _figures(policy: PolicyState, width: int, *, several: bool) -> RenderableTyp
     for left, right in zip(cells[:half], [*cells[half:], ("", Text())][:half], strict=True):
         table.add_row(*left, *right)
     return table
+
+
+def _by_word(policy: PolicyState) -> list[tuple[str, str, str]]:
+    rows = [
+        (label.format(plain(name.partition("/")[2])[:16]), name, form)
+        for group, label, form in BY_WORD
+        for name in sorted(policy.last)
+        if (known := describe(name)) is not None and known.name == group
+    ]
+    return rows[:MAX_WORDS]
 
 
 def _held_out(policy: PolicyState) -> Text:

@@ -1,30 +1,25 @@
-"""The buffer: episodes enter whole, groups are released when complete, units leave exactly once.
+"""The buffer: episodes enter whole, are released as their group's rule says, and leave as units exactly once.
 
 Owns every training episode between admission and its optimizer step, as headers only: token data stays in the journal.
-Does not know about versions (`versions.py`), capacity (`staleness.py`) or who runs episodes (`dispatch.py`).
+Does not know about versions (`versions.py`), capacity (`staleness.py`), who runs episodes (`dispatch.py`), or when a
+member may leave its group and with which advantage (`groups.py`).
 
-Entry lifecycle: admit → end (committed or dropped) → group complete: advantages → ready → take → resolve.
-Invariants: a group is released once, when all its members have ended; a unit is taken at most once; the ledger balances
-after every call.
+Entry lifecycle: admit → end (committed or dropped) → released by its group: advantages → ready → take → resolve.
+Invariants: a member is released once; a unit is taken at most once; the ledger balances after every call.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from agentrl.core import ids
-from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, TrajectoryCredit, TrajectoryHeader, Unit
-from agentrl.credit.advantages import AdvantageFunction, advantages_to_go, no_baseline
+from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, TrajectoryHeader
+from agentrl.core.training_records import Unit
+from agentrl.observe.metrics import PASS_RATES
+from agentrl.orchestrator.groups import Credits, Group, Release, rewarded
 from agentrl.orchestrator.ledger import Ledger
-
-PASS_RATES = ("0", "0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1", "1")
-"""Groups of child episodes by their mean reward: none was solved, in between, all were."""
-FRONTIER = ("0.2-0.4", "0.4-0.6", "0.6-0.8")
-"""Those with most to learn from, both ends included."""
 
 
 class ReadyUnit(NamedTuple):
@@ -46,21 +41,12 @@ class UnitDrop(NamedTuple):
     reason: str
 
 
-@dataclass(slots=True)
-class _Group:
-    running: int
-    environment: str = ""
-    """Of all its members."""
-    headers: list[EpisodeHeader] = field(default_factory=list)
-
-
 class EpisodeBuffer:
     """Groups of episodes on their way to a trainer.
 
     Args:
         trainable: policies whose units are trained; other policies only play.
-        advantage: baseline and advantage over the rewards of one policy in one seat of one group.
-        to_go: whether a turn's reward counts for that turn and those before it alone.
+        release: when members of a group are released, and what they are compared with.
         resolved_before: what became of units in an earlier life of the run, by (policy, episode id): None where they
             were trained, else the drop reason. They are compared with their siblings again, and never trained again.
         dead: units, by (policy, episode id), with tokens of weights that a rollback undid, where those are to be left
@@ -70,19 +56,17 @@ class EpisodeBuffer:
     def __init__(
         self,
         trainable: Iterable[str],
-        advantage: AdvantageFunction,
+        release: Release,
         *,
-        to_go: bool = False,
         resolved_before: Mapping[tuple[str, str], str | None] | None = None,
         dead: Collection[tuple[str, str]] = (),
     ) -> None:
         self.trainable = frozenset(trainable)
         """Policies whose units are trained."""
-        self._advantage = advantage
-        self._to_go = to_go
+        self._release = release
         self._resolved_before = dict(resolved_before or {})
         self._dead = frozenset(dead)
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, Group] = {}
         self._ready: dict[str, deque[ReadyUnit]] = {policy: deque() for policy in self.trainable}
         self._in_flight: Counter[str] = Counter()
         self._unresolved: dict[str, set[str]] = {}
@@ -95,11 +79,13 @@ class EpisodeBuffer:
 
     def expect(self, group_id: str, size: int) -> None:
         """A group that has `size` members from now on, whatever their specs say (resume: dropped ones stay away)."""
-        self._groups[group_id] = _Group(size)
+        self._groups[group_id] = Group(size)
 
     def admit(self, spec: EpisodeSpec) -> None:
         """An episode starts. Its group is complete when `group_size` members have ended."""
-        self._groups.setdefault(spec.group_id, _Group(spec.group_size))
+        group = self._groups.setdefault(spec.group_id, Group(spec.group_size))
+        self._release.admitted(spec, group)
+        group.size = spec.group_size
         self.ledger.admitted += 1
         self.ledger.in_flight += 1
         self._in_flight.update(self.policies_of(spec))
@@ -114,13 +100,14 @@ class EpisodeBuffer:
         else:
             self.ledger.dropped[header.drop_reason or ""] += 1
         group = self._groups[spec.group_id]
-        group.environment = spec.environment
         group.running -= 1
         group.headers.append(header)
+        released, credits = self._release.ended(spec, group)
+        for member in released:
+            self._make_ready(member, credits, group, spec.environment)
         if group.running == 0:
             del self._groups[spec.group_id]
             self._count_pass_rate(group.headers)
-            self._release(group)
         return drops
 
     def _commit(self, header: EpisodeHeader, drops: list[UnitDrop]) -> None:
@@ -142,47 +129,25 @@ class EpisodeBuffer:
         if not policies:
             self._leave(header.episode_id, reason="frozen")
 
-    # --- release ----------------------------------------------------------------------------------------------------
+    def _make_ready(self, header: EpisodeHeader, credits: Credits, group: Group, environment: str) -> None:
+        for policy in sorted(self._unresolved.get(header.episode_id, ())):
+            own = tuple(t for t in header.trajectories if t.policy == policy)
+            unit = Unit(
+                episode_id=header.episode_id,
+                attempt=header.attempt,
+                policy=policy,
+                location=header.location or DataLocation("", 0),
+                credits=tuple(credits[header.episode_id, t.seat, t.index] for t in own),
+            )
+            self._ready[policy].append(ReadyUnit(unit, own, environment, self._is_alone(unit, group)))
 
-    def _release(self, group: _Group) -> None:
-        """Compare the members of a complete group, agent by agent, and make their units ready as they ended."""
-        credits: dict[tuple[str, str, int], TrajectoryCredit] = {}
-        compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
-        for header in sorted(group.headers, key=lambda header: ids.order_key(header.episode_id)):
-            for trajectory in header.trajectories:  # in this order, since sums depend on it
-                if trajectory.policy in self.trainable and trajectory.reward is not None:
-                    seat = (trajectory.policy, trajectory.seat)
-                    compared.setdefault(seat, []).append((header.episode_id, trajectory))
-        alone: set[tuple[str, str]] = set()
-        for seat, members in compared.items():
-            if self._advantage is not no_baseline and len({episode_id for episode_id, _ in members}) == 1:
-                alone.add(seat)
-            for (episode_id, trajectory), credit in zip(members, self._credits(members), strict=True):
-                credits[episode_id, trajectory.seat, trajectory.index] = credit
-        for header in group.headers:
-            for policy in sorted(self._unresolved.get(header.episode_id, ())):
-                own = tuple(t for t in header.trajectories if t.policy == policy)
-                unit = Unit(
-                    episode_id=header.episode_id,
-                    attempt=header.attempt,
-                    policy=policy,
-                    location=header.location or DataLocation("", 0),
-                    credits=tuple(credits[header.episode_id, t.seat, t.index] for t in own),
-                )
-                is_alone = all((policy, trajectory.seat) in alone for trajectory in own)
-                self._ready[policy].append(ReadyUnit(unit, own, group.environment, is_alone))
-
-    def _credits(self, members: Sequence[tuple[str, TrajectoryHeader]]) -> Iterator[TrajectoryCredit]:
-        """Credits of trajectories that are compared with each other, given with their episodes."""
-        episodes = [episode_id for episode_id, _ in members]
-        rewards = [trajectory.reward or 0.0 for _, trajectory in members]
-        by_turn: Sequence[tuple[float, ...]] = [()] * len(members)
-        if self._to_go and any(trajectory.turn_rewards for _, trajectory in members):
-            turn_rewards = [trajectory.turn_rewards for _, trajectory in members]
-            by_turn = advantages_to_go(self._advantage, rewards, turn_rewards, episodes)
-        advantages = self._advantage(rewards, episodes)
-        for (_, t), reward, (value, baseline), turns in zip(members, rewards, advantages, by_turn, strict=True):
-            yield TrajectoryCredit(t.seat, t.index, reward, value, baseline, turns)
+    def _is_alone(self, unit: Unit, group: Group) -> bool:
+        """Whether the rewards of a unit were to be compared, and no other member was given one in these seats."""
+        if not self._release.compares or any(credit.advantage for credit in unit.credits):
+            return False
+        seats = {credit.seat for credit in unit.credits}
+        others = (header for header in group.headers if header.episode_id != unit.episode_id)
+        return not any(own.seat in seats for other in others for own in rewarded(other, {unit.policy}))
 
     def _count_pass_rate(self, headers: Sequence[EpisodeHeader]) -> None:
         """Note how much of a group of child episodes was solved; dropped members are neither here nor there."""
@@ -195,7 +160,7 @@ class EpisodeBuffer:
     # --- leaving ----------------------------------------------------------------------------------------------------
 
     def ready(self, policy: str) -> int:
-        """Units of released groups that wait for a step."""
+        """Units that were released and wait for a step."""
         return len(self._ready[policy])
 
     def under_way(self, policy: str) -> int:

@@ -14,13 +14,14 @@ from functools import partial
 
 from agentrl.core import ids
 from agentrl.core.errors import CheckFailedError
-from agentrl.core.ports import SpawnedGroup, Worker
+from agentrl.core.ports import Counted, SpawnedGroup, Worker
 from agentrl.core.proposals import Proposal, Recollection
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Purpose, SeatBinding, Task, dropped_header
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.port import JournalStore
-from agentrl.observe.metrics import BROKEN_FORMAT
+from agentrl.journal.results import winner
+from agentrl.observe.metrics import BROKEN_FORMAT, GATE_PASSED, GATE_REFUSED
 from agentrl.orchestrator.admission import Admission, NobodyLearns
 from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
 from agentrl.orchestrator.drought import Drought
@@ -72,12 +73,17 @@ class Dispatcher:
     """Forks that wait for a child of their parent."""
     drought: Drought = field(init=False)
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Of the training episodes that ended since the run began, growing: `episodes`, `tokens`, `turns`, `superseded`
-    ends that were ignored, how they kept the format, `units of POLICY`, `tokens of POLICY`, and `metric NAME` for what
-    they counted themselves; `episodes against OPPONENT` and `score against OPPONENT`; `proposals` remembered and those
-    `made before`."""
+    """Of the training episodes that ended since the run began, growing: `episodes`, `tokens`, `superseded` ends that
+    were ignored, `units of POLICY`, `tokens of POLICY`; `episodes against OPPONENT` and `score against OPPONENT`; games
+    `won by SEAT`; `proposals` remembered, those `made before`, answers of gates. Of those that were committed,
+    `POLICY: …`: how many, its turns and tokens in them, how it kept the format, and `metric NAME` for what they counted
+    themselves."""
     reservations: Reservations = field(init=False)
     _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
+    _evaluated: list[EpisodeHeader] = field(default_factory=list)
+    """Of the newest evaluation: the children of its episodes that have ended."""
+    _first_evaluated: int = 0
+    """Number of its first episode."""
 
     def __post_init__(self) -> None:
         self.drought = Drought(self.group_size)
@@ -230,12 +236,14 @@ class Dispatcher:
         self._running[spec.episode_id] = spec
 
     async def evaluate(self, tasks: Sequence[Task], pins: Mapping[str, PolicyVersion]) -> list[EpisodeHeader]:
-        """Run each task once, outside buffer and ledger; `pins` fixes policies at versions.
+        """Run each task once, outside buffer and ledger; `pins` fixes policies at versions. Children come last.
 
-        Seeds depend on the place of a task alone: evaluations of a run differ by their weights, and by nothing else.
+        Seeds and line-ups depend on the place of a task alone: evaluations of a run differ by their weights, and by
+        nothing else.
         """
-        first = self.next_evaluation
+        first = self._first_evaluated = self.next_evaluation
         self.next_evaluation += len(tasks)
+        self._evaluated = []
         specs = [
             replace(
                 self._root_spec(task, "evaluate", first + index, f"v{first + index}", 1, pins),
@@ -244,7 +252,7 @@ class Dispatcher:
             for index, task in enumerate(tasks)
         ]
         self._evaluating = self._start_to_hear(specs)
-        return await asyncio.gather(*self._evaluating)
+        return [*await asyncio.gather(*self._evaluating), *self._evaluated]
 
     async def play_forks(
         self, specs: Sequence[EpisodeSpec], ended_children: Mapping[str, EpisodeHeader]
@@ -271,20 +279,24 @@ class Dispatcher:
         """How many episodes of the newest evaluation have ended, and of how many."""
         return sum(end.done() for end in self._evaluating), len(self._evaluating)
 
-    def measured(self, spec: EpisodeSpec, header: EpisodeHeader, metrics: Mapping[str, float]) -> None:
-        """Add up what a committed training episode counted."""
+    def measured(self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
+        """Add up what a committed training episode counted, for each policy that acted in it."""
         if spec.purpose != "train":
             return
-        for name, value in metrics.items():
-            self.sums[f"metric {name}"] += value
-        broken = min(sum(metrics.get(name, 0.0) for name in BROKEN_FORMAT), float(header.turns))
-        self.sums["committed"] += 1
-        self.sums["committed turns"] += header.turns
-        self.sums["broken turns"] += broken
-        if header.reward is not None:
-            kind = "broken" if broken else "kept"
-            self.sums[kind] += 1
-            self.sums[f"reward of {kind}"] += header.reward
+        for policy, (turns, metrics) in counted.items():
+            own = [trajectory for trajectory in header.trajectories if trajectory.policy == policy]
+            rewards = [trajectory.reward for trajectory in own if trajectory.reward is not None]
+            broken = min(sum(metrics.get(name, 0.0) for name in BROKEN_FORMAT), float(turns))
+            sums = {f"metric {name}": value for name, value in metrics.items()}
+            sums |= {"committed": 1.0, "turns": float(turns), "broken turns": broken}
+            sums["tokens"] = float(sum(trajectory.tokens for trajectory in own))
+            if rewards:
+                kind = "broken" if broken else "kept"
+                sums |= {kind: 1.0, f"reward of {kind}": sum(rewards)}
+            for name, value in sums.items():
+                self.sums[f"{policy}: {name}"] += value
+            for name in (GATE_PASSED, GATE_REFUSED):
+                self.sums[name] += metrics.get(name, 0.0)
 
     def _root_spec(
         self, task: Task, purpose: Purpose, number: int, group: str, size: int, pins: Mapping[str, PolicyVersion]
@@ -303,9 +315,11 @@ class Dispatcher:
         ).pinned(pins)
 
     def _group(self, purpose: Purpose, episode_id: str) -> int:
-        """Which root group an episode belongs to; outside training each is one of its own."""
+        """Which root group an episode belongs to; outside training each is one of its own, counted from the first."""
         number = ids.root_number(episode_id)
-        return number // self.group_size if purpose == "train" else number
+        if purpose == "train":
+            return number // self.group_size
+        return number - self._first_evaluated if purpose == "evaluate" else number
 
     def _training_spec(self, task: Task, number: int) -> EpisodeSpec:
         group = f"g{number - number % self.group_size}"
@@ -349,6 +363,8 @@ class Dispatcher:
             self._count(header)
             self.admission.ended(header)
             self._guard(spec, header)
+        elif spec.purpose == "evaluate" and spec.parent_id is not None:
+            self._evaluated.append(header)
         for tell in ([on_end] if on_end is not None else []) + self._sharers.pop(spec.episode_id, []):
             tell(header)
         self.signal.notify()
@@ -381,10 +397,11 @@ class Dispatcher:
     def _count(self, header: EpisodeHeader) -> None:
         self.sums["episodes"] += 1
         self.sums["tokens"] += header.tokens
-        self.sums["turns"] += header.turns
         for trajectory in header.trajectories:
             self.sums[f"units of {trajectory.policy}"] += 1
             self.sums[f"tokens of {trajectory.policy}"] += trajectory.tokens
+        if (seat := winner(header)) is not None:
+            self.sums[f"won by {seat}"] += 1
 
     def _guard(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
         """End a run in which a policy gets nothing to train on, episode after episode."""

@@ -7,6 +7,7 @@ would begin meanwhile is left out; episodes that were dropped are counted, never
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -67,31 +68,75 @@ class Evaluator:
             await self.signal.wait_for(lambda: running.done() or stopping())
             if not running.done():
                 return
-            metrics = evaluation_metrics(running.result())
+            headers = running.result()
         finally:
             running.cancel()
+        metrics = {policy: evaluation_metrics(headers, policy) for policy in versions}
         for policy, version in versions.items():
-            self.store.record_metrics(policy, version.step, metrics)
+            self.store.record_metrics(policy, version.step, metrics[policy])
         self.observer.on_evaluation(versions, metrics)
 
 
-def evaluation_metrics(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
-    """Mean reward, turns and tokens over the committed episodes, and how many were not.
+def evaluation_metrics(headers: Sequence[EpisodeHeader], policy: str) -> dict[str, float]:
+    """What an evaluation says of one policy: its own rewards, and how the evaluation went as a whole.
+
+    Args:
+        headers: how the episodes ended, children included.
+        policy: left without a reward where it held no seat of any of them.
 
     Raises:
         CheckFailedError: none was committed.
     """
-    committed = [header for header in headers if header.committed]
+    return {**rewards_of(headers, policy), **_course(headers)}
+
+
+def together(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
+    """What an evaluation says of all who played in it: what the agents of a task got together, then who got what.
+
+    Raises:
+        CheckFailedError: no episode was committed.
+    """
+    course = _course(headers)
+    roots = [header for header in headers if header.parent_id is None and header.committed]
+    metrics = {"evaluation/reward": _mean([header.reward or 0.0 for header in roots])}
+    policies = sorted({trajectory.policy for header in headers for trajectory in header.trajectories})
+    for policy in policies:
+        whose = f"/{policy}" if len(policies) > 1 else ""
+        for name, value in rewards_of(headers, policy).items():
+            metrics.setdefault(name.replace("evaluation/reward", f"evaluation/reward{whose}", 1), value)
+    return metrics | course
+
+
+def rewards_of(headers: Sequence[EpisodeHeader], policy: str) -> dict[str, float]:
+    """Mean reward of a policy per episode it acted in, children included; the same per agent for each of its seats,
+    where there are several. Empty where it acted in none."""
+    played = [[t for t in header.trajectories if t.policy == policy] for header in headers]
+    by_episode = [sum(t.reward or 0.0 for t in own) for own in played if own]
+    if not by_episode:
+        return {}
+    by_seat: dict[str, list[float]] = {}
+    for trajectory in itertools.chain.from_iterable(played):
+        by_seat.setdefault(trajectory.seat, []).append(trajectory.reward or 0.0)
+    seats = {f"evaluation/reward/{seat}": _mean(by_seat[seat]) for seat in sorted(by_seat)}
+    return {"evaluation/reward": _mean(by_episode)} | (seats if len(seats) > 1 else {})
+
+
+def _course(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
+    """How an evaluation went, whoever played: of its tasks, but that a dropped child counts as dropped too."""
+    committed = [header for header in headers if header.parent_id is None and header.committed]
+    dropped = [header for header in headers if not header.committed]
     if not committed:
         raise CheckFailedError(
-            f"evaluation: all {len(headers)} episodes were dropped, {headers[0].episode_id} because of "
-            f"{headers[0].drop_reason}; `agentrl episode show` has the details"
+            f"evaluation: all {len(dropped)} episodes were dropped, {dropped[0].episode_id} because of "
+            f"{dropped[0].drop_reason}; `agentrl episode show` has the details"
         )
-    count = len(committed)
     return {
-        "evaluation/reward": sum(header.reward or 0.0 for header in committed) / count,
-        "evaluation/turns": sum(header.turns for header in committed) / count,
-        "evaluation/tokens": sum(header.tokens for header in committed) / count,
-        "evaluation/episodes": float(count),
-        "evaluation/dropped": float(len(headers) - count),
+        "evaluation/turns": _mean([float(header.turns) for header in committed]),
+        "evaluation/tokens": _mean([float(header.tokens) for header in committed]),
+        "evaluation/episodes": float(len(committed)),
+        "evaluation/dropped": float(len(dropped)),
     }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -33,7 +33,8 @@ from dataclasses import dataclass, field
 from agentrl.core.clock import Clock
 from agentrl.core.errors import CheckFailedError, NonFiniteError
 from agentrl.core.ports import Engine, Observer, Trainer
-from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.training_records import StepReport, TrainBatch
 from agentrl.credit.role_means import RoleMeans
 from agentrl.journal.port import JournalStore, StepRow
 from agentrl.observe.status import Status

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from agentrl.core.clock import Clock
 from agentrl.core.ports import Engine
-from agentrl.core.records import PolicyVersion, StepReport, TrajectoryHeader
+from agentrl.core.records import PolicyVersion, TrajectoryHeader
+from agentrl.core.training_records import StepReport
 from agentrl.observe.alarms import LENGTH_STEPS
-from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
-from agentrl.orchestrator.buffer import FRONTIER, PASS_RATES, EpisodeBuffer, ReadyUnit
+from agentrl.observe.metrics import FRONTIER, GATE_PASSED, GATE_REFUSED, PASS_RATES
+from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.versions import PolicyBoard
 
@@ -91,12 +92,9 @@ class StepMetrics:
         if len(seats) > 1:
             for seat in seats:
                 metrics[f"reward/{seat}"] = _mean([t.reward or 0.0 for t in trajectories if t.seat == seat])
-        if len(self._board.trainable) > 1:
-            waiting = self._dispatcher.drought.waiting
-            metrics |= {f"waiting/{name}": float(waiting[name]) for name in self._board.trainable}
         metrics.update(report.metrics)
         metrics.update(self._length_ratio(policy, trajectories, ended))
-        for name, value in (of_ended(ended) | self._of_proposals(ended)).items():
+        for name, value in (of_ended(ended, policy) | self._of_proposals(ended)).items():
             metrics.setdefault(name, value)
         return metrics
 
@@ -107,8 +105,8 @@ class StepMetrics:
     def _of_proposals(self, ended: Mapping[str, float]) -> dict[str, float]:
         """What became of the tasks that episodes thought up since the policy's last step."""
         metrics: dict[str, float] = {}
-        if asked := ended[f"metric {GATE_PASSED}"] + ended[f"metric {GATE_REFUSED}"]:
-            metrics["gate/acceptance"] = ended[f"metric {GATE_PASSED}"] / asked
+        if asked := ended[GATE_PASSED] + ended[GATE_REFUSED]:
+            metrics["gate/acceptance"] = ended[GATE_PASSED] / asked
         if made := ended["proposals"]:
             metrics["proposals/made"] = made
             metrics["proposals/repeated"] = ended["proposals made before"] / made
@@ -145,31 +143,38 @@ def _is_zero(ready: ReadyUnit) -> bool:
     return not any(any(credit.turn_advantages or (credit.advantage,)) for credit in ready.unit.credits)
 
 
-def of_ended(sums: Mapping[str, float]) -> dict[str, float]:
-    """Means over the episodes that ended during a step; empty where none did."""
+def of_ended(sums: Mapping[str, float], policy: str) -> dict[str, float]:
+    """Of the episodes that ended during a step, and of the policy's doing in those that it acted in."""
     metrics: dict[str, float] = {}
-    if sums["episodes"]:
-        metrics["episodes/turns"] = sums["turns"] / sums["episodes"]
-        metrics["episodes/tokens"] = sums["tokens"] / sums["episodes"]
     if sums["superseded"]:
         metrics["episodes/superseded"] = sums["superseded"]
     for name, count in sums.items():
         if name.startswith("episodes against ") and count:
             opponent = name.removeprefix("episodes against ")
             metrics[f"win_rate/{opponent}"] = sums[f"score against {opponent}"] / count
-    if not sums["committed"]:
+            metrics[f"games/{opponent}"] = count
+    won = {name.removeprefix("won by "): count for name, count in sums.items() if name.startswith("won by ")}
+    if decided := sum(won.values()):
+        metrics |= {f"won/{seat}": count / decided for seat, count in won.items()}
+        metrics["episodes/decided"] = decided
+    whose = f"{policy}: "
+    own = defaultdict(float, {k.removeprefix(whose): value for k, value in sums.items() if k.startswith(whose)})
+    committed = own["committed"]
+    if not committed:
         return metrics
-    metrics["format/episodes"] = sums["committed"]
-    metrics["format/broken_turns"] = sums["broken turns"] / max(sums["committed turns"], 1.0)
-    rewarded = sums["broken"] + sums["kept"]
+    metrics["episodes/turns"] = own["turns"] / committed
+    metrics["episodes/tokens"] = own["tokens"] / committed
+    metrics["format/episodes"] = committed
+    metrics["format/broken_turns"] = own["broken turns"] / max(own["turns"], 1.0)
+    rewarded = own["broken"] + own["kept"]
     if rewarded:
-        metrics["format/broken_share"] = sums["broken"] / rewarded
+        metrics["format/broken_share"] = own["broken"] / rewarded
     for kind in ("broken", "kept"):
-        if sums[kind]:
-            metrics[f"format/reward_{kind}"] = sums[f"reward of {kind}"] / sums[kind]
-    for name, value in sums.items():
+        if own[kind]:
+            metrics[f"format/reward_{kind}"] = own[f"reward of {kind}"] / own[kind]
+    for name, value in own.items():
         if name.startswith("metric ") and not name.startswith("metric gate/") and len(metrics) < MAX_METRICS:
-            metrics.setdefault(name.removeprefix("metric "), value / sums["committed"])
+            metrics.setdefault(name.removeprefix("metric "), value / committed)
     return metrics
 
 

@@ -21,6 +21,7 @@ from agentrl.core.records import Completion, Message, PolicyVersion, ToolSpec, T
 from agentrl.environment.base import Agent, LimitReachedError, valid_unicode
 from agentrl.journal.entries import RewardEntry, Span, TurnEntry, asked_hash
 from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
+from agentrl.rollout.branches import current_branch
 from agentrl.rollout.conversation import Conversation
 from agentrl.rollout.recorded_words import shortened
 from agentrl.rollout.turn_entries import completion_of, message_data
@@ -43,11 +44,13 @@ class LiveAgent(Agent):
         "_conversation",
         "_episode",
         "_messages",
+        "_number",
         "_pending",
         "_sampler",
         "_spoken_to",
         "_turn_rewards",
         "_turns",
+        "counts",
         "index",
         "policy",
         "rewards",
@@ -58,6 +61,7 @@ class LiveAgent(Agent):
         self.seat = seat
         self.index = index
         self.rewards: list[float] = []
+        self.counts: dict[str, float] = {}
         self._episode = episode
         binding = episode.spec.seats[seat]
         self.policy = binding.policy
@@ -68,6 +72,7 @@ class LiveAgent(Agent):
         self._turn_rewards: dict[int, float] = {}
         self._messages: list[Message] = []
         self._pending: tuple[Message, ...] = ()
+        self._number = len(episode.agents)
         episode.agents.append(self)
 
     @property
@@ -120,10 +125,11 @@ class LiveAgent(Agent):
                 raise
             self._write(call, messages, context, before, completion, services.clock.monotonic() - started)
         if completion.finish_reason == "length":
-            self._episode.metric("turns/length", 1.0)
+            self._episode.metric("turns/length", 1.0, self)
+        current_branch().speaker = self._number
+        message = self._spoken_to.chat_format.parse(completion.token_ids.tolist())
         self._conversation.answer(completion)
         self._messages.extend(messages)
-        message = self._spoken_to.chat_format.parse(completion.token_ids.tolist())
         self._messages.append(message)
         turn = Turn(text=message.content, message=message, completion=completion)
         self._turns.append(turn)
@@ -151,7 +157,7 @@ class LiveAgent(Agent):
 
     def gate(self, accepted: bool, *, penalty: float) -> bool:
         """Count the answer; where it is no, journal the penalty as a reward."""
-        self._episode.metric(GATE_PASSED if accepted else GATE_REFUSED, 1.0)
+        self._episode.metric(GATE_PASSED if accepted else GATE_REFUSED, 1.0, self)
         if not accepted:
             self.reward(penalty)
         return accepted
@@ -220,7 +226,7 @@ class LiveAgent(Agent):
         chat_format = self._spoken_to.chat_format
         drift = chat_format.drift(sampled)
         if drift is not None:
-            self._episode.metric(f"drift/{drift}", 1.0)
+            self._episode.metric(f"drift/{drift}", 1.0, self)
         routing, mask = completion.expert_routing, completion.sampling_mask
         entry = TurnEntry(
             seat=self.seat,

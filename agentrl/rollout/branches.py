@@ -47,6 +47,7 @@ class Branch:
         "patches",
         "path",
         "resources",
+        "speaker",
         "steps",
         "task",
     )
@@ -73,6 +74,8 @@ class Branch:
         self.steps: Steps | None = None
         """Its code, while that runs."""
         self.patches: dict[str, bool] = {}
+        self.speaker: int | None = None
+        """Which of the episode's agents acted last on it, or before it left the branch it comes from."""
         self._key = key
         self._rng: random.Random | None = None
 

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.core.errors import EffectError, EnvironmentDefinitionError, EpisodeError, InfrastructureError
+from agentrl.core.ports import Counted
 from agentrl.core.proposals import Recollection
 from agentrl.core.records import EpisodeHeader, StopReason, Task, ToolSpec
 from agentrl.core.rng import uuid4
@@ -31,6 +32,7 @@ from agentrl.environment.base import (
 )
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import GatherEntry, SpawnEntry, ToolEntry, ValueEntry, asked_hash
+from agentrl.observe.metrics import BROKEN_FORMAT
 from agentrl.rollout.agent import LiveAgent
 from agentrl.rollout.branches import current_branch
 from agentrl.rollout.calls import CallJournal
@@ -218,8 +220,8 @@ class LiveContext(EpisodeContext):
             self._journal.write(opened, ValueEntry("sleep", seconds))
 
     def metric(self, name: str, value: float) -> None:
-        """Add to a number of the episode."""
-        self.episode.metric(name, value)
+        """Add to a number of the episode; who breaks the format is whoever acted last."""
+        self.episode.metric(name, value, self.episode.speaker() if name in BROKEN_FORMAT else None)
 
     async def _performed(
         self, call: Callable[[], str | Awaitable[str]], timeout_s: float, guarantee: Guarantee, *, external: bool
@@ -230,10 +232,23 @@ class LiveContext(EpisodeContext):
             return f"error: {error_text(error)}", "error" if guarantee == "once" else "infrastructure"
 
     def _observed(self, entry: ToolEntry) -> str:
-        self.metric(f"tool/{entry.outcome}", 1.0)
+        self.episode.metric(f"tool/{entry.outcome}", 1.0, self.episode.speaker())
         if entry.outcome == "infrastructure":
             raise out_of_reach(f"tool {entry.name!r}", entry.observation)
         return entry.observation
+
+    def counted(self) -> Mapping[str, Counted]:
+        """What each policy that acted has counted: its own, and what is nobody's in particular."""
+        acted = [agent for agent in self.agents.values() if agent.turns]
+        own = {name for agent in acted for name in agent.counts}
+        counted: dict[str, Counted] = {}
+        for agent in acted:
+            shared = {name: value for name, value in self.episode.metrics.items() if name not in own}
+            turns, metrics = counted.get(agent.policy, Counted(0, shared))
+            for name, value in agent.counts.items():
+                metrics[name] = metrics.get(name, 0.0) + value
+            counted[agent.policy] = Counted(turns + len(agent.turns), metrics)
+        return counted
 
     def close(self) -> None:
         """Give the engine back what the agents hold; nothing more can be done in the episode."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from agentrl.core import ids
+from agentrl.rollout.branches import current_branch
 
 if TYPE_CHECKING:
     from agentrl.core.clock import Clock
@@ -75,7 +76,10 @@ class Services:
 class Sampling(Protocol):
     """What an episode asks of its agents: `agent.LiveAgent`."""
 
+    seat: str
     policy: str
+    counts: dict[str, float]
+    """What of the episode's `metrics` is the agent's doing."""
 
     def suspend(self) -> None:
         """Cut the call in flight and give back what the engine holds."""
@@ -109,13 +113,27 @@ class LiveEpisode:
         """Episode and attempt, for messages and sessions."""
         return f"{self.spec.episode_id}.{self.spec.attempt}"
 
+    @property
+    def whereabouts(self) -> str:
+        """Where the program is, for messages about what went wrong there."""
+        agent = self.speaker()
+        who = "before any turn" if agent is None else f"after a turn of seat {agent.seat!r}, policy {agent.policy!r}"
+        return f"episode {self.name}, {who}"
+
     def sampling_seed(self, call_id: str) -> int:
         """Of one engine call: the same on every execution of the attempt."""
         return ids.key64(self.spec.seed, self.spec.attempt, call_id)
 
-    def metric(self, name: str, value: float) -> None:
-        """Add to a number of the episode."""
+    def metric(self, name: str, value: float, of: Sampling | None = None) -> None:
+        """Add to a number of the episode, and to that of the agent whose doing it is."""
         self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
+        if of is not None:
+            of.counts[name] = of.counts.get(name, 0.0) + float(value)
+
+    def speaker(self) -> Sampling | None:
+        """Who acted last where the program is now."""
+        number = current_branch().speaker
+        return None if number is None else self.agents[number]
 
     def deadline(self) -> float:
         """See `parking.Parkable`."""

@@ -80,6 +80,8 @@ class _Gathering:
         self._branches = [
             journal.enter(ids.child_branch(branch.path, call.number, index)) for index in range(len(awaitables))
         ]
+        for own in self._branches:
+            own.speaker = branch.speaker
         self.tasks = [
             loop.create_task(self._run(index, awaitable), context=contextvars.copy_context())
             for index, awaitable in enumerate(awaitables)

@@ -2,7 +2,8 @@
 
 Such a policy takes messages and gives a message; what it tokenised is not ours to know. So the context is the
 conversation itself, a line a message in OpenAI's form (the first may hold the tools), and the engine
-(`engines/remote.py`) reads it back. Journal, replay and forks need to know nothing of that.
+(`engines/remote.py`) reads it back. Journal, replay and forks need to know nothing of that. A line with `refused` is no
+message: the endpoint would not answer what was said, which is a limit like the length of a context.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.records import Message, ToolCall
+from agentrl.environment.base import LimitReachedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,13 +43,19 @@ class JsonFormat:
         return self.encode("".join(_line(_said(message)) for message in messages))
 
     def parse(self, token_ids: Sequence[int]) -> Message:
-        """See `core.ports.ChatFormat.parse`."""
+        """See `core.ports.ChatFormat.parse`.
+
+        Raises:
+            LimitReachedError: the endpoint refused.
+        """
         text = self.decode(token_ids)
         try:
             said = json.loads(text)
-            content, calls = said.get("content"), said.get("tool_calls")
+            content, calls, refused = said.get("content"), said.get("tool_calls"), said.get("refused")
         except (ValueError, AttributeError, RecursionError):
             return Message(role="assistant", content=text)
+        if refused is not None:
+            raise LimitReachedError(str(refused), stop_reason="refused")
         return Message(
             role="assistant",
             content=content if isinstance(content, str) else "",

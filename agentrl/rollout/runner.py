@@ -118,12 +118,15 @@ class EpisodeRunner:
                 self._reward_truncated(context, environment)
             journal.finish()
             self.finished(context)
+        except Exception as error:
+            error.add_note(episode.whereabouts)
+            raise
         finally:
             self.leave(spec)
         header = self._header(context, stop_reason, self.clock.monotonic() - started)
         partials.forget()
         await _whatever_happens(self._store.commit_episode(spec, header, journal.digest, episode.metrics))
-        self.host.measured(spec, header, episode.metrics)
+        self.host.measured(spec, header, context.counted())
         return header
 
     def _header(self, context: LiveContext, stop_reason: StopReason, seconds: float) -> EpisodeHeader:

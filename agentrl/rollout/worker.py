@@ -151,9 +151,10 @@ class AsyncioWorker:
             except (StorageError, EngineError, EnvironmentDefinitionError):
                 raise
             except EpisodeError as error:
-                reason, detail, begin_again = error.reason, f"{error}{place_of(error.__cause__)}", error.begin_again
+                reason, begin_again = error.reason, error.begin_again
+                detail = f"{error}{place_of(error.__cause__)}{_noted(error)}"
             except Exception as error:  # noqa: BLE001 - the boundary: an environment may raise anything
-                reason, detail = "environment_error", described(error)
+                reason, detail = "environment_error", f"{described(error)}{_noted(error)}"
             self._runner.forget(spec)
             if task not in self._tasks:
                 return None
@@ -182,6 +183,12 @@ class AsyncioWorker:
                 ) from error
             self._loaded.add(name)
         return environment
+
+
+def _noted(error: Exception) -> str:
+    """Where in its episode an error was raised, as the runner noted it."""
+    notes = getattr(error, "__notes__", None)
+    return f" ({notes[-1]})" if notes else ""
 
 
 def _next_attempt(spec: EpisodeSpec) -> EpisodeSpec:

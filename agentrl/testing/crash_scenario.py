@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.app.assemble import Parts, assemble
 from agentrl.app.recovery import Recovery, clear_leftovers
-from agentrl.app.seats import played
+from agentrl.app.seats import castings
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
 from agentrl.core.records import PolicyVersion, Task
@@ -90,7 +90,7 @@ class CrashScenario:
         self.environment = environment
         self.tasks = tasks
         self.script = script
-        names = sorted({seat.rsplit(".", 1)[-1] for seat, _ in played(environment)})
+        names = sorted({seat.rsplit(".", 1)[-1] for casting in castings(environment) for seat in casting.seats})
         values: dict[str, Any] = {
             "steps": 3,
             "environment": {"id": "unused"},
@@ -218,7 +218,7 @@ class _Unheard:
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         pass
 
-    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
+    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
         pass
 
 

@@ -16,6 +16,7 @@ from agentrl.environment.base import Limits, described
 from agentrl.environment.registry import name_of
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import Dispatcher
+from agentrl.orchestrator.groups import WholeGroups
 from agentrl.orchestrator.signal import Signal
 from agentrl.rollout.episode import OnCodeChange, RolloutSettings
 from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
@@ -153,7 +154,7 @@ def wired(
         policy_of=lambda seat, group: policy,
         run_seed=0,
         group_size=1,
-        buffer=EpisodeBuffer((), ADVANTAGES["none"]),
+        buffer=EpisodeBuffer((), WholeGroups((), ADVANTAGES["none"])),
         store=store,
         signal=Signal(),
     )

@@ -13,6 +13,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from agentrl.core.baselines import BaselineSet
 from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.proposals import Proposal
 from agentrl.core.records import PolicyVersion
@@ -76,7 +77,7 @@ class MetricRow:
     values: Mapping[str, float]
 
 
-ControlRecord = Admission | EpisodeEnd | UnitDrop | Proposal | Publication | StepRow | MetricRow
+ControlRecord = Admission | EpisodeEnd | UnitDrop | Proposal | BaselineSet | Publication | StepRow | MetricRow
 
 
 @dataclass(slots=True)
@@ -237,6 +238,10 @@ class MemoryJournal:
         """Record a proposal that the run is to remember."""
         self._record(proposal)
 
+    def record_baselines(self, baselines: BaselineSet) -> None:
+        """Record what a group's members are compared with."""
+        self._record(baselines)
+
     def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
         """Record a published version."""
         self._record(Publication(weights=weights, parent=parent))
@@ -304,11 +309,17 @@ class MemoryJournal:
                 if units - resolved.keys():
                     yield record.spec, header
 
-    def members(self, group_ids: Collection[str]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Committed training episodes of some groups."""
+    def members(self, group_ids: Collection[str] | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
+        """Committed training episodes of some groups, or all."""
         for record in self.on_disk():
-            if isinstance(record, EpisodeEnd) and record.header.committed and record.spec.group_id in group_ids:
+            if not isinstance(record, EpisodeEnd) or not record.header.committed or record.spec.purpose != "train":
+                continue
+            if group_ids is None or record.spec.group_id in group_ids:
                 yield record.spec, record.header
+
+    def baselines(self) -> dict[str, BaselineSet]:
+        """What the members of groups are compared with, by group; told twice, the first holds."""
+        return {record.group_id: record for record in reversed(self.on_disk()) if isinstance(record, BaselineSet)}
 
     def against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
         """Committed training episodes in which one of these policies acted."""

@@ -45,6 +45,17 @@ def confused_engine(versions: Mapping[str, PolicyVersion]) -> ScriptedEngine:
     return ScriptedEngine(lambda *_: [1 << 40] * 600, versions=versions, seconds_per_token=5e-4)
 
 
+class FaultyEngine(ScriptedEngine):
+    """Has a bug that shows in the first update."""
+
+    def __init__(self, versions: Mapping[str, PolicyVersion]) -> None:
+        super().__init__([[3]], versions=versions)
+
+    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
+        """Raises what no engine should."""
+        raise ZeroDivisionError("a bug")
+
+
 class HangingEngine(ScriptedEngine):
     """Serves, but for what computes."""
 

@@ -9,19 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.core.baselines import BaselineSet, EarlierMean
 from agentrl.core.proposals import Proposal
-from agentrl.core.records import (
-    DataLocation,
-    EpisodeHeader,
-    EpisodeSpec,
-    PolicyVersion,
-    StepReport,
-    TrainBatch,
-    TrajectoryCredit,
-    Unit,
-    WeightsRef,
-    dropped_header,
-)
+from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef, dropped_header
+from agentrl.core.training_records import StepReport, TrainBatch, TrajectoryCredit, Unit
 from agentrl.journal.entries import JournalEntry, RewardEntry, Span, encode_body
 from agentrl.journal.partials import Partial, decode_partial, encode_partial
 from agentrl.journal.port import StepRow
@@ -203,6 +194,18 @@ def test_proposals_of_dropped_episodes_and_of_attempts_begun_anew_do_not_come_ba
         assert list(journal.proposals()) == [made[0], made[1], made[2], made[4]]
         assert list(journal.proposals(2)) == [made[2], made[4]]
         assert list(journal.proposals(3)) == [made[1], made[2], made[4]]
+
+    run(scenario)
+
+
+def test_what_a_group_is_compared_with_comes_back_as_it_was_frozen(run: Callable[[Scenario], None]) -> None:
+    async def scenario(journal: AnyJournal) -> None:
+        frozen = BaselineSet("g0", ("e3", "e1"), (EarlierMean("solver", "agent", 0.1 + 0.2),))
+        again = BaselineSet("g0", ("e1", "e2"))
+        for baselines in (frozen, BaselineSet("g4", ()), again):
+            journal.record_baselines(baselines)
+        await journal.flush()
+        assert journal.baselines() == {"g0": frozen, "g4": BaselineSet("g4", ())}
 
     run(scenario)
 

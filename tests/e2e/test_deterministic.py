@@ -1,4 +1,4 @@
-"""A deterministic run, killed for real, ends with the undisturbed run's weights."""
+"""Deterministic runs, killed for real, end with the undisturbed runs' weights."""
 
 from __future__ import annotations
 
@@ -6,11 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.durability_deterministic import digest, train
+from benchmarks import coevolution_kills, durability_deterministic
+from benchmarks.killed_runs import digests
+
+pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.e2e
 def test_weights_after_real_kills_are_bit_identical(tmp_path: Path) -> None:
-    undisturbed = train(tmp_path, "undisturbed", steps=3, kills=0)
-    killed = train(tmp_path, "killed", steps=3, kills=2)
-    assert digest(killed) == digest(undisturbed)
+    job = durability_deterministic.job(tmp_path)
+    undisturbed = digests(job.train("undisturbed", steps=3, kills=0))
+    killed = digests(job.train("killed", steps=3, kills=2))
+    assert set(undisturbed) == {"solver"}
+    assert killed == undisturbed
+
+
+def test_weights_of_two_policies_after_real_kills_are_bit_identical(tmp_path: Path) -> None:
+    job = coevolution_kills.job(tmp_path)
+    undisturbed = digests(job.train("undisturbed", steps=2, kills=0))
+    killed = digests(job.train("killed", steps=2, kills=2))
+    assert set(undisturbed) == {"proposer", "solver"}
+    assert killed == undisturbed

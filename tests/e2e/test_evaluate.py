@@ -86,6 +86,7 @@ def test_each_policy_is_served_from_the_weights_given_for_it(base: Path, indiffe
     given = {"first": adapter(base, tmp_path / "adapter"), "second": indifferent}
     scored = agentrl.evaluate(config_of(base), given, environment=Pair, journal=tmp_path / "kept")
     assert scored["evaluation/reward"] == 1.0
+    assert scored["evaluation/reward/first"] == scored["evaluation/reward/second"] == 0.5
     said = turns(tmp_path / "kept")
     vocabulary = json.loads((base / "config.json").read_text())["vocab_size"]
     drawn = {name: np.frombuffer(b"".join(turn.logprobs for turn in own), "<f4") for name, own in said.items()}

@@ -1,4 +1,5 @@
-"""Who can be reached while a real run is going on: its own process, Ray, trainer ranks, vLLM in an actor."""
+"""A real run of all that there is (Ray, trainer ranks, two vLLMs in actors, every kind of policy): who can be reached
+while it goes on, and which weights played."""
 
 from __future__ import annotations
 
@@ -6,23 +7,37 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.contract.test_engine_vllm_process import needs_vllm
+from tests.e2e.matches import answering, check_critic, check_played, config_of, played, write_judge
 from tests.processes import is_loopback
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    needs_vllm,
+    pytest.mark.e2e,
+    pytest.mark.ray,
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]
 
 _RUN = """
 import json, os, stat, sys
 from pathlib import Path
 import agentrl
-from agentrl.config.load import load
+from tests.e2e.matches import WatchedMatch
 from tests.processes import can_be_reached, descendants
 
 class Looks:
+    looked = False
+
     def on_step(self, policy, step, metrics):
+        if self.looked:
+            return
+        self.looked = True
         processes = descendants(os.getpid())
         reached = {}
         for each in can_be_reached(processes):
@@ -34,24 +49,45 @@ class Looks:
     def on_evaluation(self, versions, metrics):
         pass
 
-agentrl.train(load(Path(sys.argv[1]), sys.argv[2:]), observers=[Looks()], quiet=True)
+config = agentrl.RunConfig.model_validate_json(sys.argv[1])
+agentrl.train(config, environment=WatchedMatch, observers=[Looks()], quiet=True)
 """
-SMALL = ["steps=1", "evaluation.tasks=0", "policies.solver.step_size=16", "max_in_flight=32"]
-RAY = ["trainer.workers=2", "engine.placement=ray"]
+VLLM: dict[str, Any] = {"kind": "vllm", "replicas": 2, "placement": "ray", "max_context": 64, "slots": 8}
 
 
-@needs_vllm
-def test_a_run_is_reached_from_its_own_machine_only(repository: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _RUN, str(repository / "examples" / "05_vllm.toml"), *SMALL, *RAY]
-    ran = subprocess.run(
-        [*command, f"directory={tmp_path}"], cwd=repository, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    processes, reached = json.loads(ran.stdout)
+class Ran(NamedTuple):
+    path: Path
+    judge: Path
+    processes: list[str]
+    reached: dict[str, list[int]]
+
+
+@pytest.fixture(scope="module")
+def ran(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    directory = tmp_path_factory.mktemp("runs")
+    base = repository / "environments" / "calculator" / "model"
+    judge = write_judge(base, directory / "judge")
+    with answering("7") as url:
+        critic = {"critic": {"kind": "remote", "url": url, "model": "any"}}
+        trainer = {"kind": "ray", "workers": 2}
+        config = config_of(base, judge, directory, steps=6, policies=critic, engine=VLLM, trainer=trainer)
+        command = [sys.executable, "-c", _RUN, config.model_dump_json()]
+        run = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return Ran(directory / "match", judge, *json.loads(run.stdout))
+
+
+def test_a_run_is_reached_from_its_own_machine_only(ran: Ran) -> None:
     for name in ("gcs_server", "raylet", "ray::TrainerRank", "ray::EngineActor", "VLLM::Worker"):
-        assert any(each.startswith(name[:15]) for each in processes), name
-    assert any(each.startswith("tcp") for each in reached)
-    assert [each for each in reached if not is_loopback(each)] == []
-    for each, modes in reached.items():
+        assert any(each.startswith(name[:15]) for each in ran.processes), name
+    assert any(each.startswith("tcp") for each in ran.reached)
+    assert [each for each in ran.reached if not is_loopback(each)] == []
+    for each, modes in ran.reached.items():
         if each.startswith("unix"):
             assert 0o700 in modes, f"{each}: open to other users"
+
+
+def test_each_seat_is_played_by_the_weights_it_says_on_vllm_in_replicas(ran: Ran) -> None:
+    turns = played(ran.path)
+    check_critic(turns, "7")
+    check_played(turns, ran.path, ran.judge)

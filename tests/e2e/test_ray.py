@@ -32,7 +32,8 @@ from agentrl.core.errors import (
     TrainerLostError,
 )
 from agentrl.core.ports import Engine, GenerateRequest, Trainer
-from agentrl.core.records import Completion, DataLocation, PolicyVersion, StepReport
+from agentrl.core.records import Completion, DataLocation, PolicyVersion
+from agentrl.core.training_records import StepReport
 from agentrl.engines.embedded import EmbeddedEngine
 from agentrl.engines.placement import EngineProgram
 from agentrl.engines.process import ProcessEngine

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import ClassVar
+
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition
+from hypothesis.stateful import rule as act
 
+from agentrl.core.baselines import BaselineSet
 from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, SeatBinding, Task, TrajectoryHeader
 from agentrl.credit.advantages import leave_one_out
+from agentrl.credit.history import RewardHistory
+from agentrl.credit.release import ReleaseRule
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
+from agentrl.orchestrator.groups import FirstFinishers, Release, WholeGroups
 
 SEATS = {
     "proposer": SeatBinding("a"),
@@ -48,9 +56,13 @@ def header_for(spec: EpisodeSpec, ending: str, reward: float) -> EpisodeHeader:
 class BufferMachine(RuleBasedStateMachine):
     """Admits groups, ends their members in any order, takes and resolves units."""
 
+    rule: ClassVar[ReleaseRule] = ReleaseRule(1.0)
+
     def __init__(self) -> None:
         super().__init__()
-        self.buffer = EpisodeBuffer(["a", "b"], leave_one_out)
+        self.frozen: dict[str, BaselineSet] = {}
+        self.buffer = EpisodeBuffer("ab", self.release())
+        self.ended: Counter[str] = Counter()
         self.running: list[EpisodeSpec] = []
         self.groups = 0
         self.taken: list[ReadyUnit] = []
@@ -58,7 +70,10 @@ class BufferMachine(RuleBasedStateMachine):
         self.open_groups: dict[str, int] = {}
         self.committed_units: dict[str, int] = {}
 
-    @rule(size=st.integers(1, 4))
+    def release(self) -> Release:
+        return WholeGroups("ab", leave_one_out)
+
+    @act(size=st.integers(1, 4))
     def admit(self, size: int) -> None:
         for member in range(size):
             spec = EpisodeSpec(
@@ -76,17 +91,20 @@ class BufferMachine(RuleBasedStateMachine):
         self.groups += 1
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), ending=ENDINGS, reward=st.floats(-2, 2))
+    @act(data=st.data(), ending=ENDINGS, reward=st.floats(-2, 2))
     def end(self, data: st.DataObject, ending: str, reward: float) -> None:
         spec = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         ready = {policy: self.buffer.ready(policy) for policy in "ab"}
         drops = self.buffer.end(spec, header_for(spec, ending, reward))
         assert {drop.reason for drop in drops} == ({"no_reward"} if ending == "unrewarded" else set())
         self.open_groups[spec.group_id] -= 1
-        if self.open_groups[spec.group_id]:
-            assert ready == {policy: self.buffer.ready(policy) for policy in "ab"}, "released before it was complete"
+        self.ended[spec.group_id] += ending != "dropped"
+        if self.open_groups[spec.group_id] and self.ended[spec.group_id] < self.rule.waited_for(spec.group_size):
+            assert ready == {policy: self.buffer.ready(policy) for policy in "ab"}, "released before its time"
+        elif ending == "committed":
+            assert all(self.buffer.ready(policy) > ready[policy] for policy in "ab"), "held back"
 
-    @rule(policy=st.sampled_from("ab"), count=st.integers(1, 6))
+    @act(policy=st.sampled_from("ab"), count=st.integers(1, 6))
     def take(self, policy: str, count: int) -> None:
         for ready in self.buffer.take(policy, count):
             key = (ready.unit.policy, ready.unit.episode_id)
@@ -100,7 +118,7 @@ class BufferMachine(RuleBasedStateMachine):
             self.taken.append(ready)
 
     @precondition(lambda self: self.taken)
-    @rule(consume=st.booleans())
+    @act(consume=st.booleans())
     def resolve(self, consume: bool) -> None:
         taken, self.taken = self.taken, []
         if consume:
@@ -129,5 +147,20 @@ class BufferMachine(RuleBasedStateMachine):
         assert not +ledger.units_ready
 
 
+class LateBufferMachine(BufferMachine):
+    """The same where the first half of a group is released together and the others one by one."""
+
+    rule = ReleaseRule(0.5)
+
+    def release(self) -> Release:
+        return FirstFinishers("ab", self.rule, history=RewardHistory(), freeze=self.freeze, frozen=self.frozen)
+
+    def freeze(self, baselines: BaselineSet) -> None:
+        assert baselines.group_id not in self.frozen, "frozen twice"
+        self.frozen[baselines.group_id] = baselines
+
+
 TestBuffer = BufferMachine.TestCase
 TestBuffer.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLateBuffer = LateBufferMachine.TestCase
+TestLateBuffer.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -31,6 +31,7 @@ from agentrl.journal.port import TurnLog
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import Dispatcher
+from agentrl.orchestrator.groups import WholeGroups
 from agentrl.orchestrator.signal import Signal
 from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
@@ -180,7 +181,7 @@ class Life:
             policy_of=lambda seat, group: seat.rpartition(".")[2],
             run_seed=self.run_seed,
             group_size=GROUP_SIZE,
-            buffer=EpisodeBuffer(POLICIES, ADVANTAGES["leave_one_out"]),
+            buffer=EpisodeBuffer(POLICIES, WholeGroups(POLICIES, ADVANTAGES["leave_one_out"])),
             store=self.journal,
             signal=Signal(),
             next_number=past.next_number,

@@ -82,15 +82,15 @@ class Seen:
     """Observer that keeps what it is told."""
 
     steps: list[tuple[str, int, dict[str, float]]] = field(default_factory=list)
-    evaluations: list[dict[str, float]] = field(default_factory=list)
+    evaluations: list[dict[str, dict[str, float]]] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
     """Largest step of the versions of each evaluation."""
 
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         self.steps.append((policy, step, dict(metrics)))
 
-    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, float]) -> None:
-        self.evaluations.append(dict(metrics))
+    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
+        self.evaluations.append({policy: dict(values) for policy, values in metrics.items()})
         self.evaluated.append(max(version.step for version in versions.values()))
 
 

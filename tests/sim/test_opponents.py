@@ -17,6 +17,7 @@ from agentrl.core.records import EpisodeSpec, PolicyVersion, Task, TrajectoryHea
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.results import Tally, win_rates
+from agentrl.observe.metrics import describe
 from agentrl.orchestrator.opponents import OpponentPool, joined_by
 from agentrl.rollout.plain_format import STOP_TOKEN
 from agentrl.testing import CrashScenario, crash_everywhere
@@ -118,6 +119,25 @@ def test_a_run_with_opponents_that_dies_at_any_operation_goes_on_as_promised() -
     report = crash_everywhere(CrashScenario(Duel, changes={"policies": policies, "seats": SIDES}), share=SHARE)
     assert report.crashes > 20
     assert not report.violations, report
+
+
+def test_every_step_tells_who_won(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        run = SmallRun(config=config(), environment=Duel, script=strength)
+        await run.run()
+        steps = [metrics for _, _, metrics in run.seen.steps]
+        pool = run.orchestrator.opponents.pools["past"]
+        heard = sum(metrics.get("games/past", 0.0) for metrics in steps)
+        assert 0.0 < heard <= sum(tally.episodes for tally in pool.tallies.values())
+        decided = [metrics for metrics in steps if "episodes/decided" in metrics]
+        assert decided
+        for metrics in decided:
+            assert metrics.get("won/x", 0.0) + metrics.get("won/o", 0.0) == pytest.approx(1.0)
+            assert metrics["episodes/decided"] <= metrics["games/past"], "a draw is not decided"
+        for name in ("games/past", "won/x", "episodes/decided"):
+            assert describe(name) is not None
+
+    simulated_loop.run(main)
 
 
 @pytest.mark.parametrize(("adapters", "fits"), [(7, True), (6, False)])

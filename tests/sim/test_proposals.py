@@ -15,7 +15,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.core.rng import stream
 from agentrl.journal.entries import EffectEntry
 from agentrl.journal.port import StepRow
-from agentrl.orchestrator.buffer import PASS_RATES
+from agentrl.observe.metrics import PASS_RATES
 from agentrl.rollout.plain_format import STOP_TOKEN
 from agentrl.testing import CrashScenario
 from agentrl.testing.crash_scenario import Machine

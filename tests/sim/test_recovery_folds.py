@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.app.assemble import Past, past_of
+from agentrl.core.baselines import BaselineSet
 from agentrl.core.proposals import Proposal
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.store import SqliteJournal
@@ -55,6 +56,8 @@ async def written(records: SimJournal, directory: Path) -> SqliteJournal:
                 journal.record_version(record.weights, record.parent)
             case MetricRow():
                 journal.record_metrics(record.policy, record.step, record.values)
+            case BaselineSet():
+                journal.record_baselines(record)
             case Proposal():
                 journal.record_proposal(record)
             case _:

@@ -14,6 +14,8 @@ from agentrl.app.assemble import past_of
 from agentrl.core.errors import CheckFailedError, ConfigError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.testing.memory_journal import MetricRow
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import TASKS, SmallRun, config_for
 
@@ -178,3 +180,119 @@ def test_children_of_a_resumed_parent_are_not_run_twice(simulated_loop: Simulate
         return sum(spec.parent_id is None and bool(past.ended_children) for spec in past.unfinished)
 
     assert sum(simulated_loop.run(main)) > 0, "no parent was stopped with children that had ended"
+
+
+def test_each_policy_is_evaluated_by_its_own_rewards_in_each_of_its_seats(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        config = config_for(policies=policies(asker=4, guesser=4), steps=2, evaluation={"tasks": 7})
+        run = SmallRun(config=config, environment=Duel, held_out=TASKS[:7])
+        await run.run()
+        for measured in run.seen.evaluations:
+            asker, guesser = (measured[name]["evaluation/reward"] for name in ("asker", "guesser"))
+            assert asker + guesser == pytest.approx(1.0), "they share one point"
+            assert asker != guesser
+            assert {metrics["evaluation/episodes"] for metrics in measured.values()} == {7.0}
+        rows = [row for row in run.journal.records if isinstance(row, MetricRow) and "evaluation/turns" in row.values]
+        recorded = {(row.policy, row.step): row.values for row in rows}
+        assert recorded["asker", 0] == run.seen.evaluations[0]["asker"]
+        assert recorded["guesser", 0] == run.seen.evaluations[0]["guesser"]
+
+        alone = config_for(policies=policies(player=8), steps=1, evaluation={"tasks": 7})
+        played = SmallRun(config=alone, environment=Duel, held_out=TASKS[:7])
+        await played.run()
+        own = played.seen.evaluations[0]["player"]
+        assert own["evaluation/reward"] == 1.0, "it plays both sides"
+        assert own["evaluation/reward/asker"] == run.seen.evaluations[0]["asker"]["evaluation/reward"]
+        assert own["evaluation/reward/guesser"] == run.seen.evaluations[0]["guesser"]["evaluation/reward"]
+
+    simulated_loop.run(main)
+
+
+def test_who_plays_in_children_only_is_evaluated_too(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        bound = policies(proposer=4, solver=16)
+        config = config_for(policies=bound, credit={"group_size": 2}, steps=1, evaluation={"tasks": 3})
+        run = SmallRun(config=config, environment=Propose, held_out=TASKS[:3])
+        await run.run()
+        before = run.seen.evaluations[0]
+        assert before["solver"]["evaluation/reward"] == pytest.approx(before["proposer"]["evaluation/reward"])
+        assert 0.0 < before["solver"]["evaluation/reward"] < 1.0
+        assert before["solver"]["evaluation/episodes"] == 3.0, "tasks, not attempts at them"
+
+    simulated_loop.run(main)
+
+
+def test_evaluations_give_each_task_to_the_same_line_up(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        seats = {"asker": ["a", "b"], "guesser": ["b", "a"]}
+        config = config_for(policies=policies(a=8, b=8), seats=seats, evaluation={"tasks": 5, "every": 2})
+        run = SmallRun(config=config, environment=Duel, held_out=TASKS[:5])
+        await run.run()
+        assert len(run.seen.evaluations) > 2
+        assert run.seen.evaluations[1:] == run.seen.evaluations[:1] * (len(run.seen.evaluations) - 1)
+        assert set(run.seen.evaluations[0]["a"]) >= {"evaluation/reward/asker", "evaluation/reward/guesser"}
+
+    simulated_loop.run(main)
+
+
+class Sloppy(agentrl.Environment):
+    """The asker breaks the format, the guesser calls tools; how long it took is nobody's."""
+
+    seats = ("asker", "guesser")
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        asker, guesser = ctx.agent("asker"), ctx.agent("guesser")
+        for _ in range(2):
+            await asker.act(agentrl.user("ask"))
+            ctx.metric("turns/illegal", 1)
+        await guesser.act(agentrl.user("guess"))
+        looked = (ctx.call_tool("look", {}, str, external=False, timeout_s=None) for _ in range(3))
+        await ctx.gather(*looked)
+        ctx.metric("game/length", 3)
+        asker.reward(0.25)
+        guesser.reward(ctx.rng.random())
+
+
+def test_what_one_policy_does_is_not_counted_for_another(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        said = {"asker": [*b"...?", STOP_TOKEN], "guesser": [*b"5", STOP_TOKEN]}
+        config = config_for(policies=policies(asker=8, guesser=8), steps=3)
+        run = SmallRun(config=config, environment=Sloppy, script=lambda request, policy, version: said[policy])
+        await run.run()
+        measured = [(policy, metrics) for policy, _, metrics in run.seen.steps if "format/episodes" in metrics]
+        assert {policy for policy, _ in measured} == {"asker", "guesser"}
+        for policy, metrics in measured:
+            asks = policy == "asker"
+            assert metrics["format/broken_turns"] == metrics["format/broken_share"] == float(asks)
+            assert metrics["episodes/turns"] == (2.0 if asks else 1.0)
+            assert metrics["episodes/tokens"] == (10.0 if asks else 2.0)
+            assert metrics.get("turns/illegal") == (2.0 if asks else None)
+            assert metrics.get("tool/ok") == (None if asks else 3.0)
+            assert metrics["game/length"] == 3.0
+            assert ("format/reward_broken" in metrics, "format/reward_kept" in metrics) == (asks, not asks)
+        assert (
+            next(metrics["format/reward_broken"] for policy, _, metrics in run.seen.steps if policy == "asker") == 0.25
+        )
+
+    simulated_loop.run(main)
+
+
+class Counting(Propose):
+    """Counts what it proposed."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await super().run(ctx)
+        ctx.metric("terms", 5)
+
+
+def test_what_children_count_is_their_own_policys(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        bound = policies(proposer=4, solver=16)
+        run = SmallRun(config=config_for(policies=bound, credit={"group_size": 2}, steps=2), environment=Counting)
+        await run.run()
+        measured = [(policy, metrics) for policy, _, metrics in run.seen.steps if "format/episodes" in metrics]
+        assert {policy for policy, _ in measured} == {"proposer", "solver"}
+        for policy, metrics in measured:
+            assert metrics.get("terms") == (5.0 if policy == "proposer" else None)
+
+    simulated_loop.run(main)

@@ -146,3 +146,26 @@ def test_all_that_vllm_does_not_give_is_named_at_once(tmp_path: Path) -> None:
     for what in ("engine.own_process = true", "top_p or min_p for policy (", "engine.capture_routing = true"):
         assert what in str(refused.value)
     assert "set engine.kind = 'embedded'" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["credit.release=late", "credit.advantage=group_std"], "divide by the spread of the first ones is biased"),
+        (["credit.release=episode", "credit.advantage=group_mean"], "a mean that counts the member itself"),
+        (["credit.release=late", "credit.advantage=none"], "nobody need be waited for"),
+        (["credit.release=late", "credit.turn_credit=to_go"], "earlier groups are remembered as wholes"),
+        (["credit.release=late", "policies.policy.max_staleness=0"], "nobody can be late"),
+        (["credit.release=late", "deterministic=true"], "who ends first depends on the machine"),
+    ],
+)
+def test_release_in_parts_is_refused_where_it_would_be_biased(
+    tmp_path: Path, overrides: list[str], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        load(write(tmp_path), overrides)
+    assert "or credit.release = 'group'" in str(caught.value)
+
+
+def test_release_in_parts_where_nothing_is_compared(tmp_path: Path) -> None:
+    load(write(tmp_path), ["credit.release=episode", "credit.advantage=role_mean"])

@@ -70,7 +70,7 @@ class Hostile(agentrl.Environment):
 
 
 def play(directory: Path | str, act: Callable[[agentrl.EpisodeContext], object], *, resume: bool = False) -> Run:
-    async def engine(config: object, versions: object, tell: object) -> ScriptedEngine:
+    async def engine(config: object, versions: object, tell: object, log: object) -> ScriptedEngine:
         return ScriptedEngine(guess, versions=versions)  # type: ignore[arg-type]
 
     environment = type("Evil", (Hostile,), {"act": staticmethod(act)})

@@ -19,7 +19,7 @@ from agentrl.cli.view import _keys
 from agentrl.core.errors import ConfigError, StorageError
 from agentrl.inspection.report import write_report
 from agentrl.journal.store import SqliteJournal
-from agentrl.observe.alarms import Alarm, read_alarms, write_alarm
+from agentrl.observe.alarm_lines import Alarm, read_alarms, write_alarm
 from agentrl.observe.files import replace_file
 from agentrl.observe.metrics import JsonlSink
 from agentrl.observe.plot import curve, sparkline

@@ -61,7 +61,7 @@ def test_it_is_what_the_published_files_say(tmp_path: Path, episodes: Episodes, 
     other = trainer.publish("other", PolicyVersion("other", 0, 0))
     reference = trainer.publish("policy", FIRST)
     probe, start = probe_in(reference), AutoModelForCausalLM.from_pretrained(path)
-    assert (probe.contexts.shape, probe.token_ids.shape) == ((2, 16), (64,))
+    assert (probe.contexts.shape, probe.token_ids.shape) == ((1, 16), (128,))
     assert probe.is_exact
     np.testing.assert_allclose(probe.start_logprobs, plain(start, probe), atol=1e-4)
     np.testing.assert_allclose(probe_in(other).logprobs, probe.start_logprobs, atol=1e-5)

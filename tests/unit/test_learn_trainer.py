@@ -14,7 +14,8 @@ from agentrl.config.policies import FrozenPolicy, LoraConfig, PolicyConfig
 from agentrl.config.run import OptimizerConfig, RunConfig
 from agentrl.core.errors import ModelError, NonFiniteError, TrainerError
 from agentrl.core.ports import Trainer
-from agentrl.core.records import PolicyVersion, SamplingMask, TrainBatch
+from agentrl.core.records import PolicyVersion, SamplingMask
+from agentrl.core.training_records import TrainBatch
 from agentrl.learn.columns import read_columns
 from agentrl.learn.in_process import InProcessTrainer
 from agentrl.learn.trainer import PolicyTrainer

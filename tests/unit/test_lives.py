@@ -66,7 +66,7 @@ class Lives:
         return trainer
 
     async def engine(
-        self, config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None]
+        self, config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path
     ) -> Engine:
         self.starting()
         await asyncio.sleep(0)

@@ -20,7 +20,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.observe.metrics import METRICS, JsonlSink, Sink, describe
 from agentrl.observe.page import page
 from agentrl.observe.plot import curve, sparkline
-from agentrl.observe.progress import figures
+from agentrl.observe.progress import evaluation_line, figures
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
 from agentrl.observe.run_state import RunPlan, RunState, plan_of, read_metrics
@@ -44,13 +44,16 @@ class Terminal(io.StringIO):
 def test_names_are_unique_and_have_unit_and_meaning() -> None:
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     assert all(metric.unit and metric.meaning for metric in METRICS)
-    found = [describe(name) for name in ("reward/mean", "reward/solver", "drift/special", "my_metric")]
-    assert [None if metric is None else metric.name for metric in found] == [
-        "reward/mean",
-        "reward/<seat>",
-        "drift/<cause>",
-        None,
-    ]
+    words = {
+        "reward/mean": "reward/mean",
+        "reward/solver": "reward/<seat>",
+        "evaluation/reward/x": "evaluation/reward/<seat>",
+        "drift/special": "drift/<cause>",
+        "my_metric": None,
+    }
+    for name, known in words.items():
+        metric = describe(name)
+        assert (None if metric is None else metric.name) == known
 
 
 def test_the_sink_writes_a_line_per_step_and_appends(tmp_path: Path) -> None:
@@ -76,7 +79,8 @@ def test_a_pipe_gets_a_plain_line_per_step(tmp_path: Path) -> None:
         observer.phase("starting")
         observer.on_step("policy", 3, STEP)
         observer.on_evaluation(
-            {"policy": PolicyVersion("policy", 0, 3)}, {"evaluation/reward": 0.75, "evaluation/episodes": 512}
+            {"policy": PolicyVersion("policy", 0, 3)},
+            {"policy": {"evaluation/reward": 0.75, "evaluation/episodes": 512}},
         )
     assert stream.getvalue() == (
         "starting …\n"
@@ -88,6 +92,14 @@ def test_a_pipe_gets_a_plain_line_per_step(tmp_path: Path) -> None:
     status = read_status(directory.path)
     assert status is not None
     assert status.ended
+
+
+def test_each_policy_gets_a_line_of_its_own_with_its_seats() -> None:
+    of = {"evaluation/reward": 0.0, "evaluation/reward/o": -0.25, "evaluation/reward/x": 0.25, "evaluation/episodes": 8}
+    told = evaluation_line(PolicyVersion("player", 0, 3), of)
+    assert told == "held-out reward 0.000 over 8 tasks (player@0.3, o -0.250, x 0.250)"
+    missing = evaluation_line(PolicyVersion("other", 0, 1), {"evaluation/episodes": 8})
+    assert missing == "held-out tasks were played without other@0.1"
 
 
 def test_a_terminal_gets_one_screen_that_says_who_waits_for_whom(
@@ -165,7 +177,7 @@ def test_the_end_shows_the_whole_run_also_after_a_resume_and_a_curve_for_each_po
     for steps, held_out, shown in (((1, 2), (0, 0.25), io.StringIO()), ((3, 4), (2, 0.75), stream)):
         with RunObserver(directory, plan=plan, stream=shown) as observer:
             step, reward = held_out
-            observer.on_evaluation({"a": PolicyVersion("a", 0, step)}, {"evaluation/reward": reward})
+            observer.on_evaluation({"a": PolicyVersion("a", 0, step)}, {"a": {"evaluation/reward": reward}})
             for number in steps:
                 for policy in ("a", "b"):
                     observer.on_step(policy, number, {"reward/mean": number / 4})
@@ -174,7 +186,8 @@ def test_the_end_shows_the_whole_run_also_after_a_resume_and_a_curve_for_each_po
     assert "training reward of a by optimizer step  0.25" in end
     assert "training reward of b by optimizer step  0.25" in end
     assert re.search(r"^ +1 +step +4$", end, re.MULTILINE)
-    assert "held-out reward on 9 tasks: 0.250 before, 0.750 after" in end
+    assert "held-out reward of a on 9 tasks: 0.250 before, 0.750 after" in end
+    assert "held-out reward of b" not in end, "it was not measured twice"
     with RunObserver(directory, plan=plan, stream=stream) as observer:
         observer.finish({**summary, "steps": 0})
     assert "nothing was left to do: the run has its 4 steps; --steps=N goes on to more" in stream.getvalue()

@@ -20,7 +20,7 @@ from agentrl.core.installation import install_command
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.report import write_report
 from agentrl.inspection.statistics import latest_metrics, run_state
-from agentrl.observe.alarms import Alarm
+from agentrl.observe.alarm_lines import Alarm
 from agentrl.observe.report import page
 from agentrl.observe.run_state import RunPlan, RunState
 from agentrl.observe.sinks import open_sinks, prometheus

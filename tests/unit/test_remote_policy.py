@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from agentrl.engines.remote import MAX_ANSWER_BYTES, REFUSAL_SHOWN, RoutedEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from agentrl.rollout.json_format import JsonFormat
+from agentrl.testing.memory_journal import EpisodeEnd
 from tests.sim.small_run import SmallRun, config_for
 
 KEY = "sk-very-secret"
@@ -40,8 +43,8 @@ class Asked(agentrl.Environment):
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def answer(content: str, **message: Any) -> web.Response:
-    choice = {"message": {"role": "assistant", "content": content, **message}, "finish_reason": "stop"}
+def answer(content: str, reason: str = "stop") -> web.Response:
+    choice = {"message": {"role": "assistant", "content": content}, "finish_reason": reason}
     return web.json_response({"choices": [choice]})
 
 
@@ -50,6 +53,8 @@ def played(
     monkeypatch: pytest.MonkeyPatch,
     *,
     timeout_s: float = 20.0,
+    max_concurrent: int = 64,
+    environment: type[agentrl.Environment] = Asked,
     held: Sequence[asyncio.Event] = (),
     then: Callable[[SmallRun], Awaitable[None]] | None = None,
 ) -> SmallRun:
@@ -71,6 +76,7 @@ def played(
             "model": "m",
             "api_key_env": "JUDGE_KEY",
             "timeout_s": timeout_s,
+            "max_concurrent": max_concurrent,
             "sampling": {"temperature": 0.25},
         }
         config = config_for(policies={"guesser": {"step_size": 4}, "judge": judge}, steps=1, max_in_flight=4)
@@ -80,7 +86,7 @@ def played(
             engines.append(RoutedEngine(ScriptedEngine(*arguments, **keywords), {"judge": config.policies["judge"]}))  # type: ignore[dict-item]
             return engines[-1]
 
-        run = SmallRun(config=config, environment=Asked, trainer_options={}, engine_options={})
+        run = SmallRun(config=config, environment=environment, trainer_options={}, engine_options={})
         run.engine_class = engine  # type: ignore[assignment]
         try:
             await run.run()
@@ -175,6 +181,100 @@ def test_a_bad_answer_ends_the_episode_by_name(
     assert KEY[:3] not in str(failure.value)
 
 
+class Lost(Asked):
+    """What the guesser says, the judge reads; an end that is not its own costs something."""
+
+    truncated_reward = -1.0
+
+
+REFUSALS = {
+    "a filter before": lambda: web.Response(status=400, text="ResponsibleAIPolicyViolation"),
+    "a filter after": lambda: answer("", reason="content_filter"),
+    "too long": lambda: web.Response(status=413, text=f"context_length_exceeded; your key is {KEY}"),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_what_the_endpoint_will_not_hear_truncates_the_episode_and_voids_nothing(
+    monkeypatch: pytest.MonkeyPatch, refusal: str
+) -> None:
+    calls = 0
+
+    async def handler(request: web.Request) -> web.Response:
+        nonlocal calls
+        calls += 1
+        asked = (await request.json())["messages"]
+        return REFUSALS[refusal]() if len(asked) == 3 else answer("yes")
+
+    async def replay(run: SmallRun) -> None:
+        before = calls
+        spec = next(spec for spec, _ in run.journal.members({"g0"}))
+        entries = run.journal.turn_log("0").read(spec.episode_id, 0)
+        with pytest.raises(JournalError, match="ended twice"):
+            await run.orchestrator.dispatcher.worker._runner.run(spec, Lost, entries)  # type: ignore[attr-defined]
+        assert calls == before, "a refusal was asked for again"
+
+    run = played(handler, monkeypatch, environment=Lost, then=replay)
+    assert run.orchestrator.buffer.ledger.dropped.total() == 0
+    assert run.seen.steps[0][2]["reward/mean"] == -1.0
+    headers = [header for _, header in run.journal.members({"g0"})]
+    assert {header.stop_reason for header in headers} == {"refused"}
+    told = [entry.text for entry in entries_of(run) if "refused" in entry.text]
+    assert len(told) == 4
+    assert all(re.search(r"episode and seat e\d+\.0:judge\.0, policy 'judge' at http", text) for text in told)
+    assert KEY not in "".join(told)
+
+
+def test_an_endpoint_that_refuses_everything_is_no_limit_of_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=400, text="no such model: m")
+
+    with pytest.raises(CheckFailedError, match=r"because of remote_refused: .*status 400: no such model"):
+        played(handler, monkeypatch, environment=Lost)
+
+
+def test_compressed_answers_are_refused_before_they_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[str | None] = set()
+
+    async def handler(request: web.Request) -> web.Response:
+        asked.add(request.headers.get("Accept-Encoding"))
+        packed = gzip.compress(b" " * (64 << 20))
+        return web.Response(body=packed, headers={"Content-Encoding": "gzip"})
+
+    with pytest.raises(CheckFailedError, match=r"because of remote_answer: .*policy 'judge' .*compresses its answers"):
+        played(handler, monkeypatch)
+    assert asked == {"identity"}
+
+
+def test_no_more_requests_than_allowed_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once: list[int] = []
+    open_now = 0
+
+    async def handler(request: web.Request) -> web.Response:
+        nonlocal open_now
+        open_now += 1
+        at_once.append(open_now)
+        await request.read()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        open_now -= 1
+        return answer("yes")
+
+    run = played(handler, monkeypatch, max_concurrent=2)
+    assert run.orchestrator.buffer.ledger.dropped.total() == 0
+    assert max(at_once) == 2
+
+
+@pytest.mark.parametrize("url", ["http://judge.example/v1", "http://10.0.0.7:8000/v1", "http://localhost.example/v1"])
+def test_a_key_is_not_sent_in_the_clear(url: str) -> None:
+    judge = {"kind": "remote", "url": url, "model": "m", "api_key_env": "JUDGE_KEY"}
+    with pytest.raises(ValueError, match=r"policies\.judge\.remote[\s\S]*anybody on the way could read it"):
+        config_for(policies={"guesser": {}, "judge": judge})
+    config_for(policies={"guesser": {}, "judge": {**judge, "api_key_env": ""}})
+    for near in ("http://localhost:1/v1", "http://127.0.0.1:1/v1", "http://[::1]:1/v1", "https://judge.example/v1"):
+        config_for(policies={"guesser": {}, "judge": {**judge, "url": near}})
+
+
 def test_one_that_never_answers_is_named_and_nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[asyncio.Event] = []
 
@@ -189,9 +289,28 @@ def test_one_that_never_answers_is_named_and_nothing_hangs(monkeypatch: pytest.M
         played(handler, monkeypatch, timeout_s=0.01, held=held)
 
 
+def test_one_that_answers_some_and_not_others_costs_those_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[asyncio.Event] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        first = (await request.json())["messages"][0]["content"]
+        if int(re.findall(r"\d", first)[0]) % 2:
+            held.append(asyncio.Event())
+            await held[-1].wait()
+        return answer("yes")
+
+    run = played(handler, monkeypatch, timeout_s=0.2, held=held)
+    assert len(run.trainer.batches[0].units) == 4
+    ends = [row for row in run.journal.records if isinstance(row, EpisodeEnd) and row.header.drop_reason]
+    assert {end.header.drop_reason for end in ends} == {"engine_lost"}
+    for end in ends:
+        told = rf"episode and seat {end.spec.episode_id}\.0:judge\.0, policy 'judge' at http.*no answer within 0\.2 s"
+        assert re.search(told, end.detail)
+
+
 def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    policies: Any = {"judge": {"kind": "remote", "url": "http://h/v1", "model": "m", "api_key_env": "JUDGE_KEY"}}
+    policies: Any = {"judge": {"kind": "remote", "url": "https://h/v1", "model": "m", "api_key_env": "JUDGE_KEY"}}
     config = config_for(policies={"guesser": {}, **policies})
     with pytest.raises(ConfigError, match=r"policies\.judge\.api_key_env: the environment has no variable JUDGE_KEY"):
         RoutedEngine(ScriptedEngine([[1]], versions={}), {"judge": config.policies["judge"]})  # type: ignore[dict-item]

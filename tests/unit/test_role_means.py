@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.core.records import DataLocation, TrajectoryCredit, Unit
+from agentrl.core.records import DataLocation
+from agentrl.core.training_records import TrajectoryCredit, Unit
 from agentrl.credit.role_means import RoleMeans, read_means
 
 

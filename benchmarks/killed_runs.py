@@ -1,0 +1,90 @@
+"""A run killed with SIGKILL again and again, at random moments of start, sampling, training and checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIFE_LIMIT_S = 300.0
+MOST_ENTRIES = (0, 1, 20, 60, 120)
+"""Journal entries a life may write before it is killed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run by the command line, its own processes and all."""
+
+    config: Path
+    settings: tuple[str, ...]
+    """Overrides of the file."""
+    directory: Path
+    """Where its runs lie."""
+
+    def train(self, name: str, *, steps: int, kills: int) -> Path:
+        """Train to the end through so many kills; the run directory."""
+        run, draw = self.directory / name, random.Random(0)
+        for life in range(kills + 1):
+            process = self._start(name, steps=steps, resume=(run / "config.json").exists())
+            if life == kills:
+                code = process.wait(timeout=LIFE_LIMIT_S)
+                if code:
+                    raise SystemExit(f"the last life of {name} ended with exit code {code}:\n{self._log(name)}")
+                return run
+            _wait_for_work(process, run, most_entries=draw.choice(MOST_ENTRIES))
+            time.sleep(draw.uniform(0.0, 0.3))
+            if process.poll() is not None and process.returncode:
+                raise SystemExit(f"life {life} of {name} ended with exit code {process.returncode}:\n{self._log(name)}")
+            if process.poll() is not None:
+                raise SystemExit(f"{name} was over after {life} of {kills} kills; give it more steps")
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            print(f"{name}: kill {life + 1} of {kills} after {_count(run, 'control.db', 'steps')} steps", flush=True)
+        raise AssertionError
+
+    def _start(self, name: str, *, steps: int, resume: bool) -> subprocess.Popen[bytes]:
+        own = [f"--directory={self.directory}", f"--name={name}", f"--steps={steps}", *(["--resume"] if resume else [])]
+        command = [sys.executable, "-m", "agentrl.cli", "train", str(self.config), *self.settings, *own]
+        with (self.directory / f"{name}.log").open("ab") as log:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment)
+
+    def _log(self, name: str) -> str:
+        return (self.directory / f"{name}.log").read_text(errors="replace")[-4000:]
+
+
+def digests(run: Path) -> dict[str, str]:
+    """Of the last published adapter of each policy that learns."""
+    files = sorted((run / "policies").glob("*/adapter_model.safetensors"))
+    return {file.parent.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def _wait_for_work(process: subprocess.Popen[bytes], run: Path, *, most_entries: int) -> None:
+    """Until this life has written `most_entries` journal entries more than it found, or has ended."""
+    before = _count(run, "turns-0.db", "entries")
+    deadline = time.monotonic() + LIFE_LIMIT_S
+    while process.poll() is None and _count(run, "turns-0.db", "entries") - before < most_entries:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"a life wrote nothing for {LIFE_LIMIT_S:g} s")
+        time.sleep(0.02)
+
+
+def _count(run: Path, database: str, table: str) -> int:
+    try:
+        connection = sqlite3.connect(f"file:{run / 'journal' / database}?mode=ro", uri=True)
+    except sqlite3.Error:
+        return 0
+    try:
+        return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+    except sqlite3.Error:
+        return 0
+    finally:
+        connection.close()

@@ -1,0 +1,30 @@
+"""Scheduling against the tail: what trainers get done while a few episodes take very long.
+
+    python -m benchmarks.scheduling [--quick] [--part NAME]
+
+Each part is a module `benchmarks.scheduling_NAME` with one function, `figures(quick) -> {name: number or null}`. What
+no part measures is null. `--part` runs one of them.
+"""
+
+from __future__ import annotations
+
+from benchmarks.parts import run_parts
+
+FIGURES = (
+    "s1_c64",
+    "s2_c64",
+    "s2_c256",
+    "lag_over_fifo",
+    "closed_makespan_over_bound",
+    "closed_with_interference",
+    "release_gradient_ratio",
+    "gradient_variance_ratio",
+    "length_ratio",
+    "waste",
+    "lag_p99",
+    "survey_bottleneck_busy",
+    "decision_us",
+)
+
+if __name__ == "__main__":
+    run_parts("scheduling", FIGURES, description=__doc__)

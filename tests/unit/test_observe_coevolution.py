@@ -1,0 +1,159 @@
+"""What the alarms, the live view and the report say of runs in which policies learn from each other."""
+
+from __future__ import annotations
+
+import random
+
+from rich.console import Console
+
+from agentrl.core.records import EpisodeHeader, TrajectoryHeader
+from agentrl.inspection.reader import WinRate
+from agentrl.inspection.statistics import win_rate_matrix
+from agentrl.journal.results import winner
+from agentrl.observe.alarms import MEANINGS, alarms
+from agentrl.observe.report import page
+from agentrl.observe.run_state import RunPlan, RunState, plan_of
+from agentrl.observe.view import view
+
+CONFIG = {
+    "steps": 400,
+    "policies": {
+        "player": {"max_staleness": 1},
+        "past": {"kind": "past", "of": "player"},
+    },
+}
+
+
+def games(rates: list[float], *, each: int = 32, seed: int = 0, **more: float) -> RunState:
+    """A player against its past, that wins each game with the step's rate."""
+    draw, state = random.Random(seed), RunState(plan=plan_of(CONFIG))
+    for step, rate in enumerate(rates, start=1):
+        won = sum(draw.random() < rate for _ in range(each)) / each
+        state.record("player", step, {"reward/mean": won, "win_rate/past": won, "games/past": float(each), **more})
+    return state
+
+
+def test_who_loses_to_its_past_is_named() -> None:
+    (alarm,) = alarms(games([0.6] * 20 + [0.25] * 5))
+    assert (alarm.name, alarm.policy) == ("loses_to_past", "player")
+    assert "agentrl run winrates" in alarm.advice
+    assert alarm.name in MEANINGS
+
+
+def test_who_has_the_weaker_side_or_stronger_opponents_does_not_lose_to_its_past() -> None:
+    assert [seed for seed in range(40) if alarms(games([0.3] * 40, seed=seed))] == []
+    assert [seed for seed in range(40) if alarms(games([0.9] * 10 + [0.55] * 30, seed=seed))] == []
+    assert alarms(games([0.6] * 20 + [0.0], each=32)) == [], "one odd step"
+    assert alarms(games([0.6] * 20 + [0.2] * 5, each=2)) == [], "ten games"
+
+
+def won(share: float, decided: float) -> RunState:
+    return games([0.5] * 10, **{"won/x": share, "won/o": 1.0 - share, "episodes/decided": decided})
+
+
+def test_a_seat_that_wins_whoever_plays_it_is_named() -> None:
+    (alarm,) = alarms(won(0.99, 20.0))
+    assert (alarm.name, alarm.policy) == ("one_seat_wins", "")
+    assert "seat x wins 99% of the 100 decided games" in alarm.text
+    assert "role_mean" in alarm.advice
+    assert alarm.name in MEANINGS
+    assert alarms(won(0.85, 20.0)) == [], "who moves first may well win more often"
+    assert alarms(won(0.99, 2.0)) == [], "ten games"
+
+
+def header(**rewards: float | None) -> EpisodeHeader:
+    trajectories = tuple(TrajectoryHeader(seat, 0, "player", reward, 1, 0, 0) for seat, reward in rewards.items())
+    return EpisodeHeader(
+        episode_id="e0",
+        group_id="g0",
+        attempt=0,
+        purpose="train",
+        parent_id=None,
+        stop_reason="completed",
+        drop_reason=None,
+        turns=1,
+        tokens=1,
+        seconds=0.0,
+        trajectories=trajectories,
+        location=None,
+    )
+
+
+def test_only_what_one_side_lost_was_won() -> None:
+    assert winner(header(x=1.0, o=-1.0)) == "x"
+    assert winner(header(x=-1.0, o=1.0)) == "o"
+    assert winner(header(x=0.0, o=0.0)) is None, "a draw"
+    assert winner(header(planner=0.2, worker=1.0)) is None, "nobody lost"
+    assert winner(header(x=0.0, o=-1.0)) is None, "an illegal move decides nothing between the sides"
+    assert winner(header(x=None, o=None)) is None
+    assert winner(header()) is None
+
+
+def two(steps: list[str], **plan: object) -> RunState:
+    """Steps of two policies, in order."""
+    names = {"proposer": 1, "solver": 1}
+    state = RunState(plan=RunPlan(steps=400, max_staleness=names, **plan))  # type: ignore[arg-type]
+    taken = dict.fromkeys(names, 0)
+    for policy in steps:
+        taken[policy] += 1
+        state.record(policy, taken[policy], {"reward/mean": 0.5})
+    return state
+
+
+def test_a_policy_that_gets_no_units_any_more_is_named() -> None:
+    (alarm,) = alarms(two(["proposer", "solver"] * 10 + ["proposer"] * 30))
+    assert (alarm.name, alarm.policy) == ("starved", "solver")
+    assert "the other policies took 30 steps since its step 10" in alarm.text
+    assert "agentrl run ledger" in alarm.advice
+    assert alarm.name in MEANINGS
+    (alarm,) = alarms(two(["proposer"] * 100))
+    assert "since its step 0" in alarm.text
+
+
+def test_a_policy_that_steps_rarely_is_not_starved() -> None:
+    assert alarms(two((["proposer"] * 8 + ["solver"]) * 5 + ["proposer"] * 30)) == []
+    assert alarms(two(["proposer"] * 60)) == []
+    phased = frozenset({"proposer", "solver"})
+    assert alarms(two(["proposer", "solver"] * 10 + ["proposer"] * 30, phased=phased)) == []
+    assert alarms(two(["proposer", "solver"] * 10 + ["proposer"] * 30, own_steps={"solver": 10})) == []
+
+
+def test_a_seat_that_moves_too_fast_is_named_though_the_mean_is_healthy() -> None:
+    (alarm,) = alarms(games([0.5] * 10, **{"k3": 0.01, "seat_k3/x": 0.002, "seat_k3/o": 0.09}))
+    assert alarm.name == "off_policy"
+    assert "in seat o 0.090" in alarm.text
+
+
+def shown(state: RunState) -> str:
+    console = Console(width=100, record=True, file=None)
+    with console.capture() as capture:
+        console.print(view(state, width=100))
+    return capture.get()
+
+
+def test_the_live_view_has_what_there_is_of_seats_and_opponents() -> None:
+    seats = {"reward/x": 0.25, "reward/o": -0.25, "seat_k3/x": 0.002, "seat_k3/o": 0.003, "won/x": 0.8, "won/o": 0.2}
+    text = shown(games([0.5] * 3, **seats))
+    for label in ("x reward", "o reward", "x k3", "o k3", "x wins", "o wins", "wins against past"):
+        assert label in text, text
+    many = {f"reward/{number}": 0.0 for number in range(100)}
+    assert shown(games([0.5] * 3, **many)).count(" reward ") <= 9
+
+
+def test_the_report_has_seats_games_the_histogram_of_p_and_the_matrix() -> None:
+    state = games([0.5] * 20, **{"reward/x": 0.25, "reward/o": -0.25, "won/x": 0.8, "seat_k3/x": 0.1})
+    for step in range(21, 41):
+        rates = {"pass_rate/groups": 10.0, "pass_rate/0": 0.25, "pass_rate/0.4-0.6": 0.75}
+        state.record("player", step, {"reward/mean": 0.0, **rates})
+    matrix = win_rate_matrix([WinRate("player", 10, "past", "player@0.0", 12, 0.75)])
+    text = page(state, config={}, raised=[], summary={}, win_rates=matrix)
+    for title in ("Reward by seat", "KL to the trained weights by seat", "Games"):
+        assert f"<h3>{title}</h3>" in text
+    assert "won against past" in text
+    assert "won by x" in text
+    assert "0.75 of 12" in text
+    assert "Pass rate p of the proposals" in text
+    assert "<td>36 to 38</td><td class=n>30</td><td class=n>0.25</td>" in text
+    plain = page(games([0.5] * 3), config={}, raised=[], summary={})
+    assert "Pass rate p" not in plain
+    assert "Win rates against" not in plain
