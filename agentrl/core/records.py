@@ -323,7 +323,9 @@ class DataLocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeHeader:
-    """All that passes through the orchestrator when an episode ends: at most 256 bytes for one agent (tested)."""
+    """All that passes through the orchestrator when an episode ends: at most 256 bytes for one agent, and 32 for each
+    policy its children are played by (tested).
+    """
 
     episode_id: str
     group_id: str
@@ -340,6 +342,9 @@ class EpisodeHeader:
     seconds: float
     trajectories: tuple[TrajectoryHeader, ...]
     location: DataLocation | None
+    measured_against: tuple[PolicyVersion, ...] = ()
+    """What its rewards may depend on besides its own policies: of each policy that played in the children it waited
+    for, the oldest weights that sampled a token there."""
 
     @property
     def committed(self) -> bool:

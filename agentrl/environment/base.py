@@ -13,12 +13,12 @@ import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError
 from agentrl.core.proposals import Recollection
-from agentrl.core.records import Message, StopReason, Task, Turn
+from agentrl.core.records import Message, PolicyVersion, StopReason, Task, Turn
 
 if TYPE_CHECKING:
     import random
@@ -91,6 +91,8 @@ class ChildResult:
     """None where it was committed; a dropped child belongs in no numerator and no denominator."""
     rewards: Mapping[str, float]
     """By seat, summed over its agents."""
+    versions: Mapping[str, PolicyVersion] = field(default_factory=dict)
+    """The oldest weights that each policy sampled a token of it with: whom the rewards were measured against."""
 
     @property
     def reward(self) -> float | None:

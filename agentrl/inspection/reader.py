@@ -102,6 +102,8 @@ class EpisodeView(msgspec.Struct, frozen=True):
 
     summary: EpisodeLine
     agents: list[AgentLine]
+    measured_against: list[str]
+    """Versions its rewards may depend on besides: the oldest of each policy in the children it waited for."""
     metrics: dict[str, float | None]
     detail: str
     """Why it was dropped, in the words of what failed; empty where it was not."""
@@ -242,11 +244,14 @@ class RunReader:
             line.attempt,
         )
         metrics = self._log.rows(
-            "SELECT metrics, detail FROM episodes WHERE episode = ? AND attempt = ?", line.episode, line.attempt
+            "SELECT metrics, detail, measured_against FROM episodes WHERE episode = ? AND attempt = ?",
+            line.episode,
+            line.attempt,
         )
         return EpisodeView(
             summary=line,
             agents=[_convert(AgentLine, row) for row in rows],
+            measured_against=_versions(metrics[0][2], problems) if metrics else [],
             metrics=_numbers(metrics[0][0], problems) if metrics else {},
             detail=str(metrics[0][1]) if metrics else "",
             entries=bodies,
@@ -424,6 +429,15 @@ def _numbers(text: Any, problems: list[str]) -> dict[str, float | None]:
         except (msgspec.ValidationError, OverflowError):
             problems.append(f"metric {name[:100]!r} is no number; its row of the control log is damaged")
     return numbers
+
+
+def _versions(text: Any, problems: list[str]) -> list[str]:
+    """The versions an episode was measured against; what is no list of them is told in `problems`."""
+    try:
+        return [] if text is None else list(map(str, msgspec.json.decode(text, type=tuple[PolicyVersion, ...])))
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
+        problems.append("what it was measured against is no list of versions; its row of the control log is damaged")
+        return []
 
 
 def _json(text: Any) -> dict[str, Any]:

@@ -174,6 +174,8 @@ def _summary(text: Text, view: EpisodeView) -> None:
     for agent in view.agents:
         what = f"{agent.policy}, reward {_number(agent.reward) or 'none'}, {agent.tokens} tokens"
         facts.append((f"{agent.seat}[{agent.index}]", f"{what}, oldest weights {agent.lineage}.{agent.oldest_step}"))
+    if view.measured_against:
+        facts.append(("against", ", ".join(view.measured_against)))
     for name, value in view.metrics.items():
         facts.append((name, _number(value)))
     for name, fact in facts:
@@ -211,7 +213,8 @@ def _event(entry: EntryBody) -> str:
         case SpawnEntry():
             return f"spawn {entry.environment}: {', '.join(entry.children)}"
         case GatherEntry():
-            return f"child {entry.child}: {entry.drop_reason or _json(entry.rewards)}"
+            by = ", ".join(f"{policy}@{lineage}.{step}" for policy, (lineage, step) in entry.versions.items())
+            return f"child {entry.child}: {entry.drop_reason or _json(entry.rewards)}" + (f" [{by}]" if by else "")
         case RewardEntry():
             where = "the episode" if entry.turn is None else f"turn {entry.turn}"
             return f"reward {entry.value:g} to {entry.seat}[{entry.index}] for {where}"

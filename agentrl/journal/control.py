@@ -38,6 +38,7 @@ _SPEC = msgspec.msgpack.Decoder(EpisodeSpec)
 _JSON = msgspec.json.Encoder()
 _FINISHERS = msgspec.json.Decoder(tuple[str, ...])
 _EARLIER = msgspec.json.Decoder(tuple[EarlierMean, ...])
+_VERSIONS = msgspec.json.Decoder(tuple[PolicyVersion, ...])
 _TURN_REWARDS = msgspec.json.Decoder(tuple[tuple[int, float], ...])
 
 
@@ -109,6 +110,7 @@ ADMISSION_COLUMNS = "episode attempt purpose environment task parent group_id sp
 EPISODE_COLUMNS = (
     "episode attempt purpose environment task parent group_id seats policies oldest_step lineage reward stop_reason"
     " drop_reason turns tokens seconds partition entries digest metrics detail committed_at"
+    " measured_against"
 )
 TRAJECTORY_COLUMNS = "episode attempt seat agent policy reward tokens oldest_step lineage turn_rewards"
 
@@ -165,6 +167,7 @@ def episode_row(
         _JSON.encode(metrics).decode(),
         detail[:2000],
         float(now),
+        _JSON.encode(header.measured_against).decode() if header.measured_against else None,
     )
 
 
@@ -272,6 +275,7 @@ def read_header(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]) -> Ep
         seconds=row[16],
         location=None if row[17] is None else DataLocation(row[17], row[18]),
         trajectories=tuple(units),
+        measured_against=_read_measured_against(row),
     )
 
 
@@ -287,6 +291,17 @@ def read_baselines(row: Sequence[Any]) -> BaselineSet:
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise JournalError(
             f"group {row[0]}: what its members are compared with cannot be read ({error}); the journal is damaged"
+        ) from error
+
+
+def _read_measured_against(row: Sequence[Any]) -> tuple[PolicyVersion, ...]:
+    if row[23] is None:
+        return ()
+    try:
+        return _VERSIONS.decode(row[23])
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+        raise JournalError(
+            f"episode {row[0]}: the versions it was measured against cannot be read ({error}); the journal is damaged"
         ) from error
 
 

@@ -148,6 +148,8 @@ class GatherEntry(msgspec.Struct, frozen=True, array_like=True, tag="gather"):
     child: str
     drop_reason: str | None
     rewards: dict[str, float]
+    versions: dict[str, tuple[int, int]] = {}
+    """Lineage and step of the oldest weights each policy sampled a token of it with."""
 
 
 class ValueEntry(msgspec.Struct, frozen=True, array_like=True, tag="value"):

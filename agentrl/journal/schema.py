@@ -48,7 +48,7 @@ _CONTROL = (
     " policies TEXT NOT NULL, oldest_step INTEGER, lineage INTEGER, reward REAL, stop_reason TEXT, drop_reason TEXT,"
     " turns INTEGER NOT NULL, tokens INTEGER NOT NULL, seconds REAL NOT NULL, partition TEXT, entries INTEGER,"
     " digest BLOB NOT NULL, metrics TEXT NOT NULL, detail TEXT NOT NULL, committed_at REAL NOT NULL,"
-    " checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt)) WITHOUT ROWID",
+    " measured_against TEXT, checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt)) WITHOUT ROWID",
     "CREATE TABLE trajectories (episode TEXT NOT NULL, attempt INTEGER NOT NULL, seat TEXT NOT NULL,"
     " agent INTEGER NOT NULL, policy TEXT NOT NULL, reward REAL, tokens INTEGER NOT NULL, oldest_step INTEGER NOT NULL,"
     " lineage INTEGER NOT NULL, turn_rewards TEXT, checksum INTEGER NOT NULL,"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from agentrl.core.errors import EffectError, EnvironmentDefinitionError, EpisodeError, InfrastructureError
 from agentrl.core.ports import Counted
 from agentrl.core.proposals import Recollection
-from agentrl.core.records import EpisodeHeader, StopReason, Task, ToolSpec
+from agentrl.core.records import EpisodeHeader, PolicyVersion, StopReason, Task, ToolSpec
 from agentrl.core.rng import uuid4
 from agentrl.environment.base import (
     ChildEpisode,
@@ -65,13 +65,26 @@ MAX_CHILD_DEPTH = 3
 class LiveContext(EpisodeContext):
     """What `run` is given."""
 
-    __slots__ = ("_journal", "_services", "_spec", "agents", "episode", "limits", "resources", "stop_reason", "task")
+    __slots__ = (
+        "_journal",
+        "_services",
+        "_spec",
+        "agents",
+        "episode",
+        "limits",
+        "measured_against",
+        "resources",
+        "stop_reason",
+        "task",
+    )
 
     def __init__(self, episode: LiveEpisode) -> None:
         self.episode = episode
         self.task = episode.spec.task
         self.limits = episode.services.settings.limits
         self.agents: dict[tuple[str, int], LiveAgent] = {}
+        self.measured_against: dict[str, PolicyVersion] = {}
+        """See `EpisodeHeader.measured_against`."""
         self._spec = episode.spec
         self._journal = episode.journal
         self._services = episode.services
@@ -163,7 +176,7 @@ class LiveContext(EpisodeContext):
         opened = self._journal.open()
         if not isinstance(task, Task):
             task = Task(id=f"{self.task.id}~{opened.call_id}", data=dict(task))
-        children = tuple(LiveChild(self._journal) for _ in range(n))
+        children = tuple(LiveChild(self._journal, self.measured_against) for _ in range(n))
         recorded = self._journal.recall(opened, SpawnEntry)
         group = self._services.host.spawn(
             self._spec,
@@ -260,22 +273,29 @@ class LiveContext(EpisodeContext):
 class LiveChild(ChildEpisode):
     """A child episode in flight."""
 
-    __slots__ = ("_journal", "_result", "episode_id")
+    __slots__ = ("_journal", "_measured_against", "_result", "episode_id")
 
-    def __init__(self, journal: CallJournal) -> None:
+    def __init__(self, journal: CallJournal, measured_against: dict[str, PolicyVersion]) -> None:
+        """`measured_against`: its parent's, which learns from it whose rewards it was told."""
         self._journal = journal
+        self._measured_against = measured_against
         self._result: asyncio.Future[ChildResult] = asyncio.get_running_loop().create_future()
         self.episode_id = ""
 
     def end(self, header: EpisodeHeader) -> None:
         """Called by the host when the child has ended."""
         rewards: dict[str, float] = {}
-        for trajectory in header.trajectories:
-            if trajectory.reward is not None:
-                rewards[trajectory.seat] = rewards.get(trajectory.seat, 0.0) + trajectory.reward
+        versions: dict[str, PolicyVersion] = {}
+        for own in header.trajectories:
+            if own.reward is not None:
+                rewards[own.seat] = rewards.get(own.seat, 0.0) + own.reward
+            version = PolicyVersion(own.policy, own.lineage, own.oldest_step)
+            versions[own.policy] = min(versions.get(own.policy, version), version)
         if not self._result.done():
             self._result.set_result(
-                ChildResult(episode_id=header.episode_id, drop_reason=header.drop_reason, rewards=rewards)
+                ChildResult(
+                    episode_id=header.episode_id, drop_reason=header.drop_reason, rewards=rewards, versions=versions
+                )
             )
 
     def __await__(self) -> Any:
@@ -287,10 +307,24 @@ class LiveChild(ChildEpisode):
         await journal.reach(opened)
         recorded = journal.recall(opened, GatherEntry)
         if recorded is not None:
-            return ChildResult(episode_id=recorded.child, drop_reason=recorded.drop_reason, rewards=recorded.rewards)
+            versions = {policy: PolicyVersion(policy, *at) for policy, at in recorded.versions.items()}
+            return self._told(
+                ChildResult(
+                    episode_id=recorded.child,
+                    drop_reason=recorded.drop_reason,
+                    rewards=recorded.rewards,
+                    versions=versions,
+                )
+            )
         with journal.performing(opened):
             result = await asyncio.shield(self._result)
-        journal.write(opened, GatherEntry(result.episode_id, result.drop_reason, dict(result.rewards)))
+        at = {policy: (version.lineage, version.step) for policy, version in result.versions.items()}
+        journal.write(opened, GatherEntry(result.episode_id, result.drop_reason, dict(result.rewards), at))
+        return self._told(result)
+
+    def _told(self, result: ChildResult) -> ChildResult:
+        for policy, version in result.versions.items():
+            self._measured_against[policy] = min(self._measured_against.get(policy, version), version)
         return result
 
 

@@ -145,6 +145,7 @@ class EpisodeRunner:
             # By seat and index, as the journal gives them back: a step's rows are in one order in every life of a run.
             trajectories=tuple(agent.header() for _, agent in sorted(context.agents.items()) if agent.turns),
             location=DataLocation(self._log.name, context.episode.journal.written),
+            measured_against=tuple(sorted(context.measured_against.values())),
         )
 
     def leave(self, spec: EpisodeSpec) -> None:

@@ -71,6 +71,9 @@ def test_a_header_of_one_agent_fits_into_256_bytes() -> None:
     )
     encoded = msgspec.msgpack.encode(dataclasses.astuple(header))
     assert len(encoded) <= MAX_HEADER_BYTES
+    against = (PolicyVersion("another_policy_name", 12, 123_456),)
+    longer = msgspec.msgpack.encode(dataclasses.astuple(dataclasses.replace(header, measured_against=against)))
+    assert len(longer) <= len(encoded) + 32
 
 
 def test_the_examples_of_the_docstrings_are_true() -> None:

@@ -198,6 +198,24 @@ def test_proposals_of_dropped_episodes_and_of_attempts_begun_anew_do_not_come_ba
     run(scenario)
 
 
+def test_a_header_comes_back_with_whom_it_was_measured_against(run: Callable[[Scenario], None]) -> None:
+    async def scenario(journal: AnyJournal) -> None:
+        spec = make_spec("e0")
+        journal.admit(spec)
+        log = journal.turn_log("w0")
+        log.append(entry(spec, 0))
+        against = (PolicyVersion("judge", 0, 7), PolicyVersion("solver", 1, 3))
+        header = replace(make_episode_header(spec, location=DataLocation(log.name, 1)), measured_against=against)
+        await journal.commit_episode(spec, header, b"d" * 16, {})
+        other = await finish(journal, make_spec("e1"))
+        await journal.flush()
+        found = {header.episode_id: header.measured_against for _, header in journal.members()}
+        assert found == {"e0": against, "e1": other.measured_against}
+        assert other.measured_against == ()
+
+    run(scenario)
+
+
 def test_what_a_group_is_compared_with_comes_back_as_it_was_frozen(run: Callable[[Scenario], None]) -> None:
     async def scenario(journal: AnyJournal) -> None:
         frozen = BaselineSet("g0", ("e3", "e1"), (EarlierMean("solver", "agent", 0.1 + 0.2),))

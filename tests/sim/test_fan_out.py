@@ -9,6 +9,8 @@ import pytest
 
 import agentrl
 from agentrl.core.errors import CheckFailedError
+from agentrl.core.records import PolicyVersion
+from agentrl.testing.memory_journal import EpisodeEnd
 from agentrl.testing.plugin import SimulatedLoop
 from agentrl.testing.sim import simulate
 from tests.sim.small_run import SmallRun, config_for
@@ -113,3 +115,24 @@ def test_units_that_are_compared_with_nothing_are_counted(advantage: str) -> Non
     run = simulate(main, seed=0)
     shares = {(name, values["advantage/alone_share"]) for name, _, values in run.seen.steps}
     assert shares == {("proposer", 0.0), ("solver", float(advantage in ("leave_one_out", "group_std")))}
+
+
+def test_a_proposal_s_reward_says_which_solvers_it_was_measured_against(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        changes = solving(1, step_size=4)
+        run = SmallRun(config=config_for(**changes), environment=Propose)
+        await run.run()
+        ended = [record.header for record in run.journal.of_kind(EpisodeEnd) if record.header.committed]
+        oldest: dict[str, PolicyVersion] = {}
+        for header in ended:
+            for own in header.trajectories if header.parent_id is not None else ():
+                version = PolicyVersion(own.policy, own.lineage, own.oldest_step)
+                oldest[str(header.parent_id)] = min(oldest.get(str(header.parent_id), version), version)
+        proposals = [header for header in ended if header.parent_id is None]
+        assert {header.measured_against for header in proposals} >= {()}, "some were refused"
+        assert any(version.step > 0 for header in proposals for version in header.measured_against)
+        for header in proposals:
+            found = oldest.get(header.episode_id)
+            assert header.measured_against == (() if found is None else (found,))
+
+    simulated_loop.run(main)
