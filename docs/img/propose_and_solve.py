@@ -64,7 +64,7 @@ def structures(run: Path) -> list[str]:
 def axes(x: int, title: str, last: int, unit: str) -> Iterator[str]:
     """A panel's frame: shares upwards, from the first to the `last` of something to the right."""
     bottom = TOP + PANEL_HEIGHT
-    yield f"<text x='{x}' y='{TOP - 14}' font-weight='bold'>{escape(title)}</text>"
+    yield f"<text x='{x}' y='{TOP - 20}' font-weight='bold'>{escape(title)}</text>"
     for share in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
         y = bottom - share * PANEL_HEIGHT
         yield f"<line x1='{x}' x2='{x + PANEL_WIDTH}' y1='{y:.1f}' y2='{y:.1f}' stroke='#e3e3e3'/>"
@@ -111,8 +111,8 @@ def terms(kinds: Sequence[str]) -> Iterator[str]:
         below = above
     for number, (colour, kind) in enumerate(zip(TERMS, known, strict=False)):
         x = RIGHT + 52 * number
-        yield f"<rect x='{x}' y='{TOP - 8}' width='10' height='6' fill='{colour}'/>"
-        yield f"<text x='{x + 14}' y='{TOP - 1}' font-size='10' fill='#555'>{escape(kind.split()[0])}</text>"
+        yield f"<rect x='{x}' y='{TOP - 11}' width='10' height='6' fill='{colour}'/>"
+        yield f"<text x='{x + 14}' y='{TOP - 5}' font-size='10' fill='#555'>{escape(kind.split()[0])}</text>"
 
 
 def draw(curves: Sequence[Curve], kinds: Sequence[str]) -> str:

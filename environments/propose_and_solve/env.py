@@ -60,28 +60,29 @@ class Solve(Calculator):
     seats: ClassVar[tuple[str, ...]] = ("solver",)
 
     @classmethod
-    def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+    def tasks(cls, split: Split, *, seed: int = 0, held_out: int = EXAMINED) -> TaskSource:
         """Sums of 2 to 6 terms, as many of each.
 
         Args:
             split: held-out sums are the same for all seeds, and `ProposeAndSolve` refuses them; the others are there to
                 train a solver on without a proposer.
             seed: of the training sums.
+            held_out: how many of a split's sums, its first.
         """
-        sums = examined() if split == "held_out" else drawn_sums(split, seed)
+        sums = (examined() if split == "held_out" else drawn_sums(split, seed))[:held_out]
         return [agentrl.Task(id=f"{split}-{number}", data=made.task()) for number, made in enumerate(sums)]
 
 
-def drawn_sums(*seeds: str | int) -> list[Sum]:
+def drawn_sums(*seeds: str | int) -> tuple[Sum, ...]:
     """As many sums as the solver is examined on."""
     draws = (stream("sums", *seeds, number) for number in range(EXAMINED))
-    return [drawn_sum(draw, 2 + number % 5) for number, draw in enumerate(draws)]
+    return tuple(drawn_sum(draw, 2 + number % 5) for number, draw in enumerate(draws))
 
 
 @functools.cache
 def examined() -> tuple[Sum, ...]:
     """The sums the solver is examined on."""
-    return tuple(drawn_sums("held_out", 0))
+    return drawn_sums("held_out", 0)
 
 
 @functools.cache
