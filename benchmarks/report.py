@@ -26,7 +26,7 @@ class Report:
             "compared_with": self.compared_with,
             "repeats": self.repeats,
         }
-        print(json.dumps(line))
+        print(json.dumps(line), flush=True)  # some benchmarks leave by os._exit
 
 
 def _short(value: float) -> float:

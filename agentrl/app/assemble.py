@@ -23,6 +23,7 @@ from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import name_of
 from agentrl.journal.port import JournalStore, RunLog
 from agentrl.orchestrator.buffer import EpisodeBuffer
+from agentrl.orchestrator.choice import UNMEASURED, Choice, Measured
 from agentrl.orchestrator.curriculum import Curriculum
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator
@@ -98,6 +99,8 @@ class Parts:
     past: Past = Past()
     role_means: Mapping[Role, Mean] = field(default_factory=dict)
     """Of the checkpoint the run goes on from."""
+    measured: Measured = UNMEASURED
+    """The same."""
     disk: Disk = LOCAL
     """Where published versions lie."""
 
@@ -154,19 +157,12 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
     board = PolicyBoard(versions, trainable, parts.parents)
     dispatcher = make_dispatcher(config, environment, buffer, parts.store, signal, past=parts.past)
-    plan = Plan(
-        step_size={name: policy.step_size for name, policy in trainable.items()},
-        normaliser={
-            name: float(policy.step_size * config.trainer.tokens_per_unit) for name, policy in trainable.items()
-        },
-        demands=demands_of(config, environment),
-        evaluate_every=config.evaluation.every,
-        checkpoint_every=config.checkpoint.every,
-    )
+    plan = _plan(config, environment)
     curriculum = Curriculum(parts.tasks, seed=config.seed)
     opponents = _opponents(config, parts, dispatcher)
     scheduler = _scheduler(config, plan.demands[0], dispatcher, opponents, board)
     dispatcher.govern(scheduler)
+    choice = _choice(config, parts.measured)
     orchestrator = Orchestrator(
         plan=plan,
         curriculum=curriculum,
@@ -188,9 +184,11 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
             store=parts.store,
             observer=parts.observer,
             signal=signal,
+            choice=choice,
         ),
         retention=VersionRetention(keep=_kept_versions(config), disk=parts.disk),
         opponents=opponents,
+        choice=choice,
         weights=dict(parts.weights),
         roles=_roles(config, parts.role_means),
     )
@@ -201,6 +199,17 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     lost = [(number, curriculum.task(number // size)) for number in parts.past.lost]
     dispatcher.restore(parts.past.ended, parts.past.unfinished, lost, parts.past.proposals)
     return orchestrator
+
+
+def _plan(config: RunConfig, environment: type[Environment]) -> Plan:
+    step_size = {name: policy.step_size for name, policy in config.trained.items()}
+    return Plan(
+        step_size=step_size,
+        normaliser={name: float(size * config.trainer.tokens_per_unit) for name, size in step_size.items()},
+        demands=demands_of(config, environment),
+        evaluate_every=config.evaluation.every,
+        checkpoint_every=config.checkpoint.every,
+    )
 
 
 def _opponents(config: RunConfig, parts: Parts, dispatcher: Dispatcher) -> Opponents:
@@ -244,6 +253,20 @@ def _release(config: RunConfig, parts: Parts) -> Release:
 
 def _roles(config: RunConfig, means: Mapping[Role, Mean]) -> RoleMeans | None:
     return RoleMeans(config.credit.role_decay, means) if config.credit.advantage == "role_mean" else None
+
+
+def _choice(config: RunConfig, measured: Measured) -> Choice:
+    best = config.best
+    return Choice(
+        metric=best.name,
+        policy=best.policy or next(iter(config.trained), ""),
+        smallest=best.metric.startswith("-"),
+        window=best.window,
+        stop_at=best.stop_at,
+        stop_fall=best.stop_fall,
+        checkpoints=config.checkpoint.keep,
+        measured=measured,
+    )
 
 
 def _kept_versions(config: RunConfig) -> int:

@@ -118,6 +118,7 @@ async def _life(lasting: Lasting) -> Orchestrator:
             parents=store.parents(),
             past=recovery.past(config, store),
             role_means=recovery.role_means,
+            measured=await asyncio.to_thread(recovery.measured, directory.versions),
         )
         orchestrator = assemble(config, lasting.environment, parts)
         observer.watch(orchestrator.status)

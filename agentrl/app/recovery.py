@@ -27,6 +27,7 @@ from agentrl.credit.role_means import Mean, Role
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.partials import decode_partial
 from agentrl.journal.port import JournalStore, RunLog
+from agentrl.orchestrator.choice import UNMEASURED, Measured
 from agentrl.orchestrator.manifest import Manifest, newest
 from agentrl.orchestrator.opponents import joined_by
 from agentrl.orchestrator.retention import versions_in
@@ -79,6 +80,19 @@ class Recovery:
     def role_means(self) -> Mapping[Role, Mean]:
         """What the checkpoint's roles used to get."""
         return {} if self.manifest is None else self.manifest.role_means
+
+    def measured(self, versions: Path, *, disk: Disk = LOCAL) -> Measured:
+        """What the checkpoint says of the run's best versions; it has none where their files are gone.
+
+        Args:
+            versions: the directory of published versions.
+            disk: where it lies.
+        """
+        measured = UNMEASURED if self.manifest is None else self.manifest.measured
+        for version in measured.versions.values():
+            if (version.lineage, version.step) not in versions_in(versions / version.policy, disk=disk):
+                return Measured(newest=measured.newest)
+        return measured
 
     def first_versions(
         self, config: RunConfig, journal: RunLog, versions: Path, *, disk: Disk = LOCAL

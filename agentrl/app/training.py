@@ -20,7 +20,7 @@ from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import resolve
 from agentrl.inspection.report import write_report
 from agentrl.observe.run_directory import RunDirectory
-from agentrl.orchestrator.loop import Orchestrator, Outcome
+from agentrl.orchestrator.loop import Orchestrator
 
 if TYPE_CHECKING:
     from agentrl.journal.store import SqliteJournal
@@ -37,6 +37,8 @@ class Run:
     """One entry per optimizer step, in order; steps taken again after the loss of a trainer are there again."""
     policies: dict[str, Path]
     """Directory of each trainable policy's last version; loads with `from_pretrained`."""
+    best: dict[str, Path]
+    """The same for the versions of the moment when `best.metric` was best; empty where it was never measured."""
     summary: dict[str, Any]
     """What `summary.json` holds."""
     interrupted: bool
@@ -108,15 +110,21 @@ async def run_training(
             observer=observer,
         )
         orchestrator = await lives(lasting)
-        summary = _summary(config, observer.state, orchestrator.outcome, clock.monotonic() - started)
-        return _concluded(directory, observer, orchestrator, summary)
+        summary = _summary(config, observer.state, orchestrator, clock.monotonic() - started)
+        return _concluded(directory, store, observer, orchestrator, summary)
 
 
 def _concluded(
-    directory: RunDirectory, observer: RunObserver, orchestrator: Orchestrator, summary: dict[str, Any]
+    directory: RunDirectory,
+    store: SqliteJournal,
+    observer: RunObserver,
+    orchestrator: Orchestrator,
+    summary: dict[str, Any],
 ) -> Run:
     """What a run leaves behind besides its journal: links, summary, report."""
-    policies = directory.link_policies(orchestrator.weights)
+    chosen = {name: store.published(version) for name, version in orchestrator.choice.measured.versions.items()}
+    policies = directory.link("policies", orchestrator.weights)
+    best = directory.link("best", {name: weights for name, weights in chosen.items() if weights is not None})
     directory.write_summary(summary)
     observer.finish(summary)
     write_report(directory.path)
@@ -124,6 +132,7 @@ def _concluded(
         path=directory.given,
         metrics=observer.steps,
         policies=policies,
+        best=best,
         summary=summary,
         interrupted=orchestrator.outcome.interrupted,
     )
@@ -154,7 +163,7 @@ async def _opened(
         yield store, observer
 
 
-def _summary(config: RunConfig, state: RunState, outcome: Outcome, seconds: float) -> dict[str, Any]:
+def _summary(config: RunConfig, state: RunState, orchestrator: Orchestrator, seconds: float) -> dict[str, Any]:
     """What came of the whole run, all its lives: steps taken again count once. `seconds` are this process's."""
     policies = list(state.policies.values())
     by_step = sorted((step, number) for number, policy in enumerate(policies) for step in policy.steps)
@@ -164,7 +173,9 @@ def _summary(config: RunConfig, state: RunState, outcome: Outcome, seconds: floa
     rewards = evaluated[0] if len(evaluated) == 1 else []
     return {
         "name": config.name,
-        "interrupted": outcome.interrupted,
+        "interrupted": orchestrator.outcome.interrupted,
+        "ended_early": orchestrator.choice.why_stop(),
+        "best": orchestrator.choice.summary(),
         "steps": len(steps),
         "reward_start": rewards[0] if rewards else None,
         "reward_end": rewards[-1] if len(rewards) > 1 else None,

@@ -31,6 +31,7 @@ def check_together(config: RunConfig) -> None:
     for name in config.policies:
         _check_sampling(config, name)
     _check_freeze(config)
+    _check_best(config)
     _check_full_weights(config)
     if config.deterministic:
         _check_deterministic(config)
@@ -139,6 +140,18 @@ def _check_freeze(config: RunConfig) -> None:
             )
 
 
+def _check_best(config: RunConfig) -> None:
+    best, trained = config.best, config.trained
+    if not best.name and (best.stop_at is not None or best.stop_fall is not None):
+        raise ValueError("best.stop_at and best.stop_fall end a run by a metric: set best.metric")
+    if best.name and best.policy and best.policy not in trained:
+        raise ValueError(
+            f"best.policy: {best.policy!r} is no policy that learns; there are: {', '.join(trained) or 'none'}"
+        )
+    if best.name.startswith("evaluation/") and not config.evaluation.tasks:
+        raise ValueError(f"best.metric = {best.metric!r} needs evaluations: set evaluation.tasks, and evaluation.every")
+
+
 def _check_full_weights(config: RunConfig) -> None:
     for name, policy in config.trained.items():
         if policy.lora is None and config.engine.refresh in ("episode", "lazy"):
@@ -160,6 +173,7 @@ def _check_deterministic(config: RunConfig) -> None:
         **{f"policies.{name}.kind = 'remote'": True for name in config.of_kind(RemotePolicy)},
         "freeze": bool(config.freeze),
         **{f"policies.{name}.steps": bool(policy.steps) for name, policy in config.trained.items()},
+        "best.stop_at or best.stop_fall": config.best.stop_at is not None or config.best.stop_fall is not None,
         **{f"seats.{seat} as a list": isinstance(held, tuple) for seat, held in config.seats.items()},
     }
     for what, asked in refused.items():

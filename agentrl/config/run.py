@@ -213,6 +213,27 @@ class EvaluationConfig(Section):
     """Steps between evaluations; 0: only before the first step and after the last."""
 
 
+class BestConfig(Section):
+    """Which versions are the run's best, by the running mean of a metric, and when it ends because of it."""
+
+    metric: str = ""
+    """A metric of the steps or of the evaluations, whose largest mean is best; with `-` before it, the smallest. Empty:
+    none is chosen."""
+    policy: str = ""
+    """Whose steps it is measured at; empty: those of the first policy that learns."""
+    window: Annotated[Positive, Unit("measurements")] = 5
+    """Newest measurements whose mean is taken."""
+    stop_at: float | None = None
+    """End the run once the mean is as good as this; null: never."""
+    stop_fall: Annotated[float, Field(ge=0)] | None = None
+    """End the run once the mean is worse than the best so far by more than this; null: never."""
+
+    @property
+    def name(self) -> str:
+        """The metric's name."""
+        return self.metric.removeprefix("-")
+
+
 class CheckpointConfig(Section):
     """When the run writes a manifest it can resume from."""
 
@@ -273,6 +294,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    best: BestConfig = BestConfig()
 
     @field_validator("policies", mode="before")
     @classmethod

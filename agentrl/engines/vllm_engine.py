@@ -115,7 +115,7 @@ class VllmEngine:
         Args:
             model_path: a local Hugging Face causal LM directory.
             versions: for each policy, the version that the directory's weights are.
-            slots: conversations sampled at once; more wait.
+            slots: conversations sampled at once (one more while no probe is asked); more wait.
             max_context: longest context in tokens, completion included.
             refresh: when sessions move to newer weights; see `vllm_updates.py`.
             keep_kv: full weights, refresh `token`: whether calls in flight keep the KV that older weights computed.

@@ -108,11 +108,11 @@ def _proposals(window: Sequence[Values]) -> Iterator[Alarm]:
             "",
             f"{frontier:.0%} of the {groups:,.0f} proposals of the last {WINDOW} steps are solved by some and not by "
             f"others; {everybody:.0%} by everybody, {nobody:.0%} by nobody",
-            "a solver that learns more slowly than the proposer (a smaller learning_rate, a larger step_size), old "
-            "proposals replayed evenly over their difficulty, the checkpoint with the best pass_rate/frontier"
+            "a solver that learns more slowly than the proposer (a larger step_size, a smaller learning_rate) and "
+            "stops before it does (`steps`); the versions that best.metric = 'pass_rate/frontier' keeps"
             if easy
-            else "a narrower gate or a base model that solves some of them; old proposals replayed, easy ones too; "
-            "`agentrl.learnability` as the proposer's reward",
+            else "a narrower gate or a base model that solves some of them; `agentrl.learnability` as the proposer's "
+            "reward",
         )
 
 

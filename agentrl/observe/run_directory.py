@@ -5,6 +5,7 @@ metrics.jsonl    one line per optimizer step         versions/      published we
 summary.json     written at the end                  checkpoints/   what a run resumes from
 policies/NAME    link to a policy's last version     steps/         columns of optimizer steps
 engine.log       what the engine's processes said
+best/NAME        link to its version when the metric was best
 """
 
 from __future__ import annotations
@@ -99,23 +100,25 @@ class RunDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
         return False
 
-    def link_policies(self, weights: Mapping[str, WeightsRef]) -> dict[str, Path]:
-        """Point `policies/NAME` at each policy's last version.
+    def link(self, folder: str, weights: Mapping[str, WeightsRef]) -> dict[str, Path]:
+        """Point `FOLDER/NAME` at a version of each policy, and let no other link be there.
 
         Raises:
             StorageError: the disk refused.
         """
         links: dict[str, Path] = {}
-        folder = self.path / "policies"
+        directory = self.path / folder
         try:
-            folder.mkdir(exist_ok=True)
+            if weights or directory.exists():
+                directory.mkdir(exist_ok=True)
+            for link in directory.glob("*"):
+                if link.is_symlink():
+                    link.unlink()
             for name, published in weights.items():
-                link = folder / name
-                link.unlink(missing_ok=True)
-                link.symlink_to(os.path.relpath(published.path, folder))
-                links[name] = self.given / "policies" / name
+                (directory / name).symlink_to(os.path.relpath(published.path, directory))
+                links[name] = self.given / folder / name
         except OSError as error:
-            raise StorageError(f"{folder}: cannot be written ({error.strerror}); {_FINISH}") from error
+            raise StorageError(f"{directory}: cannot be written ({error.strerror}); {_FINISH}") from error
         return links
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:

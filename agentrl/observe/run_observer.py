@@ -149,13 +149,15 @@ class RunObserver:
             title = f"training reward{whose} by optimizer step"
             self._stream.write("\n" + curve(rewards, steps=steps, title=title) + "\n")
         self._stream.write(self._held_out(summary["held_out_tasks"]))
+        self._stream.write(_chosen(summary))
         planned, reached = (
             self.state.plan.steps,
             max((policy.step for policy in self.state.policies.values()), default=0),
         )
+        goes_on = reached < planned and not summary.get("ended_early")
         nothing = (
             f"no step was taken: --resume goes on from step {reached} of {planned}\n"
-            if reached < planned
+            if goes_on
             else f"nothing was left to do: the run has its {planned} steps; --steps=N goes on to more\n"
         )
         self._stream.write(
@@ -233,3 +235,14 @@ class RunObserver:
         if self._display is None:
             self._display = display(self.state, self._stream)
         return self._display
+
+
+def _chosen(summary: Mapping[str, Any]) -> str:
+    """Which versions were best, and whether the run ended because of the metric; empty where nothing was chosen."""
+    lines = []
+    if best := summary.get("best"):
+        steps = ", ".join(f"{safe_line(name)}@{step}" for name, step in best["steps"].items())
+        lines.append(f"best {safe_line(best['metric'])}: {best['value']:.3f} with {steps}\n")
+    if summary.get("ended_early"):
+        lines.append(f"ended early: {safe_line(summary['ended_early'])}\n")
+    return "".join(lines)

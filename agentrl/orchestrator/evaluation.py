@@ -15,6 +15,7 @@ from agentrl.core.errors import CheckFailedError
 from agentrl.core.ports import Engine, Observer
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
 from agentrl.journal.port import JournalStore
+from agentrl.orchestrator.choice import Choice
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.signal import Signal
 
@@ -29,6 +30,7 @@ class Evaluator:
     store: JournalStore
     observer: Observer
     signal: Signal
+    choice: Choice
     pinned: list[PolicyVersion] = field(default_factory=list)
     """What the running evaluation is pinned to: kept served for it, and loaded again by an engine that is replaced."""
     _busy: bool = False
@@ -74,6 +76,7 @@ class Evaluator:
         metrics = {policy: evaluation_metrics(headers, policy) for policy in versions}
         for policy, version in versions.items():
             self.store.record_metrics(policy, version.step, metrics[policy])
+            self.choice.hear(policy, metrics[policy], versions)
         self.observer.on_evaluation(versions, metrics)
 
 

@@ -39,6 +39,7 @@ from agentrl.credit.role_means import RoleMeans
 from agentrl.journal.port import JournalStore, StepRow
 from agentrl.observe.status import Status
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
+from agentrl.orchestrator.choice import Choice
 from agentrl.orchestrator.curriculum import Curriculum
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator
@@ -100,6 +101,7 @@ class Orchestrator:
     evaluator: Evaluator
     retention: VersionRetention
     opponents: Opponents
+    choice: Choice
     weights: dict[str, WeightsRef]
     """Newest published weights of each trainable policy."""
     roles: RoleMeans | None = None
@@ -123,7 +125,7 @@ class Orchestrator:
     # --- from outside -----------------------------------------------------------------------------------------------
 
     async def run(self) -> Outcome:
-        """Train until every policy has taken its steps, or `stop` is called.
+        """Train until every policy has taken its steps, a metric ends it, or `stop` is called.
 
         Raises:
             AgentRLError: what `fail` was given, or what a loop met; the newest checkpoint stays valid.
@@ -226,8 +228,8 @@ class Orchestrator:
     async def _train(self, policy: str, loops: asyncio.TaskGroup) -> None:
         plan, phases = self.plan, self.scheduler.phases
         while not phases.is_over(policy):
-            await self.signal.wait_for(lambda: self._stopping or self.scheduler.may_step(policy, self._demand()))
-            if self._stopping:
+            await self.signal.wait_for(lambda: self._finished() or self.scheduler.may_step(policy, self._demand()))
+            if self._finished():
                 return
             if not await self._step(policy):
                 continue
@@ -292,9 +294,10 @@ class Orchestrator:
             self.engine.release(outdated)
         self.dispatcher.resume_held()
         self.store.record_metrics(policy, version.step, metrics)
+        self.choice.hear(policy, metrics, self._versions())
         self.observer.on_step(policy, version.step, metrics)
         await self.opponents.published(weights)
-        await self.retention.published(weights, {*self.evaluator.pinned, *self.opponents.served()})
+        await self.retention.published(weights, self._needed())
         return True
 
     async def _watch(self) -> None:
@@ -329,7 +332,8 @@ class Orchestrator:
                 return
             self.buffer.ledger.check()
             await self.store.flush()
-            await self.checkpoints.write(self.trainer, versions, self.buffer.ledger, self.roles)
+            await self.checkpoints.write(self.trainer, versions, self.buffer.ledger, self.roles, self.choice.measured)
+            self.choice.saved()
             self._checkpointed = steps
 
     # --- ending -----------------------------------------------------------------------------------------------------
@@ -337,11 +341,17 @@ class Orchestrator:
     def _versions(self) -> dict[str, PolicyVersion]:
         return {policy: self.board.current(policy) for policy in self.board.trainable}
 
+    def _needed(self) -> set[PolicyVersion]:
+        """Older versions whose files must stay for now."""
+        return {*self.evaluator.pinned, *self.opponents.served(), *self.choice.needed()}
+
     def _is_stopping(self) -> bool:
         return self._stopping
 
     def _finished(self) -> bool:
-        return self._stopping or all(map(self.scheduler.phases.is_over, self.board.trainable))
+        if self._stopping or self.choice.why_stop() is not None:
+            return True
+        return all(map(self.scheduler.phases.is_over, self.board.trainable))
 
     async def _drain(self) -> None:
         try:

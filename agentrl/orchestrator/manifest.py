@@ -2,7 +2,7 @@
 
     checkpoints/step_000120-3/        sum of the policies' steps, lineage; put in place by `core.files.place`
         <trainer's files>             weights, optimizer and random state of every policy
-        manifest.json                 versions, ledger, role means, digests of the files
+        manifest.json                 versions, ledger, role means, measurements, digests of the files
 
 The manifest says what is *consumed*: every unit of a step up to its versions, along their lineage. The control log says
 which units those are, and is flushed before the manifest is written; training after the newest manifest is lost
@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from agentrl.core.errors import StorageError
 from agentrl.core.files import LOCAL, Disk, place, remedy, staged
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion
 from agentrl.credit.role_means import Mean, Role, RoleMeans, read_means
+from agentrl.orchestrator.choice import UNMEASURED, Measured, read_measured
 from agentrl.orchestrator.ledger import Ledger
 
 FORMAT = 0
@@ -36,6 +38,7 @@ class Manifest:
     directory: Path
     versions: Mapping[str, PolicyVersion]
     role_means: Mapping[Role, Mean] = field(default_factory=dict)
+    measured: Measured = UNMEASURED
 
 
 class CheckpointWriter:
@@ -53,7 +56,12 @@ class CheckpointWriter:
         self._disk = disk
 
     async def write(
-        self, trainer: Trainer, versions: Mapping[str, PolicyVersion], ledger: Ledger, roles: RoleMeans | None = None
+        self,
+        trainer: Trainer,
+        versions: Mapping[str, PolicyVersion],
+        ledger: Ledger,
+        roles: RoleMeans | None = None,
+        measured: Measured = UNMEASURED,
     ) -> Path:
         """Save the trainer and seal it with a manifest; the control log must have been flushed.
 
@@ -66,8 +74,8 @@ class CheckpointWriter:
         target = self._directory / f"step_{step:06d}-{lineage}"
 
         def seal() -> None:
-            role_means = [] if roles is None else roles.as_data()
-            content = _manifest(staging, versions, ledger, role_means, self._disk)
+            folds = {"role_means": [] if roles is None else roles.as_data(), "measured": measured.as_data()}
+            content = _manifest(staging, versions, ledger, folds, self._disk)
             self._disk.write(staging / "manifest.json", content)
             place(staging, target, disk=self._disk)
             self._prune(target)
@@ -131,7 +139,7 @@ def _manifest(
     staging: Path,
     versions: Mapping[str, PolicyVersion],
     ledger: Ledger,
-    role_means: Sequence[Sequence[str | float]],
+    folds: Mapping[str, Any],
     disk: Disk,
 ) -> bytes:
     files = {name: [size, disk.digest(staging / name)] for name, size in disk.files(staging).items()}
@@ -139,7 +147,7 @@ def _manifest(
         "format": FORMAT,
         "versions": {policy: [version.lineage, version.step] for policy, version in versions.items()},
         "ledger": ledger.as_data(),
-        "role_means": role_means,
+        **folds,
         "files": files,
     }
     return json.dumps(content, indent=1).encode()
@@ -191,6 +199,7 @@ def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
             for policy, (lineage, step) in content["versions"].items()
         }
         role_means = read_means(content["role_means"])
+        measured = read_measured(content["measured"])
     except OSError as error:
         name = Path(str(error.filename or "manifest.json")).name
         raise StorageError(f"checkpoint {directory}: {name!r} cannot be read ({error.strerror})") from error
@@ -198,5 +207,5 @@ def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
         raise StorageError(f"checkpoint {directory}: its manifest has no {error}") from error
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise StorageError(f"checkpoint {directory}: its manifest does not hold ({error})") from error
-    manifest = Manifest(directory=directory, versions=versions, role_means=role_means)
+    manifest = Manifest(directory=directory, versions=versions, role_means=role_means, measured=measured)
     return manifest, {name: digest for name, (_, digest) in files.items()}

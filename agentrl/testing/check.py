@@ -200,7 +200,8 @@ def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: i
         outcome = asyncio.run(execute(environment, spec, script, sums=sums))
         if isinstance(outcome, str):
             return outcome
-        return Outcome(reward=outcome.header.reward or 0.0, broken=sums["broken turns"] > 0)
+        broken = any(count for name, count in sums.items() if name.endswith(": broken turns"))
+        return Outcome(reward=outcome.header.reward or 0.0, broken=broken)
 
     has_tools = issubclass(environment, ToolEnvironment)
     report.findings += format_findings(play, tasks, random_policy(environment), has_tools=has_tools)

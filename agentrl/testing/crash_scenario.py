@@ -172,6 +172,7 @@ class CrashScenario:
             parents=journal.parents(),
             past=recovery.past(self.config, journal),
             role_means=recovery.role_means,
+            measured=recovery.measured(VERSIONS, disk=disk),
             disk=disk,
         )
         orchestrator = assemble(self.config, self.environment, parts)

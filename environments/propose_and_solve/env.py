@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from random import Random
@@ -21,6 +22,8 @@ ATTEMPTS = 8
 PROMPT = "Propose a sum."
 INVALID = -0.5
 """What a proposal gets that the gate refuses."""
+EXAMINED = 400
+"""Sums the solver is examined on, which no proposer may write."""
 ALIKE = 0.1
 """What is taken from one whose number of terms all the newest proposals have."""
 _SUM = re.compile(r"[1-9]\d?( [+-] [1-9]\d?){1,7}")
@@ -57,17 +60,35 @@ class Solve(Calculator):
     seats: ClassVar[tuple[str, ...]] = ("solver",)
 
     @classmethod
-    def tasks(cls, split: Split, *, seed: int = 0, held_out: int = 400) -> TaskSource:
-        """Sums that no proposer wrote: 2 to 6 terms, as many of each.
+    def tasks(cls, split: Split, *, seed: int = 0, held_out: int = EXAMINED) -> TaskSource:
+        """Sums of 2 to 6 terms, as many of each.
 
         Args:
-            split: the sums of one split have nothing to do with those of the other.
-            seed: of the training sums; the held-out ones are the same for all seeds.
-            held_out: how many sums a split has.
+            split: held-out sums are the same for all seeds, and `ProposeAndSolve` refuses them; the others are there to
+                train a solver on without a proposer.
+            seed: of the training sums.
+            held_out: how many of a split's sums, its first.
         """
-        draws = (stream("sums", split, seed if split == "train" else 0, number) for number in range(held_out))
-        sums = [drawn_sum(draw, 2 + number % 5) for number, draw in enumerate(draws)]
+        sums = (examined() if split == "held_out" else drawn_sums(split, seed))[:held_out]
         return [agentrl.Task(id=f"{split}-{number}", data=made.task()) for number, made in enumerate(sums)]
+
+
+def drawn_sums(*seeds: str | int) -> tuple[Sum, ...]:
+    """As many sums as the solver is examined on."""
+    draws = (stream("sums", *seeds, number) for number in range(EXAMINED))
+    return tuple(drawn_sum(draw, 2 + number % 5) for number, draw in enumerate(draws))
+
+
+@functools.cache
+def examined() -> tuple[Sum, ...]:
+    """The sums the solver is examined on."""
+    return drawn_sums("held_out", 0)
+
+
+@functools.cache
+def examined_keys() -> frozenset[str]:
+    """Their keys."""
+    return frozenset(made.key for made in examined())
 
 
 def drawn_sum(draw: Random, terms: int) -> Sum:
@@ -87,7 +108,8 @@ class ProposeAndSolve(agentrl.Environment):
         """Propose; where it is a sum, and a new one, let it be solved."""
         proposer = ctx.agent("proposer")
         proposed = read((await proposer.act(agentrl.user(PROMPT))).text)
-        if not proposer.gate(proposed is not None, penalty=INVALID) or proposed is None:
+        is_sum = proposed is not None and proposed.key not in examined_keys()
+        if not proposer.gate(is_sum, penalty=INVALID) or proposed is None:
             return
         known = await ctx.remember(proposed.key, structure=f"{len(proposed.terms)} terms")
         if not proposer.gate(known.times == 0, penalty=INVALID):

@@ -5,7 +5,8 @@ from random import Random
 
 import pytest
 
-from environments.propose_and_solve.env import ProposeAndSolve, Solve, Sum, drawn_sum, read
+from agentrl.testing import play
+from environments.propose_and_solve.env import INVALID, ProposeAndSolve, Solve, Sum, drawn_sum, read
 
 
 @pytest.mark.parametrize(
@@ -41,8 +42,19 @@ def test_drawn_sums_are_ones_a_proposer_may_write() -> None:
 
 
 def test_the_solver_is_examined_on_as_many_sums_of_each_length() -> None:
-    tasks = Solve.tasks("held_out", held_out=400)
+    tasks = Solve.tasks("held_out")
     terms = Counter(len(Sum(tasks[number].data["question"][:-2]).terms) for number in range(400))
     assert terms == {2: 80, 3: 80, 4: 80, 5: 80, 6: 80}
     assert [tasks[0], tasks[399]] == [Solve.tasks("held_out", seed=7)[0], Solve.tasks("held_out", seed=7)[399]]
     assert len(ProposeAndSolve.tasks("train")) == 1
+
+
+def test_what_the_solver_is_examined_on_is_refused_in_any_order() -> None:
+    [task] = ProposeAndSolve.tasks("train")
+    question = next(
+        text for each in Solve.tasks("held_out") if "-" not in (text := each.data["question"].removesuffix(" ="))
+    )
+    for proposal in (question, " + ".join(reversed(question.split(" + ")))):
+        assert play(ProposeAndSolve, task, [proposal]).reward == INVALID
+    accepted = play(ProposeAndSolve, task, ["1 + 1 + 1 + 1 + 1 + 1 + 1", *["7"] * 4, *["8"] * 4])
+    assert accepted.reward == pytest.approx(8 / 7)

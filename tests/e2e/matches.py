@@ -157,9 +157,9 @@ def check_played(turns: list[tuple[TurnEntry, Row]], run: Path, judge: Path) -> 
     versions = {(span.version.lineage, span.version.step) for row in judged for span in row.spans}
     assert versions == {weights_in("judge", judge).version[1:]}
     here = [(turn, row) for turn, row in turns if turn.policy != "critic"]
-    first = {(turn.policy, turn.spans[0]): (turn, row) for turn, row in reversed(here) if len(turn.spans) == 1}
-    assert {turn.policy for turn, _ in first.values()} == {"player", "other", "past", "judge"}
-    for turn, row in list(first.values())[:8]:
+    last = {(turn.policy, turn.spans[0]): (turn, row) for turn, row in here if len(turn.spans) == 1}
+    assert {turn.policy for turn, _ in last.values()} == {"player", "other", "past", "judge"}
+    for turn, row in last.values():
         span = turn.spans[0]
         named = run / "versions" / (turn.weights_of or turn.policy) / f"{span.lineage}.{span.step}"
         told = row.behavior_logprobs[row.loss_mask]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +15,9 @@ import agentrl
 from agentrl.app.weights import check_base, weights_in
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError
+from agentrl.core.records import PolicyVersion
 from tests.e2e.matches import Match, WatchedMatch, answering, check_critic, check_played, config_of, played, write_judge
+from tests.processes import descendants
 
 pytestmark = [pytest.mark.e2e]
 
@@ -26,15 +32,42 @@ def judge(base: Path, tmp_path: Path) -> Path:
     return write_judge(base, tmp_path / "judge")
 
 
+class Kills:
+    """Ends an engine's process for good when the first step was taken; another must take its place."""
+
+    def __init__(self) -> None:
+        self.killed: list[int] = []
+
+    def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
+        if not self.killed:
+            self.killed = [number for number in descendants(os.getpid()) if b"process_host" in command(number)][:1]
+            os.kill(self.killed[0], signal.SIGKILL)
+
+    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
+        """There is none."""
+
+
+def command(process: int) -> bytes:
+    return Path(f"/proc/{process}/cmdline").read_bytes()
+
+
+@pytest.mark.parametrize("replicas", [0, 2])
 def test_each_seat_is_played_by_the_weights_it_says(
-    base: Path, judge: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    base: Path, judge: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], replicas: int
 ) -> None:
+    """In this process, and in replicas of which one dies: its successor has to serve all that are played."""
     before = {file.name: file.read_bytes() for file in judge.iterdir()}
+    beside = {"own_process": True, "replicas": replicas} if replicas else {}
+    observers = [Kills()] if replicas else []
     with answering("7") as url:
-        critic = {"critic": {"kind": "remote", "url": url, "model": "any"}}
+        more: dict[str, Any] = {
+            "policies": {"critic": {"kind": "remote", "url": url, "model": "any"}},
+            "engine": {"max_context": 64, "slots": 8, **beside},
+        }
         for steps in (4, 6):
-            config = config_of(base, judge, tmp_path / "runs", steps=steps, policies=critic)
-            run = agentrl.train(config, environment=WatchedMatch, quiet=True, resume=steps == 6)
+            config = config_of(base, judge, tmp_path / "runs", steps=steps, **more)
+            run = agentrl.train(config, environment=WatchedMatch, quiet=True, resume=steps == 6, observers=observers)
+    assert all(len(each.killed) == 1 for each in observers)
     assert set(run.policies) == {"player", "other"}
     assert {file.name: file.read_bytes() for file in judge.iterdir()} == before
     turns = played(run.path)

@@ -23,6 +23,7 @@ from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, Polic
 from agentrl.credit.role_means import RoleMeans
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.port import RunLog
+from agentrl.orchestrator.choice import UNMEASURED, Measured
 from agentrl.orchestrator.ledger import Ledger
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.manifest import CheckpointWriter
@@ -91,7 +92,12 @@ class CursorWriter(CheckpointWriter):
         self.disk = disk
 
     async def write(
-        self, trainer: Trainer, versions: Mapping[str, PolicyVersion], ledger: Ledger, roles: RoleMeans | None = None
+        self,
+        trainer: Trainer,
+        versions: Mapping[str, PolicyVersion],
+        ledger: Ledger,
+        roles: RoleMeans | None = None,
+        measured: Measured = UNMEASURED,
     ) -> Path:
         with contextlib.suppress(FileExistsError):
             self.disk.make_directory(self.cursor)
@@ -100,7 +106,7 @@ class CursorWriter(CheckpointWriter):
         self.disk.write(path, json.dumps(versions).encode())
         self.disk.sync(path)
         self.disk.sync(self.cursor)
-        return await super().write(trainer, versions, ledger, roles)
+        return await super().write(trainer, versions, ledger, roles, measured)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

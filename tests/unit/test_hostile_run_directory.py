@@ -192,7 +192,7 @@ def test_a_disk_that_refuses_the_end_of_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"summary\.json.*--resume"):
         directory.write_summary({})
     with pytest.raises(StorageError, match=r"policies.*--resume"):
-        directory.link_policies({})
+        directory.link("policies", {})
 
 
 def test_many_steps_and_policies_are_read_in_time_linear_in_them(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,7 +62,8 @@ class Lives:
     def trainer(self, config: RunConfig, directory: Path) -> RecordingTrainer:
         step = self.losses[len(self.trainers)] if len(self.trainers) < len(self.losses) else -1
         lost = TrainerLostError("trainer rank 0 died")
-        trainer = Fragile(["guesser"], failures={("guesser", step): lost}, dies_at_once=step == 0)
+        versions = directory / "versions"
+        trainer = Fragile(["guesser"], failures={("guesser", step): lost}, dies_at_once=step == 0, versions=versions)
         self.trainers.append(trainer)
         return trainer
 
@@ -82,6 +84,7 @@ class Lives:
         held_out: int = 0,
         dead_lineage: str = "keep",
         seed: int = 0,
+        best: Mapping[str, Any] | None = None,
     ) -> Run:
         config = config_for(
             steps=6,
@@ -91,6 +94,7 @@ class Lives:
             checkpoint={"every": checkpoint, "versions": 0, "dead_lineage": dead_lineage},
             infrastructure_attempts=attempts,
             evaluation={"tasks": held_out, "every": 0},
+            best=best or {},
         )
         adapters = Adapters(
             engine=self.engine, trainer=self.trainer, chat_format=lambda config: PlainFormat(), clock=self.clock
@@ -102,10 +106,10 @@ class Lives:
 
 
 class Fragile(RecordingTrainer):
-    """Can be lost as it starts; and publishes directories, which links can point at."""
+    """Can be lost as it starts."""
 
-    def __init__(self, policies: list[str], *, failures: dict[tuple[str, int], TrainerLostError], dies_at_once: bool):
-        super().__init__(policies, failures=failures)
+    def __init__(self, policies: list[str], *, dies_at_once: bool, **options: Any) -> None:
+        super().__init__(policies, **options)
         self._dies_at_once = dies_at_once
 
     async def start(self, resume_from: str | None = None) -> None:
@@ -212,6 +216,28 @@ def test_the_summary_is_of_the_whole_run_and_counts_steps_taken_again_once(tmp_p
     before, after = summary["evaluations"]
     assert (summary["reward_start"], summary["reward_end"]) == (before["evaluation/reward"], after["evaluation/reward"])
     assert summary["rl_seconds"] > sum(values["step/seconds"] for values in resumed.metrics)
+
+
+def test_a_run_gives_out_its_best_versions_whichever_life_made_them(tmp_path: Path) -> None:
+    best = {"metric": "-episodes/dropped", "window": 1}  # always 0: the first step is as good as the last
+    lost = Lives([4])
+    run = lost.run(tmp_path, best=best)
+    assert len(lost.trainers) == 2
+    assert run.summary["best"] == {"metric": "episodes/dropped", "value": 0.0, "steps": {"guesser": 1}}
+    assert {name: path.resolve().name for name, path in run.best.items()} == {"guesser": "0.1"}
+    assert run.policies["guesser"].resolve().name == "1.6"
+    assert run.best["guesser"] == tmp_path / "run" / "best" / "guesser"
+    assert run.summary["ended_early"] is None
+
+
+def test_a_run_that_its_metric_ended_is_over_when_it_is_resumed(tmp_path: Path) -> None:
+    best = {"metric": "episodes/trained", "window": 1, "stop_at": 16.0}
+    run = Lives([]).run(tmp_path, best=best)
+    assert (run.summary["steps"], run.summary["ended_early"]) == (2, "episodes/trained reached 16")
+    assert not run.interrupted
+    again = Lives([])
+    assert (again.run(tmp_path, best=best, resume=True).metrics, again.trainers[0].batches) == ([], [])
+    assert Lives([]).run(tmp_path, best={**best, "stop_at": None}, resume=True).summary["steps"] == 6
 
 
 def test_a_run_killed_before_its_journal_was_made_can_be_resumed_or_made_again(tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""A metric chooses versions and ends a run, the same after a crash at any operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentrl.orchestrator.loop import Orchestrator
+from agentrl.testing import CrashScenario
+from agentrl.testing.crash_scenario import VERSIONS, Machine
+from agentrl.testing.plugin import SimulatedLoop
+from tests.sim.crash_cases import Talk
+from tests.sim.small_run import TASKS, SmallRun, config_for
+
+pytestmark = pytest.mark.sim
+
+
+class Heard(CrashScenario):
+    """Keeps the newest life's loop."""
+
+    orchestrator: Orchestrator
+
+    def rewired(self, orchestrator: Orchestrator, machine: Machine) -> None:
+        self.orchestrator = orchestrator
+
+    def chosen(self, machine: Machine) -> tuple[float, int]:
+        """The best mean and its step; the files of all that was chosen are there."""
+        measured = self.orchestrator.choice.measured
+        assert measured.versions.keys() == {"left", "right"}
+        for policy, version in measured.versions.items():
+            assert f"{version.lineage}.{version.step}" in machine.disk.names(VERSIONS / policy)
+        return measured.best, measured.versions["left"].step
+
+
+def test_a_crash_changes_no_choice_and_loses_no_file_of_it() -> None:
+    changes: dict[str, Any] = {
+        "steps": 6,
+        "deterministic": True,
+        "policies": {name: {"step_size": 4, "max_staleness": 0} for name in ("left", "right")},
+        "checkpoint": {"every": 2, "keep": 2, "versions": 1},
+        "best": {"metric": "reward/mean", "window": 2},
+    }
+    scenario = Heard(Talk, changes=changes)
+    undisturbed = scenario.new_machine()
+    assert scenario.run(undisturbed, seed=0) is None
+    expected = scenario.chosen(undisturbed)
+    assert 2 <= expected[1] < 6, "the last step is no choice"
+    resumed_after_it = 0
+    for operation in range(20, undisturbed.disk.operations, 31):
+        machine = scenario.new_machine()
+        machine.disk.before = lambda number, _, disk=machine.disk, at=operation: number == at and disk.crash()
+        scenario.run(machine, seed=operation)
+        machine = machine.after_crash("kill")
+        assert scenario.run(machine, seed=operation + 1) is None
+        assert scenario.chosen(machine) == expected, f"operation {operation}"
+        recovered = scenario.orchestrator.board.current("left").lineage
+        resumed_after_it += scenario.orchestrator.choice.measured.versions["left"].lineage < recovered
+    assert resumed_after_it, "no crash fell after the best step's checkpoint"
+
+
+def test_a_run_ends_when_its_metric_is_good_enough(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        best = {"metric": "episodes/trained", "window": 1, "stop_at": 16}
+        run = SmallRun(config=config_for(steps=8, best=best))
+        outcome = await run.run()
+        assert len(run.trainer.batches) == 2
+        assert not outcome.interrupted
+        assert run.orchestrator.choice.why_stop() == "episodes/trained reached 16"
+        assert run.orchestrator.buffer.ledger.in_flight == run.orchestrator.buffer.ledger.ready == 0
+
+    simulated_loop.run(main)
+
+
+def test_a_run_ends_when_its_metric_has_fallen(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        best = {"metric": "-episodes/trained", "window": 2, "stop_fall": 8}
+        run = SmallRun(config=config_for(steps=8, best=best))
+        await run.run()
+        assert len(run.trainer.batches) == 4, "the mean of steps 3 and 4 is 16 episodes above that of 1 and 2"
+        assert run.orchestrator.choice.measured.versions["guesser"].step == 2
+
+    simulated_loop.run(main)
+
+
+def test_evaluations_choose_the_versions_they_are_of(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        sections = {"best": {"metric": "evaluation/reward", "window": 1}, "evaluation": {"tasks": 8, "every": 1}}
+        run = SmallRun(config=config_for(steps=6, **sections), held_out=TASKS[:8])
+        await run.run()
+        rewards = [metrics["guesser"]["evaluation/reward"] for metrics in run.seen.evaluations]
+        measured = run.orchestrator.choice.measured
+        assert measured.best == max(rewards)
+        assert measured.versions["guesser"].step == run.seen.evaluated[rewards.index(max(rewards))]
+
+    simulated_loop.run(main)

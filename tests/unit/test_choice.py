@@ -1,0 +1,127 @@
+"""The running mean that chooses versions and ends a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.config.run import RunConfig
+from agentrl.core.records import PolicyVersion
+from agentrl.orchestrator.choice import Choice, Measured, read_measured
+
+
+def hear(choice: Choice, values: list[float], *, first: int = 1) -> None:
+    for step, value in enumerate(values, start=first):
+        versions = {"solver": PolicyVersion("solver", 0, step), "other": PolicyVersion("other", 1, 2 * step)}
+        choice.hear("solver", {"reward/mean": value}, versions)
+
+
+def choice_of(**changes: Any) -> Choice:
+    return Choice(**{"metric": "reward/mean", "policy": "solver", "window": 2, **changes})
+
+
+def test_the_versions_of_the_largest_mean_are_kept_together() -> None:
+    choice = choice_of()
+    hear(choice, [0.9])
+    assert choice.summary() is None, "one measurement is no mean of two"
+    hear(choice, [0.1, 0.7, 0.5, 0.6, 0.0], first=2)
+    assert choice.summary() == {"metric": "reward/mean", "value": 0.6, "steps": {"solver": 4, "other": 8}}
+    assert choice.why_stop() is None, "nobody asked for an end"
+
+
+def test_small_values_may_be_the_good_ones() -> None:
+    choice = choice_of(smallest=True, stop_at=2.0, stop_fall=1.0)
+    hear(choice, [5.0, 3.0])
+    assert choice.summary() == {"metric": "reward/mean", "value": 4.0, "steps": {"solver": 2, "other": 4}}
+    hear(choice, [7.5], first=3)
+    assert choice.why_stop() == "reward/mean rose to 5.25, from 4 at its best"
+    hear(choice, [0.0, 4.0], first=4)
+    assert choice.why_stop() == "reward/mean reached 2"
+
+
+@pytest.mark.parametrize(
+    ("policy", "metrics"),
+    [
+        ("other", {"reward/mean": 9.0}),
+        ("solver", {"reward/solver": 9.0}),
+        ("solver", {"reward/mean": math.nan}),
+        ("solver", {"reward/mean": math.inf}),
+    ],
+)
+def test_what_is_not_the_metric_of_the_policy_is_not_heard(policy: str, metrics: dict[str, float]) -> None:
+    choice = choice_of(window=1)
+    choice.hear(policy, metrics, {"solver": PolicyVersion("solver", 0, 1)})
+    assert choice.measured == Measured()
+
+
+def test_nothing_is_chosen_where_nothing_is_asked_for() -> None:
+    choice = Choice()
+    choice.hear("solver", {"reward/mean": 1.0}, {"solver": PolicyVersion("solver", 0, 1)})
+    assert (choice.summary(), choice.why_stop(), list(choice.needed())) == (None, None, [])
+
+
+@given(
+    st.lists(st.floats(-1e6, 1e6), max_size=12),
+    st.integers(0, 12),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_a_choice_that_is_read_back_goes_on_as_if_it_had_never_stopped(
+    values: list[float], cut: int, window: int, smallest: bool
+) -> None:
+    whole = choice_of(window=window, smallest=smallest, stop_fall=0.5)
+    hear(whole, values)
+    first = choice_of(window=window, smallest=smallest, stop_fall=0.5)
+    hear(first, values[:cut])
+    found = read_measured(json.loads(json.dumps(first.measured.as_data())))
+    second = choice_of(window=window, smallest=smallest, stop_fall=0.5, measured=found)
+    assert second.why_stop() == first.why_stop()
+    hear(second, values[cut:], first=cut + 1)
+    assert second.measured == whole.measured
+    assert second.why_stop() == whole.why_stop()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"newest": [float("nan")], "best": None, "versions": {}},
+        {"newest": [], "best": None, "versions": {"solver": [0, 1]}},
+        {"newest": [], "best": 1.0, "versions": {"solver": [0]}},
+        {"newest": 3, "best": None, "versions": {}},
+    ],
+)
+def test_what_is_no_measurement_is_refused(data: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        read_measured(data)
+
+
+def test_files_stay_that_a_checkpoint_may_still_go_back_to() -> None:
+    choice = choice_of(window=1, checkpoints=2)
+    for step, value in enumerate([1.0, 2.0, 3.0, 4.0], start=1):
+        hear(choice, [value], first=step)
+        if step != 3:
+            choice.saved()
+    assert {version.step for version in choice.needed() if version.policy == "solver"} == {2, 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"best": {"stop_at": 0.5}}, r"best\.stop_at.*set best\.metric"),
+        ({"best": {"metric": "reward/mean", "policy": "judge"}}, r"best\.policy: 'judge'.*there are: policy"),
+        ({"best": {"metric": "-evaluation/turns"}, "evaluation": {"tasks": 0}}, r"set evaluation\.tasks"),
+        (
+            {"best": {"metric": "reward/mean", "stop_fall": 0.1}, "deterministic": True},
+            r"best\.stop_at or best\.stop_fall",
+        ),
+    ],
+)
+def test_a_choice_that_nothing_can_be_measured_for_is_refused(changes: dict[str, Any], refused: str) -> None:
+    values = {"environment": {"id": "x"}, "model": {"path": "x"}, "policies": {"policy": {"max_staleness": 0}}}
+    with pytest.raises(ValueError, match=refused):
+        RunConfig.model_validate(values | changes)
