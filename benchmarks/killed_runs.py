@@ -16,8 +16,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIFE_LIMIT_S = 300.0
-MOST_ENTRIES = (0, 1, 20, 60, 120)
-"""Journal entries a life may write before it is killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +27,8 @@ class Job:
     """Overrides of the file."""
     directory: Path
     """Where its runs lie."""
+    most_entries: tuple[int, ...]
+    """Journal entries that a life writes before it is killed, one of these."""
 
     def train(self, name: str, *, steps: int, kills: int) -> Path:
         """Train to the end through so many kills; the run directory."""
@@ -38,7 +38,7 @@ class Job:
                 if life == kills:
                     process.wait(timeout=LIFE_LIMIT_S)
                 else:
-                    _wait_for_work(process, run, most_entries=draw.choice(MOST_ENTRIES))
+                    _wait_for_work(process, run, most_entries=draw.choice(self.most_entries))
                     time.sleep(draw.uniform(0.0, 0.3))
                     process.poll()
             if process.returncode > 0 or (life == kills and process.returncode):
