@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 _MANY = 4
-"""With more adapters in a pass, rows are gathered by adapter; with fewer, it is cheaper to compute the columns of all for
-every row, and to mask what is not its own."""
+"""With more adapters in a pass, each row is computed with its own; with fewer, it is cheaper to compute the columns of
+all of them for every row, and to mask what is not its own."""
 
 
 class _Groups(NamedTuple):
