@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl.app.beside import play_beside, with_weights
-from agentrl.app.parts import make_chat_format, make_engine
+from agentrl.app.parts import Adapters
 from agentrl.app.weights import load_weights, weights_in
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
@@ -56,6 +56,7 @@ def fork(
     attempt: int | None = None,
     policy: str | Path | None = None,
     environment: type | None = None,
+    adapters: Adapters | None = None,
 ) -> list[EpisodeHeader]:
     """Play an episode on from one of its turns, which is sampled anew; nothing is trained.
 
@@ -70,6 +71,7 @@ def fork(
         policy: a directory of trained weights, full or an adapter, for the policy that takes the turn; default: each
             policy's weights as of that turn, if they are still on disk.
         environment: a class, in place of the one the episode names.
+        adapters: who makes the engine and the chat format; default: what the run's configuration asks for.
 
     Returns:
         How the forks ended. They lie in `RUN/forks`, which `agentrl episode show` reads like a run.
@@ -89,7 +91,7 @@ def fork(
     config = RunConfig.model_validate(info.get("config") or {})
     chosen = resolve(environment if environment is not None else parent.begin.environment)
     where = path if info.get("forks") else path / FORKS
-    return asyncio.run(_fork(config, chosen, parent, where, n, policy))
+    return asyncio.run(_fork(config, chosen, parent, where, n, policy, adapters or Adapters()))
 
 
 def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) -> Parent:
@@ -138,6 +140,7 @@ async def _fork(
     where: Path,
     n: int,
     policy: str | Path | None,
+    adapters: Adapters,
 ) -> list[EpisodeHeader]:
     from agentrl.journal.store import SqliteJournal
 
@@ -145,13 +148,13 @@ async def _fork(
     given = [] if policy is None else [weights_in(forked, policy)]
     given += recorded_weights(parent, leave_out=None if policy is None else forked)
     config = with_weights(config, given)
-    chat_format = make_chat_format(config)
+    chat_format = adapters.chat_format(config)
     async with contextlib.AsyncExitStack() as stack:
         info = {"name": f"forks of {where.parent.name}", "forks": True, "config": config.model_dump(mode="json")}
         store = SqliteJournal(where / "journal", info=info)
         stack.push_async_callback(store.close)
         versions = {known: PolicyVersion(known, 0, 0) for known in config.policies}
-        engine = await make_engine(config, versions, lambda death: None)
+        engine = await adapters.engine(config, versions, lambda death: None)
         stack.push_async_callback(engine.close)
         await load_weights(config, engine, store, given)
         first = store.next_number("f")

@@ -227,6 +227,8 @@ def _add_demo(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = _add(commands, "demo", "a language model learns to use a tool, in a minute on two cores", "training:demo")
     parser.add_argument("example", nargs="?", default="01_tool_use", help="a shipped example; default: 01_tool_use")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    sample = "write runs/sample instead, in seconds and without a model, to try the reading commands on"
+    parser.add_argument("--journal-only", action="store_true", help=sample)
     parser.set_defaults(takes_overrides=True)
 
 
