@@ -23,15 +23,13 @@ from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding, Task, WeightsRef
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import name_of, resolve
+from agentrl.inspection.forks import FORKS
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import Begin, JournalEntry, TurnEntry
 from agentrl.journal.forks import read_prefix
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.rows import decode_entries
 from agentrl.journal.run_log import SqliteRunLog
-
-FORKS = "forks"
-"""Directory of a run's forks, inside the run's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ def write_sample_run(directory: str | Path = "runs", name: str = NAME) -> Run:
     finally:
         reader.close()
     forks = fork(run.path, parent.episode, at=1, n=3, adapters=sample_adapters())
-    fork(run.path / "forks", forks[0].episode_id, at=0, n=1, adapters=sample_adapters())
+    fork(run.path / "forks", forks[0].episode_id, at=-1, n=1, adapters=sample_adapters())
     return run
 
 

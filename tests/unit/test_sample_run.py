@@ -17,20 +17,15 @@ from agentrl.journal.entries import TurnEntry
 from agentrl.journal.run_log import SqliteRunLog
 
 
-@pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_sample_run(tmp_path_factory.mktemp("runs")).path
-
-
-def test_it_holds_one_of_everything(sample: Path) -> None:
-    reader, forks = RunReader(sample), RunReader(sample / "forks")
+def test_it_holds_one_of_everything(sample_run: Path) -> None:
+    reader, forks = RunReader(sample_run), RunReader(sample_run / "forks")
     assert reader.ledger().holds
     assert {line.status for line in reader.episodes(limit=10_000)} >= {"trained", "dropped", "finished"}
     assert reader.count("attempt > 0") > 0, "an episode was begun again"
     assert reader.count("parent != null and purpose = 'evaluate'") > 0
     assert "environment_error" in reader.drop_reasons()
     assert len(reader.curve()) == 16
-    log = SqliteRunLog(sample / "journal")
+    log = SqliteRunLog(sample_run / "journal")
     lineages = log.rows("SELECT DISTINCT lineage FROM versions WHERE policy = 'solver' ORDER BY lineage")
     assert lineages == [(0,), (1,)], "a lost trainer, and a rollback"
     assert log.rows("SELECT count(*) FROM episodes WHERE metrics LIKE '%\"parked\"%'") > [(0,)]
@@ -47,11 +42,11 @@ def test_it_holds_one_of_everything(sample: Path) -> None:
     forks.close()
 
 
-def test_its_configuration_is_known_again_and_it_overwrites_nothing(sample: Path) -> None:
-    assert is_sample(json.loads((sample / "config.json").read_text()))
+def test_its_configuration_is_known_again_and_it_overwrites_nothing(sample_run: Path) -> None:
+    assert is_sample(json.loads((sample_run / "config.json").read_text()))
     assert not is_sample(sample_config("runs", "run").model_copy(update={"model": None}).model_dump())
     with pytest.raises(RunDirectoryError, match="exists"):
-        write_sample_run(sample.parent)
+        write_sample_run(sample_run.parent)
 
 
 def test_the_command_writes_it_and_needs_nothing_heavy(tmp_path: Path) -> None:
