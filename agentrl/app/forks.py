@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from agentrl.app.beside import play_beside, with_weights
 from agentrl.app.parts import Adapters
@@ -30,6 +31,7 @@ from agentrl.journal.forks import read_prefix
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.rows import decode_entries
 from agentrl.journal.run_log import SqliteRunLog
+from agentrl.rollout.turn_entries import message_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class Parent:
     """Journal directory by episode id: of the parent, and of what it was forked from."""
 
 
-def fork(
+def fork(  # noqa: PLR0913 (one keyword per choice)
     run: str | Path,
     episode_id: str,
     *,
@@ -53,6 +55,7 @@ def fork(
     n: int = 1,
     attempt: int | None = None,
     policy: str | Path | None = None,
+    edit: str | Sequence[Mapping[str, Any]] | None = None,
     environment: type | None = None,
     adapters: Adapters | None = None,
 ) -> list[EpisodeHeader]:
@@ -68,6 +71,8 @@ def fork(
         attempt: which attempt of the episode; default: the newest.
         policy: a directory of trained weights, full or an adapter, for the policy that takes the turn; default: each
             policy's weights as of that turn, if they are still on disk.
+        edit: what the policy is told at that turn instead: the content of the last message, or all messages, with
+            `role` and `content`.
         environment: a class, in place of the one the episode names.
         adapters: who makes the engine and the chat format; default: what the run's configuration asks for.
 
@@ -85,7 +90,7 @@ def fork(
         journal = reader.journal
     finally:
         reader.close()
-    parent = find_parent(journal, episode_id, attempt, at)
+    parent = edited(find_parent(journal, episode_id, attempt, at), edit)
     config = RunConfig.model_validate(info.get("config") or {})
     chosen = resolve(environment if environment is not None else parent.begin.environment)
     where = path if info.get("forks") else path / FORKS
@@ -113,6 +118,29 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) ->
     point = replace(points[entry.episode_id], call_id=entry.call_id)
     directories = {name: known.journal for name, known in points.items()}
     return Parent(begin=begin, point=point, turns=[body for _, body in turns[: at + 1]], ancestors=directories)
+
+
+def edited(parent: Parent, edit: str | Sequence[Mapping[str, Any]] | None) -> Parent:
+    """The same parent, with other words for the policy at the fork point.
+
+    Raises:
+        InputError: they are no messages, or there is none whose content could be edited.
+    """
+    if edit is None:
+        return parent
+    messages = [dict(message) for message in parent.turns[-1].messages]
+    if isinstance(edit, str):
+        if not messages:
+            raise InputError("at that turn the policy is told nothing, so there is nothing to edit")
+        messages[-1]["content"] = edit
+    else:
+        messages = [dict(message) for message in edit]
+    try:
+        for message in messages:
+            message_of(message)
+    except JournalError as error:
+        raise InputError(f'{error}; write [{{"role": "user", "content": "…"}}]') from error
+    return replace(parent, point=replace(parent.point, messages=tuple(messages)))
 
 
 def fork_spec(parent: Parent, number: int, journal: Path, environment: type[Environment], n: int) -> EpisodeSpec:

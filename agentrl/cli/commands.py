@@ -56,6 +56,12 @@ _ID = _argument("id", nargs="?", help="of the episode, such as e100; default: th
 _ATTEMPT = _argument("--attempt", type=int, help="default: the newest")
 _POLICY = _argument("--policy", help="of this policy; needed where several took a step of the number")
 _EPISODE = (_RUN, _ID, _ATTEMPT)
+_PLAYED = (
+    *_EPISODE,
+    _argument("--where", help="all episodes that pass this filter, instead of one"),
+    _argument("--limit", type=int, default=100_000, help="at most so many of them"),
+    _argument("--environment", metavar="REF", help="the code to run, where the journal names none that is installed"),
+)
 
 READING = (
     Noun(
@@ -145,6 +151,37 @@ READING = (
                     _argument("id", nargs="?", help="of an episode; forks/f0 is a fork of the run"),
                     _argument("other", nargs="?", help="of the other; default: what the first was forked from"),
                 ),
+            ),
+            Verb(
+                "replay",
+                "execute it again over its journal: identical, or where it departs and why; exit code 1 if one departs",
+                "playing:episode_replay",
+                (
+                    *_PLAYED,
+                    _argument("--until", metavar="CALL", help="stop once this call has come back, such as r#7"),
+                    _argument("--step", action="store_true", help="print each call that comes back"),
+                ),
+                reads=False,
+            ),
+            Verb(
+                "rescore",
+                "let its program give its rewards anew; exit code 1 if more than rewards differs",
+                "playing:episode_rescore",
+                _PLAYED,
+                reads=False,
+            ),
+            Verb(
+                "fork",
+                "play it on from one of its turns, again and otherwise",
+                "playing:episode_fork",
+                (
+                    *_EPISODE,
+                    _argument("--at", type=int, required=True, metavar="TURN", help="from 0; -1 is the last"),
+                    _argument("-n", type=int, default=1, metavar="K", help="how many forks (default 1)"),
+                    _argument("--edit", type=Path, metavar="FILE", help="what the policy is told there instead"),
+                    _argument("--policy", type=Path, metavar="DIR", help="weights that take the turn instead"),
+                ),
+                reads=False,
             ),
             Verb("forks", "show the forks of a run as a tree", "reading:episode_forks", (_RUN,)),
         ),

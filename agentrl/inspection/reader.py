@@ -287,6 +287,18 @@ class RunReader:
             return entries, 0, [*problems, str(error)]
         return whole, len(whole) - len(entries), problems
 
+    def recorded(self, line: EpisodeLine) -> tuple[list[JournalEntry], list[JournalEntry]]:
+        """An attempt's own entries, and those it took over as a fork, ancestors' beginnings among them: for a replay.
+
+        What cannot be read is missing; `episode` names it.
+        """
+        whole, inherited, problems = self._entries(line)
+        own = [whole[0], *whole[1 + inherited :]] if whole else []
+        begin = decode_entries(own[:1])[0] if own and not problems else None
+        if not isinstance(begin, Begin) or begin.fork is None:
+            return own, []
+        return own, read_prefix(self.journal, begin.fork)
+
     def _with_prefix(self, entries: list[JournalEntry]) -> list[JournalEntry]:
         """A fork's entries: its own beginning, then what it took over, then what is its own."""
         begin = decode_entries(entries[:1])[0] if entries else None

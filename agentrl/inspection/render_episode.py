@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from agentrl.inspection.conversation import (
@@ -18,12 +19,13 @@ from agentrl.inspection.render import episode_table, number
 from agentrl.inspection.terminal import Page, Part
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from agentrl.inspection.conversation import Act, Conversation
     from agentrl.inspection.differences import Departure, Difference, Side
     from agentrl.inspection.forks import Fork
     from agentrl.inspection.reasons import Reason
+    from agentrl.inspection.replayed import Replayed
     from agentrl.inspection.timelines import EpisodeTimeline
     from agentrl.inspection.tokens import EpisodeTokens, Token, TokenRow
 
@@ -213,20 +215,57 @@ def timeline_page(line: EpisodeTimeline, *, width: int = 80) -> Page:
     return page
 
 
-def fork_page(tree: Sequence[Fork]) -> Page:
-    """Forks below the episodes they were played on from."""
+def fork_page(tree: Sequence[Fork], new: Collection[str] = ()) -> Page:
+    """Forks below the episodes they were played on from; `new` ones stand out."""
     page = Page()
     if not tree:
         page.line("nothing was forked; `agentrl episode fork` does")
         return page
-    rows = []
+    rows: list[list[Part]] = []
     for fork in tree:
         line = fork.line
         name = "  " * fork.depth + ("└ " if fork.depth else "") + line.episode
         at = f"at {fork.at}" + (", edited" if fork.is_edited else "") if fork.at else ""
         ended = line.drop_reason or line.stop_reason or line.status
-        rows.append([name, at, number(line.reward), "" if line.turns is None else str(line.turns), ended])
+        style = "bold" if line.episode in new else ""
+        rows.append([(name, style), at, number(line.reward), "" if line.turns is None else str(line.turns), ended])
     page.table(["episode", "forked", "reward>", "turns>", "ended"], rows)
+    return page
+
+
+def replay_page(found: Sequence[Replayed], *, step: bool = False) -> Page:
+    """Episodes that were executed again: identical, or where they depart and why; with `step`, each call."""
+    page = Page()
+    for each in found:
+        if step:
+            for call, words in each.acts:
+                page.line((f"  {call:<10} ", "dim"), words)
+        if len(found) > 1 and each.outcome == "identical":
+            continue
+        style = {"identical": "green", "departed": "red"}.get(each.outcome, "yellow")
+        page.line(
+            (each.episode, "bold"), " ", (each.outcome, style), f": {each.calls} calls came back of {each.recorded}"
+        )
+        if each.text:
+            page.block(each.text)
+    outcomes = Counter(each.outcome for each in found)
+    if len(found) > 1:
+        page.line(", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common()))
+    return page
+
+
+def rescore_page(found: Sequence[Replayed]) -> Page:
+    """The rewards of episodes as recorded, and as the program gives them now."""
+    page, rows = Page(), list[list[Part]]()
+    for each in found:
+        for agent in dict.fromkeys([*each.before, *each.after]):
+            then, now = each.before.get(agent), each.after.get(agent)
+            style = "" if then == now else "bold"
+            rows.append([each.episode, agent, number(then) or "none", (number(now) or "none", style)])
+    page.table(["episode", "agent", "recorded>", "now>"], rows)
+    for each in found:
+        if each.outcome != "identical":
+            page.line((each.episode, "bold"), f" {each.outcome}: {each.text}")
     return page
 
 
