@@ -228,7 +228,12 @@ def _opponents(config: RunConfig, parts: Parts, dispatcher: Dispatcher) -> Oppon
         for pool in pools.values():
             pool.count(header)
     return Opponents(
-        pools=pools, engine=parts.engine, run_seed=config.seed, pinned=dispatcher.pinned, count=dispatcher.count
+        pools=pools,
+        engine=parts.engine,
+        run_seed=config.seed,
+        pinned=dispatcher.pinned,
+        count=dispatcher.count,
+        checkpoints=config.checkpoint.keep,
     )
 
 

@@ -143,7 +143,7 @@ class Recovery:
         pinned = pinned_policies(config)
         older: Mapping[str, Sequence[PolicyVersion]] = {}
         if self.manifest is not None:
-            older = await serve_older(config, engine, journal, self.manifest.versions)
+            older = await serve_older(config, engine, journal, self.manifest.versions, self.manifest.opponents)
         weights = {}
         for name, version in trainable.items():
             weights[name] = await trainer.publish(name, version)
@@ -192,10 +192,21 @@ def _dead_units(past: Past, versions: Mapping[str, PolicyVersion], journal: RunJ
 
 
 async def serve_older(
-    config: RunConfig, engine: Engine, journal: RunLog, versions: Mapping[str, PolicyVersion]
+    config: RunConfig,
+    engine: Engine,
+    journal: RunLog,
+    versions: Mapping[str, PolicyVersion],
+    drawn_from: Mapping[str, Sequence[PolicyVersion]],
 ) -> dict[str, list[PolicyVersion]]:
-    """Give a run the versions of steps before the manifest's that it plays with: in the first waves of a deterministic
-    one, and as opponents, by past policy.
+    """Give a run the older versions that it plays with: in the first waves of a deterministic one, and as opponents, by
+    past policy.
+
+    Args:
+        config: of the run.
+        engine: is given them.
+        journal: of the run.
+        versions: the manifest's, of the policies that learn.
+        drawn_from: the manifest's pools of opponents.
 
     Raises:
         StorageError: one of them was never published here.
@@ -213,18 +224,26 @@ async def serve_older(
                 )
             await engine.update(weights, keep=True)
     return {
-        name: await _serve_past(engine, journal, board, name, past)
+        name: await _serve_past(engine, journal, board, name, past, drawn_from.get(name, ()))
         for name, past in config.of_kind(PastPolicy).items()
         if past.of in versions
     }
 
 
 async def _serve_past(
-    engine: Engine, journal: RunLog, board: PolicyBoard, name: str, past: PastPolicy
+    engine: Engine,
+    journal: RunLog,
+    board: PolicyBoard,
+    name: str,
+    past: PastPolicy,
+    drawn_from: Sequence[PolicyVersion],
 ) -> list[PolicyVersion]:
-    """The opponents of before, as far as their files are there, and one more that an unfinished episode plays."""
+    """The opponents of the checkpoint, and one more that an unfinished episode plays; of a policy that had none there,
+    as one that is new in the configuration, those that would have joined, as far as their files are there.
+    """
     now = board.current(past.of)
-    wanted = {board.at(past.of, step) for step in joined_by(now.step, past.every, past.size) if step < now.step}
+    joined = {board.at(past.of, step) for step in joined_by(now.step, past.every, past.size) if step < now.step}
+    wanted = set(drawn_from[-past.size :]) or joined
     pinned = {spec.pins[name] for spec in journal.unfinished() if name in spec.pins} - wanted
     others = sorted(version for version in pinned if version.step < now.step and board.survives(version))
     served = []
@@ -246,11 +265,16 @@ async def serve_opponents(
     weights: Mapping[str, WeightsRef],
     older: Mapping[str, Sequence[PolicyVersion]],
 ) -> dict[str, list[PolicyVersion]]:
-    """What each past policy begins with: `older` versions, and the current one where it is to join or there is none."""
+    """What each past policy begins with: `older` versions, and the current one where it is to join or there is none.
+
+    One of a life before that has the current weights stands for them: how it did is known.
+    """
     opponents = {}
     for name, past in config.of_kind(PastPolicy).items():
         served, current = list(older.get(name, ())), weights[past.of]
-        if not served or current.version.step % past.every == 0:
+        step = current.version.step
+        joins = step % past.every == 0 and len(served) <= past.size
+        if not served or (joins and served[-1].step < step):
             await engine.update(current, keep=True)
             served.append(current.version)
         opponents[name] = served

@@ -15,7 +15,7 @@ from agentrl.app.weights import adapter_places
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.ports import EngineCapabilities
-from agentrl.environment.base import Environment
+from agentrl.environment.base import Environment, children_of
 from agentrl.orchestrator.scheduler import Demand
 from agentrl.rollout.context import MAX_CHILD_DEPTH
 
@@ -47,7 +47,7 @@ class Casting(NamedTuple):
 def castings(environment: type[Environment], prefix: str = "", times: int = 1, depth: int = 0) -> Iterator[Casting]:
     """A root episode, and the child episodes it declares."""
     yield Casting(tuple(f"{prefix}{seat}" for seat in environment.seats), times)
-    for child, number in environment.children().items():
+    for child, number in children_of(environment).items():
         if depth < MAX_CHILD_DEPTH:
             yield from castings(child, f"{child.__name__}.", times * number, depth + 1)
 

@@ -338,23 +338,6 @@ class Environment(ABC):
     # --- machinery --------------------------------------------------------------------------------------------------
 
     @classmethod
-    def children(cls) -> dict[type[Environment], int]:
-        """The classes that `fan_out` names, found in this one's module, and how many of each.
-
-        Raises:
-            EnvironmentDefinitionError: a name that is no environment there.
-        """
-        found = {}
-        for name, count in cls.fan_out.items():
-            child = getattr(sys.modules.get(cls.__module__), name, None)
-            if not (isinstance(child, type) and issubclass(child, Environment)):
-                raise EnvironmentDefinitionError(
-                    f"{cls.__qualname__}.fan_out names {name!r}, no environment in {cls.__module__}"
-                )
-            found[child] = count
-        return found
-
-    @classmethod
     def source(cls) -> str:
         """Text of the class's module, for the code hash; the qualified name where there is no source."""
         try:
@@ -377,3 +360,20 @@ def place_of(error: BaseException | None) -> str:
 def valid_unicode(text: str) -> str:
     """Text without lone surrogates, which file names and models can bring and no database can hold."""
     return text.encode("utf-8", "replace").decode()
+
+
+def children_of(environment: type[Environment]) -> dict[type[Environment], int]:
+    """The classes that `fan_out` names, found in the environment's module, and how many of each.
+
+    Raises:
+        EnvironmentDefinitionError: a name that is no environment there.
+    """
+    found = {}
+    for name, count in environment.fan_out.items():
+        child = getattr(sys.modules.get(environment.__module__), name, None)
+        if not (isinstance(child, type) and issubclass(child, Environment)):
+            raise EnvironmentDefinitionError(
+                f"{environment.__qualname__}.fan_out names {name!r}, no environment in {environment.__module__}"
+            )
+        found[child] = count
+    return found

@@ -332,8 +332,16 @@ class Orchestrator:
                 return
             self.buffer.ledger.check()
             await self.store.flush()
-            await self.checkpoints.write(self.trainer, versions, self.buffer.ledger, self.roles, self.choice.measured)
+            await self.checkpoints.write(
+                self.trainer,
+                versions,
+                self.buffer.ledger,
+                self.roles,
+                self.choice.measured,
+                self.opponents.drawn_from(),
+            )
             self.choice.saved()
+            self.opponents.saved()
             self._checkpointed = steps
 
     # --- ending -----------------------------------------------------------------------------------------------------
@@ -343,7 +351,7 @@ class Orchestrator:
 
     def _needed(self) -> set[PolicyVersion]:
         """Older versions whose files must stay for now."""
-        return {*self.evaluator.pinned, *self.opponents.served(), *self.choice.needed()}
+        return {*self.evaluator.pinned, *self.opponents.needed(), *self.choice.needed()}
 
     def _is_stopping(self) -> bool:
         return self._stopping

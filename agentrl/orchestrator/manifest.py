@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from agentrl.core.errors import StorageError
@@ -39,6 +40,8 @@ class Manifest:
     versions: Mapping[str, PolicyVersion]
     role_means: Mapping[Role, Mean] = field(default_factory=dict)
     measured: Measured = UNMEASURED
+    opponents: Mapping[str, tuple[PolicyVersion, ...]] = field(default_factory=dict)
+    """Versions that were drawn from, by past policy, oldest first."""
 
 
 class CheckpointWriter:
@@ -62,6 +65,7 @@ class CheckpointWriter:
         ledger: Ledger,
         roles: RoleMeans | None = None,
         measured: Measured = UNMEASURED,
+        opponents: Mapping[str, Sequence[PolicyVersion]] = MappingProxyType({}),
     ) -> Path:
         """Save the trainer and seal it with a manifest; the control log must have been flushed.
 
@@ -74,7 +78,11 @@ class CheckpointWriter:
         target = self._directory / f"step_{step:06d}-{lineage}"
 
         def seal() -> None:
-            folds = {"role_means": [] if roles is None else roles.as_data(), "measured": measured.as_data()}
+            folds = {
+                "role_means": [] if roles is None else roles.as_data(),
+                "measured": measured.as_data(),
+                "opponents": dict(opponents),
+            }
             content = _manifest(staging, versions, ledger, folds, self._disk)
             self._disk.write(staging / "manifest.json", content)
             place(staging, target, disk=self._disk)
@@ -200,6 +208,10 @@ def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
         }
         role_means = read_means(content["role_means"])
         measured = read_measured(content["measured"])
+        opponents = {
+            name: tuple(PolicyVersion(str(policy), int(lineage), int(step)) for policy, lineage, step in pool)
+            for name, pool in content["opponents"].items()
+        }
     except OSError as error:
         name = Path(str(error.filename or "manifest.json")).name
         raise StorageError(f"checkpoint {directory}: {name!r} cannot be read ({error.strerror})") from error
@@ -207,5 +219,7 @@ def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
         raise StorageError(f"checkpoint {directory}: its manifest has no {error}") from error
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise StorageError(f"checkpoint {directory}: its manifest does not hold ({error})") from error
-    manifest = Manifest(directory=directory, versions=versions, role_means=role_means, measured=measured)
+    manifest = Manifest(
+        directory=directory, versions=versions, role_means=role_means, measured=measured, opponents=opponents
+    )
     return manifest, {name: digest for name, (_, digest) in files.items()}

@@ -1,8 +1,8 @@
 """Opponents: past versions of a policy that learns, kept served beside it, one drawn for each group of episodes.
 
-Which versions there are follows from the policy's step: every so many steps its newest version joins, and the newest
-few that joined are drawn from. What was drawn is pinned in the episode's spec, so journal, resume, replay and forks
-know it. Win rates are a fold of committed headers.
+Every so many steps of the policy its newest version joins, and the newest few that joined are drawn from; which they
+are is in the manifest, so a rollback has them back. What was drawn is pinned in the episode's spec, so journal, resume,
+replay and forks know it. Win rates are a fold of committed headers.
 
 Owns: which versions the engine must keep for this, draws, win rates. Does not load files (`app/recovery.py` at the
 start) or publish. Invariant: a version that an episode in flight is pinned to is served.
@@ -10,7 +10,8 @@ start) or publish. Invariant: a version that an episode in flight is pinned to i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -49,7 +50,7 @@ class OpponentPool:
 
     def draw(self, *key: object) -> PolicyVersion:
         """The opponent of a group; where prioritised by (1 - win rate)², PFSP's hard one (Vinyals et al., 2019)."""
-        versions = self.served[-self.size :]
+        versions = self.drawn_from()
         if self.choose == "latest":
             return versions[-1]
         weights = [1.0] * len(versions)
@@ -61,6 +62,10 @@ class OpponentPool:
             if at < 0.0:
                 return version
         return versions[-1]
+
+    def drawn_from(self) -> list[PolicyVersion]:
+        """The newest that joined, oldest first."""
+        return self.served[-self.size :]
 
     def is_due(self, version: PolicyVersion) -> bool:
         """Whether a version that became current is to join; later than its step where there was no place for it."""
@@ -85,6 +90,13 @@ class Opponents:
     """Versions that episodes in flight are pinned to."""
     count: Callable[[str, float], None]
     """Adds to what the metrics of a step are made of."""
+    checkpoints: int
+    """How many checkpoints are kept, and may be gone on from."""
+    _saved: deque[Mapping[str, Sequence[PolicyVersion]]] = field(init=False)
+    """What was drawn from at the newest checkpoints."""
+
+    def __post_init__(self) -> None:
+        self._saved = deque([self.drawn_from()], maxlen=self.checkpoints)
 
     def pins(self, group: int) -> dict[str, PolicyVersion]:
         """Whom the seats of each pool are held by in a root group: its members are compared, so they meet the same."""
@@ -116,9 +128,20 @@ class Opponents:
                 self.count(f"score against {name}", result.score)
         self._let_go()
 
-    def served(self) -> set[PolicyVersion]:
-        """All versions that are kept, and whose files must stay: an engine that is replaced loads them again."""
-        return {version for pool in self.pools.values() for version in pool.served}
+    def drawn_from(self) -> dict[str, Sequence[PolicyVersion]]:
+        """What is drawn from now, by past policy: a checkpoint keeps it, since stragglers have a say in it."""
+        return {name: pool.drawn_from() for name, pool in self.pools.items()}
+
+    def saved(self) -> None:
+        """A checkpoint was written."""
+        self._saved.append(self.drawn_from())
+
+    def needed(self) -> set[PolicyVersion]:
+        """Versions whose files must stay: an engine that is replaced loads those that are served again, and a run that
+        goes on from a checkpoint those of its pools.
+        """
+        served = {version for pool in self.pools.values() for version in pool.served}
+        return served.union(*(versions for pools in self._saved for versions in pools.values()))
 
     def _let_go(self) -> None:
         """Release what has left its pool, once nothing in flight is pinned to it."""

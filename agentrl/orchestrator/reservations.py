@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from agentrl.environment.base import Environment
+from agentrl.environment.base import Environment, children_of
 from agentrl.rollout.context import MAX_CHILD_DEPTH
 
 PolicyOf = Callable[[str, int], str]
@@ -89,7 +89,7 @@ class Reservations:
         return units
 
     def _children(self, environment: type[Environment]) -> Mapping[type[Environment], int]:
-        return Counter(environment.children()) | self._most.get(environment, Counter())
+        return Counter(children_of(environment)) | self._most.get(environment, Counter())
 
 
 def _depth(episode_id: str) -> int:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -98,6 +99,7 @@ class CursorWriter(CheckpointWriter):
         ledger: Ledger,
         roles: RoleMeans | None = None,
         measured: Measured = UNMEASURED,
+        opponents: Mapping[str, Sequence[PolicyVersion]] = MappingProxyType({}),
     ) -> Path:
         with contextlib.suppress(FileExistsError):
             self.disk.make_directory(self.cursor)
@@ -106,7 +108,7 @@ class CursorWriter(CheckpointWriter):
         self.disk.write(path, json.dumps(versions).encode())
         self.disk.sync(path)
         self.disk.sync(self.cursor)
-        return await super().write(trainer, versions, ledger, roles, measured)
+        return await super().write(trainer, versions, ledger, roles, measured, opponents)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,6 +111,8 @@ class SmallRun:
     past: Past = field(default_factory=Past)
     resumed_at: dict[str, PolicyVersion] = field(default_factory=dict)
     """The manifest's versions, where the run goes on from a checkpoint."""
+    drawn_from: dict[str, tuple[PolicyVersion, ...]] = field(default_factory=dict)
+    """The manifest's pools of opponents."""
     lineage: int = 1
     """Of a run that goes on."""
     seen: Seen = field(default_factory=Seen)
@@ -148,7 +150,7 @@ class SmallRun:
             for name in trainable
         }
         weights = {name: await self.trainer.publish(name, version) for name, version in versions.items()}
-        older = await serve_older(self.config, engine, self.journal, self.resumed_at)
+        older = await serve_older(self.config, engine, self.journal, self.resumed_at, self.drawn_from)
         for name, published in weights.items():
             self.journal.record_version(published, self.resumed_at.get(name))
             await engine.update(published, keep=name in pinned_policies(self.config))

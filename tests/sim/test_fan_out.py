@@ -136,3 +136,47 @@ def test_a_proposal_s_reward_says_which_solvers_it_was_measured_against(simulate
             assert header.measured_against == (() if found is None else (found,))
 
     simulated_loop.run(main)
+
+
+class Table(agentrl.Environment):
+    """Sixteen seats; every one says a digit, and the largest wins."""
+
+    seats = tuple(f"seat{number:02d}" for number in range(16))
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        turns = await ctx.gather(*(ctx.agent(seat).act(agentrl.user("Say a digit.")) for seat in self.seats))
+        said = [turn.text.strip(".") for turn in turns]
+        for seat, digit in zip(self.seats, said, strict=True):
+            ctx.agent(seat).reward(float(digit == max(said)))
+
+
+class ProposeToMany(agentrl.Environment):
+    """One proposal, sixty-four attempts at it."""
+
+    seats = ("proposer",)
+    fan_out: ClassVar[dict[str, int]] = {"Solve": 64}
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("proposer").act(agentrl.user("propose"))
+        solved = await ctx.gather(*ctx.spawn(Solve, {"problem": 1}, n=64))
+        ctx.agent("proposer").reward(agentrl.learnability(solved))
+
+
+@pytest.mark.parametrize(
+    ("environment", "sizes"),
+    [(Table, dict.fromkeys(Table.seats, 4)), (ProposeToMany, {"proposer": 2, "solver": 128})],
+)
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_many_seats_and_many_children_need_no_care(
+    environment: type[agentrl.Environment], sizes: dict[str, int], staleness: int
+) -> None:
+    async def main() -> None:
+        policies = {name: {"step_size": size, "max_staleness": staleness} for name, size in sizes.items()}
+        changes = {"policies": policies, "credit": {"group_size": 2}, "steps": 3}
+        run = SmallRun(config=config_for(**changes), environment=environment)
+        await run.run()
+        assert Counter(batch.policy for batch in run.trainer.batches) == dict.fromkeys(sizes, 3)
+        assert all(len(batch.units) == sizes[batch.policy] for batch in run.trainer.batches)
+        assert max(run.mean_lag(name) for name in sizes) <= staleness
+
+    simulate(main, seed=0)

@@ -13,12 +13,12 @@ from agentrl.app.assemble import past_of
 from agentrl.app.seats import check_capabilities
 from agentrl.core.errors import ConfigError
 from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import EpisodeSpec, PolicyVersion, Task, TrajectoryHeader, dropped_header
+from agentrl.core.records import EpisodeSpec, PolicyVersion, Task, TrajectoryHeader, WeightsRef, dropped_header
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.results import Tally, win_rates
 from agentrl.observe.metrics import describe
-from agentrl.orchestrator.opponents import OpponentPool, joined_by
+from agentrl.orchestrator.opponents import OpponentPool, Opponents, joined_by
 from agentrl.rollout.plain_format import STOP_TOKEN
 from agentrl.testing import CrashScenario, crash_everywhere
 from agentrl.testing.plugin import SimulatedLoop
@@ -119,6 +119,54 @@ def test_a_run_with_opponents_that_dies_at_any_operation_goes_on_as_promised() -
     report = crash_everywhere(CrashScenario(Duel, changes={"policies": policies, "seats": SIDES}), share=SHARE)
     assert report.crashes > 20
     assert not report.violations, report
+
+
+def test_a_rollback_has_the_pool_of_its_checkpoint_back(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        first = SmallRun(config=config(), environment=Duel, script=strength)
+        await first.run()
+        journal = first.journal.after_crash()
+        pool = (PolicyVersion("player", 0, 1), PolicyVersion("player", 0, 4))  # the one for step 0 had no place then
+        at = {"player": PolicyVersion("player", 0, 4)}
+        second = SmallRun(
+            config=config(),
+            environment=Duel,
+            script=strength,
+            journal=journal,
+            resumed_at=at,
+            past=past_of(journal, at, group_size=4, opponents=["past"]),
+            drawn_from={"past": pool},
+        )
+        begun: list[tuple[PolicyVersion, ...]] = []
+        second.during = lambda orchestrator: begun.append(tuple(orchestrator.opponents.pools["past"].served))
+        await second.run()
+        assert begun == [pool]
+        known = second.orchestrator.opponents.pools["past"].tallies
+        assert known[pool[1]].episodes > 0, "how it did is known"
+
+    simulated_loop.run(main)
+
+
+def test_the_files_of_a_checkpoint_s_opponents_stay_as_long_as_it(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        def version(step: int) -> PolicyVersion:
+            return PolicyVersion("player", 0, step)
+
+        engine = ScriptedEngine([[1]], versions={"player": version(0)})
+        pool = OpponentPool(name="past", of="player", every=1, size=1, choose="latest", served=[version(0)])
+        opponents = Opponents(
+            pools={"past": pool}, engine=engine, run_seed=0, pinned=set, count=lambda name, value: None, checkpoints=2
+        )
+        needed = []
+        for step in range(1, 7):
+            path = f"weights/{step}"
+            await opponents.published(WeightsRef(version=version(step), path=path, kind="adapter", sha256=""))
+            if step % 2 == 0:
+                opponents.saved()
+            needed.append({found.step for found in opponents.needed()})
+        assert needed == [{0, 1}, {0, 2}, {0, 2, 3}, {2, 4}, {2, 4, 5}, {4, 6}]
+
+    simulated_loop.run(main)
 
 
 def test_every_step_tells_who_won(simulated_loop: SimulatedLoop) -> None:

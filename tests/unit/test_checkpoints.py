@@ -54,6 +54,16 @@ def test_the_newest_whole_checkpoint_is_found_and_each_newer_one_is_told(tmp_pat
     assert (manifest, len(rejected)) == (None, 3)
 
 
+def test_the_opponents_of_a_checkpoint_are_those_that_were_drawn_from(tmp_path: Path) -> None:
+    pools = {"past": (PolicyVersion("policy", 0, 3), PolicyVersion("policy", 1, 7)), "none": ()}
+    versions = {"policy": PolicyVersion("policy", 1, 8)}
+    writer = CheckpointWriter(tmp_path, keep=2)
+    asyncio.run(writer.write(RecordingTrainer(["policy"]), versions, Ledger(), opponents=pools))
+    manifest, _ = newest(tmp_path)
+    assert manifest is not None
+    assert manifest.opponents == pools
+
+
 def test_a_name_that_is_taken_is_not_blamed_on_the_disk(tmp_path: Path) -> None:
     taken = tmp_path / "step_000001-0" / "mine"
     taken.mkdir(parents=True)
