@@ -63,7 +63,7 @@ class EpisodeBuffer:
     ) -> None:
         self.trainable = frozenset(trainable)
         """Policies whose units are trained."""
-        self._release = release
+        self.release = release
         self._resolved_before = dict(resolved_before or {})
         self._dead = frozenset(dead)
         self._groups: dict[str, Group] = {}
@@ -84,7 +84,7 @@ class EpisodeBuffer:
     def admit(self, spec: EpisodeSpec) -> None:
         """An episode starts. Its group is complete when `group_size` members have ended."""
         group = self._groups.setdefault(spec.group_id, Group(spec.group_size))
-        self._release.admitted(spec, group)
+        self.release.admitted(spec, group)
         group.size = spec.group_size
         self.ledger.admitted += 1
         self.ledger.in_flight += 1
@@ -102,7 +102,7 @@ class EpisodeBuffer:
         group = self._groups[spec.group_id]
         group.running -= 1
         group.headers.append(header)
-        released, credits = self._release.ended(spec, group)
+        released, credits = self.release.ended(spec, group)
         for member in released:
             self._make_ready(member, credits, group, spec.environment)
         if group.running == 0:
@@ -143,7 +143,7 @@ class EpisodeBuffer:
 
     def _is_alone(self, unit: Unit, group: Group) -> bool:
         """Whether the rewards of a unit were to be compared, and no other member was given one in these seats."""
-        if not self._release.compares or any(credit.advantage for credit in unit.credits):
+        if not self.release.compares or any(credit.advantage for credit in unit.credits):
             return False
         seats = {credit.seat for credit in unit.credits}
         others = (header for header in group.headers if header.episode_id != unit.episode_id)
