@@ -69,6 +69,7 @@ class EpisodeBuffer:
         self._groups: dict[str, Group] = {}
         self._ready: dict[str, deque[ReadyUnit]] = {policy: deque() for policy in self.trainable}
         self._in_flight: Counter[str] = Counter()
+        self._late: Counter[str] = Counter()
         self._unresolved: dict[str, set[str]] = {}
         self._trained: set[str] = set()
         self.ledger = Ledger()
@@ -100,9 +101,12 @@ class EpisodeBuffer:
         else:
             self.ledger.dropped[header.drop_reason or ""] += 1
         group = self._groups[spec.group_id]
+        before = group.late
         group.running -= 1
         group.headers.append(header)
         released, credits = self.release.ended(spec, group)
+        for policy in self.policies_of(spec):
+            self._late[policy] += group.late - before
         for member in released:
             self._make_ready(member, credits, group, spec.environment)
         if group.running == 0:
@@ -166,6 +170,10 @@ class EpisodeBuffer:
     def under_way(self, policy: str) -> int:
         """Units that may still be trained: of running episodes, of unreleased groups, ready, or in a step now."""
         return self._in_flight[policy] + self.ledger.units_ready[policy]
+
+    def late(self, policy: str) -> int:
+        """Units of running episodes, others of whose group were released."""
+        return self._late[policy]
 
     def take(self, policy: str, count: int) -> list[ReadyUnit]:
         """Up to `count` ready units, oldest release first; each must be resolved by `consume` or `drop`."""

@@ -57,7 +57,7 @@ class Tail:
 def _pareto_low(alpha: float, longest: float) -> float:
     """Where a Pareto distribution cut off at `longest` begins, for a median of 1."""
     # (1 - (x/1)^a) = (1 - (x/longest)^a) / 2  =>  x^a = 1 / (2 - longest^-a)
-    return (2 - longest**-alpha) ** (-1 / alpha)
+    return float((2 - longest**-alpha) ** (-1 / alpha))
 
 
 def _pareto_index(p90: float, longest: float) -> float:
