@@ -3,7 +3,9 @@
 `two_adapters_cost`, `eight_policies_cost`: CPU seconds of a run (engine, trainer, journal in one process, its first
 round of steps left out) whose seat is held by two or eight adapters, group by group, over one in which one adapter
 holds it: the same episodes, turns and tokens, and a step of each adapter where there was one; medians of ratios of
-interleaved triples.
+interleaved triples. Staleness is the default, so that the engine is as full in all of them: at staleness 0 a policy
+whose step came first plays alone until the next one has stepped, in passes of few rows. Tasks have prompts of their
+own: one that all groups began with would be computed once for each policy.
 `frozen_changed_bytes`: bytes of a frozen adapter's files, and of what the engine answers for it, that a run changed.
 
 `python -m benchmarks.coevolution_cost [--quick]`
@@ -42,7 +44,7 @@ class Sums(agentrl.Environment):
 
     async def run(self, ctx: agentrl.EpisodeContext) -> None:
         player = ctx.agent("player")
-        turns = [await player.act(agentrl.user(f"{number} + 34 =")) for number in (12, 56)]
+        turns = [await player.act(agentrl.user(f"{ctx.task.id} + {number} =")) for number in (34, 56)]
         player.reward(sum(map(str.isdigit, "".join(turn.text for turn in turns))) / 32)
 
     @classmethod
@@ -54,7 +56,7 @@ def config_of(
     policies: int, directory: Path, *, steps: int, units: int = QUICK_UNITS, **more: Any
 ) -> agentrl.RunConfig:
     """A run whose groups are shared out among so many adapters."""
-    adapter = {"lora": {"rank": 8}, "step_size": units // policies, "max_staleness": 0, "learning_rate": 1e-4}
+    adapter = {"lora": {"rank": 8}, "step_size": units // policies, "learning_rate": 1e-4}
     names = [f"p{number}" for number in range(policies)]
     values: dict[str, Any] = {
         "name": f"{policies}",

@@ -1,7 +1,7 @@
 """Deterministic mode with two policies that learn: are both bit-identical after many kills? A part of
 `benchmarks.coevolution`.
 
-The proposer and its solvers train, a wave of six proposals a step, at staleness 1: once undisturbed, and once killed
+The proposer and its solvers train, a wave of four proposals a step, at staleness 1: once undisturbed, and once killed
 with SIGKILL again and again, so also between the steps of the two policies and among a proposal's solvers.
 """
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from benchmarks.killed_runs import Job, digests
 
-STEPS = 30
+STEPS = 24
 KILLS = 25
 
 CONFIG = """\
 deterministic = true
 environment.id = "environments.propose_and_solve:ProposeAndSolve"
 model.path = "environments.propose_and_solve:model"
-credit.group_size = 6
+credit.group_size = 4
 sampling = { max_tokens = 32, max_turns = 9 }
 engine = { slots = 16, max_context = 256, refresh = "episode" }
 trainer = { kind = "in_process", tokens_per_unit = 32, entropy_bonus = 0.07 }
@@ -27,8 +27,8 @@ evaluation.tasks = 0
 checkpoint = { every = 1, versions = 0 }
 
 [policies]
-proposer = { lora.rank = 4, learning_rate = 2e-3, step_size = 6, max_staleness = 1 }
-solver = { lora.rank = 4, learning_rate = 5e-4, step_size = 48, max_staleness = 1 }
+proposer = { lora.rank = 4, learning_rate = 2e-3, step_size = 4, max_staleness = 1 }
+solver = { lora.rank = 4, learning_rate = 5e-4, step_size = 32, max_staleness = 1 }
 """
 
 
@@ -36,7 +36,7 @@ def job(directory: Path) -> Job:
     """The run that is killed."""
     config = directory / "propose_and_solve.toml"
     config.write_text(CONFIG)
-    return Job(config=config, settings=(), directory=directory)
+    return Job(config=config, settings=(), directory=directory, most_entries=(0, 1, 60, 250, 500))
 
 
 def figures(quick: bool) -> dict[str, float | None]:

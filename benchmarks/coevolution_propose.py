@@ -140,8 +140,9 @@ def of_seed(directory: str, seed: int, before: Accuracy) -> Result:
     """Train both, and the solver alone, and measure what came of them."""
     config = config_of(directory, seed)
     run = trained(config)
-    best = drawn(config, run.best, draws=DRAWS, attempts=ATTEMPTS)
     end = drawn(config, run.policies, draws=DRAWS, attempts=ATTEMPTS)
+    is_last = all(path.resolve() == run.policies[name].resolve() for name, path in run.best.items())
+    best = end if is_last else drawn(config, run.best, draws=DRAWS, attempts=ATTEMPTS)
     after = accuracy(config, run.policies["solver"])
     print(f"  seed {seed}, best: {best}\n  seed {seed}, end: {end}\n  solver: {after}", flush=True)
     alone = config_of(directory, seed, frozen=True)

@@ -31,7 +31,8 @@ SETTINGS = (
 
 def job(directory: Path) -> Job:
     """The run that is killed."""
-    return Job(config=ROOT / "examples/01_tool_use.toml", settings=SETTINGS, directory=directory)
+    config = ROOT / "examples/01_tool_use.toml"
+    return Job(config=config, settings=SETTINGS, directory=directory, most_entries=(0, 1, 20, 60, 120))
 
 
 def figures(quick: bool) -> dict[str, float | None]:

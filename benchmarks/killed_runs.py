@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import signal
 import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIFE_LIMIT_S = 300.0
-MOST_ENTRIES = (0, 1, 20, 60, 120)
-"""Journal entries a life may write before it is killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,34 +27,42 @@ class Job:
     """Overrides of the file."""
     directory: Path
     """Where its runs lie."""
+    most_entries: tuple[int, ...]
+    """Journal entries that a life writes before it is killed, one of these."""
 
     def train(self, name: str, *, steps: int, kills: int) -> Path:
         """Train to the end through so many kills; the run directory."""
         run, draw = self.directory / name, random.Random(0)
         for life in range(kills + 1):
-            process = self._start(name, steps=steps, resume=(run / "config.json").exists())
-            if life == kills:
-                code = process.wait(timeout=LIFE_LIMIT_S)
-                if code:
-                    raise SystemExit(f"the last life of {name} ended with exit code {code}:\n{self._log(name)}")
-                return run
-            _wait_for_work(process, run, most_entries=draw.choice(MOST_ENTRIES))
-            time.sleep(draw.uniform(0.0, 0.3))
-            if process.poll() is not None and process.returncode:
-                raise SystemExit(f"life {life} of {name} ended with exit code {process.returncode}:\n{self._log(name)}")
-            if process.poll() is not None:
+            with self._life(name, steps=steps, resume=(run / "config.json").exists()) as process:
+                if life == kills:
+                    process.wait(timeout=LIFE_LIMIT_S)
+                else:
+                    _wait_for_work(process, run, most_entries=draw.choice(self.most_entries))
+                    time.sleep(draw.uniform(0.0, 0.3))
+                    process.poll()
+            if process.returncode > 0 or (life == kills and process.returncode):
+                raise SystemExit(f"life {life} of {name} ended with {process.returncode}:\n{self._log(name)}")
+            if life < kills and process.returncode == 0:
                 raise SystemExit(f"{name} was over after {life} of {kills} kills; give it more steps")
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            print(f"{name}: kill {life + 1} of {kills} after {_count(run, 'control.db', 'steps')} steps", flush=True)
-        raise AssertionError
+            if life < kills:
+                steps_taken = _count(run, "control.db", "steps")
+                print(f"{name}: kill {life + 1} of {kills} after {steps_taken} steps of its policies", flush=True)
+        return run
 
-    def _start(self, name: str, *, steps: int, resume: bool) -> subprocess.Popen[bytes]:
+    @contextmanager
+    def _life(self, name: str, *, steps: int, resume: bool) -> Iterator[subprocess.Popen[bytes]]:
+        """A process of the run, killed at the end of the block unless it has ended."""
         own = [f"--directory={self.directory}", f"--name={name}", f"--steps={steps}", *(["--resume"] if resume else [])]
         command = [sys.executable, "-m", "agentrl.cli", "train", str(self.config), *self.settings, *own]
         with (self.directory / f"{name}.log").open("ab") as log:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment)
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment)
+            try:
+                yield process
+            finally:
+                process.kill()
+                process.wait()
 
     def _log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text(errors="replace")[-4000:]

@@ -35,7 +35,7 @@ CONFIG = agentrl.RunConfig(
     },
     evaluation={"tasks": 0},
     checkpoint={"every": 0},
-    best={"metric": "pass_rate/frontier", "window": 6, "stop_fall": 0.3},
+    best={"metric": "pass_rate/frontier", "window": 8},
 )
 SHOWN = {
     "0.2 ≤ p ≤ 0.8": "pass_rate/frontier",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.run import PolicyConfig
-from agentrl.core.records import Row, Trajectory
+from agentrl.core.records import PolicyVersion, Row, Trajectory
 from agentrl.core.training_records import TrainBatch, Unit
 from agentrl.learn.ranks import OneRank
 from agentrl.learn.trainer import PolicyTrainer
@@ -142,6 +142,34 @@ class TwoPolicies:
             policy: torch.cat([part.flatten().clone() for part in trainer._learner(policy).gradients()])
             for policy in POLICIES
         }
+
+
+def update_beside(model: Path, directory: Path, seed: int, *, beside: bool) -> dict[str, bytes]:
+    """The solver's published files after two steps on fixed data, a proposer stepping before and between, or not there.
+
+    Each policy's batches are the same either way; what is compared is all that an engine would load.
+    """
+    policies = POLICIES if beside else ("solver",)
+    episodes = {policy: Episodes(make_rows(seed + len(policy), 12), policy=policy, seed=seed) for policy in policies}
+    config = run_config(model, policies={policy: PolicyConfig(lora=LORA, learning_rate=1e-2) for policy in policies})
+
+    def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
+        return [(episodes[unit.policy].trajectories[int(unit.episode_id[1:])],) for unit in units]
+
+    trainer = PolicyTrainer(config, directory, read=read)
+    trainer.start()
+    for step in (1, 2):
+        batch = episodes["solver"].batch(step)
+        if beside:
+            trainer.forward_backward(episodes["proposer"].batch(step))
+        trainer.forward_backward(replace(batch, units=batch.units[:5]))
+        if beside:  # in the middle of the solver's step
+            trainer.optim_step("proposer", step)
+            trainer.publish("proposer", PolicyVersion("proposer", 0, step))
+        trainer.forward_backward(batch)
+        trainer.optim_step("solver", step)
+        weights = trainer.publish("solver", PolicyVersion("solver", 0, step))
+    return {file.name: file.read_bytes() for file in Path(weights.path).iterdir()}
 
 
 class Error(NamedTuple):

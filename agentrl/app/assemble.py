@@ -357,17 +357,6 @@ def attach_worker(
     on_failure: Callable[[BaseException], None],
 ) -> None:
     """A worker needs its host first, so the host gets its worker last."""
-    run = spoken_to(config.sampling, chat_format, engine.capabilities.max_context)
-    settings = RolloutSettings(
-        sampling=run.sampling,
-        limits=run.limits,
-        policies=spoken_to_otherwise(config, chat_format, engine.capabilities.max_context),
-        tool_timeout_s=config.environment.tool_timeout_s,
-        episode_timeout_s=config.episode_timeout_s,
-        max_staleness={name: policy.max_staleness for name, policy in config.trained.items()},
-        on_code_change=config.environment.on_code_change,
-        infrastructure_attempts=config.infrastructure_attempts,
-    )
     runner = EpisodeRunner(
         engine=engine,
         chat_format=chat_format,
@@ -375,7 +364,7 @@ def attach_worker(
         log=store.turn_log(TURN_LOG),
         host=dispatcher,
         clock=clock,
-        settings=settings,
+        settings=rollout_settings(config, chat_format, engine.capabilities.max_context),
     )
     dispatcher.worker = AsyncioWorker(
         runner,
@@ -384,3 +373,18 @@ def attach_worker(
         on_failure=on_failure,
     )
     dispatcher.fail = on_failure
+
+
+def rollout_settings(config: RunConfig, chat_format: ChatFormat, max_context: int) -> RolloutSettings:
+    """How a worker's episodes are spoken to and limited, by an engine with contexts of this length."""
+    run = spoken_to(config.sampling, chat_format, max_context)
+    return RolloutSettings(
+        sampling=run.sampling,
+        limits=run.limits,
+        policies=spoken_to_otherwise(config, chat_format, max_context),
+        tool_timeout_s=config.environment.tool_timeout_s,
+        episode_timeout_s=config.episode_timeout_s,
+        max_staleness={name: policy.max_staleness for name, policy in config.trained.items()},
+        on_code_change=config.environment.on_code_change,
+        infrastructure_attempts=config.infrastructure_attempts,
+    )

@@ -13,9 +13,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from agentrl.app.beside import play_beside, with_weights
-from agentrl.app.parts import make_chat_format, make_engine
+from agentrl.app.parts import Adapters
 from agentrl.app.weights import load_weights, weights_in
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
@@ -23,15 +24,15 @@ from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding, Task, WeightsRef
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import name_of, resolve
+from agentrl.inspection.forks import FORKS
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import Begin, JournalEntry, TurnEntry
 from agentrl.journal.forks import read_prefix
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.rows import decode_entries
 from agentrl.journal.run_log import SqliteRunLog
-
-FORKS = "forks"
-"""Directory of a run's forks, inside the run's."""
+from agentrl.observe.run_directory import ENGINE_LOG
+from agentrl.rollout.turn_entries import message_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class Parent:
     """Journal directory by episode id: of the parent, and of what it was forked from."""
 
 
-def fork(
+def fork(  # noqa: PLR0913 (one keyword per choice)
     run: str | Path,
     episode_id: str,
     *,
@@ -55,7 +56,9 @@ def fork(
     n: int = 1,
     attempt: int | None = None,
     policy: str | Path | None = None,
+    edit: str | Sequence[Mapping[str, Any]] | None = None,
     environment: type | None = None,
+    adapters: Adapters | None = None,
 ) -> list[EpisodeHeader]:
     """Play an episode on from one of its turns, which is sampled anew; nothing is trained.
 
@@ -69,7 +72,10 @@ def fork(
         attempt: which attempt of the episode; default: the newest.
         policy: a directory of trained weights, full or an adapter, for the policy that takes the turn; default: each
             policy's weights as of that turn, if they are still on disk.
+        edit: what the policy is told at that turn instead: the content of the last message, or all messages, with
+            `role` and `content`.
         environment: a class, in place of the one the episode names.
+        adapters: who makes the engine and the chat format; default: what the run's configuration asks for.
 
     Returns:
         How the forks ended. They lie in `RUN/forks`, which `agentrl episode show` reads like a run.
@@ -85,11 +91,11 @@ def fork(
         journal = reader.journal
     finally:
         reader.close()
-    parent = find_parent(journal, episode_id, attempt, at)
+    parent = edited(find_parent(journal, episode_id, attempt, at), edit)
     config = RunConfig.model_validate(info.get("config") or {})
     chosen = resolve(environment if environment is not None else parent.begin.environment)
     where = path if info.get("forks") else path / FORKS
-    return asyncio.run(_fork(config, chosen, parent, where, n, policy))
+    return asyncio.run(_fork(config, chosen, parent, where, n, policy, adapters or Adapters()))
 
 
 def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) -> Parent:
@@ -115,6 +121,29 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) ->
     return Parent(begin=begin, point=point, turns=[body for _, body in turns[: at + 1]], ancestors=directories)
 
 
+def edited(parent: Parent, edit: str | Sequence[Mapping[str, Any]] | None) -> Parent:
+    """The same parent, with other words for the policy at the fork point.
+
+    Raises:
+        InputError: they are no messages, or there is none whose content could be edited.
+    """
+    if edit is None:
+        return parent
+    messages = [dict(message) for message in parent.turns[-1].messages]
+    if isinstance(edit, str):
+        if not messages:
+            raise InputError("at that turn the policy is told nothing, so there is nothing to edit")
+        messages[-1]["content"] = edit
+    else:
+        messages = [dict(message) for message in edit]
+    try:
+        for message in messages:
+            message_of(message)
+    except JournalError as error:
+        raise InputError(f'{error}; write [{{"role": "user", "content": "…"}}]') from error
+    return replace(parent, point=replace(parent.point, messages=tuple(messages)))
+
+
 def fork_spec(parent: Parent, number: int, journal: Path, environment: type[Environment], n: int) -> EpisodeSpec:
     """Fork `number` of an episode, to be written to a journal directory; one of `n`."""
     begin, episode_id = parent.begin, ids.episode_id("f", number)
@@ -138,6 +167,7 @@ async def _fork(
     where: Path,
     n: int,
     policy: str | Path | None,
+    adapters: Adapters,
 ) -> list[EpisodeHeader]:
     from agentrl.journal.store import SqliteJournal
 
@@ -145,13 +175,13 @@ async def _fork(
     given = [] if policy is None else [weights_in(forked, policy)]
     given += recorded_weights(parent, leave_out=None if policy is None else forked)
     config = with_weights(config, given)
-    chat_format = make_chat_format(config)
+    chat_format = adapters.chat_format(config)
     async with contextlib.AsyncExitStack() as stack:
         info = {"name": f"forks of {where.parent.name}", "forks": True, "config": config.model_dump(mode="json")}
         store = SqliteJournal(where / "journal", info=info)
         stack.push_async_callback(store.close)
         versions = {known: PolicyVersion(known, 0, 0) for known in config.policies}
-        engine = await make_engine(config, versions, lambda death: None)
+        engine = await adapters.engine(config, versions, lambda death: None, where / ENGINE_LOG)
         stack.push_async_callback(engine.close)
         await load_weights(config, engine, store, given)
         first = store.next_number("f")

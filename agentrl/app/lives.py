@@ -121,6 +121,7 @@ async def _life(lasting: Lasting) -> Orchestrator:
             measured=await asyncio.to_thread(recovery.measured, directory.versions),
         )
         orchestrator = assemble(config, lasting.environment, parts)
+        lasting.adapters.assembled(orchestrator)
         observer.watch(orchestrator.status)
         with _interruptible(orchestrator, observer), watch_loop(observer.warn), none_ends_the_process():
             try:

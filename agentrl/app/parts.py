@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.app.weights import adapter_places, largest_rank
 from agentrl.config.policies import RemotePolicy
@@ -24,6 +24,9 @@ from agentrl.engines.placement import EngineProgram, Placement
 from agentrl.engines.process import ProcessEngine
 from agentrl.engines.replicas import ReplicatedEngine
 from agentrl.environment.base import Environment, Split, TaskSource, described
+
+if TYPE_CHECKING:
+    from agentrl.orchestrator.loop import Orchestrator
 
 EMBEDDED = "agentrl.engines.embedded:EmbeddedEngine.load"
 VLLM = "agentrl.engines.vllm_engine:VllmEngine.load"
@@ -193,6 +196,8 @@ class Adapters:
     trainer: Callable[[RunConfig, Path], Trainer] = make_trainer
     chat_format: Callable[[RunConfig], ChatFormat] = make_chat_format
     clock: Clock = field(default_factory=SystemClock)
+    assembled: Callable[[Orchestrator], None] = lambda orchestrator: None
+    """Told of each life's loop before it runs: for who disturbs it on purpose."""
 
 
 def task_source(

@@ -1,12 +1,17 @@
-"""`agentrl run …` and `agentrl episode …`: what a run's journal says."""
+"""`agentrl run …`, `agentrl episode …` and `agentrl step …`: what a run's journal says.
+
+Each command is a question: a function from a reader and the options to an `Answer`, whose value `--json` prints and
+whose page a terminal shows. `command` makes of it what the parser calls.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -16,136 +21,261 @@ from agentrl.inspection.reader import RunReader, runs
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
+
+    from agentrl.inspection.terminal import Page
 
 RUNS = Path("runs")
 _EPISODE = re.compile(r"[a-z]\d+(?![\w-])")
 """How the id of an episode begins, which no run is called by without intent."""
 
 
+class Answer(NamedTuple):
+    """What a question came to."""
+
+    value: Any
+    """A record, or several: what `--json` prints."""
+    page: Callable[[], Page]
+    """Makes what a terminal shows."""
+    code: int = 0
+    """Exit code."""
+
+
+Question = Callable[[RunReader, "argparse.Namespace"], Answer]
+
+
+def command(question: Question) -> Callable[[argparse.Namespace], int]:
+    """What the parser calls: open the run, ask, print."""
+
+    def run(options: argparse.Namespace) -> int:
+        with open_run(options) as reader:
+            return printed(question(reader, options), options)
+
+    run.__doc__ = question.__doc__
+    return run
+
+
+def printed(answer: Answer, options: argparse.Namespace) -> int:
+    """Print an answer; its exit code."""
+    if options.json:
+        print_json(answer.value)
+    else:
+        print_text(answer.page())
+    return answer.code
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
 def run_list(options: argparse.Namespace) -> int:
     """`agentrl run list [DIRECTORY]`."""
+    from agentrl.inspection.render import run_table
+
     lines = runs(options.directory)
-    if options.json:
-        print_json(lines)
-    else:
-        from agentrl.inspection.render import run_table
-
-        print_text(run_table(lines))
-    return 0
+    return printed(Answer(lines, lambda: run_table(lines)), options)
 
 
-def run_curve(options: argparse.Namespace) -> int:
+@command
+def run_curve(reader: RunReader, options: argparse.Namespace) -> Answer:
     """`agentrl run curve [RUN] [--metric NAME]`."""
-    with open_run(options.run) as reader:
-        if options.metric is None:
-            points = reader.curve()
-            if options.json:
-                print_json(points)
-                return 0
-            from agentrl.inspection.render import curves
+    from agentrl.inspection.render import curves, metric_curves
 
-            print_text(curves(points))
-            return 0
-        values = reader.metric(options.metric)
-        if not values:
-            names = reader.metric_names()
-            near = [name for name in names if options.metric in name.split("/")]
-            near = near or difflib.get_close_matches(options.metric, names, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"recorded were: {', '.join(names) or 'none'}"
-            raise InputError(f"no metric {options.metric!r}; {hint}")
-        if options.json:
-            print_json(
-                [
-                    {"policy": policy, "step": step, "value": value}
-                    for policy, points_of in values.items()
-                    for step, value in points_of
-                ]
-            )
-            return 0
-        from rich.text import Text
-
-        from agentrl.core.safe import safe_line
-        from agentrl.observe.plot import curve
-
-        for policy, points_of in values.items():
-            known = [(step, value) for step, value in points_of if value is not None]
-            title = safe_line(f"{options.metric} of {policy}" if len(values) > 1 else options.metric)
-            print_text(Text(curve([value for _, value in known], steps=[step for step, _ in known], title=title)))
-        return 0
+    if options.metric is None:
+        points = reader.curve()
+        return Answer(points, lambda: curves(points))
+    values = reader.metric(options.metric)
+    if not values:
+        names = reader.metric_names()
+        near = [name for name in names if options.metric in name.split("/")]
+        near = near or difflib.get_close_matches(options.metric, names, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"recorded were: {', '.join(names) or 'none'}"
+        raise InputError(f"no metric {options.metric!r}; {hint}")
+    told = [{"policy": name, "step": step, "value": value} for name, found in values.items() for step, value in found]
+    return Answer(told, lambda: metric_curves(options.metric, values))
 
 
-def run_ledger(options: argparse.Namespace) -> int:
+@command
+def run_ledger(reader: RunReader, options: argparse.Namespace) -> Answer:
     """`agentrl run ledger [RUN]`; 1 if an equation does not hold."""
-    with open_run(options.run) as reader:
-        ledger = reader.ledger()
-        if options.json:
-            print_json({"holds": ledger.holds, **msgspec.to_builtins(ledger)})
-        else:
-            from agentrl.inspection.render import ledger_view
+    from agentrl.inspection.render import ledger_view
 
-            print_text(ledger_view(ledger))
-        return 0 if ledger.holds else CheckFailedError.exit_code
+    ledger = reader.ledger()
+    value = {"holds": ledger.holds, **msgspec.to_builtins(ledger)}
+    return Answer(value, lambda: ledger_view(ledger), 0 if ledger.holds else CheckFailedError.exit_code)
 
 
-def run_winrates(options: argparse.Namespace) -> int:
+@command
+def run_winrates(reader: RunReader, options: argparse.Namespace) -> Answer:
     """`agentrl run winrates [RUN]`."""
-    with open_run(options.run) as reader:
-        found = reader.win_rates()
-        if options.json:
-            print_json(found)
-        else:
-            from agentrl.inspection.render import win_rate_table
+    from agentrl.inspection.render import win_rate_table
+    from agentrl.inspection.winrates import run_win_rates
 
-            print_text(win_rate_table(found))
-    return 0
+    found = run_win_rates(reader)
+    return Answer(found, lambda: win_rate_table(found))
 
 
-def episode_list(options: argparse.Namespace) -> int:
-    """`agentrl episode list [RUN] [--where …] [--sort …]`."""
+@command
+def run_stats(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl run stats [RUN]`."""
+    from agentrl.inspection.figures import run_figures
+    from agentrl.inspection.render import figures_page
+
+    figures = run_figures(reader)
+    return Answer(figures, lambda: figures_page(figures))
+
+
+@command
+def run_timeline(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl run timeline [RUN] [--parts N]`."""
+    from agentrl.inspection import timelines
+    from agentrl.inspection.render import run_timeline_page
+
+    if not 1 <= options.parts <= 10_000:
+        raise InputError("--parts is a number from 1 to 10000")
+    line = timelines.run_timeline(reader, options.parts)
+    return Answer(line, lambda: run_timeline_page(line))
+
+
+# --- episodes ---------------------------------------------------------------------------------------------------------
+
+
+@command
+def episode_list(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl episode list [RUN] [--where …] [--match …] [--sort …] [--columns …]`."""
+    from agentrl.inspection.lines import COLUMNS
+    from agentrl.inspection.render import episode_table
+
     if options.limit < 0 or options.offset < 0:
         raise InputError("--limit and --offset are not negative")
-    with open_run(options.run) as reader:
-        lines = reader.episodes(
-            options.where,
-            sort=options.sort,
-            descending=not options.ascending,
-            limit=options.limit,
-            offset=options.offset,
-        )
-        if options.json:
-            print_json(lines)
-            return 0
-        from agentrl.inspection.render import episode_table
+    columns = [name for name in re.split(r"[,\s]+", options.columns) if name]
+    unknown = [name for name in columns if name not in COLUMNS]
+    if unknown:
+        raise InputError(f"--columns: {unknown[0]!r} is not a column; there are: {', '.join(COLUMNS)}")
+    among = None
+    if options.match:
+        from agentrl.inspection.search import matches
 
-        print_text(episode_table(lines, reader.count(options.where)))
-        return 0
+        among = matches(reader, options.match)
+    lines = reader.episodes(
+        options.where,
+        sort=options.sort,
+        descending=not options.ascending,
+        limit=options.limit,
+        offset=options.offset,
+        among=among,
+    )
+    return Answer(lines, lambda: episode_table(lines, reader.count(options.where, among=among), columns))
 
 
-def episode_show(options: argparse.Namespace) -> int:
+@command
+def episode_show(reader: RunReader, options: argparse.Namespace) -> Answer:
     """`agentrl episode show [RUN] [ID] [--attempt N]`."""
-    name, episode_id = options.run, options.id
-    if name is not None and episode_id is None and _EPISODE.match(name) and not find_run(name).exists():
-        name, episode_id = None, name
-    with open_run(name) as reader:
-        if episode_id is None:
-            newest = reader.episodes("committed_at != null", sort="committed_at", limit=1)
-            if not newest:
-                raise InputError(f"{reader.path}: no episode has ended yet")
-            episode_id = newest[0].episode
-        view = reader.episode(episode_id, options.attempt)
-        if options.json:
-            print_json(view)
-            return 0
-        from agentrl.inspection.render import episode_view
+    from agentrl.inspection.conversation import conversation
+    from agentrl.inspection.render_episode import conversation_page
 
-        print_text(episode_view(view))
-        return 0
+    view = conversation(reader, chosen(reader, options), options.attempt)
+    return Answer(view, lambda: conversation_page(view))
+
+
+@command
+def episode_tokens(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl episode tokens [RUN] [ID] [--attempt N] [--details]`."""
+    from agentrl.inspection import tokens
+    from agentrl.inspection.render_episode import tokens_page
+
+    view = tokens.episode_tokens(reader, chosen(reader, options), options.attempt)
+    return Answer(view, lambda: tokens_page(view, details=options.details))
+
+
+@command
+def episode_why(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl episode why [RUN] [ID] [--attempt N]`."""
+    from agentrl.inspection.reasons import reasons
+    from agentrl.inspection.render_episode import reasons_page
+
+    episode = chosen(reader, options)
+    found = reasons(reader, episode, options.attempt)
+    return Answer(found, lambda: reasons_page(episode, found))
+
+
+@command
+def episode_timeline(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl episode timeline [RUN] [ID] [--attempt N]`."""
+    from agentrl.inspection import timelines
+    from agentrl.inspection.render_episode import timeline_page
+
+    line = timelines.episode_timeline(reader, chosen(reader, options), options.attempt)
+    return Answer(line, lambda: timeline_page(line))
+
+
+@command
+def episode_forks(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl episode forks [RUN]`."""
+    from agentrl.inspection.forks import fork_tree
+    from agentrl.inspection.render_episode import fork_page
+
+    tree = fork_tree(reader)
+    return Answer(tree, lambda: fork_page(tree))
+
+
+@command
+def episode_diff(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl episode diff [RUN] A [B]`: B is A's parent where A is a fork and B is left out."""
+    from agentrl.inspection.differences import compared
+    from agentrl.inspection.render_episode import difference_page
+
+    found = compared(reader, options.id, options.other)
+    return Answer(found, lambda: difference_page(found))
+
+
+def chosen(reader: RunReader, options: argparse.Namespace) -> str:
+    """The episode a command names, or the newest that ended."""
+    if options.id is not None:
+        return str(options.id)
+    newest = reader.episodes("committed_at != null", sort="committed_at", limit=1)
+    if not newest:
+        raise InputError(f"{reader.path}: no episode has ended yet")
+    return newest[0].episode
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+@command
+def step_list(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl step list [RUN] [--policy NAME]`."""
+    from agentrl.inspection import steps
+    from agentrl.inspection.render import step_table
+
+    lines = steps.step_list(reader, options.policy)
+    return Answer(lines, lambda: step_table(lines))
+
+
+@command
+def step_show(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl step show RUN N [--policy NAME] [--lineage N]`."""
+    from agentrl.inspection import steps
+    from agentrl.inspection.render import step_page
+
+    view = steps.step_view(reader, options.step, options.policy, options.lineage)
+    return Answer(view, lambda: step_page(view))
+
+
+# --- which run --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def open_run(name: str | None) -> Iterator[RunReader]:
-    """A reader of the run a command names; None is the newest in `runs/`."""
+def open_run(options: argparse.Namespace) -> Iterator[RunReader]:
+    """A reader of the run a command names; none is the newest in `runs/`.
+
+    `agentrl episode show e12` names no run: what looks like an episode and is no run moves to the next argument.
+    """
+    name = options.run
+    takes_episode = hasattr(options, "id")
+    lacks_episode = takes_episode and (options.id is None or getattr(options, "other", "") is None)
+    if name is not None and lacks_episode and _EPISODE.match(name) and not find_run(name).exists():
+        if hasattr(options, "other"):
+            options.other = options.id
+        name, options.id = None, name
     reader = RunReader(find_run(name))
     try:
         yield reader

@@ -45,12 +45,28 @@ def demo(options: argparse.Namespace) -> int:
     """`agentrl demo [EXAMPLE] [--section.field=value …] [--dry-run]`: a shipped example, into `runs/demo`."""
     from agentrl.config.locate import shipped_example
 
+    if options.journal_only:
+        return _sample(options)
     options.file, options.model, options.resume = shipped_example(options.example), None, False
     options.overrides = ["name=demo", *options.overrides]
     if importlib.util.find_spec("ray") is None:
         sys.stderr.write("Ray is not installed: training in this process\n")
         options.overrides.insert(0, "trainer.kind=in_process")
     return train(options)
+
+
+def _sample(options: argparse.Namespace) -> int:
+    if options.overrides or options.dry_run:
+        raise InputError("--journal-only takes no settings: the sample run is as it is")
+    from agentrl.cli.sample_run import write_sample_run
+
+    with waiting("writing runs/sample", sys.stderr):
+        path = str(write_sample_run().path)
+    if options.json:
+        print_json({"path": path})
+    else:
+        sys.stdout.write(f"{safe_line(path)}: look at it with `agentrl episode list {safe_line(path)}`\n")
+    return 0
 
 
 def evaluate(options: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ READING_SHARE = 0.1
 
 def run_view(options: argparse.Namespace) -> int:
     """`agentrl run view [RUN] [--once]`: until q, Ctrl-C, or the end of the run."""
-    with open_run(options.run) as reader:
+    with open_run(options) as reader:
         if options.json:
             from agentrl.inspection.statistics import latest_metrics, run_state
 
@@ -57,7 +57,7 @@ def run_metrics(options: argparse.Namespace) -> int:
     """`agentrl run metrics [RUN] [--prometheus]`: the newest value of each metric."""
     from agentrl.inspection.statistics import latest_metrics, run_state
 
-    with open_run(options.run) as reader:
+    with open_run(options) as reader:
         state = run_state(reader)
     latest = latest_metrics(state)
     if options.prometheus:

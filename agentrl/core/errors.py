@@ -141,9 +141,11 @@ class ReplayMismatchError(EpisodeError):
     Args:
         message: what the journal holds and what the code did now.
         code_changed: the code is not the one that wrote the journal, so the episode may begin again under it.
+        call_id: the call.
     """
 
-    def __init__(self, message: str, *, code_changed: bool = False) -> None:
+    def __init__(self, message: str, *, code_changed: bool = False, call_id: str = "") -> None:
+        self.call_id = call_id
         super().__init__(message, reason="nondeterminism", begin_again=code_changed)
 
 

@@ -31,6 +31,11 @@ def call_id(branch: str, number: int) -> str:
     return f"{branch}#{number}"
 
 
+def is_numbered(call_id: str) -> bool:
+    """Whether a call has a number on its branch; what is noted beside the calls has none."""
+    return call_id.rpartition("#")[2].isdecimal()
+
+
 def child_branch(branch: str, number: int, index: int) -> str:
     """The branch of the `index`-th coroutine started by call `number` of `branch`."""
     return f"{branch}/{number}.{index}"

@@ -229,6 +229,8 @@ class ForkPoint:
     attempt: int
     call_id: str
     """The first call that is the fork's own."""
+    messages: tuple[dict[str, Any], ...] = ()
+    """What the policy is told at that call, where it is something else than the environment says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,16 +4,17 @@ Owns: the adapters' matrices, ranks concatenated, and which rows of the next pas
 Does not know policies or versions: an adapter has a place, a number. Files are plain PEFT.
 Invariants: a row sees the columns of its own adapter only; a place is emptied before it is filled again.
 
-LoRA: Hu et al., 2021, arXiv:2106.09685. y = W x + B ((A x) * row mask), all adapters' A stacked, all B side by side.
+LoRA: Hu et al., 2021, arXiv:2106.09685. y = W x + B ((A x) * row mask), the A of the pass's adapters stacked, their B
+side by side; where they are many, adapter by adapter in one batched product, as in Punica (arXiv:2310.18547).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from agentrl.engines.adapter_files import check_adapter, linear_layer
@@ -21,11 +22,23 @@ from agentrl.engines.weight_files import refusal
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from torch import Tensor
     from transformers import PreTrainedModel
 
     from agentrl.core.records import WeightsRef
     from agentrl.engines.adapter_files import AdapterFile
+
+
+_MANY = 4
+"""With more adapters in a pass, each row is computed with its own; with fewer, it is cheaper to compute the columns of
+all of them for every row, and to mask what is not its own."""
+
+
+class _Groups(NamedTuple):
+    """The rows of a pass by adapter, padded with row 0 to the same number each."""
+
+    adapters: int
+    rows: Tensor  # int64 [adapters * most rows of one]
+    places: Tensor  # int64 [B], where each row lies in `rows`
 
 
 class BankLinear(nn.Module):
@@ -39,9 +52,12 @@ class BankLinear(nn.Module):
         self._plain = (base.weight, base.bias, bank)  # in a tuple: reached at once, and registered only once
         self._live = (self.down.t(), self.up)
 
-    def narrow(self, first: int, last: int) -> None:
-        """Compute only columns `[first, last)` from now on."""
-        self._live = (self.down[first:last].t(), self.up[first:last])
+    def narrow(self, columns: slice | Tensor, rank: int | None) -> None:
+        """Compute only these columns from now on; with a rank, each adapter's apart."""
+        down, up = self.down[columns], self.up[columns]
+        if rank is not None:
+            down, up = (part.view(-1, rank, part.shape[-1]) for part in (down, up))
+        self._live = (down.transpose(-1, -2), up)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[..., in]` → `[..., out]`."""
@@ -49,11 +65,19 @@ class BankLinear(nn.Module):
         if not bank.active:
             return functional.linear(hidden, weight, bias)
         flat = hidden.reshape(-1, hidden.shape[-1])
+        out = functional.linear(flat, weight, bias)
         down, up = self._live
-        low = torch.mm(flat, down)
-        if bank.mask is not None:
-            low.view(len(bank.mask), -1, low.shape[-1]).mul_(bank.mask)
-        out = functional.linear(flat, weight, bias).addmm_(low, up)
+        if bank.groups is not None:
+            count, rows, places = bank.groups
+            by_row = flat.view(len(places), -1)
+            grouped = by_row.index_select(0, rows).view(count, -1, flat.shape[-1])
+            added = torch.bmm(torch.bmm(grouped, down), up).view(len(rows), -1)
+            out.view(len(places), -1).add_(added.index_select(0, places))
+        else:
+            low = torch.mm(flat, down)
+            if bank.mask is not None:
+                low.view(len(bank.mask), -1, low.shape[-1]).mul_(bank.mask)
+            out.addmm_(low, up)
         return out.view(*hidden.shape[:-1], -1)
 
 
@@ -67,10 +91,13 @@ class AdapterBank:
         self._filled: dict[int, AdapterFile] = {}
         self._layers: dict[str, BankLinear] = {}
         self._rank = 0
-        self._span = (0, 0)
         self._selected: bytes | None = None
+        self._narrowed: bytes | None = None
         self.active = False
         self.mask: Tensor | None = None
+        """Float [B, 1, columns]: 1 where the column is of the row's adapter; None: all are."""
+        self.groups: _Groups | None = None
+        """Set instead where there are many adapters."""
 
     def free_place(self) -> int | None:
         """The lowest empty place, None where all are filled."""
@@ -95,6 +122,7 @@ class AdapterBank:
         """Put a checked adapter into an empty place; call between two passes."""
         self._free.remove(place)
         self._filled[place] = adapter
+        self._selected = self._narrowed = None
         if not self._layers:
             self._wrap(adapter)
         grown = max(self._rank, adapter.rank)
@@ -122,7 +150,6 @@ class AdapterBank:
             self._layers[name] = wrapped
 
     def _allocate(self, columns: int) -> None:
-        self._selected = None
         for layer in self._layers.values():
             layer.down = layer.base.weight.new_zeros(columns, layer.base.in_features)
             layer.up = layer.base.weight.new_zeros(columns, layer.base.out_features)
@@ -143,16 +170,41 @@ class AdapterBank:
         if key == self._selected:
             return
         self._selected = key
-        used = adapters[adapters >= 0]
+        used = np.unique(adapters[adapters >= 0])
         self.active = len(used) > 0
         if not self.active:
             return
-        first, last = int(used.min()), int(used.max()) + 1
-        span = (first * self._rank, last * self._rank)
+        everyone = bool((adapters >= 0).all())
+        self.mask, self.groups = None, None
+        weight = next(iter(self._layers.values())).base.weight
+        if everyone and len(used) > _MANY:
+            self.groups = _grouped(np.searchsorted(used, adapters), len(used), weight.device)
+        elif len(used) > 1 or not everyone:
+            mask = torch.from_numpy(adapters[:, None, None] == np.repeat(used, self._rank))
+            self.mask = mask.to(weight)
+        self._narrow(used, apart=self.groups is not None)
+
+    def _narrow(self, used: NDArray[np.int64], *, apart: bool) -> None:
+        """Compute the columns of these adapters and no others."""
+        key = used.tobytes() + bytes([apart])
+        if key == self._narrowed:
+            return
+        self._narrowed = key
+        first, last = int(used[0]), int(used[-1]) + 1
+        columns: slice | Tensor = slice(first * self._rank, last * self._rank)
+        if last - first > len(used):
+            columns = torch.from_numpy((used[:, None] * self._rank + np.arange(self._rank)).reshape(-1))
         for layer in self._layers.values():
-            layer.narrow(*span)
-        self.mask = None
-        if last - first > 1 or len(used) < len(adapters):
-            owner = np.repeat(np.arange(first, last), self._rank)
-            mask = torch.from_numpy(adapters[:, None, None] == owner)
-            self.mask = mask.to(next(iter(self._layers.values())).base.weight)
+            layer.narrow(columns, self._rank if apart else None)
+
+
+def _grouped(adapters: NDArray[np.int64], count: int, device: torch.device) -> _Groups:
+    """Rows by adapter, from the number of each row's."""
+    order = np.argsort(adapters, kind="stable")
+    sizes = np.bincount(adapters, minlength=count)
+    most = int(sizes.max())
+    within = np.arange(len(adapters)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    rows, places = np.zeros(count * most, np.int64), np.empty(len(adapters), np.int64)
+    places[order] = adapters[order] * most + within
+    rows[places] = np.arange(len(adapters))
+    return _Groups(count, torch.from_numpy(rows).to(device), torch.from_numpy(places).to(device))

@@ -1,168 +1,46 @@
 """Reading a run: which episodes, what happened in one, how the reward went. Also while it is written, or damaged.
 
 Needs neither torch, ray, numpy nor the environment's code. Gives content as it is: whoever shows it calls `safe`.
+Every question that is asked of a run is a method here or a function of a reader in a module beside this one; its answer
+is a record of plain data, which any renderer, and JSON, can show.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.ledger import RunLedger, run_ledger
+from agentrl.inspection.lines import (
+    COLUMNS,
+    EPISODES,
+    NEWEST,
+    STATUS,
+    AgentLine,
+    CurvePoint,
+    EpisodeLine,
+    EpisodeView,
+    RunLine,
+    converted,
+    json_of,
+    numbers_of,
+    versions_of,
+)
 from agentrl.inspection.showable import check_showable
-from agentrl.inspection.where import Column, parse
+from agentrl.inspection.where import parse
+from agentrl.journal.checksums import row_checksum
 from agentrl.journal.entries import Begin, EntryBody, JournalEntry
 from agentrl.journal.forks import read_prefix
 from agentrl.journal.reader import TurnReader
-from agentrl.journal.results import win_rates
 from agentrl.journal.rows import decode_entries
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.schema import CONTROL_FILE
 
-_STATUS = (
-    "CASE WHEN e.episode IS NULL THEN 'in_flight' WHEN e.drop_reason IS NOT NULL THEN 'dropped'"
-    " WHEN a.purpose <> 'train' THEN 'finished'"
-    " WHEN EXISTS (SELECT 1 FROM step_units s WHERE s.episode = a.episode AND s.attempt = a.attempt) THEN 'trained'"
-    " WHEN EXISTS (SELECT 1 FROM unit_drops d WHERE d.episode = a.episode AND d.attempt = a.attempt) THEN 'dropped'"
-    " ELSE 'ready' END"
-)
-COLUMNS: dict[str, Column] = {
-    "episode": Column("a.episode", "text"),
-    "attempt": Column("a.attempt", "number"),
-    "status": Column(_STATUS, "text"),
-    "purpose": Column("a.purpose", "text"),
-    "environment": Column("a.environment", "text"),
-    "task": Column("a.task", "text"),
-    "group": Column("a.group_id", "text"),
-    "parent": Column("a.parent", "text"),
-    "seats": Column("e.seats", "text"),
-    "policies": Column("e.policies", "text"),
-    "oldest_step": Column("e.oldest_step", "number"),
-    "lineage": Column("e.lineage", "number"),
-    "reward": Column("e.reward", "number"),
-    "stop_reason": Column("e.stop_reason", "text"),
-    "drop_reason": Column("e.drop_reason", "text"),
-    "turns": Column("e.turns", "number"),
-    "tokens": Column("e.tokens", "number"),
-    "seconds": Column("e.seconds", "number"),
-    "admitted_at": Column("a.admitted_at", "number"),
-    "committed_at": Column("e.committed_at", "number"),
-}
-"""Columns of `EpisodeLine`, as `--where` and `--sort` know them."""
-
-_FROM = " FROM admissions a LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt"
-_NEWEST = "NOT EXISTS (SELECT 1 FROM admissions n WHERE n.episode = a.episode AND n.attempt > a.attempt)"
-
-
-class EpisodeLine(msgspec.Struct, frozen=True):
-    """An episode in a list."""
-
-    episode: str
-    attempt: int
-    status: str
-    """`in_flight`, `ready`, `trained`, `dropped`, or `finished` where it was not for training."""
-    purpose: str
-    environment: str
-    task: str
-    group: str
-    parent: str | None
-    seats: dict[str, str]
-    policies: list[str]
-    oldest_step: int | None
-    lineage: int | None
-    reward: float | None
-    stop_reason: str | None
-    drop_reason: str | None
-    turns: int | None
-    tokens: int | None
-    seconds: float | None
-    admitted_at: float
-    committed_at: float | None
-
-
-class AgentLine(msgspec.Struct, frozen=True):
-    """What one agent of an episode got and gave."""
-
-    seat: str
-    index: int
-    policy: str
-    reward: float | None
-    tokens: int
-    oldest_step: int
-    lineage: int
-
-
-class EpisodeView(msgspec.Struct, frozen=True):
-    """An episode with its whole content."""
-
-    summary: EpisodeLine
-    agents: list[AgentLine]
-    measured_against: list[str]
-    """Versions its rewards may depend on besides: the oldest of each policy in the children it waited for."""
-    metrics: dict[str, float | None]
-    detail: str
-    """Why it was dropped, in the words of what failed; empty where it was not."""
-    entries: list[tuple[str, EntryBody]]
-    """Call id and entry, in the order they were written."""
-    problems: list[str]
-    """What could not be read, in words."""
-
-
-class WinRate(msgspec.Struct, frozen=True):
-    """How a policy does against one past version of itself."""
-
-    policy: str
-    step: int
-    """Of the policy's oldest weights in the episode, rounded down to when versions join."""
-    opponent: str
-    """The policy that stands for the past."""
-    version: str
-    episodes: int
-    score: float
-    """Wins per episode; draws count half."""
-
-
-class _Policy(msgspec.Struct):
-    kind: str = ""
-    of: str = ""
-    every: Annotated[int, msgspec.Meta(ge=1)] = 1
-
-
-class _Opponents(msgspec.Struct):
-    policies: dict[str, _Policy]
-
-
-class RunLine(msgspec.Struct, frozen=True):
-    """A run in a list."""
-
-    name: str
-    path: str
-    purpose: str
-    """`train`, or `evaluate` where `agentrl evaluate` kept its episodes."""
-    episodes: int
-    """Episodes of that purpose that were committed."""
-    in_flight: int
-    steps: dict[str, int]
-    """Newest step of each policy."""
-    reward: float | None
-    """Mean training reward over the last five steps; that of all its episodes where it is an evaluation."""
-    problem: str | None = None
-
-
-class CurvePoint(msgspec.Struct, frozen=True):
-    """One optimizer step of one policy."""
-
-    policy: str
-    lineage: int
-    step: int
-    reward: float | None
-    """Mean over the units the step consumed."""
-    units: int
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
 
 
 class RunReader:
@@ -181,39 +59,94 @@ class RunReader:
             raise InputError(
                 f"{self.path}: there is no run here (no journal/{CONTROL_FILE}); `agentrl run list` shows runs"
             )
-        self._log = SqliteRunLog(self.journal)
+        self.log = SqliteRunLog(self.journal)
         self._turns = TurnReader(self.journal)
 
     def close(self) -> None:
         """Close what was opened. Idempotent."""
-        self._log.close()
+        self.log.close()
         self._turns.close()
 
     def info(self) -> dict[str, Any]:
         """The run's identity: format, id, name, resolved configuration."""
-        return dict(self._log.info())
+        return dict(self.log.info())
 
     def episodes(
-        self, where: str = "", *, sort: str = "admitted_at", descending: bool = True, limit: int = 50, offset: int = 0
+        self,
+        where: str = "",
+        *,
+        sort: str = "admitted_at",
+        descending: bool = True,
+        limit: int = 50,
+        offset: int = 0,
+        among: Collection[str] | None = None,
     ) -> list[EpisodeLine]:
         """Episodes that pass a filter (`where.parse`), sorted by a column; those without a value come last.
+
+        Args:
+            where: the filter.
+            sort: the column.
+            descending: largest first.
+            limit: at most so many.
+            offset: after leaving out so many.
+            among: of these only, named as `EPISODE.ATTEMPT`: what `search.matches` found.
 
         Raises:
             InputError: the filter cannot be read, or there is no such column.
             JournalError: the journal is damaged.
         """
-        condition = parse(where, COLUMNS)
+        condition, values = _condition(where, among)
         if sort not in COLUMNS:
             raise InputError(f"--sort: {sort!r} is not a column; there are: {', '.join(COLUMNS)}")
         direction = "DESC" if descending else "ASC"
         key = f"({COLUMNS[sort].sql})"
         order = f"{key} IS NULL, {key} {direction}, a.admitted_at {direction}, a.episode, a.attempt"
-        return self._lines(condition.sql, (*condition.values, limit, offset), order)
+        statement = f"SELECT a.episode, a.attempt{EPISODES} WHERE {condition} ORDER BY {order} LIMIT ? OFFSET ?"
+        return self.lines(self.log.rows(statement, *values, limit, offset))
 
-    def count(self, where: str = "") -> int:
+    def count(self, where: str = "", *, among: Collection[str] | None = None) -> int:
         """How many episodes pass a filter; raises as `episodes`."""
-        condition = parse(where, COLUMNS)
-        return int(self._log.rows(f"SELECT count(*){_FROM} WHERE {condition.sql}", *condition.values)[0][0])
+        condition, values = _condition(where, among)
+        return int(self.log.rows(f"SELECT count(*){EPISODES} WHERE {condition}", *values)[0][0])
+
+    def children(self, episode_id: str) -> list[EpisodeLine]:
+        """The newest attempts of the children of an episode, in the order of their ids."""
+        return self._newest("a.parent = ?", episode_id)
+
+    def group(self, group_id: str) -> list[EpisodeLine]:
+        """The newest attempts of the members of a group."""
+        return self._newest("a.group_id = ?", group_id)
+
+    def _newest(self, condition: str, value: str) -> list[EpisodeLine]:
+        statement = f"SELECT a.episode, a.attempt FROM admissions a WHERE {condition} AND {NEWEST} LIMIT 1000"
+        found = [(str(episode), attempt) for episode, attempt in self.log.rows(statement, value)]
+        return self.lines(sorted(found, key=lambda key: (len(key[0]), key)))
+
+    def lines(self, keys: Sequence[tuple[Any, Any]]) -> list[EpisodeLine]:
+        """Episodes by (id, attempt), each with what is damaged of its records.
+
+        The columns of a page are read apart from its order, which thus looks at no more than it needs of each episode.
+        """
+        columns = ", ".join(column.sql for column in COLUMNS.values())
+        statement = f"SELECT {columns}{EPISODES} WHERE a.episode = ? AND a.attempt = ?"
+        lines = []
+        for key in keys:
+            for row in self.log.rows(statement, *key):
+                fields = dict(zip(COLUMNS, row, strict=True))
+                fields["seats"] = json_of(fields["seats"])
+                fields["policies"] = [policy for policy in str(fields["policies"] or "").split(",") if policy]
+                fields["problem"] = self._damage(*key)
+                lines.append(converted(EpisodeLine, fields))
+        return lines
+
+    def _damage(self, episode: Any, attempt: Any) -> str | None:
+        """Whether the records of an attempt match their checksums."""
+        for table in ("admissions", "episodes"):
+            statement = f"SELECT * FROM {table} WHERE episode = ? AND attempt = ?"
+            for row in self.log.rows(statement, episode, attempt):
+                if row_checksum(table, row[:-1]) != row[-1]:
+                    return f"its record in `{table}` does not match its checksum: altered, or damaged by the disk"
+        return None
 
     def episode(self, episode_id: str, attempt: int | None = None) -> EpisodeView:
         """One episode; its newest attempt unless another is named. What cannot be read is named in `problems`.
@@ -222,13 +155,18 @@ class RunReader:
             InputError: there is no such episode.
             JournalError: the control log is damaged.
         """
-        condition = "a.episode = ?" + ("" if attempt is None else " AND a.attempt = ?")
-        key = (episode_id,) if attempt is None else (episode_id, attempt)
-        lines = self._lines(condition, (*key, 1, 0), "a.attempt DESC")
+        statement = "SELECT episode, attempt FROM admissions WHERE episode = ? ORDER BY attempt DESC"
+        keys = [key for key in self.log.rows(statement, episode_id) if attempt in (None, key[1])]
+        lines = self.lines(keys[:1])
         if not lines:
-            raise InputError(f"{self.path}: no episode {episode_id!r}; `agentrl episode list {self.path}` shows them")
+            known = f", attempt {attempt}" if attempt is not None else ""
+            raise InputError(
+                f"{self.path}: no episode {episode_id!r}{known}; `agentrl episode list {self.path}` shows them"
+            )
         line = lines[0]
-        entries, problems = self._entries(line)
+        entries, inherited, problems = self._entries(line)
+        if line.problem is not None:
+            problems.append(line.problem)
         bodies: list[tuple[str, EntryBody]] = []
         for entry in entries:
             try:
@@ -237,24 +175,25 @@ class RunReader:
                 bodies.append((entry.call_id, body))
             except JournalError as error:
                 problems.append(str(error))
-        rows = self._log.rows(
+        rows = self.log.rows(
             "SELECT seat, agent, policy, reward, tokens, oldest_step, lineage FROM trajectories"
             " WHERE episode = ? AND attempt = ? ORDER BY seat, agent",
             line.episode,
             line.attempt,
         )
-        metrics = self._log.rows(
+        metrics = self.log.rows(
             "SELECT metrics, detail, measured_against FROM episodes WHERE episode = ? AND attempt = ?",
             line.episode,
             line.attempt,
         )
         return EpisodeView(
             summary=line,
-            agents=[_convert(AgentLine, row) for row in rows],
-            measured_against=_versions(metrics[0][2], problems) if metrics else [],
-            metrics=_numbers(metrics[0][0], problems) if metrics else {},
+            agents=[converted(AgentLine, row) for row in rows],
+            measured_against=versions_of(metrics[0][2], problems) if metrics else [],
+            metrics=numbers_of(metrics[0][0], problems) if metrics else {},
             detail=str(metrics[0][1]) if metrics else "",
             entries=bodies,
+            inherited=inherited,
             problems=problems,
         )
 
@@ -263,15 +202,15 @@ class RunReader:
         points = []
         newest = "SELECT policy, lineage, max(step) FROM steps WHERE (policy, lineage) IN"
         newest += " (SELECT policy, max(lineage) FROM steps GROUP BY policy) GROUP BY policy ORDER BY policy"
-        for policy, lineage, step in self._log.rows(newest):
+        for policy, lineage, step in self.log.rows(newest):
             statement = (
                 "SELECT policy, lineage, step, avg(reward), count(*) FROM"
                 " (SELECT policy, lineage, step, sum(reward) AS reward FROM step_units"
                 " WHERE policy = ? AND lineage = ? AND step > ? AND step <= ?"
                 " GROUP BY policy, lineage, step, episode, attempt) GROUP BY step ORDER BY step"
             )
-            for line in reversed(self._log.surviving(PolicyVersion(policy, lineage, step))):
-                points += [_convert(CurvePoint, row) for row in self._log.rows(statement, policy, *line)]
+            for line in reversed(self.log.surviving(PolicyVersion(policy, lineage, step))):
+                points += [converted(CurvePoint, row) for row in self.log.rows(statement, policy, *line)]
         return points
 
     def metric(self, name: str) -> dict[str, list[tuple[int, float | None]]]:
@@ -282,20 +221,20 @@ class RunReader:
             " WHERE v.policy = m.policy AND coalesce(v.parent_lineage, -1) < v.lineage"
             " AND coalesce(v.parent_step, -1) < m.step AND v.published_at > m.recorded_at) ORDER BY id"
         )
-        for policy, step, value in self._log.rows(statement, name):
+        for policy, step, value in self.log.rows(statement, name):
             values.setdefault(policy, {})[step] = value
         return {policy: sorted(by_step.items()) for policy, by_step in sorted(values.items())}
 
     def metric_names(self) -> list[str]:
         """The names that were recorded."""
-        return [name for (name,) in self._log.rows("SELECT DISTINCT name FROM metrics ORDER BY name")]
+        return [name for (name,) in self.log.rows("SELECT DISTINCT name FROM metrics ORDER BY name")]
 
     def counts(self) -> dict[str, int]:
         """Training episodes, the newest attempt of each, by status."""
         statement = (
-            f"SELECT {_STATUS} AS status, count(*){_FROM} WHERE a.purpose = 'train' AND {_NEWEST} GROUP BY status"
+            f"SELECT {STATUS} AS status, count(*){EPISODES} WHERE a.purpose = 'train' AND {NEWEST} GROUP BY status"
         )
-        return {str(status): int(count) for status, count in self._log.rows(statement)}
+        return {str(status): int(count) for status, count in self.log.rows(statement)}
 
     def drop_reasons(self) -> dict[str, int]:
         """Dropped training episodes, the newest attempt of each, by reason; the most frequent first."""
@@ -304,65 +243,39 @@ class RunReader:
             " WHERE d.episode = a.episode AND d.attempt = a.attempt))"
         )
         statement = (
-            f"SELECT {reason} AS reason, count(*) AS many{_FROM} WHERE a.purpose = 'train' AND {_NEWEST}"
-            f" AND {_STATUS} = 'dropped' GROUP BY reason ORDER BY many DESC, reason"
+            f"SELECT {reason} AS reason, count(*) AS many{EPISODES} WHERE a.purpose = 'train' AND {NEWEST}"
+            f" AND {STATUS} = 'dropped' GROUP BY reason ORDER BY many DESC, reason"
         )
-        return {str(reason): int(count) for reason, count in self._log.rows(statement)}
+        return {str(reason): int(count) for reason, count in self.log.rows(statement)}
 
     def ledger(self) -> RunLedger:
         """Every episode and every unit accounted for; raises as `run_ledger`."""
-        return run_ledger(self._log, self.path / "checkpoints")
-
-    def win_rates(self) -> list[WinRate]:
-        """Results against past versions, by the learner's step and the opponent's version."""
-        try:
-            config = msgspec.convert(self.info().get("config"), _Opponents)
-        except msgspec.ValidationError:  # of an evaluation, or of nobody's
-            return []
-        found = []
-        for name, policy in config.policies.items():
-            if policy.kind == "past":
-                matrix = win_rates(self._log.against({name}), name, policy.of, every=policy.every)
-                found += [
-                    WinRate(policy.of, step, name, str(version), tally.episodes, tally.score / tally.episodes)
-                    for (step, version), tally in matrix.items()
-                ]
-        return found
+        return run_ledger(self.log, self.path / "checkpoints")
 
     def line(self) -> RunLine:
         """The run as a line of a list."""
         committed = "SELECT count(*), avg(reward) FROM episodes WHERE purpose = ? AND drop_reason IS NULL"
-        in_flight = f"SELECT count(*){_FROM} WHERE e.episode IS NULL"
+        in_flight = f"SELECT count(*){EPISODES} WHERE e.episode IS NULL AND {NEWEST}"
         points = self.curve()
         last = [point.reward for point in points if point.reward is not None][-5:]
         info = self.info()
         purpose = "evaluate" if "evaluated" in info else "train"
-        ((episodes, mean),) = self._log.rows(committed, purpose)
+        ((episodes, mean),) = self.log.rows(committed, purpose)
         reward = mean if purpose == "evaluate" else sum(last) / len(last) if last else None
         return RunLine(
             name=name if isinstance(name := info.get("name"), str) else self.path.name,
             path=str(self.path),
             purpose=purpose,
             episodes=episodes,
-            in_flight=self._log.rows(in_flight)[0][0],
+            in_flight=self.log.rows(in_flight)[0][0],
             steps={point.policy: point.step for point in points},
             reward=reward,
         )
 
-    def _lines(self, condition: str, values: tuple[Any, ...], order: str) -> list[EpisodeLine]:
-        columns = ", ".join(column.sql for column in COLUMNS.values())
-        rows = self._log.rows(f"SELECT {columns}{_FROM} WHERE {condition} ORDER BY {order} LIMIT ? OFFSET ?", *values)
-        lines = []
-        for row in rows:
-            fields = dict(zip(COLUMNS, row, strict=True))
-            fields["seats"] = _json(fields["seats"])
-            fields["policies"] = [policy for policy in str(fields["policies"] or "").split(",") if policy]
-            lines.append(_convert(EpisodeLine, fields))
-        return lines
-
-    def _entries(self, line: EpisodeLine) -> tuple[list[JournalEntry], list[str]]:
+    def _entries(self, line: EpisodeLine) -> tuple[list[JournalEntry], int, list[str]]:
+        """What is there of an attempt, how much of it a fork took over, and what could not be read."""
         statement = "SELECT partition, entries, digest FROM episodes WHERE episode = ? AND attempt = ?"
-        located = [row for row in self._log.rows(statement, line.episode, line.attempt) if row[0] is not None]
+        located = [row for row in self.log.rows(statement, line.episode, line.attempt) if row[0] is not None]
         if not located:
             located = [(path.name, None, b"") for path in sorted(self.journal.glob("turns-*.db"))]
         entries: list[JournalEntry] = []
@@ -373,9 +286,22 @@ class RunReader:
             except JournalError as error:
                 problems.append(str(error))
         try:
-            return self._with_prefix(entries), problems
+            whole = self._with_prefix(entries)
         except JournalError as error:
-            return entries, [*problems, str(error)]
+            return entries, 0, [*problems, str(error)]
+        return whole, len(whole) - len(entries), problems
+
+    def recorded(self, line: EpisodeLine) -> tuple[list[JournalEntry], list[JournalEntry]]:
+        """An attempt's own entries, and those it took over as a fork, ancestors' beginnings among them: for a replay.
+
+        What cannot be read is missing; `episode` names it.
+        """
+        whole, inherited, problems = self._entries(line)
+        own = [whole[0], *whole[1 + inherited :]] if whole else []
+        begin = decode_entries(own[:1])[0] if own and not problems else None
+        if not isinstance(begin, Begin) or begin.fork is None:
+            return own, []
+        return own, read_prefix(self.journal, begin.fork)
 
     def _with_prefix(self, entries: list[JournalEntry]) -> list[JournalEntry]:
         """A fork's entries: its own beginning, then what it took over, then what is its own."""
@@ -411,38 +337,9 @@ def runs(directory: str | Path) -> list[RunLine]:
     return lines
 
 
-def _convert(kind: type[Any], row: Any) -> Any:
-    """A struct of a row, its types checked: a database may hold anything anywhere."""
-    fields = row if isinstance(row, dict) else dict(zip(kind.__struct_fields__, row, strict=True))
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise JournalError(f"a row of the control log is damaged: {error}") from error
-
-
-def _numbers(text: Any, problems: list[str]) -> dict[str, float | None]:
-    """An episode's metrics; one that is no number is told in `problems`."""
-    numbers: dict[str, float | None] = {}
-    for name, value in _json(text).items():
-        try:
-            numbers[name] = msgspec.convert(value, float | None)
-        except (msgspec.ValidationError, OverflowError):
-            problems.append(f"metric {name[:100]!r} is no number; its row of the control log is damaged")
-    return numbers
-
-
-def _versions(text: Any, problems: list[str]) -> list[str]:
-    """The versions an episode was measured against; what is no list of them is told in `problems`."""
-    try:
-        return [] if text is None else list(map(str, msgspec.json.decode(text, type=tuple[PolicyVersion, ...])))
-    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
-        problems.append("what it was measured against is no list of versions; its row of the control log is damaged")
-        return []
-
-
-def _json(text: Any) -> dict[str, Any]:
-    try:
-        value = json.loads(text) if text is not None else {}
-    except (ValueError, TypeError, RecursionError) as error:
-        raise JournalError(f"a row of the control log is damaged: {error}") from error
-    return value if isinstance(value, dict) else {}
+def _condition(where: str, among: Collection[str] | None) -> tuple[str, tuple[Any, ...]]:
+    condition = parse(where, COLUMNS)
+    if among is None:
+        return condition.sql, condition.values
+    named = "a.episode || '.' || a.attempt IN (SELECT value FROM json_each(?))"
+    return f"({condition.sql}) AND {named}", (*condition.values, json.dumps(sorted(among)))

@@ -1,245 +1,272 @@
-"""Runs for the terminal. All content passes `safe` here, and is never read as markup."""
+"""Runs and their lists as pages for the terminal."""
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
-from agentrl.core.safe import safe, safe_line
-from agentrl.inspection.statistics import win_rate_matrix
-from agentrl.journal.entries import (
-    EffectEntry,
-    EntryBody,
-    GatherEntry,
-    ResourceEntry,
-    RewardEntry,
-    SpawnEntry,
-    ToolEntry,
-    TurnEntry,
-)
+from agentrl.inspection.terminal import Page
+from agentrl.inspection.winrates import win_rate_matrix
 from agentrl.observe.metrics import describe
 from agentrl.observe.plot import curve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rich.console import RenderableType
-
+    from agentrl.inspection.figures import RunFigures, Spread
     from agentrl.inspection.ledger import RunLedger
-    from agentrl.inspection.reader import CurvePoint, EpisodeLine, EpisodeView, RunLine, WinRate
+    from agentrl.inspection.lines import CurvePoint, EpisodeLine, RunLine
+    from agentrl.inspection.steps import StepLine, StepView
+    from agentrl.inspection.timelines import RunTimeline
+    from agentrl.inspection.winrates import WinRate
 
-MAX_CELL = 500
-"""Characters of content in a cell of a table."""
-_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
+EPISODE_COLUMNS = (
+    *("episode", "status", "environment", "task", "reward", "stop_reason", "drop_reason"),
+    *("turns", "tokens", "oldest_step", "seconds"),
+)
+"""What `episode list` shows unless it is asked for other columns."""
+_NUMBERS = {"attempt", "oldest_step", "lineage", "staleness", "reward", "turns", "tokens", "seconds"}
+_SHADES = " ▁▂▃▄▅▆▇█"
 
 
-def run_table(lines: Sequence[RunLine]) -> RenderableType:
+def run_table(lines: Sequence[RunLine]) -> Page:
     """Runs, a line each."""
+    page = Page()
     if not lines:
-        return Text("no runs here")
-    table = _table("run", "purpose", "episodes>", "in_flight>", "steps>", "reward>", "")
+        page.line("no runs here")
+        return page
+    rows = []
     for line in lines:
         steps = ", ".join(
             f"{step}" if len(line.steps) == 1 else f"{policy} {step}" for policy, step in line.steps.items()
         )
-        cells = [line.name, line.purpose, str(line.episodes), str(line.in_flight), steps, _number(line.reward)]
-        cells.append(line.problem or "")
-        table.add_row(*map(_cell, cells))
-    return table
+        counts = [str(line.episodes), str(line.in_flight), steps, number(line.reward)]
+        rows.append([line.name, line.purpose, *counts, line.problem or ""])
+    page.table(["run", "purpose", "episodes>", "in_flight>", "steps>", "reward>", ""], rows)
+    return page
 
 
-def ledger_view(ledger: RunLedger) -> RenderableType:
+def ledger_view(ledger: RunLedger) -> Page:
     """Both equations, a line each, and the verdict."""
-    episodes = _table("environment", "admitted>", "=", "in flight>", "+ ready>", "+ trained>", "+ dropped>", "")
+    page = Page()
+    page.line("episodes, children counted")
+    rows = []
     for name, counts in ledger.episodes.items():
         numbers = [counts.admitted, "", counts.in_flight, counts.ready, counts.trained, sum(counts.dropped.values())]
-        episodes.add_row(*map(_cell, [name, *map(str, numbers), _reasons(counts.dropped)]))
-    units = _table("policy", "committed>", "=", "ready>", "+ consumed>", "+ dropped>", "")
+        rows.append([name, *map(str, numbers), _counted(counts.dropped)])
+    page.table(["environment", "admitted>", "=", "in flight>", "+ ready>", "+ trained>", "+ dropped>", ""], rows)
+    page.line("units")
+    rows = []
     for name, unit in ledger.units.items():
-        through = f"through {ledger.through[name]}" + (f"; {_reasons(unit.dropped)}" if unit.dropped else "")
-        cells = [name, unit.committed, "", unit.ready, unit.consumed, sum(unit.dropped.values()), through]
-        units.add_row(*map(_cell, map(str, cells)))
-    verdict = Text("the ledger holds: nothing is lost, nothing was trained twice", style="green")
-    if not ledger.holds:
-        verdict = Text(safe("\n".join(["the ledger does NOT hold", *ledger.problems])), style="red")
-    return Group(Text("episodes, children counted"), episodes, Text("units"), units, verdict)
+        through = f"through {ledger.through[name]}" + (f"; {_counted(unit.dropped)}" if unit.dropped else "")
+        numbers = [unit.committed, "", unit.ready, unit.consumed, sum(unit.dropped.values())]
+        rows.append([name, *map(str, numbers), through])
+    page.table(["policy", "committed>", "=", "ready>", "+ consumed>", "+ dropped>", ""], rows)
+    if ledger.holds:
+        page.line(("the ledger holds: nothing is lost, nothing was trained twice", "green"))
+    else:
+        page.block("\n".join(["the ledger does NOT hold", *ledger.problems]), "red", indent=0)
+    return page
 
 
-def win_rate_table(found: Sequence[WinRate]) -> RenderableType:
+def win_rate_table(found: Sequence[WinRate]) -> Page:
     """The matrix of win rates: a row per step of the policy, a column per past version."""
+    page = Page()
     if not found:
-        return Text("no episode was played against a past version")
+        page.line("no episode was played against a past version")
+        return page
     (who, step, *versions), *rows = win_rate_matrix(found)
-    table = _table(who, f"{step}>", *(f"{version}>" for version in versions))
-    for row in rows:
-        table.add_row(*map(_cell, row))
-    return table
+    page.table([who, f"{step}>", *(f"{version}>" for version in versions)], rows)
+    return page
 
 
-def _reasons(dropped: Mapping[str, int]) -> str:
-    return ", ".join(f"{reason} {count}" for reason, count in sorted(dropped.items()))
-
-
-def episode_table(lines: Sequence[EpisodeLine], total: int) -> RenderableType:
+def episode_table(lines: Sequence[EpisodeLine], total: int, columns: Sequence[str] = ()) -> Page:
     """Episodes, a line each, and how many there are in all; every heading is a column of `--where` and `--sort`."""
+    page = Page()
     if not lines:
-        return Text("no episodes pass")
-    reasons = [name for name in ("stop_reason", "drop_reason") if any(getattr(line, name) for line in lines)]
-    table = _table(
-        *("episode", "status", "environment", "task", "reward>", *reasons),
-        *("turns>", "tokens>", "oldest_step>", "seconds>"),
-    )
-    for line in lines:
-        name = line.episode if line.attempt == 0 else f"{line.episode} (attempt {line.attempt})"
-        step = "" if line.oldest_step is None else str(line.oldest_step)
-        cells = [name, line.status, line.environment, line.task, _number(line.reward)]
-        cells += [getattr(line, reason) or "" for reason in reasons]
-        cells += [_count(line.turns), _count(line.tokens), step]
-        table.add_row(*map(_cell, [*cells, _number(line.seconds)]))
-    if total > len(lines):
-        table.caption = f"{len(lines)} of {total:,} episodes"
-    return table
+        page.line("no episodes pass")
+        return page
+    chosen = list(columns or EPISODE_COLUMNS)
+    if not columns:
+        chosen = [name for name in chosen if not name.endswith("_reason") or any(getattr(line, name) for line in lines)]
+    rows = [[_cell(line, name) for name in chosen] for line in lines]
+    headings = [f"{name}>" if name in _NUMBERS else name for name in chosen]
+    page.table(headings, rows, caption=f"{len(lines)} of {total:,} episodes" if total > len(lines) else "")
+    page.problems(f"{line.episode}: {line.problem}" for line in lines if line.problem)
+    return page
 
 
-def episode_view(view: EpisodeView) -> Text:
-    """An episode: what it is, the conversation of each agent, and what else happened, in order."""
-    text = Text()
-    _summary(text, view)
-    turns = [entry for _, entry in view.entries if isinstance(entry, TurnEntry)]
-    for agent in dict.fromkeys((turn.seat, turn.index) for turn in turns):
-        own = [turn for turn in turns if (turn.seat, turn.index) == agent]
-        text.append(f"\n── {safe_line(agent[0])}[{agent[1]}] · {safe_line(own[0].policy)} ──\n", "bold")
-        row = own[0].row
-        for turn in own:
-            if turn.row != row:
-                row = turn.row
-                text.append("  (the context was rewritten: a new row begins)\n", "dim")
-            _turn(text, turn)
-    others = [(call, line) for call, entry in view.entries if (line := _event(entry))]
-    if others:
-        text.append("\n── events ──\n", "bold")
-        for call, line in others:
-            text.append(f"  {safe_line(call):<10} ", "dim").append(safe_line(line) + "\n")
-    for problem in view.problems:
-        text.append(f"\nnot readable: {safe(problem)}\n", "bold red")
-    text.rstrip()
-    return text
+def _cell(line: EpisodeLine, column: str) -> str:
+    value = getattr(line, column)
+    if column == "episode" and line.attempt and value is not None:
+        return f"{value} (attempt {line.attempt})"
+    if column in ("turns", "tokens"):
+        return "" if value is None else f"{value:,}"
+    if isinstance(value, float):
+        return number(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{seat}: {policy}" for seat, policy in value.items())
+    return ", ".join(value) if isinstance(value, list) else "" if value is None else str(value)
 
 
-def metric_table(latest: Mapping[str, Mapping[str, float]]) -> RenderableType:
+def metric_table(latest: Mapping[str, Mapping[str, float]]) -> Page:
     """The newest value of each metric, with its unit and meaning."""
-    table = _table("metric", "value>", "unit", "meaning")
+    page, rows = Page(), []
     for policy, values in latest.items():
         for name, value in values.items():
             known = describe(name)
             whose = f"{policy}: " if len(latest) > 1 else ""
-            cells = [f"{whose}{name}", f"{value:.4g}", known.unit if known else "", known.meaning if known else ""]
-            table.add_row(*map(_cell, cells))
-    return table if table.row_count else Text("no metrics yet")
+            rows.append([f"{whose}{name}", f"{value:.4g}", known.unit if known else "", known.meaning if known else ""])
+    if rows:
+        page.table(["metric", "value>", "unit", "meaning"], rows)
+    else:
+        page.line("no metrics yet")
+    return page
 
 
-def curves(points: Sequence[CurvePoint], *, width: int = 64) -> Text:
+def curves(points: Sequence[CurvePoint], *, width: int = 64) -> Page:
     """The reward of each policy over its steps, as plots."""
+    page = Page()
     policies = dict.fromkeys(point.policy for point in points)
     if not policies:
-        return Text("no optimizer step was taken yet; an evaluation takes none")
-    text = Text()
+        page.line("no optimizer step was taken yet; an evaluation takes none")
     for policy in policies:
         own = [point for point in points if point.policy == policy and point.reward is not None]
-        title = f"reward of {safe_line(policy)}"
         values = [point.reward for point in own if point.reward is not None]
-        text.append(curve(values, steps=[point.step for point in own], title=title, width=width) + "\n")
-    text.rstrip()
-    return text
+        title = f"reward of {policy}"
+        page.block(curve(values, steps=[point.step for point in own], title=title, width=width), indent=0)
+    return page
 
 
-def _summary(text: Text, view: EpisodeView) -> None:
-    line = view.summary
-    text.append(f"{safe_line(line.episode)}", "bold")
-    text.append(f" · attempt {line.attempt} · {line.status} · {line.purpose}\n")
-    facts = [("environment", line.environment), ("task", line.task), ("group", line.group)]
-    if line.parent:
-        facts.append(("parent", line.parent))
-    facts.append(("ended", line.drop_reason or line.stop_reason or "not yet"))
-    if view.detail:
-        facts.append(("because", view.detail))
-    if line.reward is not None:
-        facts.append(("reward", _number(line.reward)))
-    if line.turns is not None:
-        facts.append(("length", f"{line.turns} turns, {line.tokens} tokens, {_number(line.seconds)} s"))
-    for agent in view.agents:
-        what = f"{agent.policy}, reward {_number(agent.reward) or 'none'}, {agent.tokens} tokens"
-        facts.append((f"{agent.seat}[{agent.index}]", f"{what}, oldest weights {agent.lineage}.{agent.oldest_step}"))
-    if view.measured_against:
-        facts.append(("against", ", ".join(view.measured_against)))
-    for name, value in view.metrics.items():
-        facts.append((name, _number(value)))
-    for name, fact in facts:
-        text.append(f"  {safe_line(name):<12} ", "dim").append(safe_line(fact) + "\n")
+def metric_curves(metric: str, values: Mapping[str, Sequence[tuple[int, float | None]]]) -> Page:
+    """A metric of each policy over its steps, as plots."""
+    page = Page()
+    for policy, points in values.items():
+        known = [(step, value) for step, value in points if value is not None]
+        title = f"{metric} of {policy}" if len(values) > 1 else metric
+        page.block(curve([v for _, v in known], steps=[s for s, _ in known], title=title), indent=0)
+    return page
 
 
-def _turn(text: Text, turn: TurnEntry) -> None:
-    for message in turn.messages:
-        role = str(message.get("role", "?"))
-        _block(text, role, str(message.get("content", "")))
-    versions = ", ".join(dict.fromkeys(f"{span.lineage}.{span.step}" for span in turn.spans))
-    note = f"turn {turn.turn}, {len(turn.token_ids) // 4} tokens of version {versions}, {turn.finish_reason}"
-    _block(text, "assistant", turn.text, note + (f", drift: {turn.drift}" if turn.drift else ""))
+def step_table(lines: Sequence[StepLine]) -> Page:
+    """Steps, a line each."""
+    page = Page()
+    if not lines:
+        page.line("no optimizer step was taken")
+        return page
+    rows = []
+    for line in lines:
+        numbers = [number(line.reward), _small(line.loss), _small(line.grad_norm), str(line.units)]
+        numbers += [f"{line.samples:,}", f"{line.tokens:,}", number(line.seconds)]
+        undone = "" if line.survives else "undone by a rollback"
+        rows.append([line.policy, f"{line.lineage}.{line.step}", *numbers, undone])
+    headings = ["policy", "version>", "reward>", "loss>", "grad_norm>", "units>", "rows>", "tokens>", "seconds>", ""]
+    page.table(headings, rows)
+    return page
 
 
-def _block(text: Text, role: str, content: str, note: str = "") -> None:
-    style = _STYLES.get(role, "magenta")
-    text.append(f"  {safe_line(role)}", f"bold {style}")
-    text.append(f"  {safe_line(note)}\n" if note else "\n", "dim")
-    for line in safe(content).split("\n"):
-        text.append(f"    {line}\n", style)
+def step_page(view: StepView) -> Page:
+    """A step: what it did, and what it was fed."""
+    page, line = Page(), view.line
+    page.line((f"{line.policy}@{line.lineage}.{line.step}", "bold"), f" · made from {view.started_from}")
+    facts = [("reward", number(line.reward)), ("loss", _small(line.loss)), ("grad_norm", _small(line.grad_norm))]
+    facts.append(("fed", f"{line.units} units, {line.samples} rows, {line.tokens:,} trained tokens"))
+    facts.append(("normaliser", f"{view.normaliser:g}"))
+    facts.append(("digest", view.input_digest))
+    facts.append(("columns", view.columns_file or "none were written"))
+    facts += [(name, _small(value)) for name, value in view.metrics.items()]
+    if not line.survives:
+        facts.append(("undone", "a rollback undid it: its units were ready again"))
+    page.facts(facts)
+    rows = [
+        [
+            fed.episode if not fed.attempt else f"{fed.episode} (attempt {fed.attempt})",
+            f"{fed.seat}[{fed.agent}]",
+            *(number(value) for value in (fed.reward, fed.baseline, fed.advantage)),
+            "" if fed.tokens is None else str(fed.tokens),
+            number(fed.mean_ratio),
+            "" if fed.largest_lag is None else str(fed.largest_lag),
+        ]
+        for fed in view.fed
+    ]
+    page.heading("what it was fed")
+    headings = ["episode", "agent", "reward>", "baseline>", "advantage>", "tokens>", "mean ratio>", "lag>"]
+    page.table(headings, rows)
+    page.problems(view.problems)
+    return page
 
 
-def _event(entry: EntryBody) -> str:
-    match entry:
-        case ToolEntry():
-            call = f"tool {entry.name}({_json(entry.arguments)})"
-            return f"{call} → {entry.observation} [{entry.outcome}, {entry.seconds:.3f} s]"
-        case EffectEntry():
-            return (
-                f"effect {entry.name} → {entry.error or _json(entry.value)} [{entry.guarantee}, {entry.seconds:.3f} s]"
-            )
-        case ResourceEntry():
-            return f"resource {entry.resource}.{entry.method} → {_json(entry.value)} [{entry.level}]"
-        case SpawnEntry():
-            return f"spawn {entry.environment}: {', '.join(entry.children)}"
-        case GatherEntry():
-            by = ", ".join(f"{policy}@{lineage}.{step}" for policy, (lineage, step) in entry.versions.items())
-            return f"child {entry.child}: {entry.drop_reason or _json(entry.rewards)}" + (f" [{by}]" if by else "")
-        case RewardEntry():
-            where = "the episode" if entry.turn is None else f"turn {entry.turn}"
-            return f"reward {entry.value:g} to {entry.seat}[{entry.index}] for {where}"
-    return ""
+def figures_page(figures: RunFigures) -> Page:
+    """A run in figures."""
+    page = Page()
+    speed = "" if figures.tokens_per_second is None else f", {figures.tokens_per_second:,.0f} sampled tokens a second"
+    page.line((figures.name, "bold"), f" · {number(figures.seconds)} s{speed}")
+    page.line(f"{figures.in_flight} in flight, {figures.repeated} attempts beyond the first")
+    for kind in figures.episodes:
+        page.heading(f"{kind.environment} · {kind.purpose}")
+        page.line(f"  {kind.episodes:,} episodes ended: {_counted(kind.ended)}")
+        spreads = {"reward": kind.reward, "turns": kind.turns, "tokens": kind.tokens, "seconds": kind.seconds}
+        rows = [[f"  {name}", *_spread(spread)] for name, spread in spreads.items()]
+        page.table(["  of committed ones", "mean>", "10 % below>", "median>", "10 % above>"], rows)
+    page.heading("policies")
+    rows = [
+        [
+            policy.policy,
+            f"{policy.trajectories:,}",
+            f"{policy.tokens:,}",
+            number(policy.reward),
+            str(policy.steps),
+            ", ".join(f"{steps}: {count:,}" for steps, count in policy.staleness.items()),
+        ]
+        for policy in figures.policies
+    ]
+    page.table(["policy", "trajectories>", "tokens>", "reward>", "steps>", "trained, by staleness"], rows)
+    return page
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        right = column.endswith(">")
-        table.add_column(column.removesuffix(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
-    return table
+def run_timeline_page(line: RunTimeline) -> Page:
+    """A run over its seconds: a row each for what ran, a column for each part."""
+    page = Page()
+    page.line(f"{number(line.seconds)} s in parts of {line.part:.3g} s")
+    rows: list[list[str]] = []
+    for name, counts in line.in_flight.items():
+        rows.append([f"in flight: {name}", _shades(counts), f"at most {max(counts):.1f}"])
+    rows.append(["committed", _shades([float(count) for count in line.committed]), f"{sum(line.committed):,}"])
+    rows.append(["dropped", _shades([float(count) for count in line.dropped]), f"{sum(line.dropped):,}"])
+    for policy, shares in line.trainers.items():
+        rows.append([f"trainer of {policy}", _shades(shares, most=1.0), _idle(line, f"trainer of {policy}")])
+    if any(share is not None for share in line.engine):
+        rows.append(["engine", _shades([share or 0.0 for share in line.engine], most=1.0), _idle(line, "engine")])
+    marks = [" "] * len(line.committed)
+    for at, _ in line.versions:
+        marks[min(int(at / line.part), len(marks) - 1)] = "│"
+    rows.append(["versions", "".join(marks), f"{len(line.versions)} published"])
+    page.table(["", "", ""], rows)
+    page.problems(line.problems)
+    return page
 
 
-def _cell(text: str) -> Text:
-    return Text(safe_line(text if len(text) <= MAX_CELL else f"{text[:MAX_CELL]}…"))
+def _idle(line: RunTimeline, name: str) -> str:
+    return f"idle {line.idle[name]:.0%}" if name in line.idle else ""
 
 
-def _number(value: float | None) -> str:
+def _shades(values: Sequence[float], *, most: float | None = None) -> str:
+    top = most or max(values, default=0.0) or 1.0
+    places = [min(round(value / top * (len(_SHADES) - 1)), len(_SHADES) - 1) for value in values]
+    return "".join(_SHADES[max(place, 1 if value > 0 else 0)] for place, value in zip(places, values, strict=True))
+
+
+def _spread(spread: Spread) -> list[str]:
+    return [number(value) for value in (spread.mean, spread.low, spread.median, spread.high)]
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
+
+
+def number(value: float | None) -> str:
+    """At most three decimals; empty where there is none."""
     return "" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
 
 
-def _count(value: int | None) -> str:
-    return "" if value is None else f"{value:,}"
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+def _small(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

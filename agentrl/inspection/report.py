@@ -9,7 +9,8 @@ from typing import Any
 from agentrl.core.errors import StorageError
 from agentrl.core.files import open_regular
 from agentrl.inspection.reader import RunReader
-from agentrl.inspection.statistics import run_state, win_rate_matrix
+from agentrl.inspection.statistics import run_state
+from agentrl.inspection.winrates import run_win_rates, win_rate_matrix
 from agentrl.observe.alarm_lines import read_alarms
 from agentrl.observe.files import replace_file
 from agentrl.observe.report import page
@@ -49,7 +50,7 @@ def write_report(directory: str | Path) -> Path:
 
 def _win_rates(reader: RunReader) -> list[list[str]]:
     try:
-        found = reader.win_rates()
+        found = run_win_rates(reader)
     except StorageError:  # which the state of the run names
         return []
     return win_rate_matrix(found) if found else []

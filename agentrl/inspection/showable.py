@@ -36,6 +36,7 @@ def check_showable(body: EntryBody, where: str) -> None:
                 below += [getattr(value, name) for name in value.__struct_fields__]
             elif isinstance(value, ForkPoint):
                 below += [value.journal, value.partition, value.episode_id, value.attempt, value.call_id]
+                below += value.messages
             elif isinstance(value, list | tuple):
                 below += value
             elif not isinstance(value, str | int | float | bytes | datetime | None):

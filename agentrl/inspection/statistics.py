@@ -5,7 +5,6 @@ The journal is the truth about episodes; `metrics.jsonl`, `status.json` and `ala
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from agentrl.observe.run_state import RunState, plan_of, read_metrics
 from agentrl.observe.status import Status, read_status
 
 if TYPE_CHECKING:
-    from agentrl.inspection.reader import RunReader, WinRate
+    from agentrl.inspection.reader import RunReader
 
 
 def run_state(reader: RunReader) -> RunState:
@@ -49,12 +48,3 @@ def latest_metrics(state: RunState) -> dict[str, dict[str, float]]:
                 values.update(at_step)
         latest[policy.name] = {name: values[name] for name in sorted(values)} | {"step": float(policy.step)}
     return latest
-
-
-def win_rate_matrix(found: Sequence[WinRate]) -> list[list[str]]:
-    """Win rates as text: a heading, then a row per step of the policy with a column per past version."""
-    versions = list(dict.fromkeys(line.version for line in found))
-    cells = {(line.policy, line.step, line.version): f"{line.score:.2f} of {line.episodes}" for line in found}
-    steps = sorted({(line.policy, line.step) for line in found})
-    rows = [[policy, str(step), *(cells.get((policy, step, each), "") for each in versions)] for policy, step in steps]
-    return [["policy", "from step", *versions], *rows]

@@ -59,7 +59,8 @@ class ControlTable:
     def write(self, connection: sqlite3.Connection, items: list[Sequence[Any]]) -> None:
         """Insert rows, with their checksum last where the table has one; called by the writer."""
         if self.checksum:
-            items = [(*item, row_checksum(self.name, item)) for item in items]
+            rows = [[_kept(value) for value in item] for item in items]
+            items = [(*row, row_checksum(self.name, row)) for row in rows]
         insert_rows(connection, self._insert, self._width, items)
 
 
@@ -227,6 +228,11 @@ def finite(value: float) -> float | None:
     """The value as SQLite can keep it: NULL for NaN and infinity."""
     number = float(value)
     return number if math.isfinite(number) else None
+
+
+def _kept(value: Any) -> Any:
+    """The value as it comes back: SQLite has no negative zero."""
+    return 0.0 if isinstance(value, float) and value == 0.0 else value
 
 
 def _binding(binding: SeatBinding) -> str:

@@ -7,9 +7,9 @@ directory relative to its own, so that directories may be moved together.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import JournalError
 from agentrl.journal.entries import Begin
@@ -63,3 +63,8 @@ def read_prefix(journal: str | Path, point: ForkPoint) -> list[JournalEntry]:
             reader.close()
 
     return prefix_of(str(journal), point, read)
+
+
+def edits_of(point: ForkPoint | None) -> dict[str, Sequence[Mapping[str, Any]]]:
+    """What a fork's policy is told at its fork point, by call id, where that was edited."""
+    return {} if point is None or not point.messages else {point.call_id: point.messages}

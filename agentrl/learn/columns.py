@@ -13,7 +13,6 @@ A step's file is `steps/<policy>/<lineage>.<step>.safetensors`:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -26,7 +25,8 @@ from safetensors.numpy import load, save
 
 from agentrl.core.records import PolicyVersion
 from agentrl.core.training_records import TrainingSample
-from agentrl.learn.packing import MicroBatch, trained_positions
+from agentrl.credit.fed import input_digest, row_digest, token_lags, trained_positions
+from agentrl.learn.packing import MicroBatch
 from agentrl.learn.writing import writing
 
 if TYPE_CHECKING:
@@ -105,10 +105,7 @@ class MergedColumns:
         """Bool [tokens]: the token's whole row was sampled by the weights the trainer computed with."""
         self.seats = np.repeat(np.array(seats, dtype=object), lengths)
         """Str [tokens]: who sampled the token."""
-        digest = hashlib.blake2b(digest_size=16)
-        for part in decoded:
-            digest.update(part["digests"].tobytes())
-        self.input_digest = digest.hexdigest()
+        self.input_digest = input_digest(part["digests"].tobytes() for part in decoded)
 
     def write(self, path: Path) -> None:
         """Write the step's file, whole or not at all; not synced.
@@ -131,25 +128,3 @@ def read_columns(path: Path) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:
     """Rows and columns of a step's file."""
     with safe_open(path, framework="np") as file:
         return json.loads(file.metadata()["rows"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def token_lags(sample: TrainingSample, version: PolicyVersion) -> NDArray[np.int32]:
-    """Lag of each of the row's tokens behind `version`, as in the step's file; -1 where none of its spans is."""
-    lags = np.full(len(sample.token_ids), -1, np.int32)
-    for start, stop, sampled in sample.spans:
-        steps = max(0, version.step - sampled.step)
-        lags[start:stop] = steps if sampled.lineage == version.lineage else max(1, steps)
-    return lags
-
-
-def row_digest(sample: TrainingSample) -> bytes:
-    """16 bytes over what a row fed into the step: tokens, mask, recorded log-probabilities, advantages."""
-    digest = hashlib.blake2b(digest_size=16)
-    for column, kind in (
-        (sample.token_ids, "<i4"),
-        (sample.loss_mask, "u1"),
-        (sample.behavior_logprobs, "<f4"),
-        (sample.advantages, "<f4"),
-    ):
-        digest.update(np.ascontiguousarray(column, kind).tobytes())
-    return digest.digest()

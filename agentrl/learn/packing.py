@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.core.training_records import TrainingSample
+from agentrl.credit.fed import trained_positions
 
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
@@ -55,12 +56,6 @@ class MicroBatch:
     kept_counts: Int64Array | None = None  # [n], 0: the full vocabulary
     kept_ids: Int64Array | None = None  # [sum of kept_counts]
     expert_routing: NDArray[np.int16] | None = None  # [N, layers, top_k], -1: not recorded
-
-
-def trained_positions(sample: TrainingSample) -> Int64Array:
-    """Positions of `sample` that are trained; position 0 has nothing before it and cannot be."""
-    positions = np.flatnonzero(sample.loss_mask)
-    return positions[positions > 0]
 
 
 def pack(samples: Sequence[TrainingSample], *, max_tokens: int, share: bool = True) -> Iterator[MicroBatch]:

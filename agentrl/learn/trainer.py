@@ -25,6 +25,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import NonFiniteError, StorageError, TrainerError
 from agentrl.core.records import PolicyVersion, Trajectory, WeightsRef
 from agentrl.core.training_records import StepReport, TrainBatch, TrainingSample, Unit
+from agentrl.credit.fed import trained_positions
 from agentrl.credit.samples import samples as unit_samples
 from agentrl.journal.reader import EntryKey, TurnReader
 from agentrl.journal.rows import trajectories
@@ -34,7 +35,7 @@ from agentrl.learn.forward import token_logprobs
 from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss
 from agentrl.learn.mismatch import mismatch
 from agentrl.learn.models import PolicyModel, load_models
-from agentrl.learn.packing import MicroBatch, pack, trained_positions
+from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.probe import ProbeMaker
 from agentrl.learn.publish import Publisher
 from agentrl.learn.ranks import OneRank, Ranks

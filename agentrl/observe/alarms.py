@@ -73,7 +73,7 @@ MEANINGS = {
 """When each alarm is raised."""
 EXPECTED_DROPS = {"run_ended", "frozen"}
 
-_ADVICE_ON_DROPS = {
+ADVICE_ON_DROPS = {
     "environment_error": "run `agentrl env check`; `agentrl episode show` of a dropped one gives the exception",
     "episode_timeout": "raise episode_timeout_s, or lower sampling.max_turns and environment.tool_timeout_s",
     "prompt_too_long": "raise engine.max_context or shorten the first prompt",
@@ -269,5 +269,5 @@ def _dropped(reasons: Mapping[str, int], others: int) -> Iterator[Alarm]:
             "dropped",
             "",
             f"{count:,} of {ended:,} episodes that ended were dropped because of {reason}",
-            _ADVICE_ON_DROPS.get(reason, f"`agentrl episode list RUN --where 'drop_reason = {reason}'` shows them"),
+            ADVICE_ON_DROPS.get(reason, f"`agentrl episode list RUN --where 'drop_reason = {reason}'` shows them"),
         )

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from agentrl.core.records import WeightsRef
 
 
+ENGINE_LOG = "engine.log"
+"""What an engine's own processes wrote to their error streams."""
 _FINISH = "make room or permission there, then finish the run with --resume"
 
 
@@ -48,7 +50,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.versions = path / "versions"
         self.metrics = path / "metrics.jsonl"
-        self.engine_log = path / "engine.log"
+        self.engine_log = path / ENGINE_LOG
 
     @classmethod
     def create(cls, path: Path, config_json: str) -> RunDirectory:

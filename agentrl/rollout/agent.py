@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import struct
 from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, NoReturn
@@ -24,7 +23,7 @@ from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.branches import current_branch
 from agentrl.rollout.conversation import Conversation
 from agentrl.rollout.recorded_words import shortened
-from agentrl.rollout.turn_entries import completion_of, message_data
+from agentrl.rollout.turn_entries import completion_of, message_data, message_of
 from agentrl.rollout.turn_sampler import TurnSampler
 
 if TYPE_CHECKING:
@@ -94,6 +93,7 @@ class LiveAgent(Agent):
                 f"agent {self.seat!r} has used its {limits.max_turns} turns", stop_reason="max_turns"
             )
         messages, self._pending = tuple(map(_valid, (*self._pending, *messages))), ()
+        messages = tuple(map(message_of, self._episode.journal.told_instead())) or messages
         if sum(len(message.content) for message in messages) > CHARACTERS_PER_TOKEN * limits.max_context:
             self._full(sum(len(message.content) for message in messages) // CHARACTERS_PER_TOKEN)
         sampling = self._sampling(max_tokens)
@@ -147,10 +147,7 @@ class LiveAgent(Agent):
         number = finite_reward(value, where)
         if turn is not None and turn not in range(len(self._turns)):
             raise RewardError(f"{where}: a reward for turn {turn!r}, and there are {len(self._turns)}, counted from 0")
-        journal = self._episode.journal
-        call = journal.open(asked_hash(struct.pack("<d", number)), lambda: f"a reward of {number}")
-        if journal.recall(call, RewardEntry) is None:
-            journal.write(call, RewardEntry(self.seat, self.index, number, turn))
+        self._episode.journal.reward(RewardEntry(self.seat, self.index, number, turn))
         self.rewards.append(number)
         if turn is not None:
             self._turn_rewards[turn] = finite_reward(self._turn_rewards.get(turn, 0.0) + number, where)

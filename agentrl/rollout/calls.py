@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from agentrl.core import ids
 from agentrl.core.errors import EngineError, GlobalRandomError, ReplayMismatchError, UnstructuredConcurrencyError
@@ -27,10 +29,13 @@ from agentrl.journal.entries import (
     IntentEntry,
     JournalEntry,
     PatchEntry,
+    RewardEntry,
+    asked_hash,
     encode_body,
 )
+from agentrl.journal.forks import edits_of
 from agentrl.rollout.branches import Branch, ReplayOrder, current_branch
-from agentrl.rollout.recorded_words import REMEDY, in_words, on_one_line
+from agentrl.rollout.recorded_words import departure, in_words, on_one_line
 
 if TYPE_CHECKING:
     from agentrl.journal.port import TurnLog
@@ -61,6 +66,7 @@ class CallJournal:
         recorded: the attempt's entries on disk, in the order they were appended.
         seed: of the episode.
         inherited: of a fork: the entries before the fork point, each ancestor's own `begin` among them.
+        edits: of a fork: what the policy is told at a call instead of what the code says there.
         answers: recorded calls to be remembered whenever they are asked for, in no order: how the checker lets the
             outside world answer as it did.
     """
@@ -71,6 +77,7 @@ class CallJournal:
         "_cancelled",
         "_decoded",
         "_digest",
+        "_edits",
         "_ended",
         "_episode_id",
         "_key",
@@ -95,6 +102,7 @@ class CallJournal:
         *,
         seed: int = 0,
         inherited: Iterable[JournalEntry] = (),
+        edits: Mapping[str, Sequence[Mapping[str, Any]]] = MappingProxyType({}),
         answers: Iterable[JournalEntry] = (),
     ) -> None:
         self._log = log
@@ -106,15 +114,14 @@ class CallJournal:
         self.failure: EngineError | GlobalRandomError | None = None
         """The episode ends with it, whatever its program makes of it."""
         self._cancelled: list[Call] = []
-        self.code_hash = ""
-        """Of the code that runs now."""
-        self.code_hash_then = ""
-        """Of the code that wrote what is recorded."""
+        self.code_hash = self.code_hash_then = ""
+        """Of the code that runs now, and of the code that wrote what is recorded."""
         self.own_random = False
         """Whether the episode's code has global random generators of its own."""
         self.written = 0
         self._key = (seed, attempt)
         self._keys = {episode_id: self._key}
+        self._edits = dict(edits)
         self._recorded: dict[str, JournalEntry] = {}
         self._decoded: tuple[JournalEntry, EntryBody] | None = None
         for entry in inherited:
@@ -122,12 +129,13 @@ class CallJournal:
                 begin = entry.decode()
                 assert isinstance(begin, Begin)
                 self._keys[entry.episode_id] = (begin.seed, entry.attempt)
+                self._edits |= edits_of(begin.fork)
             else:
                 self._recorded[entry.call_id] = entry
         for entry in recorded:
             self._recorded[entry.call_id] = entry
             self._count(entry)
-        self._order = ReplayOrder(filter(_is_numbered, self._recorded), self._stray)
+        self._order = ReplayOrder(filter(ids.is_numbered, self._recorded), self._stray)
         self._answers = {entry.call_id: entry for entry in answers}
 
     # --- an act, in order ---------------------------------------------------------------------------------------------
@@ -180,6 +188,11 @@ class CallJournal:
         branch = current_branch()
         entry = self._recorded.get(ids.call_id(branch.path, branch.calls))
         return self._body(entry) if entry is not None and entry.asked == asked else None
+
+    def told_instead(self) -> Sequence[Mapping[str, Any]]:
+        """What the policy is told at the calling branch's next call, where a fork was edited there; else nothing."""
+        branch = current_branch() if self._edits else None
+        return () if branch is None else self._edits.get(ids.call_id(branch.path, branch.calls), ())
 
     async def reach(self, call: Call, *, cancelled: bool = False) -> None:
         """Wait until it is the call's turn: replay has come to it or, where it is new, has come to its end.
@@ -267,6 +280,12 @@ class CallJournal:
         entry = JournalEntry(self._episode_id, self._attempt, call.call_id, call.asked, encode_body(body))
         self._log.append(entry)
         self._count(entry)
+
+    def reward(self, body: RewardEntry) -> None:
+        """A reward is given, or was given before; raises as `open` and `write`."""
+        call = self.open(asked_hash(struct.pack("<d", body.value)), lambda: f"a reward of {body.value}")
+        if self.recall(call, RewardEntry) is None:
+            self.write(call, body)
 
     # --- beside the numbered calls ------------------------------------------------------------------------------------
 
@@ -406,15 +425,7 @@ class CallJournal:
         raise self._mismatch(call_id, then, now)
 
     def _mismatch(self, call_id: str, then: str, now: str) -> ReplayMismatchError:
-        changed = self.code_hash_then != self.code_hash
-        code = (
-            f"The code has changed since ({self.code_hash_then} then, {self.code_hash} now)"
-            if changed
-            else f"The code is the same ({self.code_hash}): {REMEDY}"
-        )
-        return ReplayMismatchError(
-            f"episode {self._episode_id}, call {call_id}: {then}, {now}. {code}", code_changed=changed
-        )
+        return departure(self._episode_id, call_id, then, now, code=(self.code_hash_then, self.code_hash))
 
     def _stray(self, call_id: str) -> ReplayMismatchError:
         body = self._recorded[call_id].decode()
@@ -437,7 +448,3 @@ class CallJournal:
     def _count(self, entry: JournalEntry) -> None:
         self._digest.add(entry)
         self.written += 1
-
-
-def _is_numbered(call_id: str) -> bool:
-    return call_id.rpartition("#")[2].isdecimal()

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from agentrl.core.errors import ReplayMismatchError
 from agentrl.environment.base import valid_unicode
-from agentrl.journal.entries import EffectEntry, GatherEntry, ResourceEntry, ToolEntry, TurnEntry, ValueEntry
+from agentrl.journal.entries import (
+    EffectEntry,
+    GatherEntry,
+    ResourceEntry,
+    RewardEntry,
+    SpawnEntry,
+    ToolEntry,
+    TurnEntry,
+    ValueEntry,
+)
 
 if TYPE_CHECKING:
     from agentrl.journal.entries import EntryBody
@@ -43,9 +53,22 @@ def in_words(body: EntryBody) -> str:
             return f"the call {body.resource}.{body.method}({shortened(body.arguments)})"
         case GatherEntry():
             return f"the wait for {body.child}"
+        case SpawnEntry():
+            return f"the start of {len(body.children)} children"
+        case RewardEntry():
+            return f"a reward of {body.value} to {body.seat}"
         case ValueEntry():
             return f"{body.kind} = {shortened(body.value)}"
     return f"a {type(body).__name__}"
+
+
+def departure(episode_id: str, call_id: str, then: str, now: str, *, code: tuple[str, str]) -> ReplayMismatchError:
+    """Re-execution departs from the journal at a call; `then` and `now` are clauses, `code` the hashes then and now."""
+    changed = code[0] != code[1]
+    why = f"The code has changed since ({code[0]} then, {code[1]} now)"
+    text = why if changed else f"The code is the same ({code[1]}): {REMEDY}"
+    message = f"episode {episode_id}, call {call_id}: {then}, {now}. {text}"
+    return ReplayMismatchError(message, code_changed=changed, call_id=call_id)
 
 
 def _content(message: dict[str, object]) -> str:

@@ -29,6 +29,7 @@ from agentrl.core.records import (
 )
 from agentrl.environment.base import Environment, LimitReachedError, valid_unicode
 from agentrl.journal.entries import Begin, JournalEntry
+from agentrl.journal.forks import edits_of
 from agentrl.journal.port import JournalStore, TurnLog
 from agentrl.rollout.branches import current_branch
 from agentrl.rollout.calls import CallJournal
@@ -187,6 +188,7 @@ class EpisodeRunner:
             *(self._log, spec.episode_id, spec.attempt, recorded),
             seed=spec.seed,
             inherited=inherited,
+            edits=edits_of(spec.fork),
             answers=answers,
         )
 

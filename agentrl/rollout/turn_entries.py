@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
-from agentrl.core.errors import EngineError
+from agentrl.core.errors import EngineError, JournalError
 from agentrl.core.records import Completion, Message, PolicyVersion, RoutingBreak, SamplingMask, VersionSpan
 from agentrl.journal.entries import TurnEntry
 
@@ -26,6 +28,21 @@ def message_data(message: Message) -> dict[str, Any]:
     if message.name is not None:
         data["name"] = message.name
     return data
+
+
+def message_of(data: Mapping[str, Any]) -> Message:
+    """The message that `message_data` wrote.
+
+    Raises:
+        JournalError: it is none.
+    """
+    try:
+        calls = data.get("tool_calls", ())
+        return msgspec.convert(
+            {**data, "tool_calls": [{"id": "", **call} for call in calls]} if calls else dict(data), Message
+        )
+    except (msgspec.ValidationError, TypeError, AttributeError) as error:
+        raise JournalError(f"a message that was edited in cannot be read ({error})") from error
 
 
 def completion_of(entry: TurnEntry) -> Completion:

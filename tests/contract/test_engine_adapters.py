@@ -63,6 +63,40 @@ def test_adapters_mixed_in_a_batch_equal_peft_alone(zoo: ModelZoo, tmp_path: Pat
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("released", [(), (1, 4)])
+def test_many_adapters_in_a_batch_equal_peft_alone(zoo: ModelZoo, tmp_path: Path, released: tuple[int, ...]) -> None:
+    """So many that rows are computed adapter by adapter, as many rows of one as of three others; with gaps between."""
+    names = [f"p{number}" for number in range(8)]
+
+    async def main() -> None:
+        engine = load_engine(zoo, versions={name: version(0, name) for name in names}, adapter_slots=9)
+        written = {}
+        for seed, name in enumerate(names):
+            written[name] = write_adapter(tmp_path / name, version(1, name), zoo.load(), seed=seed, rank=4)
+            await engine.update(written[name])
+        playing = [name for number, name in enumerate(names) if number not in released]
+        calls = [(name, index) for name in playing for index in range(3 if name == "p2" else 1)]
+        contexts = [prompt(6 + 2 * index + int(name[1]), index) for name, index in calls]
+        running = [
+            engine.open(f"s{name}{index}", name).generate(request(f"r{name}{index}", context, seed=7, max_tokens=12))
+            for (name, index), context in zip(calls, contexts, strict=True)
+        ]
+        for (name, _), context, completion in zip(calls, contexts, await asyncio.gather(*running), strict=True):
+            assert completion.spans[0].version == version(1, name)
+            check_logprobs(with_adapter(zoo, written[name]), context, completion)
+        newer = write_adapter(tmp_path / "newer", version(2, "p2"), zoo.load(), seed=99, rank=4)
+        await engine.update(newer)
+        again = [
+            engine.open(f"t{name}", name).generate(request(f"t{name}", contexts[0], max_tokens=6)) for name in playing
+        ]
+        for name, completion in zip(playing, await asyncio.gather(*again), strict=True):
+            model = with_adapter(zoo, newer if name == "p2" else written[name])
+            check_logprobs(model, contexts[0], completion)
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_rslora_scales_as_peft_does(zoo: ModelZoo, tmp_path: Path) -> None:
     async def main() -> None:
         engine = load_engine(zoo)

@@ -16,10 +16,11 @@ from torch import Tensor
 from agentrl.config.run import PolicyGradientLoss
 from agentrl.core.records import SamplingMask
 from agentrl.core.training_records import TrainingSample
+from agentrl.credit.fed import trained_positions
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.losses import make_loss
 from agentrl.learn.models import load_models
-from agentrl.learn.packing import pack, trained_positions
+from agentrl.learn.packing import pack
 from tests.learn_cases import VOCABULARY, make_samples, run_config, write_model
 
 if TYPE_CHECKING:

@@ -61,7 +61,7 @@ def recorded() -> list[JournalEntry]:
         ("asks", ["call r#0", "a turn of agent asked 'hello'", r"now asks a turn of agent asked 'hello\x1b[2J'"]),
         ("tool", ["call r#1", "asked 'again'", "now asks t({'n': 1})"]),
         ("short", ["call r#1", "asked 'again'", "now asks a reward of 1.0"]),
-        ("reward", ["call r#2", "RewardEntry", "now asks a reward of 2.0"]),
+        ("reward", ["call r#2", "a reward of 1.0", "now asks a reward of 2.0"]),
     ],
 )
 def test_a_mismatch_names_call_and_both_values_and_the_code(version: str, words: list[str]) -> None:

@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.cli.main import EPISODE_COLUMNS, _parser, main
+from agentrl.cli.commands import EPISODE_COLUMNS
+from agentrl.cli.commands import parser as _parser
+from agentrl.cli.main import main
 from agentrl.core.safe import safe
-from agentrl.inspection.reader import COLUMNS
+from agentrl.inspection.lines import COLUMNS
 from tests.journal_cases import HOSTILE, write_run
 
 
@@ -64,7 +66,7 @@ def test_json_of_every_reading_command(directory: Path, capsys: pytest.CaptureFi
     assert [(line["episode"], line["status"]) for line in episodes] == [("e5", "dropped")]
     view = answer(capsys, "episode", "show", "demo", "e3")
     assert view["summary"]["reward"] == 3.0
-    assert [call for call, _ in view["entries"]] == ["r#0", "r#1", "r#2", "r#3"]
+    assert [(act["call"], act["kind"]) for act in view["acts"]] == [("r#1", "turn"), ("r#2", "tool"), ("r#3", "reward")]
     assert answer(capsys, "episode", "show", "demo")["summary"]["episode"] == "e5"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli.main import _parser
+from agentrl.cli.commands import parser as _parser
 from agentrl.config.load import keys
 from agentrl.config.run import RunConfig
 from agentrl.observe.metrics import describe

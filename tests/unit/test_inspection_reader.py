@@ -14,8 +14,11 @@ from rich.console import Console
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
 from agentrl.core.safe import safe
+from agentrl.inspection.conversation import conversation
 from agentrl.inspection.reader import RunReader, runs
-from agentrl.inspection.render import MAX_CELL, curves, episode_table, episode_view, run_table
+from agentrl.inspection.render import curves, episode_table, run_table
+from agentrl.inspection.render_episode import conversation_page
+from agentrl.inspection.terminal import MAX_CELL
 from agentrl.journal.checksums import entry_checksum
 from agentrl.journal.entries import encode_body
 from agentrl.journal.store import SqliteJournal
@@ -64,9 +67,9 @@ def test_one_episode_is_shown_with_its_conversation(run: Path) -> None:
         [],
     )
     assert [call for call, _ in view.entries] == ["r#0", "r#1", "r#2", "r#3"]
-    text = shown(episode_view(view))
+    text = shown(conversation_page(conversation(reader, view.summary.episode)))
     assert "solver[0] · policy" in text
-    assert "turn 0, 2 tokens of version 0.0, stop" in text
+    assert "turn 0, 2 tokens of policy@0.0, stop" in text
     assert "reward 3 to solver[0] for the episode" in text
     assert [call for call, _ in reader.episode("e99").entries] == ["begin"]  # in flight: found without a commit
     with pytest.raises(InputError, match="no episode 'e77'"):
@@ -131,7 +134,7 @@ def test_hostile_content_in_every_field_reaches_no_terminal(tmp_path: Path) -> N
     asyncio.run(write_run(tmp_path, text=HOSTILE, name=HOSTILE))
     reader = RunReader(tmp_path)
     pages = [shown(episode_table(reader.episodes(), reader.count())), shown(run_table([reader.line()]))]
-    pages += [shown(episode_view(reader.episode(f"e{number}"))) for number in range(6)]
+    pages += [shown(conversation_page(conversation(reader, f"e{number}"))) for number in range(6)]
     for page in pages:
         assert safe(page) == page
         assert "[bold]" in page or "e99" in page
@@ -147,7 +150,7 @@ def test_a_damaged_partition_leaves_the_rest_readable(run: Path) -> None:
     view = reader.episode("e1")
     assert (view.summary.reward, view.entries) == (1.0, [])
     assert "checksum" in view.problems[0]
-    assert "not readable" in shown(episode_view(view))
+    assert "not readable" in shown(conversation_page(conversation(reader, view.summary.episode)))
     assert reader.episode("e2").problems == []
     (run / "journal" / "turns-w0.db").unlink()
     fresh = RunReader(run)
@@ -255,12 +258,12 @@ def test_content_that_cannot_be_shown_is_named_and_the_rest_is_shown(run: Path, 
     change_control(run, "UPDATE episodes SET digest = x''")
     reader = RunReader(run)
     view = reader.episode("e1")
-    reader.close()
     assert [call for call, _ in view.entries] == ["r#0", "r#1", "r#3"]
     (told,) = view.problems
     assert problem in told
     assert "episode e1, call r#2" in told
-    assert "not readable" in shown(episode_view(view))
+    assert "not readable" in shown(conversation_page(conversation(reader, view.summary.episode)))
+    reader.close()
 
 
 def test_rows_of_other_types_are_problems_of_the_episode(run: Path) -> None:
@@ -268,11 +271,12 @@ def test_rows_of_other_types_are_problems_of_the_episode(run: Path) -> None:
     change_control(run, "UPDATE episodes SET partition = x'00' WHERE episode = 'e2'")
     reader = RunReader(run)
     first, second = reader.episode("e1"), reader.episode("e2")
-    reader.close()
     assert (first.metrics, len(first.entries)) == ({"y": 2.0, "z": None}, 4)
-    assert first.problems == ["metric 'x' is no number; its row of the control log is damaged"]
+    assert first.problems[1:] == ["metric 'x' is no number; its row of the control log is damaged"]
+    assert "record in `episodes` does not match" in first.problems[0]
     assert "is not the name of a turn partition" in second.problems[0]
-    shown(episode_view(first))
+    shown(conversation_page(conversation(reader, "e1")))
+    reader.close()
 
 
 def test_a_cell_has_an_end(run: Path) -> None:

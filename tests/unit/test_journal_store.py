@@ -317,3 +317,23 @@ def _wal_commits(path: Path) -> int:
 def test_begin_entries_decode(tmp_path: Path) -> None:
     body = Begin("calculator", "hash", "t", {"q": "2+3"}, 2**64 - 1, {"solver": "policy"}, "train", "g", 1, None)
     assert JournalEntry("e0", 0, "begin", b"", encode_body(body)).decode() == body
+
+
+def test_a_negative_zero_is_a_zero_and_no_damage(tmp_path: Path) -> None:
+    """SQLite keeps -0.0 as 0: a checksum over what was given would not fit what comes back."""
+    row = step_of("policy", 0, 1, [spec(0)])
+    row = replace(row, report=replace(row.report, loss=-0.0, grad_norm=-0.0))
+
+    async def main() -> None:
+        journal = SqliteJournal(tmp_path)
+        each = spec(0)
+        journal.admit(each)
+        await journal.commit_episode(each, header(each, 0, reward=-0.0), b"", {})
+        journal.record_step(row)
+        await journal.close()
+
+    asyncio.run(main())
+    log = SqliteRunLog(tmp_path)
+    log.verify()
+    assert log.rows("SELECT loss, grad_norm FROM steps") == [(0.0, 0.0)]
+    log.close()

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from agentrl.core.records import PolicyVersion, VersionSpan
-from agentrl.learn.columns import MergedColumns, StepColumns, read_columns, token_lags
+from agentrl.credit.fed import token_lags, trained_positions
+from agentrl.learn.columns import MergedColumns, StepColumns, read_columns
 from agentrl.learn.mismatch import mismatch, mismatch_metrics, seat_metrics
-from agentrl.learn.packing import pack, trained_positions
+from agentrl.learn.packing import pack
 from tests.learn_cases import make_samples
 
 NOW = PolicyVersion("policy", 1, 7)

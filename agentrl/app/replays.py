@@ -1,0 +1,260 @@
+"""`replay` and `rescore`: recorded episodes executed again, with nothing sampled, performed or written.
+
+A replay says whether the program still does what its journal says, and if not, at which call it departs. A rescore lets
+the program, or another one in its place, give its rewards anew over the same conversation; children first, so that what
+a parent makes of their rewards is new as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from agentrl.app.assemble import rollout_settings
+from agentrl.app.parts import Adapters
+from agentrl.config.run import RunConfig
+from agentrl.core import ids
+from agentrl.core.errors import (
+    AgentRLError,
+    EnvironmentDefinitionError,
+    EpisodeError,
+    InputError,
+    ReplayMismatchError,
+)
+from agentrl.environment.base import described
+from agentrl.environment.registry import registered, resolve
+from agentrl.inspection.reader import RunReader
+from agentrl.inspection.replayed import Outcome, Replayed
+from agentrl.journal.control import ADMISSION_COLUMNS, read_spec
+from agentrl.journal.entries import GatherEntry, JournalEntry, encode_body
+from agentrl.rollout.replaying import RecordEndedError, ReplayHost, ReplayLog, ReplayRunner, ReplayStoppedError
+
+if TYPE_CHECKING:
+    from agentrl.core.ports import ChatFormat
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec
+    from agentrl.environment.base import Environment
+    from agentrl.inspection.lines import EpisodeLine
+
+OWN = ("agentrl.", "environments.")
+"""Packages whose environments are run because a journal names them: they came with agentrl."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What is the same for all episodes of a call."""
+
+    config: RunConfig
+    chat_format: ChatFormat
+    environment: type[Environment] | None
+    until: str | None
+    rescoring: bool
+
+
+def replay(
+    run: str | Path,
+    episodes: Sequence[tuple[str, int | None]],
+    *,
+    until: str | None = None,
+    rescoring: bool = False,
+    environment: type | str | None = None,
+    adapters: Adapters | None = None,
+) -> list[Replayed]:
+    """Execute recorded episodes again.
+
+    Args:
+        run: the run's directory.
+        episodes: id and attempt of each; no attempt: its newest.
+        until: stop once this call has come back.
+        rescoring: let the program give its rewards anew, instead of comparing them.
+        environment: what to run in place of the environment the journal names, which is refused unless it is an
+            installed one: a journal is data, and does not say what code is run.
+        adapters: who makes the chat format; default: what the run's configuration asks for.
+
+    Raises:
+        InputError: there is no such episode, or its environment is not to be run.
+        JournalError: the control log is damaged.
+    """
+    reader = RunReader(run)
+    try:
+        config = RunConfig.model_validate(reader.info().get("config") or {})
+        asked = _Asked(
+            config=config,
+            chat_format=(adapters or Adapters()).chat_format(config),
+            environment=None if environment is None else resolve(environment),
+            until=until,
+            rescoring=rescoring,
+        )
+        return asyncio.run(_all(reader, episodes, asked))
+    finally:
+        reader.close()
+
+
+async def _all(reader: RunReader, episodes: Sequence[tuple[str, int | None]], asked: _Asked) -> list[Replayed]:
+    return [await _one(reader, episode_id, attempt, asked) for episode_id, attempt in episodes]
+
+
+async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _Asked) -> Replayed:
+    view = reader.episode(episode_id, attempt)
+    line = view.summary
+    found = Replayed(episode=line.episode, attempt=line.attempt, outcome="not_replayable", calls=0, recorded=0)
+    own, inherited = reader.recorded(line)
+    if view.problems or not own:
+        problem = "; ".join(view.problems) or "nothing of it was recorded: it was dropped before its first act"
+        return msgspec.structs.replace(found, recorded=len(own), text=problem)
+    spec = dataclasses.replace(_spec(reader, line), purpose="replay")
+    environment = _environment(spec.environment, asked)
+    if asked.rescoring:
+        own = [await _rescored_child(reader, entry, asked) for entry in own]
+    acts: list[tuple[str, str]] = []
+    log = ReplayLog(inherited)
+    runner = ReplayRunner(
+        on_call=lambda call, words: acts.append((call, words)),
+        until=asked.until,
+        rescoring=asked.rescoring,
+        engine=_NoEngine(),
+        chat_format=asked.chat_format,
+        store=log,
+        log=log,
+        host=ReplayHost([*inherited, *own]),
+        clock=Adapters().clock,
+        settings=dataclasses.replace(
+            rollout_settings(asked.config, asked.chat_format, asked.config.engine.max_context), on_code_change="try"
+        ),
+    )
+    environment.load()
+    outcome, call, text, header = await _run(runner, spec, environment, own, line)
+    before = {f"{agent.seat}[{agent.index}]": agent.reward for agent in view.agents}
+    after = _rewards(header)
+    if outcome == "identical" and header is not None and not asked.rescoring:
+        outcome, text = _compared(header, line, before, after)
+    return msgspec.structs.replace(
+        found,
+        outcome=outcome,
+        calls=0 if runner.journal is None else runner.journal.reached,
+        recorded=sum(ids.is_numbered(entry.call_id) for entry in [*inherited, *own]),
+        call=call,
+        text=text,
+        acts=acts,
+        before=before if asked.rescoring else {},
+        after=after if asked.rescoring else {},
+    )
+
+
+async def _run(
+    runner: ReplayRunner,
+    spec: EpisodeSpec,
+    environment: type[Environment],
+    entries: Sequence[JournalEntry],
+    line: EpisodeLine,
+) -> tuple[Outcome, str | None, str, EpisodeHeader | None]:
+    """The program over its journal: what came of it, where and why it ended, and its header where it ended well."""
+    running = asyncio.get_running_loop().create_task(runner.run(spec, environment, entries))
+    try:
+        header = await running
+    except ReplayStoppedError as stopped:
+        return "stopped", runner.until, str(stopped), None
+    except RecordEndedError as ended:
+        if line.stop_reason is None:
+            text = f"it does what was recorded, which ends before call {ended.call_id}"
+            return "identical", ended.call_id, text, None
+        return "departed", ended.call_id, f"the episode had ended, and the code now makes {ended.what}", None
+    except ReplayMismatchError as mismatch:
+        return "departed", mismatch.call_id, str(mismatch), None
+    except EpisodeError as error:
+        if error.reason == "resource_lost":
+            return "not_replayable", None, str(error), None
+        return _failed(error.reason, str(error), line)
+    except AgentRLError:
+        raise
+    except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is the finding
+        return _failed("environment_error", described(error), line)
+    if line.drop_reason is not None:
+        return "departed", None, f"it was dropped as {line.drop_reason}, and ends well now", None
+    return "identical", None, "", header
+
+
+def _failed(reason: str, text: str, line: EpisodeLine) -> tuple[Outcome, str | None, str, None]:
+    if (
+        line.drop_reason == reason or line.status == "repeated"
+    ):  # how an attempt failed that was begun again, is not kept
+        return "identical", None, f"it fails as it failed then: {text}", None
+    then = line.drop_reason or line.stop_reason or "still running"
+    return "departed", None, f"it fails now ({text}), and was {then} then", None
+
+
+def _compared(
+    header: EpisodeHeader, line: EpisodeLine, before: dict[str, float | None], after: dict[str, float | None]
+) -> tuple[Outcome, str]:
+    """What an execution to the end came to, with what was committed."""
+    pairs = {
+        "stop reason": (line.stop_reason, header.stop_reason),
+        "turns": (line.turns, header.turns),
+        "tokens": (line.tokens, header.tokens),
+        "rewards": (before, {agent: reward for agent, reward in after.items() if agent in before}),
+    }
+    for what, (then, now) in pairs.items():
+        if then != now:
+            return "departed", f"every call is the same, and the {what} differ: {then} then, {now} now"
+    return "identical", ""
+
+
+def _rewards(header: EpisodeHeader | None) -> dict[str, float | None]:
+    units = () if header is None else header.trajectories
+    return {f"{unit.seat}[{unit.index}]": unit.reward for unit in units}
+
+
+async def _rescored_child(reader: RunReader, entry: JournalEntry, asked: _Asked) -> JournalEntry:
+    """An entry as it is; where it tells of a child's end, with the rewards the child is given now."""
+    body = entry.decode()
+    if not isinstance(body, GatherEntry) or body.drop_reason is not None:
+        return entry
+    child = await _one(reader, body.child, None, asked)
+    if child.outcome != "identical":
+        return entry
+    rewards: dict[str, float] = {}
+    for agent, reward in child.after.items():
+        if reward is not None:
+            seat = agent.partition("[")[0]
+            rewards[seat] = rewards.get(seat, 0.0) + reward
+    return msgspec.structs.replace(entry, body=encode_body(msgspec.structs.replace(body, rewards=rewards)))
+
+
+def _spec(reader: RunReader, line: EpisodeLine) -> EpisodeSpec:
+    columns = ", ".join([*ADMISSION_COLUMNS.split(), "checksum"])
+    statement = f"SELECT {columns} FROM admissions WHERE episode = ? AND attempt = ?"
+    return read_spec(reader.log.rows(statement, line.episode, line.attempt)[0])
+
+
+def _environment(name: str, asked: _Asked) -> type[Environment]:
+    """The class that is run for an episode of an environment.
+
+    Raises:
+        InputError: only the journal says so.
+    """
+    given = asked.environment
+    if given is not None:
+        own = name.rpartition(":")[2].rpartition(".")[2]
+        beside = getattr(sys.modules.get(given.__module__), own, None)  # a child's, of the same module
+        return beside if isinstance(beside, type) and own != given.__name__ else given
+    if name not in {known.id for known in registered()} and not name.startswith(OWN):
+        raise InputError(
+            f"the journal names {name[:200]!r}, which is not installed under that name: say with --environment what "
+            "code may be run, such as path/to/env.py:Class"
+        )
+    try:
+        return resolve(name)
+    except EnvironmentDefinitionError as error:
+        raise InputError(f"{error}; give --environment") from error
+
+
+class _NoEngine:
+    """Stands where an engine would be asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise InputError(f"a replay asks no engine for {name!r}")

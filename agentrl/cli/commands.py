@@ -1,0 +1,310 @@
+"""What can be typed: every command with its arguments, and the function that answers it, named and not imported.
+
+The commands that read a run are a table, `READING`: noun, verbs, arguments. `reading.py` holds their functions.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Subparsers = argparse._SubParsersAction  # the type has no public name
+
+EPISODE_COLUMNS = (
+    "episode, attempt, status, purpose, environment, task, group, parent, seats, policies, oldest_step, lineage, "
+    "staleness, reward, stop_reason, drop_reason, turns, tokens, seconds, detail, admitted_at, committed_at"
+)
+"""What `episode list` filters and sorts by, told without reading anything."""
+_FILE = "TOML file; change it with --section.field=value"
+
+
+class Argument(NamedTuple):
+    """An argument of a command: its name, and what argparse is told of it."""
+
+    name: str
+    told: dict[str, Any]
+
+
+class Verb(NamedTuple):
+    """A command that reads a run."""
+
+    name: str
+    help: str
+    function: str
+    """`module:function` in `agentrl.cli`."""
+    arguments: tuple[Argument, ...] = ()
+    reads: bool = True
+    """See `_add`."""
+    epilog: str | None = None
+
+
+class Noun(NamedTuple):
+    """What commands are about; alone it does what its first verb does."""
+
+    name: str
+    help: str
+    verbs: tuple[Verb, ...]
+
+
+def _argument(name: str, **told: Any) -> Argument:
+    return Argument(name, told)
+
+
+_RUN = _argument("run", nargs="?", help="directory or name of a run; default: the newest in runs/")
+_ID = _argument("id", nargs="?", help="of the episode, such as e100; default: the newest that ended")
+_ATTEMPT = _argument("--attempt", type=int, help="default: the newest")
+_POLICY = _argument("--policy", help="of this policy; needed where several took a step of the number")
+_EPISODE = (_RUN, _ID, _ATTEMPT)
+_PLAYED = (
+    *_EPISODE,
+    _argument("--where", help="all episodes that pass this filter, instead of one"),
+    _argument("--limit", type=int, default=100_000, help="at most so many of them"),
+    _argument("--environment", metavar="REF", help="the code to run, where the journal names none that is installed"),
+)
+
+READING = (
+    Noun(
+        "run",
+        "list runs, or show how one went",
+        (
+            Verb(
+                "list",
+                "list the runs in a directory",
+                "reading:run_list",
+                (_argument("directory", nargs="?", type=Path, default=Path("runs"), help="default: runs"),),
+            ),
+            Verb("stats", "count episodes, policies and how long they took", "reading:run_stats", (_RUN,)),
+            Verb(
+                "timeline",
+                "when episodes, engine and trainers were busy, and when they were idle",
+                "reading:run_timeline",
+                (_RUN, _argument("--parts", type=int, default=60, help="parts of equal length; default 60")),
+            ),
+            Verb(
+                "curve",
+                "plot the reward over the steps",
+                "reading:run_curve",
+                (_RUN, _argument("--metric", help="plot this metric instead of the reward")),
+            ),
+            Verb(
+                "view",
+                "show one screen of a run, also while it trains; q leaves",
+                "view:run_view",
+                (_RUN, _argument("--once", action="store_true", help="print the screen once and stop")),
+            ),
+            Verb("report", "write report.html into the run directory", "view:run_report", (_RUN,), reads=False),
+            Verb(
+                "ledger",
+                "count every episode and unit; exit code 1 if one is lost or was trained twice",
+                "reading:run_ledger",
+                (_RUN,),
+                reads=False,
+            ),
+            Verb("winrates", "how policies do against their past versions", "reading:run_winrates", (_RUN,)),
+            Verb(
+                "metrics",
+                "print the newest value of each metric",
+                "view:run_metrics",
+                (_RUN, _argument("--prometheus", action="store_true", help="in Prometheus' text format")),
+            ),
+        ),
+    ),
+    Noun(
+        "episode",
+        "list episodes, or show one",
+        (
+            Verb(
+                "list",
+                "list the episodes of a run",
+                "reading:episode_list",
+                (
+                    _RUN,
+                    _argument("--where", default="", help="filter by columns, such as 'reward < 0 and turns > 4'"),
+                    _argument("--match", default="", help="only those in which all these words stand; indexes the run"),
+                    _argument("--sort", default="admitted_at", help="column to sort by; largest first"),
+                    _argument("--ascending", action="store_true", help="smallest first"),
+                    _argument("--columns", default="", help="columns to show, such as 'episode,seats,staleness'"),
+                    _argument("--limit", type=int, default=50, help="at most so many (default 50)"),
+                    _argument("--offset", type=int, default=0, help="leave out so many first"),
+                ),
+                epilog=f"columns: {EPISODE_COLUMNS}",
+            ),
+            Verb("show", "show what happened in an episode", "reading:episode_show", _EPISODE),
+            Verb(
+                "tokens",
+                "show its tokens, coloured by the version that sampled them",
+                "reading:episode_tokens",
+                (
+                    *_EPISODE,
+                    _argument("--details", action="store_true", help="a line per token, with all that is known of it"),
+                ),
+            ),
+            Verb("why", "say why it stands where it stands", "reading:episode_why", _EPISODE),
+            Verb("timeline", "show when it did what", "reading:episode_timeline", _EPISODE),
+            Verb(
+                "diff",
+                "compare two episodes, or a fork with its parent: where they part",
+                "reading:episode_diff",
+                (
+                    _RUN,
+                    _argument("id", nargs="?", help="of an episode; forks/f0 is a fork of the run"),
+                    _argument("other", nargs="?", help="of the other; default: what the first was forked from"),
+                ),
+            ),
+            Verb(
+                "replay",
+                "execute it again over its journal: identical, or where it departs and why; exit code 1 if one departs",
+                "playing:episode_replay",
+                (
+                    *_PLAYED,
+                    _argument("--until", metavar="CALL", help="stop once this call has come back, such as r#7"),
+                    _argument("--step", action="store_true", help="print each call that comes back"),
+                ),
+                reads=False,
+            ),
+            Verb(
+                "rescore",
+                "let its program give its rewards anew; exit code 1 if more than rewards differs",
+                "playing:episode_rescore",
+                _PLAYED,
+                reads=False,
+            ),
+            Verb(
+                "fork",
+                "play it on from one of its turns, again and otherwise",
+                "playing:episode_fork",
+                (
+                    *_EPISODE,
+                    _argument("--at", type=int, required=True, metavar="TURN", help="from 0; -1 is the last"),
+                    _argument("-n", type=int, default=1, metavar="K", help="how many forks (default 1)"),
+                    _argument("--edit", type=Path, metavar="FILE", help="what the policy is told there instead"),
+                    _argument("--policy", type=Path, metavar="DIR", help="weights that take the turn instead"),
+                ),
+                reads=False,
+            ),
+            Verb("forks", "show the forks of a run as a tree", "reading:episode_forks", (_RUN,)),
+        ),
+    ),
+    Noun(
+        "step",
+        "list optimizer steps, or show what one was fed and did",
+        (
+            Verb("list", "list the steps of a run", "reading:step_list", (_RUN, _POLICY)),
+            Verb(
+                "show",
+                "show what a step was fed, and what it did",
+                "reading:step_show",
+                (
+                    _argument("run", help="directory or name of a run"),
+                    _argument("step", type=int, help="its number: the step of the version it made"),
+                    _POLICY,
+                    _argument("--lineage", type=int, help="default: the newest that took it"),
+                ),
+            ),
+        ),
+    ),
+)
+"""The commands that read a run."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="agentrl", description="RL of language-model agents whose unit is the episode.", allow_abbrev=False
+    )
+    top.add_argument(
+        "--version", action="store_const", dest="command", const="doctor:version", help="print the version"
+    )
+    top.set_defaults(command=None, parser=top, takes_overrides=False, reads=True)
+    commands = top.add_subparsers(title="commands", metavar="COMMAND")
+    _add_train(commands)
+    _add_evaluate(commands)
+    _add_demo(commands)
+    for noun in READING:
+        _add_reading(commands, noun)
+    _add_env(commands)
+    _add(commands, "doctor", "what this machine has, what a run will use, what is missing", "doctor:doctor")
+    return top
+
+
+def _add(
+    commands: Subparsers[argparse.ArgumentParser], name: str, text: str, command: str, *, reads: bool = False
+) -> argparse.ArgumentParser:
+    """A command.
+
+    Args:
+        commands: where it belongs.
+        name: what is typed.
+        text: its help.
+        command: `module:function` in `agentrl.cli`, imported when called: from the options to an exit code.
+        reads: it only prints, and has succeeded when whoever reads it has seen enough.
+    """
+    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(command=command, reads=reads)
+    return parser
+
+
+def _add_train(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = _add(commands, "train", "train the policies of a configuration", "training:train")
+    parser.add_argument("file", type=Path, help=_FILE)
+    parser.add_argument("--model", help="directory of the base model, instead of model.path")
+    parser.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    parser.set_defaults(takes_overrides=True)
+
+
+def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = _add(commands, "evaluate", "measure a policy on held-out tasks", "training:evaluate")
+    parser.add_argument("file", type=Path, help=_FILE)
+    parser.add_argument("--model", help="directory of the base model, instead of model.path")
+    parser.add_argument(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="[NAME=]DIR",
+        help="directory of trained weights, of policy NAME where there are several; the base model where absent",
+    )
+    parser.add_argument("--tasks", type=int, help="how many held-out tasks, instead of evaluation.tasks")
+    parser.add_argument("--journal", type=Path, help="new directory that keeps the episodes for inspection")
+    parser.set_defaults(takes_overrides=True)
+
+
+def _add_demo(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = _add(commands, "demo", "a language model learns to use a tool, in a minute on two cores", "training:demo")
+    parser.add_argument("example", nargs="?", default="01_tool_use", help="a shipped example; default: 01_tool_use")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    sample = "write runs/sample instead, in seconds and without a model, to try the reading commands on"
+    parser.add_argument("--journal-only", action="store_true", help=sample)
+    parser.set_defaults(takes_overrides=True)
+
+
+def _add_reading(commands: Subparsers[argparse.ArgumentParser], noun: Noun) -> None:
+    """A noun of the table with its verbs; alone it is the first of them with nothing said."""
+    first = noun.verbs[0]
+    parser = _add(commands, noun.name, noun.help, first.function, reads=True)
+    silent = argparse.ArgumentParser(add_help=False)
+    _give(silent, first)
+    parser.set_defaults(**vars(silent.parse_args([])))
+    verbs = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for verb in noun.verbs:
+        _give(_add(verbs, verb.name, verb.help, verb.function, reads=verb.reads), verb)
+
+
+def _give(parser: argparse.ArgumentParser, verb: Verb) -> None:
+    parser.epilog = verb.epilog
+    for argument in verb.arguments:
+        parser.add_argument(argument.name, **argument.told)
+
+
+def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    noun = _add(
+        commands, "env", "list environments, check one, or write a new one", "environments:env_list", reads=True
+    )
+    verbs = noun.add_subparsers(title="commands", metavar="COMMAND")
+    _add(verbs, "list", "list the installed environments", "environments:env_list", reads=True)
+    parser = _add(verbs, "check", "check that an environment can be trained on", "environments:env_check")
+    parser.add_argument("id", help="registered name, module:Class, or path/to/env.py:Class")
+    parser = _add(verbs, "new", "write a new environment, with its tests and a configuration", "scaffold:env_new")
+    parser.add_argument("name", help="lower-case letters, digits and underscores; the directory must not exist")

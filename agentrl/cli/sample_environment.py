@@ -1,0 +1,171 @@
+"""What the sample run plays: sums that one agent writes, and others solve and check; every kind of act is in it.
+
+The policies are a script (`says`): it answers from the conversation alone, better with every step of the solver.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import agentrl
+from agentrl.core.rng import stream
+from agentrl.environment.tools import bind_tools, run_tool
+from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Mapping, Sequence
+
+    from agentrl.core.ports import GenerateRequest
+    from agentrl.core.records import PolicyVersion, Task, Turn
+    from agentrl.environment.base import EpisodeContext, Split, TaskSource
+
+ATTEMPTS = 4
+ROUNDS = 2
+LOST_PAGE = 7
+"""Sums with this remainder modulo 23 are on a page that the archive has lost."""
+REVISION = -0.1
+"""Reward of a turn whose answer the checker sent back."""
+_SUM = re.compile(r"\d{1,3}( \+ \d{1,3}){1,4}")
+_FORMAT = PlainFormat()
+
+
+class Propose(agentrl.Environment):
+    """Write a sum; it is worth most where half of the attempts at it succeed."""
+
+    seats: ClassVar[tuple[str, ...]] = ("proposer",)
+    fan_out: ClassVar[Mapping[str, int]] = {"Solve": ATTEMPTS}
+
+    async def run(self, ctx: EpisodeContext) -> None:
+        """Propose, and let it be solved."""
+        proposer = ctx.agent("proposer")
+        written = (await proposer.act(agentrl.user(f"Write a sum of {ctx.task.data['terms']} numbers."))).text.strip()
+        if not proposer.gate(_SUM.fullmatch(written) is not None, penalty=-0.5):
+            return
+        known = await ctx.remember(written, structure=f"{written.count('+') + 1} terms")
+        solved = await ctx.gather(*ctx.spawn(Solve, {"sum": written}, n=ATTEMPTS))
+        rewards = [child.rewards.get("solver", 0.0) for child in solved if child.drop_reason is None]
+        share = sum(reward > 0.5 for reward in rewards) / max(len(rewards), 1)
+        ctx.metric("solved", share)
+        proposer.reward(4.0 * share * (1.0 - share))
+        proposer.reward(-0.25 * known.share, turn=0)
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+        """How many numbers a sum is to have."""
+        return [agentrl.Task(id=f"{split}-{number}", data={"terms": 2 + number % 3}) for number in range(12)]
+
+
+class Notebook:
+    """What an attempt wrote down; made again by its calls."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def write(self, line: str) -> int:
+        """Append a line; how many there are."""
+        self.lines.append(line)
+        return len(self.lines)
+
+
+class Solve(agentrl.Environment):
+    """Solve a sum with a tool that adds two numbers; a checker may send the answer back once."""
+
+    seats: ClassVar[tuple[str, ...]] = ("solver", "checker")
+
+    @agentrl.tool
+    def add(self, a: int, b: int) -> int:
+        """Add two integers."""
+        return a + b
+
+    async def run(self, ctx: EpisodeContext) -> None:
+        """Look the sum up, solve it, have it checked."""
+        written = str(ctx.task.data["sum"])
+        right = sum(map(int, written.split(" + ")))
+        await ctx.effect("look up the archive", lambda: look_up(written, right), guarantee="read")
+        notebook = ctx.resource(Notebook, level="replay")
+        question, answer = f"{written} =", ""
+        for attempt in range(ROUNDS):
+            turn = await self._solve(ctx, question)
+            answer = turn.text.strip()
+            await notebook.call("write", f"{written} = {answer}")
+            verdict = (await ctx.agent("checker").act(agentrl.user(f"{written} = {answer}. Right or wrong?"))).text
+            if "right" in verdict or attempt == ROUNDS - 1:
+                break
+            ctx.agent("solver").reward(REVISION, turn=len(ctx.agent("solver").turns) - 1)
+            question = "The checker says that is wrong. Again:"
+        ctx.agent("solver").reward(float(answer == str(right)))
+        ctx.metric("rounds", len(ctx.agent("checker").turns))
+
+    async def _solve(self, ctx: EpisodeContext, question: str) -> Turn:
+        solver = ctx.agent("solver", tools=[bound.spec for bound in _TOOLS.values()])
+        turn = await solver.act(agentrl.user(question))
+        while turn.tool_calls:
+            turn = await solver.act(*[await run_tool(ctx, self, _TOOLS, call) for call in turn.tool_calls])
+        return turn
+
+
+_TOOLS = bind_tools(Solve)
+
+
+def look_up(written: str, right: int) -> dict[str, Any]:
+    """What the archive says of a sum: something outside the episode, asked once.
+
+    Raises:
+        LookupError: the page is lost, so the episode fails.
+    """
+    if right % 23 == LOST_PAGE:
+        raise LookupError(f"the page of {written} is lost")
+    return {"page": right % 23, "seen": 0}
+
+
+# --- the policies -----------------------------------------------------------------------------------------------------
+
+
+def says(request: GenerateRequest, policy: str, version: PolicyVersion) -> Sequence[int]:
+    """The turn of a policy, from its conversation, its seed and its step."""
+    draw = stream("sample", request.seed)
+    context = request.token_ids.tolist()
+    sampled = request.sampled_before
+    conversation = _FORMAT.decode(context[: len(context) - sampled] if sampled else context)
+    answer = {"proposer": _propose, "solver": _solve, "checker": _check}[policy](conversation, draw, version.step)
+    return [*answer.encode(), STOP_TOKEN]
+
+
+def _propose(conversation: str, draw: random.Random, step: int) -> str:
+    if draw.randrange(10) == 0:
+        return "Let me think of something nice: seven and eight?"
+    terms = int(re.findall(r"a sum of (\d+)", conversation)[-1])
+    return " + ".join(str(draw.randrange(1, 100)) for _ in range(terms))
+
+
+def _solve(conversation: str, draw: random.Random, step: int) -> str:
+    written = re.findall(rf"({_SUM.pattern}) =", conversation)[-1][0]
+    terms = list(map(int, written.split(" + ")))
+    observed = re.findall(r"<\|start\|>tool\n(-?\d+)<\|stop\|>", conversation.rpartition("<|start|>user\n")[2])
+    miss = (-10, -1, 1, 10)[draw.randrange(4)]
+    if draw.random() < 0.25 / (1 + step):
+        wrong: list[str] = [
+            f"I think it is {sum(terms) + miss}",
+            str(sum(terms) + miss),
+            '<tool_call>{"name": "sum", "arguments": {"a": 1, "b": 2}}</tool_call>',
+            f'<tool_call>{{"name": "add", "arguments": {{"a": "{terms[0]}", "b": {terms[1]}}}}}</tool_call>',
+        ]
+        return wrong[draw.randrange(len(wrong))]
+    if len(observed) >= len(terms) - 1:
+        return str(observed[-1])
+    left = int(observed[-1]) if observed else terms[0]
+    return f'<tool_call>{{"name": "add", "arguments": {{"a": {left}, "b": {terms[len(observed) + 1]}}}}}</tool_call>'
+
+
+def _check(conversation: str, draw: random.Random, step: int) -> str:
+    written, answer = re.findall(r"\n([\d +]+) = (.*)\. Right or wrong\?", conversation)[-1]
+    if draw.randrange(8) == 0:
+        return ("Hmm, right.", "Hmm, wrong.")[draw.randrange(2)]
+    return "right" if answer == str(sum(map(int, written.split(" + ")))) else "wrong"
+
+
+def held_out_tasks() -> Sequence[Task]:
+    """What the sample run evaluates on."""
+    return [agentrl.Task(id=f"held-out-{number}", data={"terms": 2 + number % 3}) for number in range(4)]

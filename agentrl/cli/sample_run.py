@@ -1,0 +1,240 @@
+"""A sample run, written in seconds without a model: `agentrl demo --journal-only`, so that every command can be tried.
+
+It is the real loop over a scripted engine and a trainer that computes no gradient: what it shows of losses is made up
+by `SampleTrainer`, everything else happened. In it: three policies, children, dropped, parked and repeated episodes,
+weight updates inside turns, a lost trainer and the rollback that follows, an evaluation, step records, and forks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from agentrl.app.forks import fork
+from agentrl.app.parts import Adapters
+from agentrl.app.training import Run, run_training
+from agentrl.cli.sample_environment import Propose, held_out_tasks, says
+from agentrl.config.run import RunConfig
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import TrainerLostError
+from agentrl.core.records import PolicyVersion
+from agentrl.core.training_records import StepReport, TrainBatch, TrainingSample
+from agentrl.credit.fed import input_digest, row_digest, token_lags, trained_positions
+from agentrl.credit.samples import samples
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.environment.registry import name_of
+from agentrl.inspection.reader import RunReader
+from agentrl.journal.reader import TurnReader
+from agentrl.journal.rows import trajectories
+from agentrl.rollout.plain_format import PlainFormat
+from agentrl.testing.recording_trainer import RecordingTrainer
+
+if TYPE_CHECKING:
+    from agentrl.core.ports import Engine, Trainer
+    from agentrl.orchestrator.loop import Orchestrator
+
+NAME = "sample"
+STEPS = 8
+LOST_AT = ("solver", 5)
+"""Before which step of which policy the trainer is lost, once."""
+PARK_EVERY_S = 0.15
+MODEL = "a script"
+"""Where the configuration names a model; `is_sample` knows a sample run by it."""
+
+
+def write_sample_run(directory: str | Path = "runs", name: str = NAME) -> Run:
+    """Write the run into `directory/name`, forks included.
+
+    Raises:
+        RunDirectoryError: it exists.
+    """
+    config = sample_config(directory, name)
+    run = asyncio.run(
+        run_training(config, Propose, held_out=held_out_tasks(), quiet=True, adapters=sample_adapters(parked=True))
+    )
+    reader = RunReader(run.path)
+    try:
+        parent = reader.episodes("purpose = 'train' and turns > 3 and environment ~ Solve", sort="turns", limit=1)[0]
+    finally:
+        reader.close()
+    forks = fork(run.path, parent.episode, at=1, n=3, adapters=sample_adapters())
+    fork(run.path / "forks", forks[0].episode_id, at=-1, n=1, adapters=sample_adapters())
+    return run
+
+
+def sample_config(directory: str | Path, name: str) -> RunConfig:
+    """The configuration the sample run is written with."""
+    values: dict[str, Any] = {
+        "name": name,
+        "directory": str(directory),
+        "steps": STEPS,
+        "environment": {"id": name_of(Propose)},
+        "model": {"path": MODEL},
+        "policies": {
+            "proposer": {"step_size": 4, "max_staleness": 2},
+            "solver": {"step_size": 16, "max_staleness": 2},
+            "checker": {"kind": "frozen"},
+        },
+        "engine": {"max_context": 1024, "refresh": "token"},
+        "sampling": {"max_tokens": 96, "max_turns": 8},
+        "credit": {"group_size": 2},
+        "trainer": {"kind": "in_process", "probe_contexts": 0},
+        "checkpoint": {"every": 2, "versions": 0},
+        "evaluation": {"tasks": len(held_out_tasks())},
+        "max_in_flight": 48,
+    }
+    return RunConfig(**values)
+
+
+def is_sample(config: Mapping[str, Any]) -> bool:
+    """Whether a run's configuration is that of a sample run: its episodes are replayed and forked by the script."""
+    model = config.get("model")
+    return isinstance(model, Mapping) and model.get("path") == MODEL
+
+
+def sample_adapters(*, parked: bool = False) -> Adapters:
+    """The script as an engine, and the trainer of the sample run, which is lost once; `parked`: so are episodes."""
+    lives: list[SampleTrainer] = []
+
+    async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], tell: object, log: Path) -> Engine:
+        return ScriptedEngine(
+            says,
+            versions=versions,
+            seconds_per_call=0.002,
+            seconds_per_token=0.0005,
+            seeded_logprobs=True,
+            max_context=config.engine.max_context,
+        )
+
+    def trainer(config: RunConfig, directory: Path) -> Trainer:
+        lives.append(SampleTrainer(config, directory, loses=not lives))
+        return lives[-1]
+
+    return Adapters(
+        engine=engine,
+        trainer=trainer,
+        chat_format=lambda config: PlainFormat(),
+        clock=_ShortWaits(),
+        assembled=_park_now_and_then if parked else lambda orchestrator: None,
+    )
+
+
+class _ShortWaits(SystemClock):
+    """Nobody waits for a sample."""
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(min(seconds, 0.02))
+
+
+def _park_now_and_then(orchestrator: Orchestrator) -> None:
+    """Park an episode in flight every now and then, and let it go on a moment later, as a scheduler would."""
+    loop, dispatcher = asyncio.get_running_loop(), orchestrator.dispatcher
+
+    def park() -> None:
+        children = [episode_id for episode_id in dispatcher.running() if "~" in episode_id]
+        if children:
+            dispatcher.worker.park(children[0])
+            loop.call_later(PARK_EVERY_S / 3, dispatcher.worker.unpark)
+        loop.call_later(PARK_EVERY_S, park)
+
+    loop.call_later(PARK_EVERY_S, park)
+
+
+class SampleTrainer(RecordingTrainer):
+    """Writes step records like a trainer's; its logprobs are the recorded ones, moved the further the older they are.
+
+    Args:
+        config: of the run.
+        directory: of the run.
+        loses: whether it is lost before `LOST_AT`.
+    """
+
+    def __init__(self, config: RunConfig, directory: Path, *, loses: bool) -> None:
+        super().__init__(
+            list(config.trained),
+            clock=SystemClock(),
+            step_seconds=0.03,
+            publish_seconds=0.01,
+            versions=directory / "versions",
+            failures={LOST_AT: TrainerLostError("the sample's trainer was lost, as planned")} if loses else {},
+        )
+        self._directory = directory
+        self._turns = TurnReader(directory / "journal")
+
+    async def close(self) -> None:
+        """Close what was opened. Idempotent."""
+        self._turns.close()
+        await super().close()
+
+    def _report(self, policy: str, step_id: int, batches: Sequence[TrainBatch]) -> StepReport:
+        units = [unit for batch in batches for unit in batch.units]
+        fed: list[TrainingSample] = []
+        for unit in units:
+            entries = self._turns.read(unit.location.partition, unit.episode_id, unit.attempt)
+            fed += samples(unit, trajectories(entries, policy))
+        version = self._versions[policy]._replace(step=step_id - 1)
+        columns = step_columns(fed, version)
+        path = f"steps/{policy}/{version.lineage}.{step_id}.safetensors"
+        rows = json.dumps([(sample.episode_id, sample.row_index) for sample in fed])
+        write_columns(self._directory / path, columns, {"rows": rows})
+        ratio = np.exp(columns["trainer_logprobs"] - columns["behavior_logprobs"])
+        pushes = columns["advantages"] * ratio / batches[0].normaliser
+        return StepReport(
+            step_id=step_id,
+            policy=policy,
+            started_from=version,
+            loss=float(-pushes.sum()),
+            grad_norm=float(np.sqrt((pushes**2).sum())),
+            samples=len(fed),
+            tokens=len(ratio),
+            seconds=self._step_seconds,
+            metrics={"entropy": float(-columns["trainer_logprobs"].mean())},
+            input_digest=input_digest(map(row_digest, fed)),
+            columns=path,
+        )
+
+
+def step_columns(fed: Sequence[TrainingSample], version: PolicyVersion) -> dict[str, Any]:
+    """The columns of a step's file; see `learn/columns.py`."""
+    positions = [trained_positions(sample) for sample in fed]
+    lags = [token_lags(sample, version)[at] for sample, at in zip(fed, positions, strict=True)]
+    behavior = [sample.behavior_logprobs[at] for sample, at in zip(fed, positions, strict=True)]
+    moved = [
+        recorded + (0.005 + 0.05 * np.maximum(lag, 0)) * np.sin(1.7 * at)
+        for recorded, lag, at in zip(behavior, lags, positions, strict=True)
+    ]
+    return {
+        "offsets": np.cumsum([0, *map(len, positions)], dtype="<i8"),
+        "position": np.concatenate(positions).astype("<i8"),
+        "trainer_logprobs": np.minimum(np.concatenate(moved), 0.0).astype("<f4"),
+        "behavior_logprobs": np.concatenate(behavior).astype("<f4"),
+        "advantages": np.concatenate([s.advantages[at] for s, at in zip(fed, positions, strict=True)]).astype("<f4"),
+        "lag": np.concatenate(lags).astype("<i4"),
+    }
+
+
+_TYPES = {"<i8": "I64", "<i4": "I32", "<f4": "F32"}
+
+
+def write_columns(path: Path, columns: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """A safetensors file; written here so that a sample needs none of what training does."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, column in columns.items():
+        header[name] = {
+            "dtype": _TYPES[column.dtype.str],
+            "shape": list(column.shape),
+            "data_offsets": [at, at + column.nbytes],
+        }
+        at += column.nbytes
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(
+        len(encoded).to_bytes(8, "little") + encoded + b"".join(column.tobytes() for column in columns.values())
+    )

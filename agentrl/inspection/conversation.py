@@ -1,0 +1,304 @@
+"""What happened in an episode, as data for any renderer: its acts in the order they were recorded, with their times.
+
+Only turns are recorded with the time they began; what lies between two turns of an agent and is no act is a wait.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from agentrl.core.records import PolicyVersion
+from agentrl.inspection.checked import checked_rows
+from agentrl.inspection.lines import AgentLine, EpisodeLine
+from agentrl.journal.entries import (
+    Begin,
+    CancelEntry,
+    EffectEntry,
+    EntryBody,
+    GatherEntry,
+    ResourceEntry,
+    RewardEntry,
+    SpawnEntry,
+    ToolEntry,
+    TurnEntry,
+    ValueEntry,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agentrl.inspection.reader import RunReader
+
+
+class _Act(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """Something the episode did."""
+
+    call: str
+    """Its call id."""
+
+
+class TurnAct(_Act, frozen=True, kw_only=True, tag="turn"):
+    """A policy was asked, and answered."""
+
+    seat: str
+    index: int
+    policy: str
+    turn: int
+    row: int
+    messages: list[dict[str, Any]]
+    """What it was told since its last turn."""
+    text: str
+    tokens: int
+    finish_reason: str
+    versions: list[tuple[int, str]]
+    """(first token, version): an update inside the turn where there are several."""
+    temperature: float
+    drift: str | None
+    cached_tokens: int
+    at: float
+    """Seconds since the episode's first turn began."""
+    seconds: float
+    waited: float
+    """Seconds since the act before it on its branch, as far as times are recorded: parked, or waiting for an engine."""
+
+
+class ToolAct(_Act, frozen=True, kw_only=True, tag="tool"):
+    """A tool was called."""
+
+    name: str
+    arguments: Any
+    observation: str
+    outcome: str
+    external: bool
+    seconds: float
+
+
+class EffectAct(_Act, frozen=True, kw_only=True, tag="effect"):
+    """An act on the outside world, or a call on a resource (`level` is then not empty)."""
+
+    name: str
+    arguments: Any
+    value: Any
+    error: str | None
+    guarantee: str
+    level: str
+    seconds: float
+
+
+class SpawnAct(_Act, frozen=True, kw_only=True, tag="spawn"):
+    """Children were started."""
+
+    environment: str
+    children: list[str]
+
+
+class ChildAct(_Act, frozen=True, kw_only=True, tag="child"):
+    """A child's end was heard of."""
+
+    child: str
+    drop_reason: str | None
+    rewards: dict[str, float]
+    versions: list[str]
+    """The oldest of each policy that played in it: what the rewards were measured with."""
+
+
+class RewardAct(_Act, frozen=True, kw_only=True, tag="reward"):
+    """A component of an agent's reward."""
+
+    seat: str
+    index: int
+    value: float
+    turn: int | None
+
+
+class OtherAct(_Act, frozen=True, kw_only=True, tag="other"):
+    """Anything else the journal holds."""
+
+    what: str
+    value: Any
+
+
+Act = TurnAct | ToolAct | EffectAct | SpawnAct | ChildAct | RewardAct | OtherAct
+
+
+class Update(msgspec.Struct, frozen=True):
+    """Weights that were published while the episode ran."""
+
+    version: str
+    at: float
+    """Seconds since the episode's first turn began."""
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """An episode with all that happened in it."""
+
+    summary: EpisodeLine
+    agents: list[AgentLine]
+    measured_against: list[str]
+    """See `EpisodeView`."""
+    metrics: dict[str, float | None]
+    detail: str
+    """Why it was dropped, in the words of what failed; empty where it was not."""
+    task: Any
+    began: float | None
+    """Wall-clock label of the first turn, seconds since the epoch."""
+    acts: list[Act]
+    inherited: int
+    """How many of the first acts a fork took over from its parent."""
+    updates: list[Update]
+    children: list[EpisodeLine]
+    problems: list[str]
+    """What could not be read, in words."""
+
+
+def conversation(reader: RunReader, episode_id: str, attempt: int | None = None) -> Conversation:
+    """One episode; its newest attempt unless another is named. Raises as `RunReader.episode`."""
+    view = reader.episode(episode_id, attempt)
+    bodies = [(call, body) for call, body in view.entries if not isinstance(body, Begin)]
+    turns = [body for _, body in bodies if isinstance(body, TurnEntry)]
+    began = min((turn.started for turn in turns), default=None)
+    begin = next((body for _, body in view.entries if isinstance(body, Begin)), None)
+    waits = _Waits(began or 0.0)
+    problems = list(view.problems)
+    return Conversation(
+        summary=view.summary,
+        agents=view.agents,
+        measured_against=view.measured_against,
+        metrics=view.metrics,
+        detail=view.detail,
+        task=None if begin is None else begin.task,
+        began=began,
+        acts=[_act(call, body, waits) for call, body in bodies],
+        inherited=view.inherited,
+        updates=_updates(reader, turns, problems),
+        children=reader.children(view.summary.episode),
+        problems=problems,
+    )
+
+
+class _Waits:
+    """How long each branch did nothing before its next turn."""
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self._ends: dict[str, float] = {}
+
+    def before(self, call: str, turn: TurnEntry) -> float:
+        """Seconds of a turn's branch between the end of its last act and the turn."""
+        branch = call.rpartition("#")[0]
+        known = self._ends.get(branch)
+        self._ends[branch] = turn.started + turn.seconds
+        return 0.0 if known is None else max(turn.started - known, 0.0)
+
+    def acted(self, call: str, seconds: float) -> None:
+        """An act took a while."""
+        branch = call.rpartition("#")[0]
+        if branch in self._ends:
+            self._ends[branch] += seconds
+
+
+def _act(call: str, body: EntryBody, waits: _Waits) -> Act:
+    match body:
+        case TurnEntry():
+            return _turn(call, body, waits)
+        case ToolEntry():
+            waits.acted(call, body.seconds)
+            return ToolAct(
+                call=call,
+                name=body.name,
+                arguments=body.arguments,
+                observation=body.observation,
+                outcome=body.outcome,
+                external=body.external,
+                seconds=body.seconds,
+            )
+        case EffectEntry() | ResourceEntry():
+            waits.acted(call, body.seconds)
+            return _effect(call, body)
+        case SpawnEntry():
+            return SpawnAct(call=call, environment=body.environment, children=list(body.children))
+        case GatherEntry():
+            versions = [str(PolicyVersion(policy, *of)) for policy, of in body.versions.items()]
+            return ChildAct(
+                call=call, child=body.child, drop_reason=body.drop_reason, rewards=body.rewards, versions=versions
+            )
+        case RewardEntry():
+            return RewardAct(call=call, seat=body.seat, index=body.index, value=body.value, turn=body.turn)
+        case ValueEntry():
+            return OtherAct(call=call, what=body.kind, value=body.value)
+        case CancelEntry():
+            return OtherAct(call=call, what="cancelled", value=None)
+    fields = {name: getattr(body, name) for name in body.__struct_fields__}
+    return OtherAct(call=call, what=type(body).__name__.removesuffix("Entry").lower(), value=fields)
+
+
+def _turn(call: str, turn: TurnEntry, waits: _Waits) -> TurnAct:
+    whose = turn.weights_of or turn.policy
+    return TurnAct(
+        call=call,
+        seat=turn.seat,
+        index=turn.index,
+        policy=turn.policy,
+        turn=turn.turn,
+        row=turn.row,
+        messages=list(turn.messages),
+        text=turn.text,
+        tokens=len(turn.token_ids) // 4,
+        finish_reason=turn.finish_reason,
+        versions=[(span.start, f"{whose}@{span.lineage}.{span.step}") for span in turn.spans],
+        temperature=turn.temperature,
+        drift=turn.drift,
+        cached_tokens=turn.cached_tokens,
+        at=turn.started - waits.began,
+        seconds=turn.seconds,
+        waited=waits.before(call, turn),
+    )
+
+
+def _effect(call: str, body: EffectEntry | ResourceEntry) -> EffectAct:
+    if isinstance(body, EffectEntry):
+        name, arguments, guarantee, level = body.name, None, body.guarantee, ""
+    else:
+        name, arguments, guarantee, level = f"{body.resource}.{body.method}", body.arguments, "", body.level
+    return EffectAct(
+        call=call,
+        name=name,
+        arguments=arguments,
+        value=body.value,
+        error=body.error,
+        guarantee=guarantee,
+        level=level,
+        seconds=body.seconds,
+    )
+
+
+def _updates(reader: RunReader, turns: Sequence[TurnEntry], problems: list[str]) -> list[Update]:
+    """Versions of the policies that took turns, published between the first and the last of them."""
+    if not turns:
+        return []
+    began, ended = min(turn.started for turn in turns), max(turn.started + turn.seconds for turn in turns)
+    policies = {turn.weights_of or turn.policy for turn in turns}
+    rows = checked_rows(
+        reader.log,
+        "versions",
+        "published_at > ? AND published_at < ? ORDER BY published_at",
+        began,
+        ended,
+        problems=problems,
+    )
+    return [
+        Update(f"{row['policy']}@{row['lineage']}.{row['step']}", row["published_at"] - began)
+        for row in rows
+        if row["policy"] in policies
+    ]
+
+
+def reward_components(view: Conversation) -> dict[str, list[tuple[int | None, float]]]:
+    """By agent (`seat[index]`): each reward it was given, with the turn it was given for."""
+    found: dict[str, list[tuple[int | None, float]]] = {}
+    for act in view.acts:
+        if isinstance(act, RewardAct):
+            found.setdefault(f"{act.seat}[{act.index}]", []).append((act.turn, act.value))
+    return found

@@ -1,0 +1,215 @@
+"""Two episodes side by side, or a fork and its parent: where they first part, by turn and by token."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from agentrl.core.errors import InputError
+from agentrl.inspection.columns import int32
+from agentrl.inspection.lines import EpisodeLine
+from agentrl.inspection.reader import RunReader
+from agentrl.journal.entries import Begin, EntryBody, RewardEntry, TurnEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agentrl.inspection.lines import EpisodeView
+
+_TIMES = {"seconds", "started", "cached_tokens"}
+"""Fields in which two executions of the same differ."""
+
+
+class Side(msgspec.Struct, frozen=True):
+    """What one of two episodes has at the place where they part."""
+
+    text: str
+    version: str | None = None
+    logprob: float | None = None
+
+
+class Departure(msgspec.Struct, frozen=True, kw_only=True):
+    """Where two episodes first differ."""
+
+    what: str
+    """`context` (what the policy was told), `sampled` (what it said), `act`, `environment`, `ended`."""
+    call: str
+    agent: str = ""
+    turn: int | None = None
+    token: int | None = None
+    """Of the turn: of its context or of what was sampled, as `what` says."""
+    a: Side
+    b: Side
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """Two episodes compared."""
+
+    a: EpisodeLine
+    b: EpisodeLine
+    same_acts: int
+    """How many acts they have in common before they part."""
+    departure: Departure | None
+    """None: they are the same, but for times."""
+    rewards: dict[str, tuple[float | None, float | None]]
+    """By agent."""
+    turns: list[tuple[str, int, bool]]
+    """(agent, turn, whether both have it alike), of all turns of either."""
+    problems: list[str]
+
+
+def difference(
+    a: RunReader, a_id: str, b: RunReader, b_id: str, *, a_attempt: int | None = None, b_attempt: int | None = None
+) -> Difference:
+    """Compare two episodes, of one run or of two. Raises as `RunReader.episode`."""
+    left, right = a.episode(a_id, a_attempt), b.episode(b_id, b_attempt)
+    ours, theirs = _acts(left), _acts(right)
+    same, departure = 0, None
+    for call in dict.fromkeys([*ours, *theirs]):
+        departure = _departure(call, ours.get(call), theirs.get(call))
+        if departure is not None:
+            break
+        same += 1
+    return Difference(
+        a=left.summary,
+        b=right.summary,
+        same_acts=same,
+        departure=departure or _environments(left, right),
+        rewards=_rewards(left, right),
+        turns=_turns(ours, theirs),
+        problems=[*left.problems, *right.problems],
+    )
+
+
+def _acts(view: EpisodeView) -> dict[str, EntryBody]:
+    return {call: body for call, body in view.entries if not isinstance(body, Begin)}
+
+
+def _environments(left: EpisodeView, right: EpisodeView) -> Departure | None:
+    if (left.summary.environment, left.summary.task) == (right.summary.environment, right.summary.task):
+        return None
+    sides = [Side(f"{line.environment}, task {line.task}") for line in (left.summary, right.summary)]
+    return Departure(what="environment", call="begin", a=sides[0], b=sides[1])
+
+
+def _departure(call: str, ours: EntryBody | None, theirs: EntryBody | None) -> Departure | None:
+    if ours is None or theirs is None:
+        there = ours if ours is not None else theirs
+        agent, turn = _place(there)
+        sides = [
+            Side("nothing: it has ended, or goes another way") if body is None else Side(told(body))
+            for body in (ours, theirs)
+        ]
+        return Departure(what="ended", call=call, agent=agent, turn=turn, a=sides[0], b=sides[1])
+    if isinstance(ours, TurnEntry) and isinstance(theirs, TurnEntry):
+        return _turn_departure(call, ours, theirs)
+    if _comparable(ours) == _comparable(theirs):
+        return None
+    agent, turn = _place(ours)
+    return Departure(what="act", call=call, agent=agent, turn=turn, a=Side(told(ours)), b=Side(told(theirs)))
+
+
+def _turn_departure(call: str, ours: TurnEntry, theirs: TurnEntry) -> Departure | None:
+    agent, turn = _place(ours)
+    for what, left, right in (
+        ("context", int32(ours.context_ids), int32(theirs.context_ids)),
+        ("sampled", int32(ours.token_ids), int32(theirs.token_ids)),
+    ):
+        at = _first(left, right)
+        if at is None:
+            continue
+        sides = [_side(body, what, at) for body in (ours, theirs)]
+        return Departure(what=what, call=call, agent=agent, turn=turn, token=at, a=sides[0], b=sides[1])
+    return None
+
+
+def _first(left: Sequence[int], right: Sequence[int]) -> int | None:
+    for at, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return at
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def _side(turn: TurnEntry, what: str, at: int) -> Side:
+    if what == "context":
+        return Side(" / ".join(str(message.get("content", "")) for message in turn.messages))
+    whose = turn.weights_of or turn.policy
+    spans = [f"{whose}@{span.lineage}.{span.step}" for span in turn.spans if span.start <= at < span.stop]
+    return Side(turn.text, spans[0] if spans else None)
+
+
+def _place(body: EntryBody | None) -> tuple[str, int | None]:
+    if isinstance(body, TurnEntry | RewardEntry):
+        return f"{body.seat}[{body.index}]", body.turn
+    return "", None
+
+
+def told(body: EntryBody) -> str:
+    """An entry in a line."""
+    if isinstance(body, TurnEntry):
+        return f"turn {body.turn} of {body.seat}[{body.index}]: {body.text}"
+    fields = ", ".join(f"{name}={value!r}" for name, value in _comparable(body)[1:])
+    return f"{type(body).__name__.removesuffix('Entry').lower()}: {fields}"
+
+
+def _comparable(body: EntryBody) -> list[Any]:
+    names = [name for name in body.__struct_fields__ if name not in _TIMES]
+    return [type(body).__name__, *((name, getattr(body, name)) for name in names)]
+
+
+def _rewards(left: EpisodeView, right: EpisodeView) -> dict[str, tuple[float | None, float | None]]:
+    found = [{f"{agent.seat}[{agent.index}]": agent.reward for agent in view.agents} for view in (left, right)]
+    return {agent: (found[0].get(agent), found[1].get(agent)) for agent in dict.fromkeys([*found[0], *found[1]])}
+
+
+def _turns(ours: dict[str, EntryBody], theirs: dict[str, EntryBody]) -> list[tuple[str, int, bool]]:
+    found = []
+    for call in dict.fromkeys([*ours, *theirs]):
+        both = (ours.get(call), theirs.get(call))
+        one = both[0] if isinstance(both[0], TurnEntry) else both[1]
+        if isinstance(one, TurnEntry):
+            found.append((f"{one.seat}[{one.index}]", one.turn, _departure(call, *both) is None))
+    return found
+
+
+def compared(reader: RunReader, a: str | None, b: str | None) -> Difference:
+    """Episode `a` of a run with `b`, or with the one it was forked from where `b` is left out.
+
+    An id may have a run's directory, relative to the reader's, before it: `forks/f0`.
+
+    Raises:
+        InputError: there is no such episode, or `a` is no fork and there is nothing to compare it with.
+    """
+    if a is None:
+        raise InputError("name two episodes, or a fork, such as forks/f0")
+    with _opened(reader, a) as (left, left_id):
+        if b is not None:
+            with _opened(reader, b) as (right, right_id):
+                return difference(left, left_id, right, right_id)
+        begin = next((body for _, body in left.episode(left_id).entries if isinstance(body, Begin)), None)
+        if begin is None or begin.fork is None:
+            raise InputError(f"{a} is no fork: name the episode to compare it with")
+        parent = RunReader(Path(os.path.normpath(left.journal / begin.fork.journal)))
+        try:
+            return difference(left, left_id, parent, begin.fork.episode_id, b_attempt=begin.fork.attempt)
+        finally:
+            parent.close()
+
+
+@contextmanager
+def _opened(reader: RunReader, name: str) -> Iterator[tuple[RunReader, str]]:
+    directory = name.partition("~")[0].rpartition("/")[0]  # a child's own id may have a slash, behind a tilde
+    episode = name[len(directory) + 1 :] if directory else name
+    if not directory:
+        yield reader, episode
+        return
+    other = RunReader(reader.path / directory)
+    try:
+        yield other, episode
+    finally:
+        other.close()

@@ -1,0 +1,143 @@
+"""A run in figures: episodes by environment and purpose, how they ended, how long they were; policies; engines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from agentrl.inspection.reader import RunReader
+
+QUANTILES = (0.1, 0.5, 0.9)
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """A quantity over episodes."""
+
+    mean: float | None
+    low: float | None
+    """A tenth lies below."""
+    median: float | None
+    high: float | None
+    """A tenth lies above."""
+
+
+class EpisodeFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The episodes of one environment and purpose that ended."""
+
+    environment: str
+    purpose: str
+    episodes: int
+    ended: dict[str, int]
+    """By stop reason or drop reason, the most frequent first."""
+    reward: Spread
+    turns: Spread
+    tokens: Spread
+    seconds: Spread
+
+
+class PolicyFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy that sampled."""
+
+    policy: str
+    trajectories: int
+    tokens: int
+    """Sampled ones."""
+    reward: float | None
+    """Mean of a trajectory."""
+    steps: int
+    staleness: dict[int, int]
+    """Trained trajectories by how many steps their oldest token was behind, where both are of one lineage."""
+
+
+class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """A run in figures."""
+
+    name: str
+    episodes: list[EpisodeFigures]
+    policies: list[PolicyFigures]
+    in_flight: int
+    repeated: int
+    """Attempts beyond the first."""
+    seconds: float
+    """From the first admission to the last thing that was written."""
+    tokens_per_second: float | None
+
+
+def run_figures(reader: RunReader) -> RunFigures:
+    """Count a run. Raises `JournalError` where its control log is damaged."""
+    log = reader.log
+    kinds = log.rows("SELECT environment, purpose, count(*) FROM episodes GROUP BY 1, 2 ORDER BY 2 DESC, 1")
+    first, last = log.rows(
+        "SELECT (SELECT min(admitted_at) FROM admissions), max(coalesce((SELECT max(committed_at) FROM episodes), 0),"
+        " coalesce((SELECT max(stepped_at) FROM steps), 0))"
+    )[0]
+    seconds = max(float(last) - float(first), 0.0) if first is not None and last else 0.0
+    ((tokens,),) = log.rows("SELECT coalesce(sum(tokens), 0) FROM episodes")
+    ((repeated,),) = log.rows("SELECT count(*) FROM admissions WHERE attempt > 0")
+    name = reader.info().get("name")
+    return RunFigures(
+        name=name if isinstance(name, str) else reader.path.name,
+        episodes=[_episodes(reader, environment, purpose, count) for environment, purpose, count in kinds],
+        policies=_policies(reader),
+        in_flight=reader.count("status = in_flight"),
+        repeated=repeated,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds if seconds else None,
+    )
+
+
+def _episodes(reader: RunReader, environment: str, purpose: str, count: int) -> EpisodeFigures:
+    ended = reader.log.rows(
+        "SELECT coalesce(drop_reason, stop_reason, '?') AS why, count(*) AS many FROM episodes"
+        " WHERE environment = ? AND purpose = ? GROUP BY why ORDER BY many DESC, why",
+        *(environment, purpose),
+    )
+    spreads = {
+        column: _spread(reader, column, environment, purpose) for column in ("reward", "turns", "tokens", "seconds")
+    }
+    return EpisodeFigures(
+        environment=environment,
+        purpose=purpose,
+        episodes=count,
+        ended={str(why): many for why, many in ended},
+        **spreads,
+    )
+
+
+def _spread(reader: RunReader, column: str, environment: str, purpose: str) -> Spread:
+    """Of committed episodes."""
+    condition = f"FROM episodes WHERE environment = ? AND purpose = ? AND drop_reason IS NULL AND {column} IS NOT NULL"
+    ((mean, count),) = reader.log.rows(f"SELECT avg({column}), count(*) {condition}", environment, purpose)
+    found = [None, None, None]
+    if count:
+        statement = f"SELECT {column} {condition} ORDER BY {column} LIMIT 1 OFFSET ?"
+        places = [min(int(share * count), count - 1) for share in QUANTILES]
+        found = [reader.log.rows(statement, environment, purpose, place)[0][0] for place in places]
+    return Spread(mean, *found)
+
+
+def _policies(reader: RunReader) -> list[PolicyFigures]:
+    log = reader.log
+    staleness: dict[str, dict[int, int]] = {}
+    for policy, steps, count in log.rows(
+        "SELECT s.policy, max(s.step - 1 - t.oldest_step, 0) AS steps, count(*) FROM step_units s JOIN trajectories t"
+        " ON t.episode = s.episode AND t.attempt = s.attempt AND t.seat = s.seat AND t.agent = s.agent"
+        " WHERE t.lineage = s.lineage GROUP BY s.policy, steps ORDER BY s.policy, steps"
+    ):
+        staleness.setdefault(policy, {})[steps] = count
+    taken = dict(log.rows("SELECT policy, count(*) FROM steps GROUP BY policy"))
+    return [
+        PolicyFigures(
+            policy=policy,
+            trajectories=count,
+            tokens=tokens,
+            reward=reward,
+            steps=taken.get(policy, 0),
+            staleness=staleness.get(policy, {}),
+        )
+        for policy, count, tokens, reward in log.rows(
+            "SELECT policy, count(*), sum(tokens), avg(reward) FROM trajectories GROUP BY policy ORDER BY policy"
+        )
+    ]

@@ -1,0 +1,182 @@
+"""Why an episode stands where it stands: admitted, tried again, delayed, ended, rewarded, trained or dropped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from agentrl.inspection.checked import checked_rows
+from agentrl.inspection.conversation import Conversation, EffectAct, ToolAct, TurnAct, conversation, reward_components
+from agentrl.observe.alarms import ADVICE_ON_DROPS
+
+if TYPE_CHECKING:
+    from agentrl.inspection.checked import Row
+    from agentrl.inspection.lines import EpisodeLine
+    from agentrl.inspection.reader import RunReader
+
+SLOW_SHARE = 0.3
+"""Of an episode's seconds: what takes more is named."""
+MAX_NAMED = 8
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """A sentence about one matter."""
+
+    about: str
+    """`admitted`, `attempt`, `time`, `ended`, `reward`, `group`, `unit`, `children`, `problem`."""
+    text: str
+    advice: str = ""
+
+
+def reasons(reader: RunReader, episode_id: str, attempt: int | None = None) -> list[Reason]:
+    """All that the journal says of it, in the order in which it matters. Raises as `RunReader.episode`."""
+    view = conversation(reader, episode_id, attempt)
+    problems: list[str] = []
+    found = [
+        *_admission(view.summary),
+        *_attempts(reader, view.summary, problems),
+        *_time(view),
+        *_end(view),
+        *_reward(view),
+        *_group(reader, view.summary),
+        *_units(reader, view, problems),
+    ]
+    return found + [Reason("problem", text) for text in [*view.problems, *problems]]
+
+
+def _admission(line: EpisodeLine) -> list[Reason]:
+    if line.parent is not None:
+        return [Reason("admitted", f"as a child of {line.parent}, in group {line.group}; children are always admitted")]
+    why = {
+        "train": "to be trained on",
+        "evaluate": "to measure a policy; it enters no step",
+        "fork": "to play another episode on from one of its turns; it enters no step",
+    }
+    return [Reason("admitted", f"{why.get(line.purpose, line.purpose)}, in group {line.group}")]
+
+
+def _attempts(reader: RunReader, line: EpisodeLine, problems: list[str]) -> list[Reason]:
+    rows = checked_rows(reader.log, "admissions", "episode = ? ORDER BY attempt", line.episode, problems=problems)
+    if len(rows) < 2:
+        return []
+    others = ", ".join(str(row["attempt"]) for row in rows if row["attempt"] != line.attempt)
+    return [
+        Reason(
+            "attempt",
+            f"attempt {line.attempt} of {len(rows)} (the others: {others}): an attempt that fails is begun again",
+        )
+    ]
+
+
+def _time(view: Conversation) -> list[Reason]:
+    found = []
+    total = view.summary.seconds or 0.0
+    parked, cut = view.metrics.get("parked"), view.metrics.get("turns/interrupted")
+    if parked:
+        found.append(Reason("time", f"parked {parked:g} times: its calls were cut and went on from their tokens later"))
+    if cut:
+        found.append(Reason("time", f"{cut:g} turns were interrupted and went on from the tokens they had"))
+    timed = [(act.seconds, _named(act)) for act in view.acts if isinstance(act, TurnAct | ToolAct | EffectAct)]
+    timed += [(act.waited, f"the wait before {_named(act)}") for act in view.acts if isinstance(act, TurnAct)]
+    for seconds, name in sorted(timed, reverse=True)[:MAX_NAMED]:
+        if total and seconds > SLOW_SHARE * total:
+            found.append(Reason("time", f"{name} took {seconds:.3f} of its {total:.3f} s"))
+    inside = [act for act in view.acts if isinstance(act, TurnAct) and len(act.versions) > 1]
+    for act in inside[:MAX_NAMED]:
+        versions = " → ".join(version for _, version in act.versions)
+        found.append(Reason("time", f"new weights took over inside {_named(act)}: {versions}"))
+    return found
+
+
+def _named(act: TurnAct | ToolAct | EffectAct) -> str:
+    if isinstance(act, TurnAct):
+        return f"turn {act.turn} of {act.seat}[{act.index}]"
+    return f"tool {act.name}" if isinstance(act, ToolAct) else f"effect {act.name}"
+
+
+def _end(view: Conversation) -> list[Reason]:
+    line, turns = view.summary, [act for act in view.acts if isinstance(act, TurnAct)]
+    if line.drop_reason is not None:
+        return [
+            Reason(
+                "ended",
+                f"dropped as {line.drop_reason}: {view.detail or 'nothing more was told'}",
+                ADVICE_ON_DROPS.get(line.drop_reason, ""),
+            )
+        ]
+    if line.stop_reason is None:
+        last = f"; the last thing it did was {view.acts[-1].call}" if view.acts else ""
+        return [Reason("ended", f"it has not ended: in flight, or of a process that died{last}")]
+    found = [Reason("ended", f"{line.stop_reason}, after {line.turns} turns and {line.tokens} tokens")]
+    if line.stop_reason != "completed":
+        found[0] = Reason("ended", f"{found[0].text}: a limit cut it short", "raise the limit, or shorten the episode")
+    short = [act for act in turns if act.finish_reason == "length"]
+    if short:
+        names = ", ".join(_named(act) for act in short[:MAX_NAMED])
+        found.append(Reason("ended", f"cut at sampling.max_tokens: {names}", "raise sampling.max_tokens"))
+    return found
+
+
+def _reward(view: Conversation) -> list[Reason]:
+    found = []
+    components = reward_components(view)
+    for agent in view.agents:
+        name = f"{agent.seat}[{agent.index}]"
+        parts = [
+            f"{value:g}" + ("" if turn is None else f" for turn {turn}") for turn, value in components.get(name, [])
+        ]
+        told = "none" if agent.reward is None else f"{agent.reward:g}"
+        found.append(
+            Reason("reward", f"{name} ({agent.policy}): {told}" + (f" = {' + '.join(parts)}" if len(parts) > 1 else ""))
+        )
+    failed = [act for act in view.acts if isinstance(act, ToolAct) and act.outcome != "ok"]
+    outcomes = (f"tool {act.name} ended as {act.outcome}: {act.observation[:200]}" for act in failed[:MAX_NAMED])
+    return found + [Reason("reward", text) for text in outcomes]
+
+
+def _group(reader: RunReader, line: EpisodeLine) -> list[Reason]:
+    members = reader.group(line.group)
+    if len(members) < 2:
+        return []
+    rewards = [member.reward for member in members if member.reward is not None]
+    statuses: dict[str, int] = {}
+    for member in members:
+        statuses[member.status] = statuses.get(member.status, 0) + 1
+    told = ", ".join(f"{count} {status}" for status, count in sorted(statuses.items()))
+    text = f"{len(members)} episodes are compared with each other: {told}"
+    if rewards:
+        text += f"; rewards from {min(rewards):g} to {max(rewards):g}, mean {sum(rewards) / len(rewards):.3g}"
+    if len(rewards) > 1 and min(rewards) == max(rewards):
+        text += "; all are equal, so it teaches nothing"
+    if statuses.get("in_flight") and line.status == "ready":
+        text += "; it waits for those in flight"
+    return [Reason("group", text)]
+
+
+def _units(reader: RunReader, view: Conversation, problems: list[str]) -> list[Reason]:
+    line = view.summary
+    if line.purpose != "train" or line.drop_reason is not None or line.stop_reason is None:
+        return []
+    key = (line.episode, line.attempt)
+    fed = checked_rows(reader.log, "step_units", "episode = ? AND attempt = ?", *key, problems=problems)
+    drops = checked_rows(reader.log, "unit_drops", "episode = ? AND attempt = ?", *key, problems=problems)
+    learns = {policy for (policy,) in reader.log.rows("SELECT DISTINCT policy FROM versions")}
+    found = []
+    for policy in dict.fromkeys(agent.policy for agent in view.agents):
+        own = [row for row in fed if row["policy"] == policy]
+        reason = next((row["reason"] for row in drops if row["policy"] == policy), None)
+        found += [Reason("unit", _fed(policy, row)) for row in own]
+        if reason is not None:
+            found.append(Reason("unit", f"the unit of {policy} was dropped: {reason}", ADVICE_ON_DROPS.get(reason, "")))
+        elif not own and policy not in learns:
+            found.append(Reason("unit", f"{policy} does not learn: nothing of it is trained"))
+        elif not own:
+            found.append(Reason("unit", f"the unit of {policy} is ready, and waits for its group and for a step"))
+    return found
+
+
+def _fed(policy: str, row: Row) -> str:
+    made = f"{policy}@{row['lineage']}.{row['step']}"
+    numbers = f"reward {row['reward']:.3g} - baseline {row['baseline']:.3g} = advantage {row['advantage']:.3g}"
+    return f"{row['seat']}[{row['agent']}] was trained by the step that made {made}: {numbers}"

@@ -1,0 +1,313 @@
+"""One episode, or two, as pages for the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from agentrl.inspection.conversation import (
+    ChildAct,
+    EffectAct,
+    RewardAct,
+    SpawnAct,
+    ToolAct,
+    TurnAct,
+    reward_components,
+)
+from agentrl.inspection.render import episode_table, number
+from agentrl.inspection.terminal import Page, Part
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from agentrl.inspection.conversation import Act, Conversation
+    from agentrl.inspection.differences import Departure, Difference, Side
+    from agentrl.inspection.forks import Fork
+    from agentrl.inspection.reasons import Reason
+    from agentrl.inspection.replayed import Replayed
+    from agentrl.inspection.timelines import EpisodeTimeline
+    from agentrl.inspection.tokens import EpisodeTokens, Token, TokenRow
+
+SHOWN_WAIT_S = 0.05
+"""A shorter wait between two turns is not worth a line."""
+_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
+_COLOURS = ("blue", "dark_orange", "green", "magenta", "red", "cyan", "yellow", "purple")
+_MARKS = {"turn": "█", "tool": "▓", "effect": "▒", "wait": "·", "child": "◆", "reward": "★"}
+
+
+def conversation_page(view: Conversation) -> Page:
+    """An episode: what it is, then what happened, agent by agent in the order of their acts."""
+    page = Page()
+    _summary(page, view)
+    speaker, updates = "", list(view.updates)
+    for place, act in enumerate(view.acts):
+        if place == view.inherited and view.inherited:
+            page.heading("the fork goes its own way from here")
+            speaker = ""
+        if isinstance(act, TurnAct):
+            while updates and updates[0].at < act.at:
+                page.line((f"  ↻ {updates.pop(0).version} was published", "magenta"))
+            who = f"{act.seat}[{act.index}] · {act.policy}"
+            if who != speaker:
+                page.heading(who)
+                speaker = who
+            _turn(page, act)
+        elif line := _event(act):
+            page.line((f"  {act.call:<10} ", "dim"), line)
+    if view.children:
+        page.heading("children")
+        shown = ["episode", "status", "reward", "stop_reason", "drop_reason", "turns", "tokens", "seconds"]
+        page.add(episode_table(view.children, len(view.children), shown))
+    page.problems(view.problems)
+    return page
+
+
+def _summary(page: Page, view: Conversation) -> None:
+    line = view.summary
+    page.line((line.episode, "bold"), f" · attempt {line.attempt} · {line.status} · {line.purpose}")
+    facts = [("environment", line.environment), ("task", f"{line.task} {_json(view.task)}"), ("group", line.group)]
+    if line.parent:
+        facts.append(("parent", line.parent))
+    facts.append(("ended", line.drop_reason or line.stop_reason or "not yet"))
+    if view.detail:
+        facts.append(("because", view.detail))
+    if line.reward is not None:
+        facts.append(("reward", number(line.reward)))
+    if line.turns is not None:
+        facts.append(("length", f"{line.turns} turns, {line.tokens} tokens, {number(line.seconds)} s"))
+    components = reward_components(view)
+    for agent in view.agents:
+        name = f"{agent.seat}[{agent.index}]"
+        parts = [
+            f"{value:g}" + (f" (turn {turn})" if turn is not None else "") for turn, value in components.get(name, [])
+        ]
+        reward = number(agent.reward) or "none"
+        made = f" = {' + '.join(parts)}" if len(parts) > 1 else ""
+        what = f"{agent.policy}, reward {reward}{made}, {agent.tokens} tokens"
+        facts.append((name, f"{what}, oldest weights {agent.lineage}.{agent.oldest_step}"))
+    if view.measured_against:
+        facts.append(("against", ", ".join(view.measured_against)))
+    facts += [(name, number(value)) for name, value in view.metrics.items()]
+    page.facts(facts)
+
+
+def _turn(page: Page, act: TurnAct) -> None:
+    if act.waited >= SHOWN_WAIT_S:
+        page.line((f"  … waited {act.waited:.3f} s", "magenta"))
+    for message in act.messages:
+        role = str(message.get("role", "?"))
+        page.line((f"  {role}", f"bold {_STYLES.get(role, 'magenta')}"))
+        page.block(str(message.get("content", "")), _STYLES.get(role, "magenta"))
+    versions = " → ".join(dict.fromkeys(version for _, version in act.versions))
+    note = f"turn {act.turn}, {act.tokens} tokens of {versions}, {act.finish_reason}, {act.seconds:.3f} s"
+    note += f", row {act.row}" if act.row else ""
+    note += f", drift: {act.drift}" if act.drift else ""
+    page.line(("  assistant", "bold green"), (f"  {note}", "dim"))
+    page.block(act.text, "green")
+
+
+def _event(act: Act) -> str:
+    match act:
+        case ToolAct():
+            call = f"tool {act.name}({_json(act.arguments)})"
+            return f"{call} → {act.observation} [{act.outcome}, {act.seconds:.3f} s]"
+        case EffectAct():
+            what = f"effect {act.name}" if act.guarantee else f"{act.name}({_json(act.arguments)})"
+            kind = act.guarantee or act.level
+            return f"{what} → {act.error or _json(act.value)} [{kind}, {act.seconds:.3f} s]"
+        case SpawnAct():
+            return f"spawn {act.environment}: {', '.join(act.children)}"
+        case ChildAct():
+            by = f" [{', '.join(act.versions)}]" if act.versions else ""
+            return f"child {act.child}: {act.drop_reason or _json(act.rewards)}{by}"
+        case RewardAct():
+            where = "the episode" if act.turn is None else f"turn {act.turn}"
+            return f"reward {act.value:g} to {act.seat}[{act.index}] for {where}"
+    return ""
+
+
+def tokens_page(view: EpisodeTokens, *, details: bool = False) -> Page:
+    """An episode's tokens, coloured by the version that sampled them; with `details` a line each."""
+    page = Page()
+    versions = dict.fromkeys(token.version for row in view.rows for token in row.tokens if token.version)
+    colours = {version: _COLOURS[place % len(_COLOURS)] for place, version in enumerate(versions)}
+    page.line((view.episode, "bold"), f" · attempt {view.attempt} · context is dim, and never trained")
+    page.line(*((f" {version} ", f"bold {colour}") for version, colour in colours.items()))
+    for row in view.rows:
+        trained = f"trained into {row.step}" if row.step else "no step trained it"
+        page.heading(f"{row.seat}[{row.index}] · {row.policy} · row {row.row} · {len(row.tokens)} tokens · {trained}")
+        if details:
+            _token_table(page, row, colours)
+        else:
+            _token_text(page, row, colours)
+    page.problems(view.problems)
+    return page
+
+
+def _token_text(page: Page, row: TokenRow, colours: dict[str, str]) -> None:
+    pieces: dict[int, list[tuple[str, str]]] = {}
+    for token in row.tokens:
+        style = colours.get(token.version or "", "dim") if token.loss_mask else "dim"
+        pieces.setdefault(token.turn, []).append((token.text or f"{token.id} ", style))
+    for turn, parts in pieces.items():
+        page.line((f"  turn {turn}", "bold"))
+        page.flow(parts, indent=4)
+
+
+def _token_table(page: Page, row: TokenRow, colours: dict[str, str]) -> None:
+    rows: list[list[Part]] = []
+    for token in row.tokens:
+        if not token.loss_mask:
+            continue
+        style = colours.get(token.version or "", "")
+        values = [token.logprob, token.trainer_logprob, token.ratio, token.advantage, token.entropy]
+        counts = ["" if value is None else str(value) for value in (token.kept, token.lag)]
+        cells: list[Part] = [
+            str(token.position),
+            str(token.turn),
+            str(token.id),
+            (_shown(token), style),
+            (token.version or "", style),
+        ]
+        rows.append([*cells, *map(number, values), *counts, token.routing or ""])
+    numbers = ["logprob>", "trainer>", "ratio>", "advantage>", "entropy>", "kept>", "lag>"]
+    page.table(["position>", "turn>", "id>", "text", "version", *numbers, "routing"], rows)
+    context = sum(not token.loss_mask for token in row.tokens)
+    page.line((f"  and {context} tokens of context", "dim"))
+
+
+def _shown(token: Token) -> str:
+    return token.text.replace(" ", "·")
+
+
+def reasons_page(episode: str, found: Sequence[Reason]) -> Page:
+    """Why an episode stands where it stands."""
+    page = Page()
+    page.line((episode, "bold"))
+    for reason in found:
+        style = "red" if reason.about == "problem" else ""
+        page.line((f"  {reason.about:<9} ", "dim"), (reason.text, style))
+        if reason.advice:
+            page.line(("            try: ", "dim"), reason.advice)
+    return page
+
+
+def timeline_page(line: EpisodeTimeline, *, width: int = 80) -> Page:
+    """An episode over its seconds, a lane per agent and kind of act."""
+    page = Page()
+    page.line((line.episode, "bold"), f" · attempt {line.attempt} · {number(line.seconds)} s")
+    scale = width / (line.seconds or 1.0)
+    rows = []
+    for lane in line.lanes:
+        cells = [" "] * (width + 1)
+        for bar in lane.bars:
+            start, stop = (min(max(int(at * scale), 0), width) for at in (bar.start, bar.stop))
+            for place in range(start, max(stop, start + 1)):
+                cells[place] = _MARKS.get(bar.what, "?")
+        rows.append([lane.name, "".join(cells), str(sum(bar.what != "wait" for bar in lane.bars))])
+    if line.updates:
+        cells = [" "] * (width + 1)
+        for at, _ in line.updates:
+            cells[min(max(int(at * scale), 0), width)] = "↻"
+        rows.append(["updates", "".join(cells), ", ".join(version for _, version in line.updates)])
+    page.table(["", "", ""], rows)
+    page.line(("  ".join(f"{mark} {what}" for what, mark in _MARKS.items()), "dim"))
+    page.line("spent on: " + ", ".join(f"{what} {seconds:.3f} s" for what, seconds in line.busy.items()))
+    page.problems(line.problems)
+    return page
+
+
+def fork_page(tree: Sequence[Fork], new: Collection[str] = ()) -> Page:
+    """Forks below the episodes they were played on from; `new` ones stand out."""
+    page = Page()
+    if not tree:
+        page.line("nothing was forked; `agentrl episode fork` does")
+        return page
+    rows: list[list[Part]] = []
+    for fork in tree:
+        line = fork.line
+        name = "  " * fork.depth + ("└ " if fork.depth else "") + line.episode
+        at = f"at {fork.at}" + (", edited" if fork.is_edited else "") if fork.at else ""
+        ended = line.drop_reason or line.stop_reason or line.status
+        style = "bold" if line.episode in new else ""
+        rows.append([(name, style), at, number(line.reward), "" if line.turns is None else str(line.turns), ended])
+    page.table(["episode", "forked", "reward>", "turns>", "ended"], rows)
+    return page
+
+
+def replay_page(found: Sequence[Replayed], *, step: bool = False) -> Page:
+    """Episodes that were executed again: identical, or where they depart and why; with `step`, each call."""
+    page = Page()
+    for each in found:
+        if step:
+            for call, words in each.acts:
+                page.line((f"  {call:<10} ", "dim"), words)
+        if len(found) > 1 and each.outcome == "identical":
+            continue
+        style = {"identical": "green", "departed": "red"}.get(each.outcome, "yellow")
+        page.line(
+            (each.episode, "bold"), " ", (each.outcome, style), f": {each.calls} calls came back of {each.recorded}"
+        )
+        if each.text:
+            page.block(each.text)
+    outcomes = Counter(each.outcome for each in found)
+    if len(found) > 1:
+        page.line(", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common()))
+    return page
+
+
+def rescore_page(found: Sequence[Replayed]) -> Page:
+    """The rewards of episodes as recorded, and as the program gives them now."""
+    page, rows = Page(), list[list[Part]]()
+    for each in found:
+        for agent in dict.fromkeys([*each.before, *each.after]):
+            then, now = each.before.get(agent), each.after.get(agent)
+            style = "" if then == now else "bold"
+            rows.append([each.episode, agent, number(then) or "none", (number(now) or "none", style)])
+    page.table(["episode", "agent", "recorded>", "now>"], rows)
+    for each in found:
+        if each.outcome != "identical":
+            page.line((each.episode, "bold"), f" {each.outcome}: {each.text}")
+    return page
+
+
+def difference_page(found: Difference) -> Page:
+    """Two episodes side by side: where they part, and what came of each."""
+    page = Page()
+    page.line((found.a.episode, "bold"), " and ", (found.b.episode, "bold"), f": {found.same_acts} acts in common")
+    if found.departure is None:
+        page.line(("they are the same, but for times", "green"))
+    else:
+        _departure(page, found.departure)
+    rows = [[agent, *(number(reward) or "none" for reward in rewards)] for agent, rewards in found.rewards.items()]
+    page.heading("rewards")
+    page.table(["agent", f"{found.a.episode}>", f"{found.b.episode}>"], rows)
+    page.heading("turns")
+    agents = dict.fromkeys(agent for agent, _, _ in found.turns)
+    for agent in agents:
+        marks = "".join("=" if same else "≠" for name, _, same in found.turns if name == agent)
+        page.line(f"  {agent:<14} ", (marks, "bold"))
+    page.problems(found.problems)
+    return page
+
+
+def _departure(page: Page, departure: Departure) -> None:
+    where = f"call {departure.call}"
+    if departure.turn is not None:
+        where += f", turn {departure.turn} of {departure.agent}"
+    if departure.token is not None:
+        where += f", token {departure.token} of what was {'told' if departure.what == 'context' else 'sampled'}"
+    page.line(f"they part at {where} ({departure.what})")
+    for side, style in ((departure.a, "cyan"), (departure.b, "dark_orange")):
+        _side(page, side, style)
+
+
+def _side(page: Page, side: Side, style: str) -> None:
+    if side.version:
+        page.line((f"    by {side.version}", "dim"))
+    page.block(side.text, style)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,195 @@
+"""Optimizer steps: what each was fed, and what it did."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from agentrl.core.errors import InputError, JournalError
+from agentrl.core.records import PolicyVersion
+from agentrl.inspection.checked import checked_rows
+from agentrl.inspection.columns import StepRow, step_rows
+
+if TYPE_CHECKING:
+    from agentrl.inspection.checked import Row
+    from agentrl.inspection.reader import RunReader
+
+
+class StepLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A step in a list."""
+
+    policy: str
+    lineage: int
+    step: int
+    """The version that it made is `policy@lineage.step`."""
+    survives: bool
+    """Whether it led to the policy's newest version; if not, a rollback undid it."""
+    loss: float | None
+    grad_norm: float | None
+    reward: float | None
+    """Mean over its units."""
+    units: int
+    samples: int
+    tokens: int
+    seconds: float
+    stepped_at: float
+
+
+class FedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A trajectory that a step was fed."""
+
+    position: int
+    episode: str
+    attempt: int
+    seat: str
+    agent: int
+    reward: float
+    baseline: float
+    advantage: float
+    tokens: int | None = None
+    """Trained ones, of all agents of the unit; None where the step's columns are gone."""
+    mean_ratio: float | None = None
+    """Of the weights that were trained to those that sampled, over the unit's tokens."""
+    largest_lag: int | None = None
+
+
+class StepView(msgspec.Struct, frozen=True, kw_only=True):
+    """A step with all that it was fed."""
+
+    line: StepLine
+    started_from: str
+    normaliser: float
+    input_digest: str
+    columns_file: str | None
+    metrics: dict[str, float | None]
+    fed: list[FedRow]
+    problems: list[str]
+
+
+def step_list(reader: RunReader, policy: str | None = None) -> list[StepLine]:
+    """The steps of a run in the order they were taken, those a rollback undid among them.
+
+    Raises:
+        JournalError: the journal is damaged.
+    """
+    condition, values = ("policy = ?", (policy,)) if policy is not None else ("1", ())
+    rows = checked_rows(reader.log, "steps", f"{condition} ORDER BY stepped_at, policy, lineage, step", *values)
+    rewards = {
+        (name, lineage, step): (reward, units)
+        for name, lineage, step, reward, units in reader.log.rows(
+            "SELECT policy, lineage, step, avg(reward), count(*) FROM"
+            " (SELECT policy, lineage, step, sum(reward) AS reward FROM step_units"
+            " GROUP BY policy, lineage, step, episode, attempt) GROUP BY policy, lineage, step"
+        )
+    }
+    survivors = _survivors(reader)
+    return [_line(row, rewards, survivors) for row in rows]
+
+
+def step_view(reader: RunReader, step: int, policy: str | None = None, lineage: int | None = None) -> StepView:
+    """One step: of the only policy that learns unless one is named, in its newest lineage unless another is.
+
+    Raises:
+        InputError: there is no such step, or several policies took one of this number.
+        JournalError: the journal is damaged.
+    """
+    lines = [line for line in step_list(reader, policy) if line.step == step and lineage in (None, line.lineage)]
+    policies = sorted({line.policy for line in lines})
+    if len(policies) > 1:
+        raise InputError(f"{' and '.join(policies)} both took a step {step}; name one with --policy")
+    if not lines:
+        raise InputError(f"{reader.path}: there is no such step {step}; `agentrl step list {reader.path}` shows them")
+    line = max(lines, key=lambda found: found.lineage)
+    problems: list[str] = []
+    key = (line.policy, line.lineage, line.step)
+    (row,) = checked_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key)
+    units = checked_rows(
+        reader.log,
+        "step_units",
+        "policy = ? AND lineage = ? AND step = ? ORDER BY position",
+        *key,
+        problems=problems,
+    )
+    columns = _columns(reader, row, problems)
+    return StepView(
+        line=line,
+        started_from=str(PolicyVersion(line.policy, row["started_lineage"], row["started_step"])),
+        normaliser=row["normaliser"],
+        input_digest=row["input_digest"],
+        columns_file=row["columns_file"],
+        metrics=_metrics(row["metrics"], problems),
+        fed=[_fed(unit, columns.get(unit["episode"], [])) for unit in units],
+        problems=problems,
+    )
+
+
+def _line(
+    row: Row, rewards: dict[tuple[str, int, int], tuple[float | None, int]], survivors: set[PolicyVersion]
+) -> StepLine:
+    version = PolicyVersion(row["policy"], row["lineage"], row["step"])
+    reward, units = rewards.get((version.policy, version.lineage, version.step), (None, 0))
+    return StepLine(
+        policy=version.policy,
+        lineage=version.lineage,
+        step=version.step,
+        survives=version in survivors,
+        loss=row["loss"],
+        grad_norm=row["grad_norm"],
+        reward=reward,
+        units=units,
+        samples=row["samples"],
+        tokens=row["tokens"],
+        seconds=row["seconds"],
+        stepped_at=row["stepped_at"],
+    )
+
+
+def _survivors(reader: RunReader) -> set[PolicyVersion]:
+    """The versions along the line that led to each policy's newest one."""
+    return {PolicyVersion(point.policy, point.lineage, point.step) for point in reader.curve()}
+
+
+def _columns(reader: RunReader, row: Row, problems: list[str]) -> dict[str, list[StepRow]]:
+    """The rows of the step's file by episode; none where it has no file, or one that cannot be read."""
+    if row["columns_file"] is None:
+        return {}
+    found: dict[str, list[StepRow]] = {}
+    try:
+        for each in step_rows(reader.path, row["columns_file"]):
+            found.setdefault(each.episode, []).append(each)
+    except JournalError as error:
+        problems.append(str(error))
+    return found
+
+
+def _fed(unit: Row, columns: list[StepRow]) -> FedRow:
+    moved = [
+        math.exp(min(now - then, 80.0))
+        for row in columns
+        for now, then in zip(row.trainer_logprobs, row.behavior_logprobs, strict=False)
+        if math.isfinite(now - then)
+    ]
+    return FedRow(
+        position=unit["position"],
+        episode=unit["episode"],
+        attempt=unit["attempt"],
+        seat=unit["seat"],
+        agent=unit["agent"],
+        reward=unit["reward"],
+        baseline=unit["baseline"],
+        advantage=unit["advantage"],
+        tokens=sum(len(row.position) for row in columns) if columns else None,
+        mean_ratio=sum(moved) / len(moved) if moved else None,
+        largest_lag=max((max(row.lag, default=-1) for row in columns), default=-1) if columns else None,
+    )
+
+
+def _metrics(text: str, problems: list[str]) -> dict[str, float | None]:
+    try:
+        return msgspec.convert(json.loads(text), dict[str, float | None])
+    except (ValueError, TypeError, RecursionError, msgspec.ValidationError):
+        problems.append("the step's metrics cannot be read")
+        return {}

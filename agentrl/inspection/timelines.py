@@ -1,0 +1,226 @@
+"""When what happened: in an episode by agent and act, in a run by episodes, engines, trainers and versions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from agentrl.inspection.checked import checked_rows
+from agentrl.inspection.conversation import (
+    ChildAct,
+    EffectAct,
+    RewardAct,
+    SpawnAct,
+    ToolAct,
+    TurnAct,
+    conversation,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from agentrl.inspection.conversation import Act
+    from agentrl.inspection.reader import RunReader
+
+
+class Bar(msgspec.Struct, frozen=True):
+    """Something that took a while; or a moment, where it begins and ends at once."""
+
+    start: float
+    stop: float
+    what: str
+    """`turn`, `tool`, `effect`, `wait`, `child`, `reward`, `step`."""
+    label: str
+    call: str = ""
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """Bars that belong together, in order."""
+
+    name: str
+    bars: list[Bar]
+
+
+class EpisodeTimeline(msgspec.Struct, frozen=True, kw_only=True):
+    """An episode over its seconds. Turns lie where they were recorded; other acts of a branch follow each other."""
+
+    episode: str
+    attempt: int
+    seconds: float
+    lanes: list[Lane]
+    updates: list[tuple[float, str]]
+    """When new weights were published, and which."""
+    busy: dict[str, float]
+    """Seconds by what they were spent on; of branches that run at once, each counts."""
+    problems: list[str]
+
+
+class RunTimeline(msgspec.Struct, frozen=True, kw_only=True):
+    """A run over its seconds, in equal parts."""
+
+    began: float
+    """Wall-clock label, seconds since the epoch."""
+    seconds: float
+    part: float
+    """Seconds of one part."""
+    in_flight: dict[str, list[float]]
+    """By environment: episodes in flight, on average over each part."""
+    committed: list[int]
+    dropped: list[int]
+    trainers: dict[str, list[float]]
+    """By policy: the share of each part in which its trainer was at a step."""
+    engine: list[float | None]
+    """The share of each part in which the engine had calls, where the run's metrics tell."""
+    versions: list[tuple[float, str]]
+    """Seconds since the beginning, and the version that was published."""
+    idle: dict[str, float]
+    """Over the whole run: the share in which a trainer, or the engine, had nothing to do."""
+    problems: list[str]
+
+
+def episode_timeline(reader: RunReader, episode_id: str, attempt: int | None = None) -> EpisodeTimeline:
+    """When what happened in an episode. Raises as `RunReader.episode`."""
+    view = conversation(reader, episode_id, attempt)
+    lanes: dict[str, list[Bar]] = {}
+    ends: dict[str, float] = {}
+    for act in view.acts:
+        _place(act, lanes, ends)
+    busy: dict[str, float] = {}
+    for bars in lanes.values():
+        for bar in bars:
+            busy[bar.what] = busy.get(bar.what, 0.0) + bar.stop - bar.start
+    return EpisodeTimeline(
+        episode=view.summary.episode,
+        attempt=view.summary.attempt,
+        seconds=max([view.summary.seconds or 0.0, *ends.values()]),
+        lanes=[Lane(name, bars) for name, bars in lanes.items()],
+        updates=[(update.at, update.version) for update in view.updates],
+        busy={what: seconds for what, seconds in busy.items() if seconds},
+        problems=view.problems,
+    )
+
+
+def _place(act: Act, lanes: dict[str, list[Bar]], ends: dict[str, float]) -> None:
+    branch = act.call.rpartition("#")[0]
+    now = ends.get(branch, _parent_end(branch, ends))
+    match act:
+        case TurnAct():
+            lane = lanes.setdefault(f"{act.seat}[{act.index}]", [])
+            if act.waited > 0:
+                lane.append(Bar(max(act.at - act.waited, 0.0), act.at, "wait", "waits", act.call))
+            lane.append(Bar(act.at, act.at + act.seconds, "turn", f"turn {act.turn}", act.call))
+            ends[branch] = act.at + act.seconds
+        case ToolAct() | EffectAct():
+            what = "tool" if isinstance(act, ToolAct) else "effect"
+            lanes.setdefault("tools" if what == "tool" else "effects", []).append(
+                Bar(now, now + act.seconds, what, act.name, act.call)
+            )
+            ends[branch] = now + act.seconds
+        case SpawnAct() | ChildAct():
+            label = f"{len(act.children)} children" if isinstance(act, SpawnAct) else act.child
+            lanes.setdefault("children", []).append(Bar(now, now, "child", label, act.call))
+        case RewardAct():
+            label = f"{act.value:g} to {act.seat}[{act.index}]"
+            lanes.setdefault("rewards", []).append(Bar(now, now, "reward", label, act.call))
+
+
+def _parent_end(branch: str, ends: dict[str, float]) -> float:
+    """Where a branch begins: where the one it comes from had got to."""
+    while "/" in branch:
+        branch = branch.rpartition("/")[0]
+        if branch in ends:
+            return ends[branch]
+    return 0.0
+
+
+def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
+    """When what happened in a run. Raises `JournalError` where the control log is damaged."""
+    log, problems = reader.log, list[str]()
+    began, last = log.rows(
+        "SELECT (SELECT min(admitted_at) FROM admissions), max(coalesce((SELECT max(committed_at) FROM episodes), 0),"
+        " coalesce((SELECT max(stepped_at) FROM steps), 0))"
+    )[0]
+    began = float(began or last or 0.0)
+    seconds = max(float(last or 0.0) - began, 1e-9)
+    part = seconds / parts
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for environment, start, stop in log.rows(
+        "SELECT a.environment, a.admitted_at, e.committed_at FROM admissions a"
+        " LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt"
+    ):
+        spans.setdefault(environment, []).append((start - began, (last if stop is None else stop) - began))
+    steps = checked_rows(log, "steps", "1 ORDER BY stepped_at", problems=problems)
+    trainers: dict[str, list[tuple[float, float]]] = {}
+    for row in steps:
+        stop = row["stepped_at"] - began
+        trainers.setdefault(row["policy"], []).append((stop - row["seconds"], stop))
+    versions = checked_rows(log, "versions", "published_at >= ? ORDER BY published_at", began, problems=problems)
+    at_work = {policy: _shares(found, parts, part) for policy, found in trainers.items()}
+    engine = _engine(reader, began, parts, part)
+    idle = {f"trainer of {policy}": 1.0 - sum(shares) / parts for policy, shares in at_work.items()}
+    known = [share for share in engine if share is not None]
+    if known:
+        idle["engine"] = 1.0 - sum(known) / len(known)
+    return RunTimeline(
+        began=began,
+        seconds=seconds,
+        part=part,
+        in_flight={name: _shares(found, parts, part) for name, found in spans.items()},
+        committed=_ends(reader, "drop_reason IS NULL", began, parts, part),
+        dropped=_ends(reader, "drop_reason IS NOT NULL", began, parts, part),
+        trainers=at_work,
+        engine=engine,
+        versions=[(row["published_at"] - began, f"{row['policy']}@{row['lineage']}.{row['step']}") for row in versions],
+        idle=idle,
+        problems=problems,
+    )
+
+
+def _shares(spans: Iterable[tuple[float, float]], parts: int, part: float) -> list[float]:
+    """How much of each part the spans fill, in multiples of it."""
+    change = [0.0] * (parts + 1)
+    edges = [0.0] * parts
+    for start, stop in spans:
+        first, last = _part(start, parts, part), _part(stop, parts, part)
+        if first == last:
+            edges[first] += max(stop - start, 0.0)
+            continue
+        edges[first] += (first + 1) * part - start
+        edges[last] += stop - last * part
+        change[first + 1] += part
+        change[last] -= part
+    whole, filled = 0.0, []
+    for index in range(parts):
+        whole += change[index]
+        filled.append((whole + edges[index]) / part)
+    return filled
+
+
+def _part(at: float, parts: int, part: float) -> int:
+    return min(max(int(at / part), 0), parts - 1)
+
+
+def _ends(reader: RunReader, condition: str, began: float, parts: int, part: float) -> list[int]:
+    counts = [0] * parts
+    for place, many in reader.log.rows(
+        f"SELECT min(max(CAST((committed_at - ?) / ? AS INTEGER), 0), ?) AS place, count(*) FROM episodes"
+        f" WHERE {condition} GROUP BY place",
+        *(began, part, parts - 1),
+    ):
+        counts[place] = many
+    return counts
+
+
+def _engine(reader: RunReader, began: float, parts: int, part: float) -> list[float | None]:
+    """From the metric `engine/busy_share` of each step, which tells of the time since the step before."""
+    shares: list[float | None] = [None] * parts
+    before = 0
+    for value, at in reader.log.rows(
+        "SELECT value, recorded_at FROM metrics WHERE name = 'engine/busy_share' ORDER BY recorded_at"
+    ):
+        place = _part(at - began, parts, part)
+        if value is not None:
+            shares[before : place + 1] = [value] * (place + 1 - before)
+            before = place + 1
+    return shares

@@ -1,0 +1,218 @@
+"""An episode's tokens, one by one: what sampled each, how likely it was, and what training made of it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from agentrl.core.errors import JournalError
+from agentrl.inspection.checked import checked_rows
+from agentrl.inspection.columns import StepRow, float32, int32, step_rows
+from agentrl.inspection.vocabulary import Vocabulary
+from agentrl.journal.entries import TurnEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from agentrl.inspection.lines import EpisodeView
+    from agentrl.inspection.reader import RunReader
+
+_CONTROL = ("<|start|>", "<|stop|>")
+"""How formats whose tokens are bytes write the ids above them."""
+
+
+class Token(msgspec.Struct, frozen=True, kw_only=True):
+    """A token of a row."""
+
+    position: int
+    """In its row."""
+    turn: int
+    """The agent's turn that it belongs to, as context or as what was sampled."""
+    id: int
+    text: str
+    """Empty where the run's tokenizer is not on this machine."""
+    loss_mask: bool
+    """Whether the policy sampled it."""
+    logprob: float | None = None
+    version: str | None = None
+    kept: int | None = None
+    """Size of the set the filters left; None where nothing was filtered, or it was not recorded."""
+    entropy: float | None = None
+    """0 where the set had one member; else no engine records it."""
+    routing: str | None = None
+    """Digest of the experts recorded at its position."""
+    advantage: float | None = None
+    trainer_logprob: float | None = None
+    ratio: float | None = None
+    """Its probability under the weights that were trained, over that under those that sampled it."""
+    lag: int | None = None
+
+
+class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of an agent: one token sequence."""
+
+    seat: str
+    index: int
+    policy: str
+    row: int
+    step: str | None
+    """The version made by the optimizer step that trained it; None: none did."""
+    tokens: list[Token]
+
+
+class EpisodeTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """All rows of an episode."""
+
+    episode: str
+    attempt: int
+    rows: list[TokenRow]
+    problems: list[str]
+
+
+class _Trained(NamedTuple):
+    """What a step made of a row's tokens, by position."""
+
+    step: str
+    places: dict[int, tuple[StepRow, int]]
+    """Where in which of its rows: a row routed twice is one for each routing."""
+
+
+def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = None) -> EpisodeTokens:
+    """The tokens of an episode, agent by agent, row by row. Raises as `RunReader.episode`."""
+    view = reader.episode(episode_id, attempt)
+    problems = list(view.problems)
+    by_row: dict[tuple[str, int, int], list[TurnEntry]] = {}
+    for _, body in view.entries:
+        if isinstance(body, TurnEntry):
+            by_row.setdefault((body.seat, body.index, body.row), []).append(body)
+    config = reader.info().get("config")
+    model = config.get("model") if isinstance(config, dict) else None
+    vocabulary = Vocabulary(model.get("path") if isinstance(model, dict) else None)
+    numbers: dict[str, int] = {}
+    rows = []
+    for (seat, index, row), turns in sorted(by_row.items()):
+        policy = turns[0].policy
+        number = numbers[policy] = numbers.get(policy, -1) + 1
+        trained = _trained(reader, view, policy, number, problems)
+        tokens = list(_tokens(turns, vocabulary, trained))
+        step = None if trained is None else trained.step
+        rows.append(TokenRow(seat=seat, index=index, policy=policy, row=row, step=step, tokens=tokens))
+    return EpisodeTokens(episode=view.summary.episode, attempt=view.summary.attempt, rows=rows, problems=problems)
+
+
+def _trained(reader: RunReader, view: EpisodeView, policy: str, number: int, problems: list[str]) -> _Trained | None:
+    """The newest step that was fed the unit's row of this number, where its columns are still there."""
+    line = view.summary
+    fed = checked_rows(
+        reader.log,
+        "step_units",
+        "episode = ? AND attempt = ? AND policy = ? ORDER BY lineage DESC, step DESC LIMIT 1",
+        *(line.episode, line.attempt, policy),
+        problems=problems,
+    )
+    for unit in fed:
+        key = (policy, unit["lineage"], unit["step"])
+        for step in checked_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key):
+            if step["columns_file"] is None:
+                continue
+            try:
+                rows = step_rows(reader.path, step["columns_file"])
+            except JournalError as error:
+                problems.append(str(error))
+                continue
+            found = [row for row in rows if row.episode == line.episode and row.row == number]
+            if found:
+                places = {at: (part, place) for part in found for place, at in enumerate(part.position)}
+                return _Trained(f"{policy}@{key[1]}.{key[2]}", places)
+    return None
+
+
+def _tokens(turns: Sequence[TurnEntry], vocabulary: Vocabulary, trained: _Trained | None) -> Iterator[Token]:
+    position = 0
+    for turn in turns:
+        context, sampled = int32(turn.context_ids), int32(turn.token_ids)
+        says = _bytes_as_text if _is_bytes(turn, sampled) else vocabulary.text
+        for token in context:
+            yield Token(position=position, turn=turn.turn, id=token, text=says(token), loss_mask=False)
+            position += 1
+        versions = _versions(turn, len(sampled))
+        logprobs, kept = float32(turn.logprobs), int32(turn.mask_counts or b"")
+        experts = _experts(turn)
+        for place, token in enumerate(sampled):
+            count = kept[place] if place < len(kept) else 0
+            yield Token(
+                position=position,
+                turn=turn.turn,
+                id=token,
+                text=says(token),
+                loss_mask=True,
+                logprob=_finite(logprobs[place]) if place < len(logprobs) else None,
+                version=versions[place],
+                kept=count if count > 0 else None,
+                entropy=0.0 if count == 1 else None,
+                routing=experts.get(position),
+                **_training(trained, position),
+            )
+            position += 1
+
+
+def _training(trained: _Trained | None, position: int) -> dict[str, Any]:
+    found = None if trained is None else trained.places.get(position)
+    if found is None:
+        return {}
+    columns, place = found
+    now, then = columns.trainer_logprobs[place], columns.behavior_logprobs[place]
+    known = math.isfinite(now) and math.isfinite(then) and abs(now - then) < 700.0
+    return {
+        "advantage": _finite(columns.advantages[place]),
+        "trainer_logprob": _finite(now),
+        "ratio": math.exp(now - then) if known else None,
+        "lag": columns.lag[place] if columns.lag[place] >= 0 else None,
+    }
+
+
+def _versions(turn: TurnEntry, count: int) -> list[str | None]:
+    versions: list[str | None] = [None] * count
+    for span in turn.spans:
+        name = f"{turn.weights_of or turn.policy}@{span.lineage}.{span.step}"
+        for place in range(max(span.start, 0), min(span.stop, count)):
+            versions[place] = name
+    return versions
+
+
+def _experts(turn: TurnEntry) -> dict[int, str]:
+    """A digest of each position's experts; of the newest where it was computed twice."""
+    rows = turn.routing_shape[0] if turn.expert_routing and turn.routing_shape else 0
+    if not turn.expert_routing or rows <= 0 or len(turn.expert_routing) % rows:
+        return {}
+    width, begins = len(turn.expert_routing) // rows, dict(turn.routing_breaks)
+    found, position = {}, turn.routing_start
+    for row in range(rows):
+        position = begins.get(row, position)
+        part = turn.expert_routing[row * width : (row + 1) * width]
+        found[position] = hashlib.blake2b(part, digest_size=4).hexdigest()
+        position += 1
+    return found
+
+
+def _is_bytes(turn: TurnEntry, sampled: Sequence[int]) -> bool:
+    """Whether the turn's tokens are the bytes of its text, as in the formats that need no tokenizer."""
+    if any(not 0 <= token < 256 + len(_CONTROL) for token in sampled):
+        return False
+    text = turn.text
+    for control in _CONTROL:
+        text = text.replace(control, "")
+    return bytes(token for token in sampled if token < 256).decode("utf-8", "replace") == text
+
+
+def _bytes_as_text(token: int) -> str:
+    if token >= 256:
+        return _CONTROL[token - 256] if token - 256 < len(_CONTROL) else ""
+    return bytes([token]).decode("utf-8", "replace") if token >= 0 else ""
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,245 @@
+"""Running an episode's program again over its journal, and nothing but its journal: nothing is sampled or performed.
+
+A call that the journal does not hold ends the execution before anything of it happens. With `rescoring`, rewards are
+left out of what is compared: those the code gives now are the episode's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from agentrl.core import ids
+from agentrl.core.errors import EngineError
+from agentrl.core.ports import SpawnedGroup
+from agentrl.core.proposals import Recollection
+from agentrl.journal.entries import RewardEntry, SpawnEntry
+from agentrl.journal.forks import edits_of
+from agentrl.rollout.branches import current_branch
+from agentrl.rollout.calls import Call, CallJournal
+from agentrl.rollout.recorded_words import in_words
+from agentrl.rollout.runner import EpisodeRunner
+
+if TYPE_CHECKING:
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, Task
+    from agentrl.journal.entries import EntryBody, JournalEntry
+
+OnCall = Callable[[str, str], None]
+"""Told of each recorded call that came back: its id, and what it is in words."""
+
+
+class RecordEndedError(EngineError):
+    """The code makes a call that the journal does not hold."""
+
+    def __init__(self, call_id: str, what: str) -> None:
+        super().__init__(f"call {call_id} is not in the journal: the code now makes {what}")
+        self.call_id = call_id
+        self.what = what
+
+
+class ReplayStoppedError(EngineError):
+    """The call was reached that the execution was to stop at."""
+
+
+class ReplayJournal(CallJournal):
+    """A journal that is read and never written.
+
+    Args:
+        log: of the episode; nothing is appended to it.
+        episode_id: of the episode.
+        attempt: of the episode.
+        recorded: see `CallJournal`.
+        seed: see `CallJournal`.
+        inherited: see `CallJournal`.
+        edits: see `CallJournal`.
+        on_call: told of each call.
+        until: the call id to stop at, once it has come back.
+        rescoring: leave recorded rewards out.
+    """
+
+    __slots__ = ("_on_call", "_rewards", "_until", "given", "reached")
+
+    def __init__(  # noqa: PLR0913 (one keyword per setting)
+        self,
+        log: ReplayLog,
+        episode_id: str,
+        attempt: int,
+        recorded: Sequence[JournalEntry],
+        *,
+        seed: int,
+        inherited: Sequence[JournalEntry],
+        edits: Mapping[str, Sequence[Mapping[str, Any]]],
+        on_call: OnCall,
+        until: str | None,
+        rescoring: bool,
+    ) -> None:
+        self._rewards: set[str] = set()
+        if rescoring:
+            self._rewards = {e.call_id for e in (*inherited, *recorded) if isinstance(e.decode(), RewardEntry)}
+        kept = [entry for entry in recorded if entry.call_id not in self._rewards]
+        before = [entry for entry in inherited if entry.call_id not in self._rewards]
+        super().__init__(log, episode_id, attempt, kept, seed=seed, inherited=before, edits=edits)
+        self._on_call = on_call
+        self._until = until
+        self.reached = 0
+        """Numbered calls that came back."""
+        self.given: list[RewardEntry] | None = [] if rescoring else None
+        """Rewards the code gave, where they are not compared."""
+
+    def open(self, asked: bytes = b"", told: Callable[[], str] | None = None) -> Call:
+        """See `CallJournal.open`; the numbers of recorded rewards are passed over where they are left out."""
+        self._pass_over()
+        return super().open(asked, told)
+
+    def ahead(self, asked: bytes) -> EntryBody | None:
+        """See `CallJournal.ahead`."""
+        self._pass_over()
+        return super().ahead(asked)
+
+    def told_instead(self) -> Sequence[Mapping[str, Any]]:
+        """See `CallJournal.told_instead`."""
+        self._pass_over()
+        return super().told_instead()
+
+    async def reach(self, call: Call, *, cancelled: bool = False) -> None:
+        """See `CallJournal.reach`; all that is recorded has come back when a new call is reached."""
+        await super().reach(call, cancelled=cancelled)
+        if call.recorded is None:
+            self._end_at(call, "a call of its own")
+
+    def write(self, call: Call, body: EntryBody) -> None:
+        """Nothing is written."""
+        self._end_at(call, in_words(body))
+
+    def reward(self, body: RewardEntry) -> None:
+        """See `CallJournal.reward`; not compared, where rewards are left out."""
+        if self.given is None:
+            super().reward(body)
+        else:
+            self.given.append(body)
+
+    def _take(self, call_id: str) -> None:
+        entry = self._recorded.get(call_id)
+        super()._take(call_id)
+        if entry is not None and ids.is_numbered(call_id):
+            self.reached += 1
+            self._on_call(call_id, in_words(entry.decode()))
+        if call_id == self._until:
+            stopped = ReplayStoppedError(f"stopped at call {call_id}, as asked")
+            self.fail(stopped)
+            raise stopped
+
+    def _pass_over(self) -> None:
+        if self._rewards:
+            branch = current_branch()
+            while ids.call_id(branch.path, branch.calls) in self._rewards:
+                branch.calls += 1
+
+    def _end_at(self, call: Call, what: str) -> NoReturn:
+        ended = RecordEndedError(call.call_id, what)
+        self.fail(ended)
+        raise ended
+
+
+class ReplayRunner(EpisodeRunner):
+    """Runs attempts over their journals alone; see `ReplayJournal` for its keywords."""
+
+    def __init__(self, *, on_call: OnCall, until: str | None, rescoring: bool, **services: Any) -> None:
+        super().__init__(**services)
+        self._on_call = on_call
+        self.until = until
+        self._rescoring = rescoring
+        self.journal: ReplayJournal | None = None
+        """Of the newest attempt."""
+
+    def _journal_of(
+        self, spec: EpisodeSpec, recorded: Iterable[JournalEntry], answers: Iterable[JournalEntry]
+    ) -> CallJournal:
+        assert isinstance(self._log, ReplayLog)
+        self.journal = ReplayJournal(
+            *(self._log, spec.episode_id, spec.attempt, list(recorded)),
+            seed=spec.seed,
+            inherited=self._log.inherited,
+            edits=edits_of(spec.fork),
+            on_call=self._on_call,
+            until=self.until,
+            rescoring=self._rescoring,
+        )
+        return self.journal
+
+
+class ReplayLog:
+    """Where nothing is appended; implements `TurnLog` and `JournalStore` as far as a replay asks them anything."""
+
+    name = "replay"
+
+    def __init__(self, inherited: Sequence[JournalEntry] = ()) -> None:
+        self.inherited = inherited
+        """Of a fork: what was recorded before its fork point."""
+
+    def append(self, entry: JournalEntry) -> None:
+        """Nothing is kept."""
+
+    async def flush(self) -> None:
+        """Nothing is written."""
+
+    def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
+        """Nothing is read here: who replays has read it."""
+        return []
+
+    def prefix(self, point: ForkPoint) -> list[JournalEntry]:
+        """What a fork took over."""
+        return list(self.inherited)
+
+    def append_partial(self, entry: JournalEntry) -> None:
+        """Nothing is kept."""
+
+    def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
+        """There are none."""
+
+    def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
+        """There are none."""
+        return []
+
+    async def commit_episode(
+        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
+    ) -> None:
+        """Nothing is kept: the header is returned to who asked."""
+
+
+class ReplayHost:
+    """Knows the children an episode had, and starts none; implements `EpisodeHost`.
+
+    Args:
+        entries: of the episode, inherited ones among them.
+    """
+
+    def __init__(self, entries: Collection[JournalEntry]) -> None:
+        bodies = ((entry.call_id, entry.decode()) for entry in entries)
+        self._spawned = {call_id: body for call_id, body in bodies if isinstance(body, SpawnEntry)}
+
+    def spawn(
+        self,
+        parent: EpisodeSpec,
+        environment: str,
+        tasks: Sequence[Task],
+        spawn_call: str,
+        on_end: Callable[[int, EpisodeHeader], None],
+        known: Sequence[str] = (),
+    ) -> SpawnedGroup:
+        """The children the call had; how they ended is in the journal."""
+        recorded = self._spawned.get(spawn_call)
+        if recorded is not None and len(recorded.children) == len(tasks):
+            return SpawnedGroup(group_id=recorded.group_id, episode_ids=recorded.children)
+        names = [ids.child_episode_id(parent.episode_id, parent.attempt, spawn_call, i) for i in range(len(tasks))]
+        return SpawnedGroup(group_id=f"{parent.episode_id}~{parent.attempt}.{spawn_call}", episode_ids=tuple(names))
+
+    async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> Recollection:
+        """Nothing is remembered; what the run knew then is in the journal, and that is what the episode is told."""
+        return Recollection(0, 0.0)
+
+    def readmit(self, spec: EpisodeSpec) -> None:
+        """There is no further attempt."""
+
+    def measured(self, spec: EpisodeSpec, header: EpisodeHeader, metrics: Mapping[str, float]) -> None:
+        """Nobody counts."""

@@ -1,0 +1,351 @@
+"""What is asked of a run beyond its list: conversation, tokens, reasons, timelines, differences, figures, steps."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import math
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agentrl.cli.main import main
+from agentrl.core.errors import InputError, JournalError
+from agentrl.core.safe import safe
+from agentrl.inspection.columns import step_rows
+from agentrl.inspection.conversation import RewardAct, ToolAct, TurnAct, conversation
+from agentrl.inspection.differences import compared, difference
+from agentrl.inspection.figures import run_figures
+from agentrl.inspection.forks import fork_tree
+from agentrl.inspection.lines import EpisodeLine
+from agentrl.inspection.reader import RunReader
+from agentrl.inspection.reasons import Reason, reasons
+from agentrl.inspection.render import episode_table, figures_page, run_timeline_page, step_page, step_table
+from agentrl.inspection.render_episode import (
+    conversation_page,
+    difference_page,
+    fork_page,
+    reasons_page,
+    timeline_page,
+    tokens_page,
+)
+from agentrl.inspection.steps import step_list, step_view
+from agentrl.inspection.terminal import MAX_BLOCK, Page
+from agentrl.inspection.timelines import episode_timeline, run_timeline
+from agentrl.inspection.tokens import episode_tokens
+from agentrl.inspection.vocabulary import Vocabulary
+from tests.journal_cases import HOSTILE, write_run
+
+
+@pytest.fixture
+def reader(sample_run: Path) -> Iterator[RunReader]:
+    opened = RunReader(sample_run)
+    yield opened
+    opened.close()
+
+
+def shown(page: Page) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=200, soft_wrap=True).print(page)
+    return stream.getvalue()
+
+
+def first(reader: RunReader, where: str) -> EpisodeLine:
+    return reader.episodes(where, sort="turns", limit=1)[0]
+
+
+def said(found: list[Reason], about: str) -> str:
+    return "\n".join(reason.text for reason in found if reason.about == about)
+
+
+# --- one episode ------------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_holds_every_act_with_its_times(reader: RunReader) -> None:
+    line = first(reader, "status = trained and environment ~ Solve")
+    view = conversation(reader, line.episode)
+    turns = [act for act in view.acts if isinstance(act, TurnAct)]
+    assert len(turns) == line.turns
+    assert {(turn.seat, turn.policy) for turn in turns} == {("solver", "solver"), ("checker", "checker")}
+    assert sum(act.value for act in view.acts if isinstance(act, RewardAct)) == pytest.approx(line.reward)
+    assert any(isinstance(act, ToolAct) and act.name == "add" for act in view.acts)
+    assert all(turn.at >= 0 and turn.waited >= 0 for turn in turns)
+    assert max(turn.at + turn.seconds for turn in turns) <= (line.seconds or 0.0) + 0.05
+    page = shown(conversation_page(view))
+    assert f"reward       {line.reward:g}" in page
+    assert "tool add(" in page
+    parent = conversation(reader, str(line.parent))
+    assert line.episode in [child.episode for child in parent.children]
+    assert "children" in shown(conversation_page(parent))
+
+
+def test_an_update_inside_a_turn_is_told_in_its_place(reader: RunReader) -> None:
+    found = [
+        (view, act)
+        for line in reader.episodes("environment ~ Solve and turns > 0", limit=1000)
+        for view in [conversation(reader, line.episode)]
+        for act in view.acts
+        if isinstance(act, TurnAct) and len(act.versions) > 1
+    ]
+    view, act = found[0]
+    before, after = (version for _, version in act.versions[:2])
+    assert after in [update.version for update in view.updates]
+    assert f"{before} → {after}" in shown(conversation_page(view))
+    assert f"new weights took over inside turn {act.turn}" in said(reasons(reader, view.summary.episode), "time")
+
+
+def test_tokens_carry_what_sampled_and_what_trained_them(reader: RunReader) -> None:
+    line = first(reader, "status = trained and environment ~ Solve")
+    view = episode_tokens(reader, line.episode)
+    (row,) = [row for row in view.rows if row.policy == "solver"]
+    sampled = [token for token in row.tokens if token.loss_mask]
+    assert sum(token.loss_mask for other in view.rows for token in other.tokens) == line.tokens
+    assert [token.position for token in row.tokens] == list(range(len(row.tokens)))
+    assert row.step is not None
+    assert all(token.ratio is not None and token.lag is not None for token in sampled)
+    assert all(
+        token.ratio == pytest.approx(math.exp((token.trainer_logprob or 0.0) - (token.logprob or 0.0)), rel=1e-4)
+        for token in sampled
+    )
+    text = "".join(token.text for token in sampled)
+    turns = [act.text for act in conversation(reader, line.episode).acts if isinstance(act, TurnAct)]
+    assert all(turn in text or turn in {"right<|stop|>", "wrong<|stop|>"} or "Hmm" in turn for turn in turns)
+    assert "trained into solver@" in shown(tokens_page(view))
+    assert f"{sampled[0].id}" in shown(tokens_page(view, details=True))
+
+
+def test_an_untrained_policy_has_tokens_without_training(reader: RunReader) -> None:
+    line = first(reader, "status = trained and environment ~ Solve")
+    (row,) = [row for row in episode_tokens(reader, line.episode).rows if row.policy == "checker"]
+    assert row.step is None
+    assert {token.ratio for token in row.tokens} == {None}
+
+
+def test_why_a_dropped_and_a_trained_episode_stand_where_they_stand(reader: RunReader) -> None:
+    dropped = reasons(reader, reader.episodes("drop_reason = environment_error", limit=1)[0].episode)
+    assert "LookupError: the page of" in said(dropped, "ended")
+    assert "attempt 1 of 2" in said(dropped, "attempt")
+    line = first(reader, "status = trained and environment ~ Solve")
+    trained = reasons(reader, line.episode)
+    assert "as a child of" in said(trained, "admitted")
+    assert "was trained by the step that made solver@" in said(trained, "unit")
+    assert "checker does not learn" in said(trained, "unit")
+    assert "episodes are compared with each other" in said(trained, "group")
+    assert "try: run `agentrl env check`" in shown(reasons_page("e", dropped))
+
+
+def test_a_parked_episode_says_so(reader: RunReader) -> None:
+    ((episode,),) = reader.log.rows("SELECT episode FROM episodes WHERE metrics LIKE '%\"parked\"%' LIMIT 1")
+    assert "its calls were cut and went on from their tokens" in said(reasons(reader, episode), "time")
+
+
+def test_an_episodes_timeline_has_a_lane_per_agent(reader: RunReader) -> None:
+    line = first(reader, "status = trained and environment ~ Solve")
+    found = episode_timeline(reader, line.episode)
+    lanes = {lane.name: lane.bars for lane in found.lanes}
+    assert {"solver[0]", "checker[0]", "tools", "effects", "rewards"} <= set(lanes)
+    assert all(0 <= bar.start <= bar.stop <= found.seconds + 0.05 for bars in lanes.values() for bar in bars)
+    assert found.busy["turn"] <= found.seconds + 0.05
+    assert "solver[0]" in shown(timeline_page(found))
+
+
+def test_forks_are_a_tree_and_part_from_their_parents_at_the_fork(reader: RunReader) -> None:
+    tree = fork_tree(reader)
+    assert [fork.depth for fork in tree] == [0, 1, 2, 1, 1]
+    assert "└ f0" in shown(fork_page(tree))
+    forks = RunReader(reader.path / "forks")
+    parted = 0
+    for name in ("f0", "f1", "f2"):
+        found = compared(reader, f"forks/{name}", None)
+        assert found.b.episode == tree[0].line.episode
+        assert found.same_acts >= conversation(forks, name).inherited > 0
+        parted += found.departure is not None
+    forks.close()
+    assert parted, "other seeds say something else"
+    assert "acts in common" in shown(difference_page(found))
+
+
+def test_an_episode_is_the_same_as_itself_and_names_are_told_apart(reader: RunReader) -> None:
+    line = first(reader, "status = trained")
+    same = difference(reader, line.episode, reader, line.episode)
+    assert same.departure is None
+    assert "they are the same" in shown(difference_page(same))
+    with pytest.raises(InputError, match="is no fork"):
+        compared(reader, line.episode, None)
+    with pytest.raises(InputError, match="no episode 'e99999'"):
+        compared(reader, line.episode, "e99999")
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_figures_of_a_run_add_up(reader: RunReader) -> None:
+    figures = run_figures(reader)
+    assert sum(kind.episodes for kind in figures.episodes) == reader.count("committed_at != null")
+    for kind in figures.episodes:
+        assert sum(kind.ended.values()) == kind.episodes
+        assert kind.turns.low <= kind.turns.median <= kind.turns.high  # type: ignore[operator]
+    assert {policy.policy: policy.steps for policy in figures.policies}["checker"] == 0
+    assert figures.repeated == reader.count("attempt > 0") == reader.count("status = repeated")
+    assert "policies" in shown(figures_page(figures))
+
+
+def test_the_timeline_of_a_run_counts_every_episode_once(reader: RunReader) -> None:
+    found = run_timeline(reader, parts=40)
+    assert sum(found.committed) + sum(found.dropped) == reader.count("committed_at != null")
+    lived = sum(
+        stop - start
+        for start, stop in reader.log.rows(
+            "SELECT a.admitted_at, coalesce(e.committed_at, (SELECT max(committed_at) FROM episodes)) FROM admissions a"
+            " LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt"
+        )
+    )
+    assert sum(map(sum, found.in_flight.values())) * found.part == pytest.approx(lived, rel=0.02)
+    assert all(0.0 <= share <= 1.0 for share in found.idle.values())
+    assert {"trainer of solver", "trainer of proposer"} <= set(found.idle)
+    assert "trainer of solver" in shown(run_timeline_page(found))
+
+
+def test_steps_are_listed_with_those_a_rollback_undid(reader: RunReader) -> None:
+    lines = step_list(reader)
+    assert {line.policy for line in lines} == {"solver", "proposer"}
+    surviving = [(line.policy, line.step) for line in lines if line.survives]
+    assert len(surviving) == len(set(surviving)) == 16
+    assert [line.step for line in step_list(reader, "solver") if line.survives] == list(range(1, 9))
+    assert "solver" in shown(step_table(lines))
+
+
+def test_a_step_shows_what_it_was_fed(reader: RunReader) -> None:
+    view = step_view(reader, 3, "solver")
+    assert view.line.units == len(view.fed) == 16
+    assert sum(fed.tokens or 0 for fed in view.fed) == view.line.tokens
+    assert all(fed.advantage == pytest.approx(fed.reward - fed.baseline) for fed in view.fed)
+    assert "what it was fed" in shown(step_page(view))
+    with pytest.raises(InputError, match="proposer and solver both took a step 3"):
+        step_view(reader, 3)
+    with pytest.raises(InputError, match="no such step 77"):
+        step_view(reader, 77, "solver")
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged(sample_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sample_run, tmp_path / "damaged", symlinks=True))
+
+
+def change(run: Path, statement: str, *values: object) -> None:
+    with sqlite3.connect(run / "journal" / "control.db") as connection:
+        connection.execute(statement, values)
+    connection.close()
+
+
+def test_altered_records_are_told_and_the_rest_is_shown(damaged: Path) -> None:
+    change(damaged, "UPDATE episodes SET reward = 100 WHERE episode = 'e2'")
+    change(damaged, "UPDATE step_units SET advantage = 9 WHERE step = 3 AND policy = 'solver' AND position = 0")
+    change(damaged, "UPDATE steps SET loss = 9 WHERE step = 4 AND policy = 'solver'")
+    reader = RunReader(damaged)
+    (line,) = reader.episodes("reward > 50")
+    assert (line.episode, "does not match its checksum" in str(line.problem)) == ("e2", True)
+    assert "does not match its checksum" in shown(episode_table([line], 1))
+    assert "does not match its checksum" in said(reasons(reader, "e2"), "problem")
+    view = step_view(reader, 3, "solver")
+    assert (len(view.fed), len(view.problems)) == (15, 1)
+    assert 4 not in [step.step for step in step_list(reader, "solver")]
+    reader.close()
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, 5000])
+def test_a_cut_file_of_columns_is_told(damaged: Path, size: int) -> None:
+    path = damaged / "steps" / "solver" / "0.3.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    reader = RunReader(damaged)
+    view = step_view(reader, 3, "solver")
+    assert (len(view.fed), view.fed[0].tokens) == (16, None)
+    assert "damaged" in view.problems[0]
+    trained = view.fed[0].episode
+    assert "damaged" in " ".join(episode_tokens(reader, trained).problems)
+    reader.close()
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "", 7])
+def test_columns_outside_the_run_are_not_read(damaged: Path, name: object) -> None:
+    with pytest.raises(JournalError):
+        step_rows(damaged, name)
+
+
+def test_every_byte_of_a_file_of_columns_changed_gives_an_answer_or_a_named_error(damaged: Path) -> None:
+    path = damaged / "steps" / "proposer" / "0.1.safetensors"
+    whole = path.read_bytes()
+    read = 0
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
+        try:
+            step_rows(damaged, "steps/proposer/0.1.safetensors")
+            read += 1
+        except JournalError:
+            continue
+    assert read > 0
+
+
+# --- content ----------------------------------------------------------------------------------------------------------
+
+
+def test_hostile_content_in_every_view_reaches_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(write_run(tmp_path / "run", text=HOSTILE, name=HOSTILE))
+    run = str(tmp_path / "run")
+    commands = [["episode", verb, run, "e1"] for verb in ("show", "tokens", "why", "timeline")]
+    commands += [["episode", "tokens", run, "e1", "--details"], ["episode", "diff", run, "e1", "e2"]]
+    commands += [["run", verb, run] for verb in ("stats", "timeline")] + [["episode", "forks", run]]
+    commands += [["step", "list", run], ["step", "show", run, "1"], ["episode", "list", run, "--match", "script"]]
+    commands += [["episode", "list", run, "--columns", "episode,environment,detail,drop_reason"]]
+    for command in commands:
+        for arguments in (command, [*command, "--json"]):
+            assert main(arguments) == 0, arguments
+            output = capsys.readouterr()
+            assert safe(output.out + output.err) == output.out + output.err, arguments
+
+
+def test_every_code_point_is_escaped_by_every_part_of_a_page() -> None:
+    everything = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000, 61)]))
+    for start in range(0, len(everything), 400):
+        text = everything[start : start + 400]
+        page = Page()
+        page.line(text, (text, "red"))
+        page.heading(text)
+        page.block(text)
+        page.flow([(text, "red")])
+        page.facts([(text, text)])
+        page.table([text], [[text]], caption=text)
+        page.problems([text])
+        found = shown(page)
+        assert safe(found) == found
+        assert "\r" not in found
+
+
+def test_markup_is_shown_as_it_is_and_a_long_block_has_an_end() -> None:
+    page = Page()
+    page.line("[bold]x[/bold]", ("[link=https://a.b]c[/link]", "red"))
+    page.block("y" * (MAX_BLOCK + 5))
+    found = shown(page)
+    assert "[bold]x[/bold][link=https://a.b]c[/link]" in found
+    assert "and 5 more characters" in found
+
+
+def test_ids_become_text_where_the_tokenizer_is_here(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(
+        '{"model": {"vocab": {"Hello": 0, "\\u0120world": 1, "\\u010a": 2}},'
+        ' "added_tokens": [{"id": 3, "content": "<eos>"}]}'
+    )
+    vocabulary = Vocabulary(str(tmp_path))
+    assert [vocabulary.text(token) for token in range(5)] == ["Hello", " world", "\n", "<eos>", ""]
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"\\u2581a": 0, "<0x0A>": 1}}}')
+    assert [Vocabulary(str(tmp_path)).text(token) for token in range(2)] == [" a", "\n"]
+    (tmp_path / "tokenizer.json").write_text("[" * 100_000)
+    assert not Vocabulary(str(tmp_path)).is_known
+    assert not Vocabulary(None).is_known

@@ -1,0 +1,206 @@
+"""Recorded episodes executed again: identical, or departed at a named call; rewards given anew; edited forks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from agentrl.app.forks import fork
+from agentrl.app.replays import Replayed, replay
+from agentrl.cli import sample_environment
+from agentrl.cli.main import main
+from agentrl.cli.sample_run import sample_adapters
+from agentrl.core.errors import InputError
+from agentrl.inspection.conversation import RewardAct, TurnAct, conversation
+from agentrl.inspection.forks import fork_tree
+from agentrl.inspection.lines import EpisodeLine
+from agentrl.inspection.reader import RunReader
+
+SOURCE = Path(sample_environment.__file__).read_text(encoding="utf-8")
+
+
+def episodes(run: Path, where: str = "") -> list[EpisodeLine]:
+    reader = RunReader(run)
+    try:
+        return reader.episodes(where, sort="turns", limit=10_000)
+    finally:
+        reader.close()
+
+
+def other(directory: Path, *changes: tuple[str, str]) -> str:
+    """The sample's environments with changes, as a file; the reference of `Solve` in it."""
+    source = SOURCE
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new)
+    path = directory / f"other_{len(list(directory.iterdir()))}.py"  # a name that was never imported before
+    path.write_text(source, encoding="utf-8")
+    return f"{path}:Solve"
+
+
+def replayed(run: Path, line: EpisodeLine, **options: object) -> Replayed:
+    (found,) = replay(run, [(line.episode, line.attempt)], adapters=sample_adapters(), **options)  # type: ignore[arg-type]
+    return found
+
+
+@pytest.fixture
+def solved(sample_run: Path) -> EpisodeLine:
+    """An attempt that the checker sent back once."""
+    return episodes(sample_run, "environment ~ Solve and status = trained and reward < 1")[0]
+
+
+def test_every_episode_of_the_sample_run_is_executed_again_identically(sample_run: Path) -> None:
+    for run in (sample_run, sample_run / "forks"):
+        lines = episodes(run)
+        found = replay(run, [(line.episode, line.attempt) for line in lines], adapters=sample_adapters())
+        assert [(each.episode, each.text) for each in found if each.outcome != "identical"] == []
+        ended = {each.episode: each for each in found}
+        assert all(ended[line.episode].calls == ended[line.episode].recorded for line in lines if line.stop_reason)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (('"look up the archive"', '"look at the archive"'), "effect"),
+        (
+            ('user(f"{written} = {answer}. Right or wrong?")', 'user(f"{written} = {answer}. Right?")'),
+            "turn of checker",
+        ),
+        (("return a + b", "return a + b + 1"), "tool"),
+        (("REVISION = -0.1", "REVISION = -0.2"), "reward"),
+    ],
+)
+def test_a_planted_difference_is_found_at_its_exact_call(
+    sample_run: Path, solved: EpisodeLine, tmp_path: Path, change: tuple[str, str], kind: str
+) -> None:
+    before = replayed(sample_run, solved)
+    expected = next(call for call, words in before.acts if kind in words and (kind != "reward" or "-0.1" in words))
+    found = replayed(sample_run, solved, environment=other(tmp_path, change))
+    assert (found.outcome, found.call) == ("departed", expected)
+    place = [call for call, _ in before.acts].index(expected)
+    assert found.acts[:place] == before.acts[:place]
+    assert len(found.acts) <= place + 1, "a tool's observation is compared once the call has come back"
+    assert "The code has changed since" in found.text
+
+
+def test_nothing_is_performed(sample_run: Path, solved: EpisodeLine, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    touched = ('"""What the archive', f'Path({str(canary)!r}).touch()\n    """What the archive')
+    further = (
+        'ctx.metric("rounds"',
+        f'await ctx.effect("further", lambda: Path({str(canary)!r}).touch())\n        ctx.metric("rounds"',
+    )
+    imported = ("import re\n", "import re\nfrom pathlib import Path\n")
+    found = replayed(sample_run, solved, environment=other(tmp_path, touched, further, imported))
+    assert found.outcome == "departed"
+    assert found.calls == found.recorded, "all that was recorded came back first"
+    assert "the code now makes" in found.text
+    assert not canary.exists()
+
+
+def test_an_execution_stops_where_it_is_told_to(sample_run: Path, solved: EpisodeLine) -> None:
+    whole = replayed(sample_run, solved)
+    found = replayed(sample_run, solved, until="r#3")
+    assert (found.outcome, found.call) == ("stopped", "r#3")
+    assert found.acts == whole.acts[: len(found.acts)]
+    assert found.acts[-1][0] == "r#3"
+
+
+def test_rewards_are_given_anew_and_a_parent_hears_of_them(sample_run: Path, tmp_path: Path) -> None:
+    reader = RunReader(sample_run)
+    child = next(line for line in episodes(sample_run, "environment ~ Solve and status = trained and reward = 0.9"))
+    parent = reader.episode(str(child.parent)).summary
+    reader.close()
+    reference = other(
+        tmp_path,
+        ("REVISION = -0.1", "REVISION = -0.75"),
+        ("proposer.reward(4.0 * share * (1.0 - share))", "proposer.reward(sum(rewards))"),
+    )
+    found = replayed(sample_run, child, rescoring=True, environment=reference)
+    assert found.outcome == "identical"
+    assert found.before["solver[0]"] == pytest.approx(0.9)
+    assert found.after["solver[0]"] == pytest.approx(0.25)
+    above = replayed(sample_run, parent, rescoring=True, environment=reference.replace(":Solve", ":Propose"))
+    siblings = [line for line in episodes(sample_run, "environment ~ Solve") if line.parent == parent.episode]
+    revised = sum(line.reward not in (None, 1.0, 0.0) for line in siblings)
+    known = [act for act in conversation_of(sample_run, parent.episode) if isinstance(act, RewardAct) and act.turn == 0]
+    total = sum(line.reward or 0.0 for line in siblings) - 0.65 * revised + sum(act.value for act in known)
+    assert above.after["proposer[0]"] == pytest.approx(total)
+    same = replayed(sample_run, child, rescoring=True)
+    assert same.before == same.after
+
+
+def conversation_of(run: Path, episode: str) -> list[object]:
+    reader = RunReader(run)
+    try:
+        return list(conversation(reader, episode).acts)
+    finally:
+        reader.close()
+
+
+def test_code_that_only_the_journal_names_is_not_run(sample_run: Path, solved: EpisodeLine, tmp_path: Path) -> None:
+    reference = other(tmp_path, ("import re\n", f"import re\nopen({str(tmp_path / 'ran')!r}, 'w').close()\n"))
+    (tmp_path / "ran").unlink(missing_ok=True)
+    from agentrl.app.replays import _Asked, _environment
+
+    asked = _Asked(config=None, chat_format=None, environment=None, until=None, rescoring=False)  # type: ignore[arg-type]
+    for name in (reference, "os:system", "evil.py", "x" * 10_000):
+        with pytest.raises(InputError, match="--environment"):
+            _environment(name, asked)
+    assert not (tmp_path / "ran").exists()
+
+
+# --- forks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied(sample_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sample_run, tmp_path / "copied", symlinks=True))
+
+
+def test_an_edited_fork_is_told_something_else_also_when_executed_again(copied: Path, solved: EpisodeLine) -> None:
+    (edited,) = fork(copied, solved.episode, at=0, edit="2 + 2 =", adapters=sample_adapters())
+    (again,) = fork(copied / "forks", edited.episode_id, at=-1, adapters=sample_adapters())
+    for name in (edited.episode_id, again.episode_id):
+        turns = [act for act in conversation_of(copied / "forks", name) if isinstance(act, TurnAct)]
+        assert turns[0].messages == [{"role": "user", "content": "2 + 2 ="}]
+        found = replay(copied / "forks", [(name, None)], adapters=sample_adapters())
+        assert [each.outcome for each in found] == ["identical"]
+    reader = RunReader(copied)
+    tree = {entry.line.episode: entry for entry in fork_tree(reader)}
+    reader.close()
+    assert (tree[edited.episode_id].is_edited, tree[again.episode_id].is_edited) == (True, False)
+    assert tree[again.episode_id].depth == 2
+
+
+def test_the_commands_play_and_compare(
+    copied: Path, solved: EpisodeLine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(copied)
+    assert main(["episode", "replay", run, solved.episode, "--step"]) == 0
+    assert "identical" in capsys.readouterr().out
+    assert main(["episode", "replay", run, "--where", "turns > 5 and status = trained", "--json"]) == 0
+    assert {each["outcome"] for each in json.loads(capsys.readouterr().out)} == {"identical"}
+    changed = other(tmp_path, ("return a + b", "return a - b"))
+    assert main(["episode", "replay", run, solved.episode, "--environment", changed]) == 1
+    assert "departed" in capsys.readouterr().out
+    changed = other(tmp_path, ("REVISION = -0.1", "REVISION = -0.5"))
+    assert main(["episode", "rescore", run, solved.episode, "--environment", changed]) == 0
+    assert "now" in capsys.readouterr().out
+    (tmp_path / "told.json").write_text('[{"role": "user", "content": "9 + 9 ="}]')
+    edit = ["--at", "0", "-n", "2", "--edit", str(tmp_path / "told.json")]
+    assert main(["episode", "fork", run, solved.episode, *edit]) == 0
+    assert capsys.readouterr().out.count("edited") == 2
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[7]", '[{"role": "nobody", "content": "x"}]', '[{"content": "x"}]'])
+def test_an_edit_that_is_no_message_is_refused(
+    sample_run: Path, solved: EpisodeLine, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (tmp_path / "told.json").write_text(text)
+    edit = ["--at", "0", "--edit", str(tmp_path / "told.json")]
+    assert main(["episode", "fork", str(sample_run), solved.episode, *edit]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

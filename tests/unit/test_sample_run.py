@@ -1,0 +1,72 @@
+"""The sample run: written without a model, with one of everything a run can hold; its ledger and checksums hold."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli.main import main
+from agentrl.cli.sample_run import is_sample, sample_config, write_sample_run
+from agentrl.core.errors import RunDirectoryError
+from agentrl.inspection.reader import RunReader
+from agentrl.journal.entries import TurnEntry
+from agentrl.journal.run_log import SqliteRunLog
+
+
+def test_it_holds_one_of_everything(sample_run: Path) -> None:
+    reader, forks = RunReader(sample_run), RunReader(sample_run / "forks")
+    assert reader.ledger().holds
+    assert {line.status for line in reader.episodes(limit=10_000)} >= {"trained", "dropped", "finished"}
+    assert reader.count("attempt > 0") > 0, "an episode was begun again"
+    assert reader.count("parent != null and purpose = 'evaluate'") > 0
+    assert "environment_error" in reader.drop_reasons()
+    assert len(reader.curve()) == 16
+    log = SqliteRunLog(sample_run / "journal")
+    lineages = log.rows("SELECT DISTINCT lineage FROM versions WHERE policy = 'solver' ORDER BY lineage")
+    assert lineages == [(0,), (1,)], "a lost trainer, and a rollback"
+    assert log.rows("SELECT count(*) FROM episodes WHERE metrics LIKE '%\"parked\"%'") > [(0,)]
+    log.close()
+    turns = [
+        entry
+        for line in reader.episodes("environment ~ Solve and policies ~ solver", limit=10_000)
+        for _, entry in reader.episode(line.episode).entries
+        if isinstance(entry, TurnEntry)
+    ]
+    assert any(len(turn.spans) > 1 for turn in turns), "an update inside a turn"
+    assert len(forks.episodes()) == 4
+    reader.close()
+    forks.close()
+
+
+def test_its_configuration_is_known_again_and_it_overwrites_nothing(sample_run: Path) -> None:
+    assert is_sample(json.loads((sample_run / "config.json").read_text()))
+    assert not is_sample(sample_config("runs", "run").model_copy(update={"model": None}).model_dump())
+    with pytest.raises(RunDirectoryError, match="exists"):
+        write_sample_run(sample_run.parent)
+
+
+def test_the_command_writes_it_and_needs_nothing_heavy(tmp_path: Path) -> None:
+    program = (
+        "import sys; from agentrl.cli.main import main\n"
+        "code = main(['demo', '--journal-only', '--json'])\n"
+        "heavy = set('torch ray transformers peft safetensors'.split()) & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else code)"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert (tmp_path / json.loads(finished.stdout)["path"] / "journal" / "control.db").is_file()
+
+
+def test_settings_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--journal-only", "--steps=3"]) == 2
+    assert "no settings" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
