@@ -63,12 +63,13 @@ class EpisodeBuffer:
     ) -> None:
         self.trainable = frozenset(trainable)
         """Policies whose units are trained."""
-        self._release = release
+        self.release = release
         self._resolved_before = dict(resolved_before or {})
         self._dead = frozenset(dead)
         self._groups: dict[str, Group] = {}
         self._ready: dict[str, deque[ReadyUnit]] = {policy: deque() for policy in self.trainable}
         self._in_flight: Counter[str] = Counter()
+        self._late: Counter[str] = Counter()
         self._unresolved: dict[str, set[str]] = {}
         self._trained: set[str] = set()
         self.ledger = Ledger()
@@ -84,7 +85,7 @@ class EpisodeBuffer:
     def admit(self, spec: EpisodeSpec) -> None:
         """An episode starts. Its group is complete when `group_size` members have ended."""
         group = self._groups.setdefault(spec.group_id, Group(spec.group_size))
-        self._release.admitted(spec, group)
+        self.release.admitted(spec, group)
         group.size = spec.group_size
         self.ledger.admitted += 1
         self.ledger.in_flight += 1
@@ -100,9 +101,12 @@ class EpisodeBuffer:
         else:
             self.ledger.dropped[header.drop_reason or ""] += 1
         group = self._groups[spec.group_id]
+        before = group.late
         group.running -= 1
         group.headers.append(header)
-        released, credits = self._release.ended(spec, group)
+        released, credits = self.release.ended(spec, group)
+        for policy in self.policies_of(spec):
+            self._late[policy] += group.late - before
         for member in released:
             self._make_ready(member, credits, group, spec.environment)
         if group.running == 0:
@@ -143,7 +147,7 @@ class EpisodeBuffer:
 
     def _is_alone(self, unit: Unit, group: Group) -> bool:
         """Whether the rewards of a unit were to be compared, and no other member was given one in these seats."""
-        if not self._release.compares or any(credit.advantage for credit in unit.credits):
+        if not self.release.compares or any(credit.advantage for credit in unit.credits):
             return False
         seats = {credit.seat for credit in unit.credits}
         others = (header for header in group.headers if header.episode_id != unit.episode_id)
@@ -166,6 +170,10 @@ class EpisodeBuffer:
     def under_way(self, policy: str) -> int:
         """Units that may still be trained: of running episodes, of unreleased groups, ready, or in a step now."""
         return self._in_flight[policy] + self.ledger.units_ready[policy]
+
+    def late(self, policy: str) -> int:
+        """Units of running episodes, others of whose group were released."""
+        return self._late[policy]
 
     def take(self, policy: str, count: int) -> list[ReadyUnit]:
         """Up to `count` ready units, oldest release first; each must be resolved by `consume` or `drop`."""

@@ -45,6 +45,11 @@ class Group:
         """The members that ended and were not dropped."""
         return [header for header in self.headers if header.committed]
 
+    @property
+    def late(self) -> int:
+        """Members that run while others have been released."""
+        return self.running if self.released else 0
+
     def release(self) -> Sequence[EpisodeHeader]:
         """All that ended since the last release."""
         released, self.released = self.headers[self.released :], len(self.headers)

@@ -78,7 +78,7 @@ class Scheduler:
             if policy in frozen or self.phases.is_over(policy):
                 continue
             under_way = self._under_way(policy)
-            if self._bounds[policy].capacity(under_way=under_way) < units:
+            if self._bounds[policy].capacity(under_way=under_way, late=self._buffer.late(policy)) < units:
                 return f"max_staleness of {policy}: {under_way} units are under way at step {self._board.step(policy)}"
         return None
 

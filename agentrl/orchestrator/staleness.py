@@ -6,6 +6,9 @@ full steps that is AReaL's bound on all that was ever admitted, (n + 1 + S) · s
 
 So a full step overtakes at most S · step_size units. A unit's lag is how often that happens to it: the mean lag is at
 most S, whoever is slow. S = 0 is synchronous training.
+
+Where groups are released in parts, late members, which run while others of their group are trained, are left out, up to
+half a step: they would keep the work out that fills the engine beside them. The mean lag is then at most S + 1/2.
 """
 
 from __future__ import annotations
@@ -25,6 +28,6 @@ class BoundedStaleness:
     max_staleness: int
     step_size: int
 
-    def capacity(self, *, under_way: int) -> int:
-        """How many more units may be admitted."""
-        return (1 + self.max_staleness) * self.step_size - under_way
+    def capacity(self, *, under_way: int, late: int = 0) -> int:
+        """How many more units may be admitted, where `late` of those under way belong to groups that were released."""
+        return (1 + self.max_staleness) * self.step_size - under_way + min(late, self.step_size // 2)

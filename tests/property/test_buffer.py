@@ -63,6 +63,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.frozen: dict[str, BaselineSet] = {}
         self.buffer = EpisodeBuffer("ab", self.release())
         self.ended: Counter[str] = Counter()
+        self.sizes: dict[str, int] = {}
         self.running: list[EpisodeSpec] = []
         self.groups = 0
         self.taken: list[ReadyUnit] = []
@@ -87,7 +88,7 @@ class BufferMachine(RuleBasedStateMachine):
             )
             self.buffer.admit(spec)
             self.running.append(spec)
-        self.open_groups[f"g{self.groups}"] = size
+        self.open_groups[f"g{self.groups}"] = self.sizes[f"g{self.groups}"] = size
         self.groups += 1
 
     @precondition(lambda self: self.running)
@@ -131,6 +132,8 @@ class BufferMachine(RuleBasedStateMachine):
         ledger = self.buffer.ledger
         ledger.check()
         assert ledger.in_flight == len(self.running)
+        released = {name for name, size in self.sizes.items() if self.ended[name] >= self.rule.waited_for(size)}
+        assert self.buffer.late("a") == sum(spec.group_id in released for spec in self.running)
         assert all(value >= 0 for value in ledger.units_ready.values())
         assert ledger.ready >= 0
 

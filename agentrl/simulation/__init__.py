@@ -1,0 +1,1 @@
+"""The simulator: production's loop, buffer, scheduler and credit in virtual time, with emulated engine and trainer."""

@@ -1,0 +1,376 @@
+"""An engine that samples nothing and takes the time it would: continuous batching, a bound on keys and values, prefill.
+
+Calls that run share every forward pass: with b of them each gets r(b) tokens per second. So all that runs advances by
+the same amount, one number counts it (`_advanced`), and a call ends when that number has grown by its length.
+
+1. At most `slots` calls run; the others wait, in order of priority, then of arrival.
+2. A call computes the part of its context that is not kept any more first, at `prefill_rate`.
+3. Keys and values of a conversation stay between its turns while there is room; those idle for longest go first. When
+   running calls outgrow the room, the one that began last waits again, and computes its context once more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from agentrl.core.errors import EngineError
+from agentrl.core.ports import EngineCapabilities
+from agentrl.core.records import Completion, VersionSpan
+
+if TYPE_CHECKING:
+    from agentrl.core.ports import Delta, GenerateRequest
+    from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
+
+HEADROOM = 0.05
+"""Share of the memory that is left to what runs when a call begins: else the next tokens would push it out again."""
+
+Length = Callable[["GenerateRequest"], int]
+"""How many tokens a call samples."""
+
+Rate = Callable[[int], float]
+"""r(b): tokens per second of each of b calls that run together."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    session: EmulatedSession
+    request: GenerateRequest
+    length: int
+    order: tuple[int, int]
+    future: asyncio.Future[None]
+    said: float = 0.0
+    """Tokens sampled before it was last taken from a slot."""
+    since: float = 0.0
+    """What `_advanced` was when it was given a slot, and `began` when its context is computed."""
+    began: float | None = None
+    """None where it has no slot."""
+    reason: FinishReason = "stop"
+    spans: list[VersionSpan] = field(default_factory=list)
+    """Of versions before `version`."""
+    version: PolicyVersion | None = None
+
+    def __lt__(self, other: _Call) -> bool:
+        return self.order < other.order
+
+
+class EmulatedEngine:
+    """See `agentrl.core.ports.Engine`; every policy moves to newer weights between two tokens.
+
+    Args:
+        length: of each call.
+        versions: the version each policy begins at.
+        slots: calls that run at once.
+        rate: r(b).
+        kv_tokens: tokens of context that fit, of all conversations together; None: no bound.
+        prefill_rate: tokens of context computed per second.
+        max_context: longest context, completion included.
+    """
+
+    def __init__(
+        self,
+        length: Length,
+        *,
+        versions: Mapping[str, PolicyVersion],
+        slots: int,
+        rate: Rate,
+        kv_tokens: int | None = None,
+        prefill_rate: float = math.inf,
+        max_context: int = 1 << 20,
+    ) -> None:
+        if kv_tokens is not None and kv_tokens < max_context:
+            raise EngineError(
+                f"a context may have {max_context} tokens, and keys and values of {kv_tokens} fit: an episode could "
+                "outgrow the engine alone. Lower max_context, or give more memory"
+            )
+        self.capabilities = EngineCapabilities(
+            name="emulated",
+            refresh=frozenset({"token"}),
+            expert_routing=False,
+            sampling_mask=False,
+            adapters=1 << 20,
+            max_context=max_context,
+        )
+        self._length = length
+        self._current = dict(versions)
+        self._slots = slots
+        self._rate = rate
+        self._room = math.inf if kv_tokens is None else kv_tokens
+        self._prefill_rate = prefill_rate
+        self._waiting: list[_Call] = []
+        self._running: list[_Call] = []
+        self._ends: list[tuple[float, int, _Call, float]] = []
+        """When each running call ends, as `_advanced`: (end, arrival, call, its `began`)."""
+        self._idle: OrderedDict[EmulatedSession, None] = OrderedDict()
+        self._kept = 0.0
+        """Tokens whose keys and values are held, of running and idle conversations."""
+        self._advanced = 0.0
+        self._now = 0.0
+        self._arrivals = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_dirty = False
+        self.sampled = 0.0
+        """Tokens sampled so far."""
+        self.slot_seconds = 0.0
+        """Seconds of all slots together in which they ran."""
+        self.preemptions = 0
+        self._busy = 0.0
+
+    # --- the port -----------------------------------------------------------------------------------------------------
+
+    def open(
+        self, session_id: str, policy: str, *, pin: PolicyVersion | None = None, priority: int = 0
+    ) -> EmulatedSession:
+        """See `agentrl.core.ports.Engine.open`."""
+        if policy not in self._current:
+            raise EngineError(f"no policy {policy!r} in this engine; it serves: {', '.join(sorted(self._current))}")
+        return EmulatedSession(self, policy, pin, priority)
+
+    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
+        """See `agentrl.core.ports.Engine.update`; no file is read."""
+        version = weights.version
+        self._advance()
+        for call in (*self._running, *self._waiting):
+            if call.session.policy == version.policy and call.session.pin is None:
+                self._split(call)
+                call.version = version
+        self._current[version.policy] = version
+
+    def release(self, version: PolicyVersion) -> None:
+        """Nothing is held for a version."""
+
+    async def pause(self) -> None:
+        """Updates need no pause."""
+
+    async def resume(self) -> None:
+        """Updates need no pause."""
+
+    def abort(self, request_id: str) -> None:
+        """See `agentrl.core.ports.Engine.abort`."""
+        for call in (*self._running, *self._waiting):
+            if call.request.request_id == request_id and not call.future.done():
+                call.reason = "abort"
+                call.future.set_result(None)
+
+    async def score(
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
+    ) -> Float32Array:
+        """Of tokens nobody sampled: -1 each."""
+        return np.full(len(token_ids), -1.0, np.float32)
+
+    def busy_seconds(self) -> float:
+        """Seconds in which anything ran."""
+        self._advance()
+        return self._busy
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def submit(self, session: EmulatedSession, request: GenerateRequest) -> _Call:
+        """A call arrives."""
+        self._arrivals += 1
+        length = min(self._length(request), request.sampling.max_tokens) - request.sampled_before
+        call = _Call(
+            session=session,
+            request=request,
+            length=max(length, 1),
+            order=(session.priority, self._arrivals),
+            future=asyncio.get_running_loop().create_future(),
+            version=session.pin or self._current[session.policy],
+        )
+        insort(self._waiting, call)
+        self._change()
+        return call
+
+    def finish(self, call: _Call) -> Completion:
+        """A call has ended, or was cut: what it said. What its conversation computed stays while there is room."""
+        self._advance()
+        if call.began is not None:
+            self._take_out(call)
+        elif call in self._waiting:
+            self._waiting.remove(call)
+        self._split(call)
+        self._change()
+        count = call.spans[-1].stop if call.spans else 0
+        return Completion(
+            token_ids=_tokens(count, stops=call.reason == "stop"),
+            logprobs=_logprobs(count),
+            finish_reason=call.reason,
+            spans=tuple(call.spans),
+            prompt_tokens=len(call.request.token_ids),
+        )
+
+    def forget(self, session: EmulatedSession) -> None:
+        """A conversation has ended."""
+        self._kept -= session.kept
+        session.kept = 0.0
+        self._idle.pop(session, None)
+
+    def _said(self, call: _Call) -> int:
+        ran = 0.0 if call.began is None else max(self._advanced - call.began, 0.0)
+        return min(math.floor(call.said + ran + 1e-6), call.length)
+
+    def _split(self, call: _Call) -> None:
+        """What was said since the last split is of `call.version`."""
+        start = call.spans[-1].stop if call.spans else 0
+        said = self._said(call)
+        if said > start and call.version is not None:
+            call.spans.append(VersionSpan(start, said, call.version))
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Bring `_advanced` and what depends on it up to now."""
+        now = asyncio.get_running_loop().time()
+        seconds, self._now = now - self._now, now
+        count = len(self._running)
+        if seconds <= 0 or not count:
+            return
+        tokens = self._rate(count) * seconds
+        self._advanced += tokens
+        self.sampled += tokens * count
+        self._kept += tokens * count
+        self._busy += seconds
+        self.slot_seconds += seconds * count
+
+    def _change(self) -> None:
+        """Calls came or went: look at the slots once all that happens now has happened."""
+        if not self._is_dirty:
+            self._is_dirty = True
+            asyncio.get_running_loop().call_soon(self._settle)
+
+    def _settle(self) -> None:
+        self._is_dirty = False
+        self._advance()
+        self._end_those_that_are_due()
+        self._make_room()
+        while self._waiting and len(self._running) < self._slots and self._begin(self._waiting[0]):
+            self._waiting.pop(0)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._running:
+            rate = self._rate(len(self._running))
+            wait = max(self._ends[0][0] - self._advanced, 0.0) / rate
+            full = max(self._room - self._kept, 0.0) / (rate * len(self._running))
+            self._timer = asyncio.get_running_loop().call_at(self._now + min(wait, full + 1e-6), self._settle)
+
+    def _end_those_that_are_due(self) -> None:
+        while self._ends:
+            end, _, call, began = self._ends[0]
+            if call.began != began:  # it was taken out meanwhile
+                heapq.heappop(self._ends)
+            elif end <= self._advanced + 1e-6:
+                heapq.heappop(self._ends)
+                self._take_out(call)
+                if not call.future.done():
+                    call.future.set_result(None)
+            else:
+                return
+
+    def _begin(self, call: _Call) -> bool:
+        """Give a call a slot, if its context fits."""
+        session, context = call.session, len(call.request.token_ids) + self._said(call)
+        self._idle.pop(session, None)
+        new = max(context - session.kept, 0.0)
+        limit = self._room * (1 - HEADROOM) if self._running else self._room
+        while self._kept + new > limit and self._idle:
+            self.forget(next(iter(self._idle)))
+        if self._kept + new > limit and self._running:
+            return False
+        self._kept += new
+        session.kept += new
+        self._running.append(call)
+        call.since = self._advanced
+        prefill = new / self._prefill_rate * self._rate(len(self._running))
+        call.began = self._advanced + prefill
+        heapq.heappush(self._ends, (call.began + call.length - call.said, call.order[1], call, call.began))
+        return True
+
+    def _make_room(self) -> None:
+        """What runs has outgrown the memory: idle conversations go, then the call that began last waits again."""
+        while self._kept > self._room and (self._idle or len(self._running) > 1):
+            if self._idle:
+                self.forget(next(iter(self._idle)))
+                continue
+            call = self._running[-1]
+            self._take_out(call)
+            self.forget(call.session)
+            insort(self._waiting, call)
+            self.preemptions += 1
+
+    def _take_out(self, call: _Call) -> None:
+        """Take the slot back; what its conversation computed stays while there is room."""
+        self._running.remove(call)
+        call.said, call.began = float(self._said(call)), None
+        session, grown = call.session, self._advanced - call.since
+        now = len(call.request.token_ids) + call.said
+        self._kept += now - session.kept - grown
+        session.kept = now
+        if session.is_open:
+            self._idle[session] = None
+        else:
+            self.forget(session)
+
+
+class EmulatedSession:
+    """One conversation."""
+
+    def __init__(self, engine: EmulatedEngine, policy: str, pin: PolicyVersion | None, priority: int) -> None:
+        self._engine = engine
+        self.policy = policy
+        self.pin = pin
+        self.priority = priority
+        self.kept = 0.0
+        """Tokens of it whose keys and values are held."""
+        self.is_open = True
+
+    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
+        """See `agentrl.core.ports.EngineSession.generate`."""
+        call = self._engine.submit(self, request)
+        try:
+            await call.future
+        finally:
+            completion = self._engine.finish(call)
+        return completion
+
+    def close(self) -> None:
+        """See `agentrl.core.ports.EngineSession.close`."""
+        self.is_open = False
+        self._engine.forget(self)
+
+
+_STOP = 257
+"""`PlainFormat`'s."""
+
+_TEXT: dict[tuple[int, bool], Int32Array] = {}
+_FLAT: dict[int, Float32Array] = {}
+
+
+def _tokens(count: int, *, stops: bool) -> Int32Array:
+    """Dots; shared by all completions of a length."""
+    found = _TEXT.get((count, stops))
+    if found is None:
+        found = _TEXT[count, stops] = np.full(count, ord("."), np.int32)
+        if stops and count:
+            found[-1] = _STOP
+        found.flags.writeable = False
+    return found
+
+
+def _logprobs(count: int) -> Float32Array:
+    found = _FLAT.get(count)
+    if found is None:
+        found = _FLAT[count] = np.full(count, -1.0, np.float32)
+        found.flags.writeable = False
+    return found
