@@ -80,6 +80,9 @@ class GameEnvironment(Environment):
     """The system message of every seat: the rules, and how to answer; none where empty."""
     max_turns: ClassVar[int] = 256
     """Turns of all players together, after which the episode is truncated."""
+    remembers: ClassVar[bool] = True
+    """A player's conversation goes on from turn to turn. False: each turn begins anew with what the player reads now,
+    which must then be all there is to know; rows are as short as can be."""
     illegal_reward: ClassVar[float] = -2.0
     """Reward of a player whose illegal actions ended the game. Must be below that of every legal end: a policy that
     earns more by breaking the format than by losing breaks it for ever."""
@@ -88,6 +91,11 @@ class GameEnvironment(Environment):
         """A finite number per player; default: what the game gave, or `illegal_reward`."""
         given = enumerate(episode.rewards)
         return [self.illegal_reward if player in episode.illegal else reward for player, reward in given]
+
+    def opening(self, task: Task) -> Sequence[str]:
+        """Legal actions that are taken, in turn, before anybody is asked; default: none. Training from many positions
+        teaches what games between players of one kind seldom come to."""
+        return ()
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
@@ -105,7 +113,7 @@ class GameEnvironment(Environment):
 
     async def run(self, ctx: EpisodeContext) -> None:
         """Ask whose turn it is until the game is over or a limit is reached."""
-        game = ctx.resource(lambda: SeededGame(self.game(ctx.task), int(ctx.task.data["seed"])), level="replay")
+        game = ctx.resource(lambda: self._started(ctx.task), level="replay")
         try:
             episode = await self._play(ctx, game)
             values = self._checked_rewards(ctx.task, episode)
@@ -116,14 +124,20 @@ class GameEnvironment(Environment):
             if agent.turns:  # who was never asked has nothing to be rewarded for
                 agent.reward(value)
 
+    def _started(self, task: Task) -> SeededGame:
+        return SeededGame(self.game(task), int(task.data["seed"]), self.opening(task))
+
     async def _play(self, ctx: EpisodeContext, game: Resource) -> GameEpisode:
         position: Position = await game.call("reset")
         turns = 0
         limit: LimitReachedError | None = None
         while limit is None and position["player"] is not None:
             agent = ctx.agent(self.seats[position["player"]])
-            first = [system(self.instructions)] if self.instructions and not agent.turns else []
+            begins = not (self.remembers and agent.turns)
+            first = [system(self.instructions)] if self.instructions and begins else []
             messages: list[Message] = [*first, user(position["observation"])]
+            if begins and agent.turns:
+                agent.restart()
             try:
                 turn = await agent.act(*messages)
             except LimitReachedError as error:
@@ -163,14 +177,21 @@ class GameEnvironment(Environment):
 class SeededGame:
     """A game under a global random state of its own, a function of the task's seed: a group's games draw alike."""
 
-    def __init__(self, game: Game, seed: int) -> None:
+    def __init__(self, game: Game, seed: int, opening: Sequence[str] = ()) -> None:
         self._game = game
+        self._opening = opening
         self._random = GlobalRandom(seed)
 
     def reset(self) -> Position:
-        """Make and start it."""
+        """Make and start it, and take the actions of its opening."""
         with self._random.swapped_in():
-            return self._game.reset()
+            position = self._game.reset()
+            for number, text in enumerate(self._opening):
+                position = self._game.step(text)
+                if not position["legal"] or position["player"] is None:
+                    what = "ends the game" if position["legal"] else "is not legal"
+                    raise EnvironmentDefinitionError(f"action {number} of the opening, {text!r}, {what}")
+            return position
 
     def step(self, text: str) -> Position:
         """Do what the player who was asked says."""

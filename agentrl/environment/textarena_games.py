@@ -12,7 +12,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.records import Task
-from agentrl.environment.games import Game, GameEnvironment, Position
+from agentrl.environment.games import Game, GameEnvironment, Position, check_text
 
 if TYPE_CHECKING:
     import textarena
@@ -37,6 +37,10 @@ class TextArenaEnvironment(GameEnvironment):
     @abstractmethod
     def make(self, task: Task) -> textarena.Env:
         """A fresh game; it is reset with `task.data["seed"]` and a player for each seat."""
+
+    def render(self, player: int, told: str, env: textarena.Env) -> str:
+        """What the player who is asked reads; default: what the game told it since it was asked last."""
+        return told
 
     # --- machinery --------------------------------------------------------------------------------------------------
 
@@ -83,9 +87,11 @@ class _TextArenaGame(Game):
 
     def _asked(self, *, legal: bool = True) -> Position:
         player, messages = self._inner.get_observation()
+        told = messages if isinstance(messages, str) else self._told(player, messages)
+        shown = self._environment.render(int(player), told, self._inner)
         return Position(
             player=int(player),
-            observation=messages if isinstance(messages, str) else self._told(player, messages),
+            observation=check_text(self._environment, shown),
             legal=legal,
             rewards=[0.0] * len(self._environment.seats),
             illegal=[],

@@ -11,10 +11,12 @@ import pytest
 from aiohttp import web
 
 import agentrl
+from agentrl.app.parts import outside
 from agentrl.core import budget
 from agentrl.core.errors import CheckFailedError, ConfigError, JournalError
 from agentrl.core.records import Message, ToolCall, ToolSpec
-from agentrl.engines.remote import MAX_ANSWER_BYTES, REFUSAL_SHOWN, RoutedEngine
+from agentrl.engines.outside import RoutedEngine
+from agentrl.engines.remote import MAX_ANSWER_BYTES, REFUSAL_SHOWN
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from agentrl.rollout.json_format import JsonFormat
@@ -77,7 +79,7 @@ def played(
         engines: list[RoutedEngine] = []
 
         def engine(*arguments: Any, **keywords: Any) -> RoutedEngine:
-            engines.append(RoutedEngine(ScriptedEngine(*arguments, **keywords), {"judge": config.policies["judge"]}))  # type: ignore[dict-item]
+            engines.append(RoutedEngine(ScriptedEngine(*arguments, **keywords), outside(config)))
             return engines[-1]
 
         run = SmallRun(config=config, environment=Asked, trainer_options={}, engine_options={})
@@ -194,7 +196,7 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     policies: Any = {"judge": {"kind": "remote", "url": "http://h/v1", "model": "m", "api_key_env": "JUDGE_KEY"}}
     config = config_for(policies={"guesser": {}, **policies})
     with pytest.raises(ConfigError, match=r"policies\.judge\.api_key_env: the environment has no variable JUDGE_KEY"):
-        RoutedEngine(ScriptedEngine([[1]], versions={}), {"judge": config.policies["judge"]})  # type: ignore[dict-item]
+        outside(config)
 
 
 def test_tools_and_calls_go_to_and_fro_in_their_form() -> None:

@@ -1,0 +1,93 @@
+"""The environment: TextArena's TicTacToe in nine letters, from positions a few moves into the game."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import agentrl
+from agentrl.core.rng import stream
+from agentrl.environment.drawn_tasks import DrawnTasks
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+    from random import Random
+
+    import textarena
+
+    from agentrl.core.records import Message, Task
+    from agentrl.environment.base import Split, TaskSource
+    from agentrl.environment.games import GameEpisode
+
+FREE, OWN, OTHER = "012345678", "ABCDEFGHI", "abcdefghi"
+"""What a cell is called, by whose mark is in it; a letter of its own each."""
+LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
+LONGEST_OPENING = 6
+
+
+class TicTacToe(agentrl.TextArenaEnvironment):
+    """Three in a row. Both seats read the board as its nine cells, each seat from its own side, and say `[4]`.
+
+    One illegal move is forgiven, as TextArena does; the next in a row loses, and costs more than a loss.
+    """
+
+    seats: ClassVar[tuple[str, ...]] = ("first", "second")
+    remembers: ClassVar[bool] = False
+    illegal_reward: ClassVar[float] = -0.5
+
+    def make(self, task: Task) -> textarena.Env:
+        """TextArena's game."""
+        import textarena
+
+        return textarena.make("TicTacToe-v0-raw")
+
+    def opening(self, task: Task) -> Sequence[str]:
+        """The moves a training game starts with."""
+        return [f"[{cell}]" for cell in task.data["opening"]]
+
+    def render(self, player: int, told: str, env: textarena.Env) -> str:
+        """The board, as `0a2C56B8`: free cells by their number, one's own in capitals, the other's in small letters."""
+        marks = [mark for row in env.state.game_state["board"] for mark in row]
+        own = "OX"[player]
+        return "".join(
+            FREE[cell] if not mark else (OWN if mark == own else OTHER)[cell] for cell, mark in enumerate(marks)
+        )
+
+    def rewards(self, task: Task, episode: GameEpisode) -> Sequence[float]:
+        """1 for a win, ½ for a draw, 0 for a loss: the mean is the share of games won, draws by half."""
+        return [
+            self.illegal_reward if player in episode.illegal else (1.0 + given) / 2.0
+            for player, given in enumerate(episode.rewards)
+        ]
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0, held_out: int = 512) -> TaskSource:
+        """Training games start after 0 to 6 random moves that end nothing; held-out ones from the empty board.
+
+        Args:
+            split: held-out games differ in nothing but what the players draw.
+            seed: of the training games.
+            held_out: how many held-out games there are.
+        """
+        if split == "held_out":
+            return [
+                agentrl.Task(id=f"held_out-{number}", data={"seed": 0, "opening": []}) for number in range(held_out)
+            ]
+
+        def draw(index: int, attempt: int) -> Task | None:
+            random = stream("tictactoe", seed, index, attempt)
+            cells = random.sample(range(9), random.randint(0, LONGEST_OPENING))
+            if is_won(cells[0::2]) or is_won(cells[1::2]):
+                return None
+            return agentrl.Task(id=f"train-{seed}-{index}", data={"seed": 0, "opening": cells})
+
+        return DrawnTasks(draw)
+
+
+def is_won(cells: Collection[int]) -> bool:
+    """Whether three of a player's cells are in a row."""
+    return any(set(line) <= set(cells) for line in LINES)
+
+
+def random_player(conversation: Sequence[Message], random: Random) -> str:
+    """A bot: any free cell."""
+    return f"[{random.choice([cell for cell in conversation[-1].content if cell in FREE])}]"
