@@ -2,9 +2,9 @@
 
 Owns: `GameEnvironment`: turn-taking, limits, rewards by seat, and the game as a `replay` resource.
 Does not own: how a library's games are reset, shown and stepped (`pettingzoo_games.py`, `textarena_games.py`).
-Invariants: the game starts as a function of `task.data["seed"]` alone, so a group plays one start; every call on it
-runs under a global random state of its own; what a player reads goes to that player's seat and to no other; an illegal
-end scores below every legal one, or the run stops by name.
+Invariants: what a call on the game draws is a function of `task.data["seed"]` and of how many calls there were before,
+so a group plays one start and has the same luck; what a player reads goes to that player's seat and to no other; an
+illegal end scores below every legal one, or the run stops by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from agentrl.environment.base import (
     system,
     user,
 )
-from agentrl.environment.global_random import GlobalRandom
 from agentrl.environment.gym import SeedTasks
 
 
@@ -113,7 +112,10 @@ class GameEnvironment(Environment):
 
     async def run(self, ctx: EpisodeContext) -> None:
         """Ask whose turn it is until the game is over or a limit is reached."""
-        game = ctx.resource(lambda: self._started(ctx.task), level="replay")
+        task = ctx.task
+        game = ctx.resource(
+            lambda: OpenedGame(self.game(task), self.opening(task)), level="replay", seed=int(task.data["seed"])
+        )
         try:
             episode = await self._play(ctx, game)
             values = self._checked_rewards(ctx.task, episode)
@@ -123,9 +125,6 @@ class GameEnvironment(Environment):
             agent = ctx.agent(seat)
             if agent.turns:  # who was never asked has nothing to be rewarded for
                 agent.reward(value)
-
-    def _started(self, task: Task) -> SeededGame:
-        return SeededGame(self.game(task), int(task.data["seed"]), self.opening(task))
 
     async def _play(self, ctx: EpisodeContext, game: Resource) -> GameEpisode:
         position: Position = await game.call("reset")
@@ -174,29 +173,26 @@ class GameEnvironment(Environment):
         return values
 
 
-class SeededGame:
-    """A game under a global random state of its own, a function of the task's seed: a group's games draw alike."""
+class OpenedGame:
+    """A game that starts after its opening."""
 
-    def __init__(self, game: Game, seed: int, opening: Sequence[str] = ()) -> None:
+    def __init__(self, game: Game, opening: Sequence[str]) -> None:
         self._game = game
         self._opening = opening
-        self._random = GlobalRandom(seed)
 
     def reset(self) -> Position:
         """Make and start it, and take the actions of its opening."""
-        with self._random.swapped_in():
-            position = self._game.reset()
-            for number, text in enumerate(self._opening):
-                position = self._game.step(text)
-                if not position["legal"] or position["player"] is None:
-                    what = "ends the game" if position["legal"] else "is not legal"
-                    raise EnvironmentDefinitionError(f"action {number} of the opening, {text!r}, {what}")
-            return position
+        position = self._game.reset()
+        for number, text in enumerate(self._opening):
+            position = self._game.step(text)
+            if not position["legal"] or position["player"] is None:
+                what = "ends the game" if position["legal"] else "is not legal"
+                raise EnvironmentDefinitionError(f"action {number} of the opening, {text!r}, {what}")
+        return position
 
     def step(self, text: str) -> Position:
         """Do what the player who was asked says."""
-        with self._random.swapped_in():
-            return self._game.step(text)
+        return self._game.step(text)
 
 
 def check_players(environment: GameEnvironment, players: int) -> None:

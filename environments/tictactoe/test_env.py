@@ -10,7 +10,7 @@ import pytest
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.records import Task
-from agentrl.environment.games import GameEpisode, Position, SeededGame
+from agentrl.environment.games import GameEpisode, OpenedGame, Position
 from agentrl.rollout.chat_format import TemplateFormat
 from environments.tictactoe.build_model import MOVES
 from environments.tictactoe.env import FREE, TicTacToe, is_won, random_player
@@ -22,7 +22,7 @@ MODEL = Path(__file__).parent / "model"
 def positions(moves: list[str], opening: tuple[int, ...] = ()) -> list[Position]:
     """What comes of the start and of each move."""
     environment, task = TicTacToe(), Task(id="t", data={"seed": 0, "opening": opening})
-    game = SeededGame(environment.game(task), 0, environment.opening(task))
+    game = OpenedGame(environment.game(task), environment.opening(task))
     return [game.reset(), *(game.step(move) for move in moves)]
 
 
