@@ -23,6 +23,10 @@ SELF, AS_FIRST, AS_SECOND = ("player", "player"), ("player", "past"), ("past", "
 LINE_UPS = (SELF, AS_FIRST, SELF, SELF, AS_SECOND, SELF)
 """Who holds the seats `first` and `second`, group by group."""
 PLAYER = {"learning_rate": 1e-3, "step_size": 384}
+OPPONENTS: dict[str, dict[str, Any]] = {
+    "the version it started from": {"kind": "frozen"},
+    "random moves": {"kind": "bot", "id": "environments.tictactoe:random_player"},
+}
 SETTINGS: dict[str, Any] = {
     "environment": {"id": "environments.tictactoe:TicTacToe"},
     "model": {"path": "environments.tictactoe:model"},
@@ -64,11 +68,7 @@ def main() -> None:
     run = agentrl.train(CONFIG)
     print(curve([step["win_rate/past"] for step in run.metrics], title="won against its past versions"))
     subprocess.run([sys.executable, "-m", "agentrl.cli", "run", "winrates", run.path], check=True)
-    opponents = {
-        "the version it started from": {"kind": "frozen"},
-        "random moves": {"kind": "bot", "id": "environments.tictactoe:random_player"},
-    }
-    for name, opponent in opponents.items():
+    for name, opponent in OPPONENTS.items():
         before, after = score(opponent, None), score(opponent, run.policies["player"])
         print(f"games against {name}, draws by half: {before:.2f} before, {after:.2f} after")
 

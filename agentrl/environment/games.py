@@ -91,10 +91,9 @@ class GameEnvironment(Environment):
         given = enumerate(episode.rewards)
         return [self.illegal_reward if player in episode.illegal else reward for player, reward in given]
 
-    def opening(self, task: Task) -> Sequence[str]:
-        """Legal actions that are taken, in turn, before anybody is asked; default: none. Training from many positions
-        teaches what games between players of one kind seldom come to."""
-        return ()
+    def begin(self, task: Task, env: Any) -> None:
+        """Bring the game, which was just reset, to where the task begins; default: it is there. From positions within
+        the game is learned what games between players of one kind seldom come to."""
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
@@ -113,9 +112,7 @@ class GameEnvironment(Environment):
     async def run(self, ctx: EpisodeContext) -> None:
         """Ask whose turn it is until the game is over or a limit is reached."""
         task = ctx.task
-        game = ctx.resource(
-            lambda: OpenedGame(self.game(task), self.opening(task)), level="replay", seed=int(task.data["seed"])
-        )
+        game = ctx.resource(lambda: self.game(task), level="replay", seed=int(task.data["seed"]))
         try:
             episode = await self._play(ctx, game)
             values = self._checked_rewards(ctx.task, episode)
@@ -128,6 +125,10 @@ class GameEnvironment(Environment):
 
     async def _play(self, ctx: EpisodeContext, game: Resource) -> GameEpisode:
         position: Position = await game.call("reset")
+        if position["player"] is None:
+            raise EnvironmentDefinitionError(
+                f"{type(self).__name__}, task {ctx.task.id!r}: the game is over before anybody is asked; mend `begin`"
+            )
         turns = 0
         limit: LimitReachedError | None = None
         while limit is None and position["player"] is not None:
@@ -171,28 +172,6 @@ class GameEnvironment(Environment):
                     f"{name}.illegal_reward below the lowest reward of a legal end"
                 )
         return values
-
-
-class OpenedGame:
-    """A game that starts after its opening."""
-
-    def __init__(self, game: Game, opening: Sequence[str]) -> None:
-        self._game = game
-        self._opening = opening
-
-    def reset(self) -> Position:
-        """Make and start it, and take the actions of its opening."""
-        position = self._game.reset()
-        for number, text in enumerate(self._opening):
-            position = self._game.step(text)
-            if not position["legal"] or position["player"] is None:
-                what = "ends the game" if position["legal"] else "is not legal"
-                raise EnvironmentDefinitionError(f"action {number} of the opening, {text!r}, {what}")
-        return position
-
-    def step(self, text: str) -> Position:
-        """Do what the player who was asked says."""
-        return self._game.step(text)
 
 
 def check_players(environment: GameEnvironment, players: int) -> None:

@@ -42,6 +42,10 @@ class TextArenaEnvironment(GameEnvironment):
         """What the player who is asked reads; default: what the game told it since it was asked last."""
         return told
 
+    def action(self, text: str, env: textarena.Env) -> str:
+        """What is said to the game for a turn's text; default: the text."""
+        return text
+
     # --- machinery --------------------------------------------------------------------------------------------------
 
     def game(self, task: Task) -> Game:
@@ -66,11 +70,12 @@ class _TextArenaGame(Game):
         while isinstance(env, textarena.Wrapper):
             env = env.env
         self._inner = env
+        self._environment.begin(self._task, env)
         return self._asked()
 
     def step(self, text: str) -> Position:
-        """Say `text` to the game."""
-        over, _ = self._environment.env.step(action=text)
+        """Say to the game what `text` stands for."""
+        over, _ = self._environment.env.step(action=self._environment.action(text, self._inner))
         if not over:
             return self._asked(legal=not getattr(self._inner.state, "error_count", 0))
         rewards, info = self._environment.env.close()
@@ -90,7 +95,7 @@ class _TextArenaGame(Game):
         told = messages if isinstance(messages, str) else self._told(player, messages)
         shown = self._environment.render(int(player), told, self._inner)
         return Position(
-            player=int(player),
+            player=None if self._inner.state.done else int(player),
             observation=check_text(self._environment, shown),
             legal=legal,
             rewards=[0.0] * len(self._environment.seats),

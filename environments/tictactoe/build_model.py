@@ -1,9 +1,9 @@
 """Builds the tiny model beside this file: tokenizer, random weights, and a warm-up on random legal moves.
 
-`python -m environments.tictactoe.build_model [--seed 0] [--steps 200] [--output DIR]` takes half a minute on one core.
+`python -m environments.tictactoe.build_model [--seed 0] [--steps 400] [--output DIR]` takes half a minute on one core.
 The result is an ordinary Hugging Face directory (Qwen3 architecture, a token per byte, and one for each move). The
-warm-up shows boards of games played by chance, and any of the free cells: how a move is said, which are legal, nothing
-of which is good.
+warm-up shows boards that training games begin with, reached by chance, and any of the free cells: how a move is said,
+which are legal, nothing of which is good.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from agentrl.core.rng import stream
 from agentrl.rollout.chat_format import TemplateFormat
 from environments import tiny_model
 from environments.frozen_lake.build_model import TEMPLATE, byte_tokenizer
-from environments.tictactoe.env import FREE, OTHER, OWN, random_player
+from environments.tictactoe.env import FREE, TicTacToe, random_player
 
 if TYPE_CHECKING:
     from random import Random
+
+    from agentrl.core.records import Task
 
 CONTEXT = 64
 SPECIAL = ("<|pad|>", "<|user|>", "<|move|>", "<|end|>")
@@ -35,24 +37,21 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     chat = TemplateFormat.load(directory)
     pad, _, _, end = chat.encode("".join(SPECIAL))
     model = tiny_model.random_model(
-        vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=end, context=CONTEXT, hidden=96, layers=3
+        vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=end, context=CONTEXT, hidden=64, layers=2
     )
-    rows = (shown_row(chat, stream("warm-up", seed, number)) for number in count())
+    tasks = TicTacToe.tasks("train", seed=seed)
+    rows = (shown_row(chat, tasks[number], stream("warm-up", seed, number)) for number in count())
     tiny_model.warm_up(model, rows, steps=steps, piece=tiny_model.BATCH)
     tiny_model.save(model, directory, stop_tokens=[end, *(chat.encode(move)[0] for move in MOVES)])
 
 
-def shown_row(chat: TemplateFormat, random: Random) -> tiny_model.Row:
-    """A board after up to eight random moves, and a random legal one."""
-    cells = random.sample(range(9), random.randint(0, 8))
-    board = list(FREE)
-    for number, cell in enumerate(reversed(cells)):
-        board[cell] = (OWN if number % 2 else OTHER)[cell]
-    message = agentrl.user("".join(board))
+def shown_row(chat: TemplateFormat, task: Task, random: Random) -> tiny_model.Row:
+    """The board a training game begins with, and any legal move."""
+    message = agentrl.user(TicTacToe().game(task).reset()["observation"])
     ids = chat.start([message], [])
     said = chat.encode(random_player([message], random))
     return ids + said, [False] * len(ids) + [True] * len(said)
 
 
 if __name__ == "__main__":
-    tiny_model.command(build, directory=Path(__file__).parent / "model", steps=200, description=__doc__ or "")
+    tiny_model.command(build, directory=Path(__file__).parent / "model", steps=400, description=__doc__ or "")

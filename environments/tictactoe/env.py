@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, ClassVar
 
 import agentrl
@@ -20,12 +21,16 @@ if TYPE_CHECKING:
 
 FREE, OWN, OTHER = "012345678", "ABCDEFGHI", "abcdefghi"
 """What a cell is called, by whose mark is in it; a letter of its own each."""
+TURNED = ("012345678", "630741852", "876543210", "258147036", "036147258", "678345012", "852741630", "210543876")
+"""Which cell is shown where when the board is turned, and mirrored."""
 LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
-LONGEST_OPENING = 6
+OPENINGS = (1, 1, 1, 1, 2, 3, 3, 3)
+"""How often a training game starts after 0, 1, … 7 moves: close to the end of a game, a move is its result."""
 
 
 class TicTacToe(agentrl.TextArenaEnvironment):
-    """Three in a row. Both seats read the board as its nine cells, each seat from its own side, and say `[4]`.
+    """Three in a row. Both seats read the board as its nine cells, each seat from its own side, and say `[4]`. Boards
+    that are alike when turned or mirrored are shown as one, and the moves on it turned back.
 
     One illegal move is forgiven, as TextArena does; the next in a row loses, and costs more than a loss.
     """
@@ -40,17 +45,23 @@ class TicTacToe(agentrl.TextArenaEnvironment):
 
         return textarena.make("TicTacToe-v0-raw")
 
-    def opening(self, task: Task) -> Sequence[str]:
-        """The moves a training game starts with."""
-        return [f"[{cell}]" for cell in task.data["opening"]]
+    def begin(self, task: Task, env: textarena.Env) -> None:
+        """A training game begins after some moves."""
+        for cell in task.data["opening"]:
+            env.step(action=f"[{cell}]")
 
     def render(self, player: int, told: str, env: textarena.Env) -> str:
-        """The board, as `0a2C56B8`: free cells by their number, one's own in capitals, the other's in small letters."""
+        """The board, as `0123E567i`: free cells by number, one's own in capitals, the other's in small letters."""
         marks = [mark for row in env.state.game_state["board"] for mark in row]
-        own = "OX"[player]
-        return "".join(
-            FREE[cell] if not mark else (OWN if mark == own else OTHER)[cell] for cell, mark in enumerate(marks)
-        )
+        names = {"": FREE, "OX"[player]: OWN, "XO"[player]: OTHER}
+        shown = {"".join(names[marks[int(cell)]][at] for at, cell in enumerate(turned)): turned for turned in TURNED}
+        first = min(shown)
+        self._turned = shown[first]
+        return first
+
+    def action(self, text: str, env: textarena.Env) -> str:
+        """The move on TextArena's board; what is no cell stays what it is."""
+        return re.sub(r"\[\s*([0-8])\s*\]", lambda said: f"[{self._turned[int(said[1])]}]", text)
 
     def rewards(self, task: Task, episode: GameEpisode) -> Sequence[float]:
         """1 for a win, ½ for a draw, 0 for a loss: the mean is the share of games won, draws by half."""
@@ -61,7 +72,7 @@ class TicTacToe(agentrl.TextArenaEnvironment):
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0, held_out: int = 512) -> TaskSource:
-        """Training games start after 0 to 6 random moves that end nothing; held-out ones from the empty board.
+        """Training games start after up to 7 random moves that end nothing; held-out ones from the empty board.
 
         Args:
             split: held-out games differ in nothing but what the players draw.
@@ -75,7 +86,8 @@ class TicTacToe(agentrl.TextArenaEnvironment):
 
         def draw(index: int, attempt: int) -> Task | None:
             random = stream("tictactoe", seed, index, attempt)
-            cells = random.sample(range(9), random.randint(0, LONGEST_OPENING))
+            (moves,) = random.choices(range(len(OPENINGS)), OPENINGS)
+            cells = random.sample(range(9), moves)
             if is_won(cells[0::2]) or is_won(cells[1::2]):
                 return None
             return agentrl.Task(id=f"train-{seed}-{index}", data={"seed": 0, "opening": cells})

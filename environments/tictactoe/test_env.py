@@ -10,10 +10,11 @@ import pytest
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.records import Task
-from agentrl.environment.games import GameEpisode, OpenedGame, Position
+from agentrl.environment.games import GameEpisode, Position
 from agentrl.rollout.chat_format import TemplateFormat
 from environments.tictactoe.build_model import MOVES
 from environments.tictactoe.env import FREE, TicTacToe, is_won, random_player
+from tests.unit.episodes import play
 
 pytest.importorskip("textarena", reason="the extra games is not installed")
 MODEL = Path(__file__).parent / "model"
@@ -21,8 +22,7 @@ MODEL = Path(__file__).parent / "model"
 
 def positions(moves: list[str], opening: tuple[int, ...] = ()) -> list[Position]:
     """What comes of the start and of each move."""
-    environment, task = TicTacToe(), Task(id="t", data={"seed": 0, "opening": opening})
-    game = OpenedGame(environment.game(task), environment.opening(task))
+    game = TicTacToe().game(Task(id="t", data={"seed": 0, "opening": opening}))
     return [game.reset(), *(game.step(move) for move in moves)]
 
 
@@ -34,21 +34,35 @@ def rewards(moves: list[str]) -> list[float]:
 
 
 def test_each_seat_reads_the_board_from_its_own_side() -> None:
-    seen = [position["observation"] for position in positions(["[4]", "[0]", "[8]"])]
-    assert seen == ["012345678", "0123e5678", "a123E5678", "A123e567i"]
+    seen = [position["observation"] for position in positions(["[4]", "[0]", "[7]"])]
+    assert seen == ["012345678", "0123e5678", "0123E567i", "0123e56hI"]
+    assert [position["player"] for position in positions(["[4]", "[0]", "[7]"])] == [0, 1, 0, 1]
+
+
+def test_boards_that_are_alike_when_turned_or_mirrored_are_shown_as_one_and_moves_taken_back() -> None:
+    task = Task(id="t", data={"seed": 0, "opening": []})
+    shown = set()
+    for cell in FREE:
+        environment = TicTacToe()
+        game = environment.game(task)
+        game.reset()
+        after = game.step(f"[{cell}]")
+        shown.add(after["observation"])
+        free = next(name for name in after["observation"] if name in FREE)
+        game.step(f"I take [ {free} ].")
+        board = [mark for row in environment.env.state.game_state["board"] for mark in row]
+        assert (board.count("X"), board[int(cell)]) == (1, "O")
+    assert len(shown) == 3
 
 
 def test_a_game_begins_after_its_opening() -> None:
-    start = positions([], opening=(4, 0, 8))[0]
-    assert (start["player"], start["observation"]) == (1, "A123e567i")
+    start = positions([], opening=(4, 0, 1))[0]
+    assert (start["player"], start["observation"]) == (1, "0123e56hI")
 
 
-@pytest.mark.parametrize(
-    ("opening", "told"), [((0, 1, 3, 2, 6), r"action 4 .*'\[6\]', ends the game"), ((0, 0), "action 1 .*is not legal")]
-)
-def test_an_opening_that_is_none_is_refused(opening: tuple[int, ...], told: str) -> None:
-    with pytest.raises(EnvironmentDefinitionError, match=told):
-        positions([], opening=opening)
+def test_a_game_that_is_over_before_it_begins_is_refused() -> None:
+    with pytest.raises(EnvironmentDefinitionError, match="over before anybody is asked"):
+        play(TicTacToe, ["[0]"], data={"seed": 0, "opening": [0, 1, 3, 2, 6]})
 
 
 def test_rewards_are_shares_of_a_win() -> None:
@@ -67,7 +81,7 @@ def test_one_illegal_move_is_forgiven_and_the_next_costs_more_than_a_loss(said: 
 def test_training_games_start_within_a_game_and_held_out_ones_at_its_start() -> None:
     tasks = TicTacToe.tasks("train", seed=3)
     openings = [tasks[index].data["opening"] for index in range(200)]
-    assert {len(opening) for opening in openings} == set(range(7))
+    assert {len(opening) for opening in openings} == set(range(8))
     for opening in openings:
         assert positions([], opening=tuple(opening))[0]["player"] == len(opening) % 2
     assert len({tuple(opening) for opening in openings}) > 140
