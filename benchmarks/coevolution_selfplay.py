@@ -13,9 +13,7 @@ import agentrl
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "06_self_play.py"))
 """The same configuration, for longer."""
-STEPS = 400
-EVERY = 40
-"""Steps between the versions that are shown beside the last one."""
+STEPS = 200
 OPPONENTS = {
     "selfplay_vs_first": {"kind": "frozen"},
     "selfplay_vs_random": {"kind": "bot", "id": "environments.tictactoe:random_player"},

@@ -3,8 +3,8 @@
 python 06_self_play.py        (needs the extra `games`; the file needs no other)
 
 The game is TextArena's. The policy starts out knowing the rules and playing by chance, and is never shown a good move.
-Most games are self-play, in which it learns from either side; in the others one of its past versions, drawn for each
-group of games, holds a seat. The eight games of a group start from one position, a few random moves into the game, and
+Half of the games are self-play, in which it learns from either side; in the others what it started from holds a seat, or
+one of its past versions, drawn for each group of games. The eight games of a group start from one position, a few random moves into the game, and
 their results are compared seat by seat.
 """
 
@@ -18,11 +18,13 @@ from typing import Any
 import agentrl
 from agentrl.observe.plot import curve
 
-STEPS = 40
-SELF, AS_FIRST, AS_SECOND = ("player", "player"), ("player", "past"), ("past", "player")
-LINE_UPS = (SELF, AS_FIRST, SELF, SELF, AS_SECOND, SELF)
+STEPS = 60
+LINE_UPS = (
+    *(("player", "player"), ("player", "past"), ("player", "player"), ("past", "player")),
+    *(("player", "player"), ("player", "start"), ("player", "player"), ("start", "player")),
+)
 """Who holds the seats `first` and `second`, group by group."""
-PLAYER = {"learning_rate": 1e-3, "step_size": 384}
+PLAYER = {"learning_rate": 2e-3, "step_size": 128}
 OPPONENTS: dict[str, dict[str, Any]] = {
     "the version it started from": {"kind": "frozen"},
     "random moves": {"kind": "bot", "id": "environments.tictactoe:random_player"},
@@ -37,12 +39,15 @@ CONFIG = agentrl.RunConfig(
     **SETTINGS,
     name="self_play",
     steps=STEPS,
-    max_in_flight=768,
-    policies={"player": PLAYER, "past": {"kind": "past", "of": "player", "every": 5, "choose": "prioritised"}},
+    policies={
+        "player": PLAYER,
+        "past": {"kind": "past", "of": "player", "every": 15, "size": 3},
+        "start": {"kind": "frozen"},
+    },
     seats={"first": [first for first, _ in LINE_UPS], "second": [second for _, second in LINE_UPS]},
     trainer={
         "kind": "in_process",
-        "entropy_bonus": 0.03,
+        "entropy_bonus": 0.01,
         "tokens_per_unit": 4,
         "optimizer": {"final_learning_rate_share": 0.2},
     },

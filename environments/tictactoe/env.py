@@ -1,4 +1,4 @@
-"""The environment: TextArena's TicTacToe in nine letters, from positions a few moves into the game."""
+"""The environment: TextArena's TicTacToe in a few letters, from positions a few moves into the game."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ OPENINGS = (1, 1, 1, 1, 2, 3, 3, 3)
 
 
 class TicTacToe(agentrl.TextArenaEnvironment):
-    """Three in a row. Both seats read the board as its nine cells, each seat from its own side, and say `[4]`. Boards
-    that are alike when turned or mirrored are shown as one, and the moves on it turned back.
+    """Three in a row. Both seats read the lines of the board, each from its own side, and say `[4]`. Boards that
+    are alike when turned or mirrored are shown as one, and the moves on it turned back.
 
     One illegal move is forgiven, as TextArena does; the next in a row loses, and costs more than a loss.
     """
@@ -51,13 +51,13 @@ class TicTacToe(agentrl.TextArenaEnvironment):
             env.step(action=f"[{cell}]")
 
     def render(self, player: int, told: str, env: textarena.Env) -> str:
-        """The board, as `0123E567i`: free cells by number, one's own in capitals, the other's in small letters."""
+        """The eight lines of the board: free cells by number, one's own in capitals, the other's in small letters."""
         marks = [mark for row in env.state.game_state["board"] for mark in row]
         names = {"": FREE, "OX"[player]: OWN, "XO"[player]: OTHER}
         shown = {"".join(names[marks[int(cell)]][at] for at, cell in enumerate(turned)): turned for turned in TURNED}
-        first = min(shown)
-        self._turned = shown[first]
-        return first
+        board = min(shown)
+        self._turned = shown[board]
+        return "".join(board[cell] for line in LINES for cell in line)
 
     def action(self, text: str, env: textarena.Env) -> str:
         """The move on TextArena's board; what is no cell stays what it is."""
@@ -102,4 +102,4 @@ def is_won(cells: Collection[int]) -> bool:
 
 def random_player(conversation: Sequence[Message], random: Random) -> str:
     """A bot: any free cell."""
-    return f"[{random.choice([cell for cell in conversation[-1].content if cell in FREE])}]"
+    return f"[{random.choice(sorted(set(FREE) & set(conversation[-1].content)))}]"

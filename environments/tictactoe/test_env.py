@@ -13,11 +13,15 @@ from agentrl.core.records import Task
 from agentrl.environment.games import GameEpisode, Position
 from agentrl.rollout.chat_format import TemplateFormat
 from environments.tictactoe.build_model import MOVES
-from environments.tictactoe.env import FREE, TicTacToe, is_won, random_player
+from environments.tictactoe.env import FREE, LINES, TicTacToe, is_won, random_player
 from tests.unit.episodes import play
 
 pytest.importorskip("textarena", reason="the extra games is not installed")
 MODEL = Path(__file__).parent / "model"
+
+
+def lines(board: str) -> str:
+    return "".join(board[cell] for line in LINES for cell in line)
 
 
 def positions(moves: list[str], opening: tuple[int, ...] = ()) -> list[Position]:
@@ -35,7 +39,7 @@ def rewards(moves: list[str]) -> list[float]:
 
 def test_each_seat_reads_the_board_from_its_own_side() -> None:
     seen = [position["observation"] for position in positions(["[4]", "[0]", "[7]"])]
-    assert seen == ["012345678", "0123e5678", "0123E567i", "0123e56hI"]
+    assert seen == [lines(board) for board in ("012345678", "0123e5678", "0123E567i", "0123e56hI")]
     assert [position["player"] for position in positions(["[4]", "[0]", "[7]"])] == [0, 1, 0, 1]
 
 
@@ -57,7 +61,7 @@ def test_boards_that_are_alike_when_turned_or_mirrored_are_shown_as_one_and_move
 
 def test_a_game_begins_after_its_opening() -> None:
     start = positions([], opening=(4, 0, 1))[0]
-    assert (start["player"], start["observation"]) == (1, "0123e56hI")
+    assert (start["player"], start["observation"]) == (1, lines("0123e56hI"))
 
 
 def test_a_game_that_is_over_before_it_begins_is_refused() -> None:
@@ -74,7 +78,7 @@ def test_rewards_are_shares_of_a_win() -> None:
 @pytest.mark.parametrize("said", ["4", "[9]", "[-1]", "", "[4", "[4]"])
 def test_one_illegal_move_is_forgiven_and_the_next_costs_more_than_a_loss(said: str) -> None:
     after = positions(["[4]", said])[-1]
-    assert (after["player"], after["legal"], after["observation"]) == (1, False, "0123e5678")
+    assert (after["player"], after["legal"], after["observation"]) == (1, False, lines("0123e5678"))
     assert rewards(["[4]", said, said]) == [1.0, TicTacToe.illegal_reward]
 
 
@@ -90,7 +94,7 @@ def test_training_games_start_within_a_game_and_held_out_ones_at_its_start() -> 
 
 
 def test_the_bot_plays_any_free_cell() -> None:
-    said = {random_player([agentrl.user("Ab2C4e6g8")], Random(seed)) for seed in range(100)}
+    said = {random_player([agentrl.user(lines("Ab2D4f6h8"))], Random(seed)) for seed in range(100)}
     assert said == {"[2]", "[4]", "[6]", "[8]"}
 
 
@@ -104,11 +108,13 @@ def test_it_resumes_at_every_entry() -> None:
     assert report.passed, report.text
 
 
-def test_a_move_is_one_token_that_ends_the_turn_and_a_cell_another() -> None:
+def test_a_move_is_one_token_that_ends_the_turn_and_a_line_another() -> None:
     chat = TemplateFormat.load(MODEL)
     for move in MOVES:
         assert len(chat.encode(move)) == 1
         assert chat.encode(move)[0] in chat.stop_token_ids
         assert chat.decode(chat.encode(move)) == move
-    assert len(chat.start([agentrl.user(FREE)], [])) == len(FREE) + 2
+    first, second = (chat.start([agentrl.user(lines(board))], []) for board in (FREE, "0123E567i"))
+    assert len(first) == len(second) == len(LINES) + 2
+    assert not {*first, *second} & {chat.encode(move)[0] for move in MOVES}
     assert sum(file.stat().st_size for file in MODEL.iterdir()) < 3_000_000
