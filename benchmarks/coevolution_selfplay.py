@@ -13,7 +13,7 @@ import agentrl
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "06_self_play.py"))
 """The same configuration, for longer."""
-STEPS = 200
+STEPS = 120
 OPPONENTS = {
     "selfplay_vs_first": {"kind": "frozen"},
     "selfplay_vs_random": {"kind": "bot", "id": "environments.tictactoe:random_player"},

@@ -3,13 +3,14 @@
 python 06_self_play.py        (needs the extra `games`; the file needs no other)
 
 The game is TextArena's. The policy starts out knowing the rules and playing by chance, and is never shown a good move.
-Half of the games are self-play, in which it learns from either side; in the others what it started from holds a seat, or
-one of its past versions, drawn for each group of games. The eight games of a group start from one position, a few random moves into the game, and
-their results are compared seat by seat.
+Half of the games are self-play, in which it learns from either side; in the others what it started from holds a seat,
+or one of its past versions, drawn for each group of games. The eight games of a group start from one position, a few
+random moves into the game, and their results are compared seat by seat.
 """
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -71,7 +72,8 @@ def score(opponent: dict[str, Any], weights: Path | None, games: int = 512) -> f
 def main() -> None:
     """Let the player learn, and match it with what it was, and with chance."""
     run = agentrl.train(CONFIG)
-    print(curve([step["win_rate/past"] for step in run.metrics], title="won against its past versions"))
+    rates = [step.get("win_rate/past", math.nan) for step in run.metrics]
+    print(curve(rates, title="won against its past versions"))
     subprocess.run([sys.executable, "-m", "agentrl.cli", "run", "winrates", run.path], check=True)
     for name, opponent in OPPONENTS.items():
         before, after = score(opponent, None), score(opponent, run.policies["player"])

@@ -54,9 +54,9 @@ class TicTacToe(agentrl.TextArenaEnvironment):
         """The eight lines of the board: free cells by number, one's own in capitals, the other's in small letters."""
         marks = [mark for row in env.state.game_state["board"] for mark in row]
         names = {"": FREE, "OX"[player]: OWN, "XO"[player]: OTHER}
-        shown = {"".join(names[marks[int(cell)]][at] for at, cell in enumerate(turned)): turned for turned in TURNED}
-        board = min(shown)
-        self._turned = shown[board]
+        boards = ["".join(names[marks[int(cell)]][at] for at, cell in enumerate(turned)) for turned in TURNED]
+        board = min(boards)
+        self._turned = TURNED[boards.index(board)]
         return "".join(board[cell] for line in LINES for cell in line)
 
     def action(self, text: str, env: textarena.Env) -> str:

@@ -30,8 +30,18 @@ def positions(moves: list[str], opening: tuple[int, ...] = ()) -> list[Position]
     return [game.reset(), *(game.step(move) for move in moves)]
 
 
-def rewards(moves: list[str]) -> list[float]:
-    end = positions(moves)[-1]
+def rewards(cells: list[int]) -> list[float]:
+    """Of a game on TextArena's own cells."""
+    environment = TicTacToe()
+    game = environment.game(Task(id="t", data={"seed": 0, "opening": []}))
+    end = game.reset()
+    for cell in cells:
+        said = next(move for move in MOVES if environment.action(move, environment.env) == f"[{cell}]")
+        end = game.step(said)
+    return rewards_at(end)
+
+
+def rewards_at(end: Position) -> list[float]:
     assert end["player"] is None
     episode = GameEpisode(rewards=tuple(end["rewards"]), illegal=tuple(end["illegal"]), terminated=True)
     return list(TicTacToe().rewards(Task(id="t", data={}), episode))
@@ -70,16 +80,16 @@ def test_a_game_that_is_over_before_it_begins_is_refused() -> None:
 
 
 def test_rewards_are_shares_of_a_win() -> None:
-    assert rewards(["[0]", "[1]", "[3]", "[2]", "[6]"]) == [1.0, 0.0]
-    assert rewards(["[1]", "[0]", "[2]", "[3]", "[4]", "[6]"]) == [0.0, 1.0]
-    assert rewards([f"[{cell}]" for cell in (0, 1, 2, 4, 3, 5, 7, 6, 8)]) == [0.5, 0.5]
+    assert rewards([0, 1, 3, 2, 6]) == [1.0, 0.0]
+    assert rewards([1, 0, 2, 3, 4, 6]) == [0.0, 1.0]
+    assert rewards([0, 1, 2, 4, 3, 5, 7, 6, 8]) == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("said", ["4", "[9]", "[-1]", "", "[4", "[4]"])
 def test_one_illegal_move_is_forgiven_and_the_next_costs_more_than_a_loss(said: str) -> None:
     after = positions(["[4]", said])[-1]
     assert (after["player"], after["legal"], after["observation"]) == (1, False, lines("0123e5678"))
-    assert rewards(["[4]", said, said]) == [1.0, TicTacToe.illegal_reward]
+    assert rewards_at(positions(["[4]", said, said])[-1]) == [1.0, TicTacToe.illegal_reward]
 
 
 def test_training_games_start_within_a_game_and_held_out_ones_at_its_start() -> None:
