@@ -14,6 +14,7 @@ import agentrl
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "06_self_play.py"))
 """The same configuration, for longer."""
 STEPS = 120
+GAMES = 512
 OPPONENTS = {
     "selfplay_vs_first": {"kind": "frozen"},
     "selfplay_vs_random": {"kind": "bot", "id": "environments.tictactoe:random_player"},
@@ -26,7 +27,7 @@ def figures(quick: bool) -> dict[str, float | None]:
         run = trained(Path(directory), steps=2 if quick else STEPS)
         if quick:
             return dict.fromkeys(OPPONENTS)
-        return {name: EXAMPLE["score"](opponent, run.policies["player"]) for name, opponent in OPPONENTS.items()}
+        return {name: EXAMPLE["score"](opponent, run.policies["player"], GAMES) for name, opponent in OPPONENTS.items()}
 
 
 def trained(directory: Path, *, steps: int) -> agentrl.Run:

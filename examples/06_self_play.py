@@ -10,7 +10,6 @@ random moves into the game, and their results are compared seat by seat.
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,8 @@ from typing import Any
 import agentrl
 from agentrl.observe.plot import curve
 
-STEPS = 60
+STEPS, EVERY = 60, 15
+"""In all, and between two versions that join the past ones."""
 LINE_UPS = (
     *(("player", "player"), ("player", "past"), ("player", "player"), ("past", "player")),
     *(("player", "player"), ("player", "start"), ("player", "player"), ("start", "player")),
@@ -42,7 +42,7 @@ CONFIG = agentrl.RunConfig(
     steps=STEPS,
     policies={
         "player": PLAYER,
-        "past": {"kind": "past", "of": "player", "every": 15, "size": 3},
+        "past": {"kind": "past", "of": "player", "every": EVERY, "size": 3},
         "start": {"kind": "frozen"},
     },
     seats={"first": [first for first, _ in LINE_UPS], "second": [second for _, second in LINE_UPS]},
@@ -53,11 +53,11 @@ CONFIG = agentrl.RunConfig(
         "optimizer": {"final_learning_rate_share": 0.2},
     },
     evaluation={"tasks": 0},
-    checkpoint={"every": 0},
+    checkpoint={"every": 0, "versions": 0},
 )
 
 
-def score(opponent: dict[str, Any], weights: Path | None, games: int = 512) -> float:
+def score(opponent: dict[str, Any], weights: Path, games: int) -> float:
     """Share of games against an opponent that the player wins from the empty board, a draw by half; half of them on
     either side."""
     config = agentrl.RunConfig(
@@ -66,18 +66,17 @@ def score(opponent: dict[str, Any], weights: Path | None, games: int = 512) -> f
         seats={"first": ["player", "opponent"], "second": ["opponent", "player"]},
         evaluation={"tasks": games},
     )
-    return agentrl.evaluate(config, {} if weights is None else {"player": weights})["evaluation/reward/player"]
+    return agentrl.evaluate(config, {"player": weights})["evaluation/reward/player"]
 
 
 def main() -> None:
-    """Let the player learn, and match it with what it was, and with chance."""
+    """Let the player learn; then match its versions with the first of them, and with chance."""
     run = agentrl.train(CONFIG)
-    rates = [step.get("win_rate/past", math.nan) for step in run.metrics]
-    print(curve(rates, title="won against its past versions"))
     subprocess.run([sys.executable, "-m", "agentrl.cli", "run", "winrates", run.path], check=True)
+    steps = range(0, STEPS + 1, EVERY)
     for name, opponent in OPPONENTS.items():
-        before, after = score(opponent, None), score(opponent, run.policies["player"])
-        print(f"games against {name}, draws by half: {before:.2f} before, {after:.2f} after")
+        scores = [score(opponent, run.path / "versions" / "player" / f"0.{step}", games=256) for step in steps]
+        print(curve(scores, steps=steps, title=f"games won against {name}, draws by half", height=6))
 
 
 if __name__ == "__main__":

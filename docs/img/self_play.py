@@ -2,7 +2,7 @@
 
     python docs/img/self_play.py RUN OUT.svg [--every 20] [--games 256]
 
-RUN is a run of `examples/06_self_play.py`, or of `benchmarks.coevolution`, with `checkpoint.versions = 0`.
+RUN is a run of `examples/06_self_play.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--every", type=int, default=20, help="steps between the versions that play")
+    parser.add_argument("--every", type=int, default=15, help="steps between the versions that play")
     parser.add_argument("--games", type=int, default=256, help="of each of them against either opponent")
     options = parser.parse_args()
     versions = sorted((options.run / "versions" / "player").iterdir(), key=step_of)
