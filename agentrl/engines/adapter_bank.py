@@ -33,6 +33,9 @@ _MANY = 4
 all of them for every row, and to mask what is not its own."""
 
 
+_NOTHING = np.empty(0, np.int64)
+
+
 class _Groups(NamedTuple):
     """The rows of a pass by adapter, padded with row 0 to the same number each."""
 
@@ -50,14 +53,13 @@ class BankLinear(nn.Module):
         self.down = base.weight.new_zeros(0, base.in_features)
         self.up = base.weight.new_zeros(0, base.out_features)
         self._plain = (base.weight, base.bias, bank)  # in a tuple: reached at once, and registered only once
-        self._live = (self.down.t(), self.up)
+        self._live = self._apart = (self.down.t(), self.up)
 
-    def narrow(self, columns: slice | Tensor, rank: int | None) -> None:
-        """Compute only these columns from now on; with a rank, each adapter's apart."""
+    def narrow(self, columns: slice | Tensor, rank: int) -> None:
+        """Compute only these columns from now on: those of adapters of this rank."""
         down, up = self.down[columns], self.up[columns]
-        if rank is not None:
-            down, up = (part.view(-1, rank, part.shape[-1]) for part in (down, up))
-        self._live = (down.transpose(-1, -2), up)
+        self._live = (down.t(), up)
+        self._apart = (down.view(-1, rank, down.shape[1]).transpose(1, 2), up.view(-1, rank, up.shape[1]))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[..., in]` → `[..., out]`."""
@@ -66,14 +68,15 @@ class BankLinear(nn.Module):
             return functional.linear(hidden, weight, bias)
         flat = hidden.reshape(-1, hidden.shape[-1])
         out = functional.linear(flat, weight, bias)
-        down, up = self._live
         if bank.groups is not None:
+            down, up = self._apart
             count, rows, places = bank.groups
             by_row = flat.view(len(places), -1)
             grouped = by_row.index_select(0, rows).view(count, -1, flat.shape[-1])
             added = torch.bmm(torch.bmm(grouped, down), up).view(len(rows), -1)
             out.view(len(places), -1).add_(added.index_select(0, places))
         else:
+            down, up = self._live
             low = torch.mm(flat, down)
             if bank.mask is not None:
                 low.view(len(bank.mask), -1, low.shape[-1]).mul_(bank.mask)
@@ -92,7 +95,7 @@ class AdapterBank:
         self._layers: dict[str, BankLinear] = {}
         self._rank = 0
         self._selected: bytes | None = None
-        self._narrowed: bytes | None = None
+        self._narrowed = _NOTHING
         self.active = False
         self.mask: Tensor | None = None
         """Float [B, 1, columns]: 1 where the column is of the row's adapter; None: all are."""
@@ -122,7 +125,7 @@ class AdapterBank:
         """Put a checked adapter into an empty place; call between two passes."""
         self._free.remove(place)
         self._filled[place] = adapter
-        self._selected = self._narrowed = None
+        self._selected, self._narrowed = None, _NOTHING
         if not self._layers:
             self._wrap(adapter)
         grown = max(self._rank, adapter.rank)
@@ -174,28 +177,28 @@ class AdapterBank:
         self.active = len(used) > 0
         if not self.active:
             return
+        self._narrow(used)
+        narrowed, weight = self._narrowed, next(iter(self._layers.values())).base.weight
         everyone = bool((adapters >= 0).all())
         self.mask, self.groups = None, None
-        weight = next(iter(self._layers.values())).base.weight
-        if everyone and len(used) > _MANY:
-            self.groups = _grouped(np.searchsorted(used, adapters), len(used), weight.device)
-        elif len(used) > 1 or not everyone:
-            mask = torch.from_numpy(adapters[:, None, None] == np.repeat(used, self._rank))
+        if everyone and len(narrowed) > _MANY:
+            self.groups = _grouped(np.searchsorted(narrowed, adapters), len(narrowed), weight.device)
+        elif len(narrowed) > 1 or not everyone:
+            mask = torch.from_numpy(adapters[:, None, None] == np.repeat(narrowed, self._rank))
             self.mask = mask.to(weight)
-        self._narrow(used, apart=self.groups is not None)
 
-    def _narrow(self, used: NDArray[np.int64], *, apart: bool) -> None:
-        """Compute the columns of these adapters and no others."""
-        key = used.tobytes() + bytes([apart])
-        if key == self._narrowed:
+    def _narrow(self, used: NDArray[np.int64]) -> None:
+        """Compute the columns of these adapters, and of few others: which ones there are changes almost every pass."""
+        known = self._narrowed
+        if np.array_equal(used, known) or (1 < len(used) < len(known) <= 2 * len(used) and np.isin(used, known).all()):
             return
-        self._narrowed = key
+        self._narrowed = used
         first, last = int(used[0]), int(used[-1]) + 1
         columns: slice | Tensor = slice(first * self._rank, last * self._rank)
         if last - first > len(used):
             columns = torch.from_numpy((used[:, None] * self._rank + np.arange(self._rank)).reshape(-1))
         for layer in self._layers.values():
-            layer.narrow(columns, self._rank if apart else None)
+            layer.narrow(columns, self._rank)
 
 
 def _grouped(adapters: NDArray[np.int64], count: int, device: torch.device) -> _Groups:

@@ -117,7 +117,7 @@ class Endpoint:
                 f"{self.config.url}/chat/completions", json=self._body(request), headers=headers, allow_redirects=False
             ) as response:
                 packed = response.headers.get("Content-Encoding", "identity")
-                if packed != "identity":
+                if packed.lower() != "identity":
                     raise EpisodeError(
                         f"{here}: it compresses its answers, unasked ({self._without_key(packed)[:REFUSAL_SHOWN]!r})",
                         reason="remote_answer",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from agentrl.core import ids
-from agentrl.core.errors import CheckFailedError
+from agentrl.core.errors import CheckFailedError, ConfigError, EnvironmentDefinitionError
 from agentrl.core.ports import Counted, SpawnedGroup, Worker
 from agentrl.core.proposals import Proposal, Recollection
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Purpose, SeatBinding, Task, dropped_header
@@ -386,9 +386,13 @@ class Dispatcher:
         self._running[spec.episode_id] = spec
 
     def _reserve(self, spec: EpisodeSpec) -> None:
-        if spec.purpose == "train":
+        if spec.purpose != "train":
+            return
+        try:
             environment = self.environment if spec.parent_id is None else resolve(spec.environment)
             self.reservations.begin(spec.episode_id, environment, self._group(spec.purpose, spec.episode_id))
+        except (EnvironmentDefinitionError, ConfigError):  # edited since it was spawned: whoever runs it says so
+            self.reservations.end(spec.episode_id)
 
     def _record(self, drops: Sequence[UnitDrop]) -> None:
         for drop in drops:

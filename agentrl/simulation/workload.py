@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING, ClassVar
 
-import agentrl
 from agentrl.core.records import Message, Task
 from agentrl.core.rng import stream
+from agentrl.environment.base import Environment, EpisodeContext, user
 from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
 
 if TYPE_CHECKING:
@@ -102,12 +102,12 @@ class Tasks:
         return Task(id=f"task-{number}", data=data)
 
 
-class Solve(agentrl.Environment):
+class Solve(Environment):
     """Takes its turns, with a tool between them."""
 
     seats = ("solver",)
 
-    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+    async def run(self, ctx: EpisodeContext) -> None:
         """Act, wait, act."""
         work = ctx.task.data["work"]
         solver, turns = ctx.agent("solver"), work["turns"]
@@ -120,13 +120,13 @@ class Solve(agentrl.Environment):
         solver.reward(float(ctx.rng.random() < 0.5))
 
 
-class Propose(agentrl.Environment):
+class Propose(Environment):
     """One turn, then children."""
 
     seats = ("proposer",)
     fan_out: ClassVar[Mapping[str, int]] = {"Solve": 8}
 
-    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+    async def run(self, ctx: EpisodeContext) -> None:
         """Propose, and wait for those who try."""
         work, proposer = ctx.task.data["work"], ctx.agent("proposer")
         z = math.sqrt(work["of_task"]) * ctx.task.data["z"] + math.sqrt(work["of_proposal"]) * ctx.rng.gauss()
@@ -138,7 +138,7 @@ class Propose(agentrl.Environment):
 
 def asked_for(length: float) -> Message:
     """What tells an agent how long its turn is to be."""
-    return agentrl.user(f"{max(round(length), 1)}")
+    return user(f"{max(round(length), 1)}")
 
 
 def length_of(request: GenerateRequest) -> int:

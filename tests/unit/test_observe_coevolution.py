@@ -7,8 +7,7 @@ import random
 from rich.console import Console
 
 from agentrl.core.records import EpisodeHeader, TrajectoryHeader
-from agentrl.inspection.reader import WinRate
-from agentrl.inspection.statistics import win_rate_matrix
+from agentrl.inspection.winrates import WinRate, win_rate_matrix
 from agentrl.journal.results import winner
 from agentrl.observe.alarms import MEANINGS, alarms
 from agentrl.observe.report import page
