@@ -36,6 +36,7 @@ from agentrl.orchestrator.retention import VersionRetention
 from agentrl.orchestrator.scheduler import Demand, Scheduler
 from agentrl.orchestrator.signal import Signal
 from agentrl.orchestrator.staleness import BoundedStaleness
+from agentrl.orchestrator.tail import TailModel, tail_of
 from agentrl.orchestrator.versions import PolicyBoard
 from agentrl.orchestrator.waves import WaveScheduler
 from agentrl.rollout.episode import RolloutSettings
@@ -71,6 +72,8 @@ class Past:
     """The newest that the run remembers, in order."""
     baselines: Mapping[str, BaselineSet] = field(default_factory=dict)
     """What the members of groups are compared with, by group, where something of them is still to be trained."""
+    tail: TailModel = field(default_factory=TailModel)
+    """How many tokens agents sampled."""
     history: RewardHistory = field(default_factory=RewardHistory)
     """What rewards used to be, in the groups of which nothing is."""
 
@@ -96,7 +99,7 @@ class Parts:
     """What each (policy, lineage) but the first started from."""
     opponents: Mapping[str, Sequence[PolicyVersion]] = field(default_factory=dict)
     """Versions kept served for each past policy, oldest first; see `recovery.serve_opponents`."""
-    past: Past = Past()
+    past: Past = field(default_factory=Past)
     role_means: Mapping[Role, Mean] = field(default_factory=dict)
     """Of the checkpoint the run goes on from."""
     measured: Measured = UNMEASURED
@@ -140,6 +143,7 @@ def past_of(
         against=tuple(log.against(opponents)),
         proposals=log.proposals(remembered),
         baselines={name: baselines[name] for name in open_groups & baselines.keys()},
+        tail=tail_of(log.members()),
         history=history_of(log.members(), open_groups) if baselines else RewardHistory(),
     )
 
@@ -343,6 +347,7 @@ def make_dispatcher(
         next_evaluation=past.next_evaluation,
         ended_children=dict(past.ended_children),
         memory_size=config.credit.memory_size,
+        tail=past.tail,
     )
 
 

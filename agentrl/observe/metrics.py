@@ -102,6 +102,11 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "composition/length_ratio", "1", "tokens of a unit trained / of a unit that ended, each over the last 20 steps"
     ),
+    Metric(
+        "tail/below_p90",
+        "fraction",
+        "of the newest 500 agents, those below the P90 of tokens that the tail model gave them: 0.9 if it is right",
+    ),
     Metric("gate/acceptance", "fraction", "answers of `agent.gate` that were yes"),
     Metric("proposals/made", "proposals", "told to `ctx.remember` since the policy's previous step"),
     Metric("proposals/repeated", "fraction", "of them, those the run remembered from before"),

@@ -28,6 +28,7 @@ from agentrl.orchestrator.drought import Drought
 from agentrl.orchestrator.proposals import ProposalMemory
 from agentrl.orchestrator.reservations import PolicyOf, Reservations
 from agentrl.orchestrator.signal import Signal
+from agentrl.orchestrator.tail import TailModel
 
 PREFIX: Mapping[Purpose, str] = {"train": "e", "evaluate": "v", "replay": "p", "fork": "f"}
 OnEnd = Callable[[EpisodeHeader], None]
@@ -78,6 +79,8 @@ class Dispatcher:
     `won by SEAT`; `proposals` remembered, those `made before`, answers of gates. Of those that were committed,
     `POLICY: …`: how many, its turns and tokens in them, how it kept the format, and `metric NAME` for what they counted
     themselves."""
+    tail: TailModel = field(default_factory=TailModel)
+    """How many tokens agents sample."""
     reservations: Reservations = field(init=False)
     _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
     _evaluated: list[EpisodeHeader] = field(default_factory=list)
@@ -360,7 +363,7 @@ class Dispatcher:
                 self.memory.forget(spec.episode_id)
             self._record(self.buffer.end(spec, header))
             self.drop_frozen()
-            self._count(header)
+            self._count(spec, header)
             self.admission.ended(header)
             self._guard(spec, header)
         elif spec.purpose == "evaluate" and spec.parent_id is not None:
@@ -398,7 +401,8 @@ class Dispatcher:
         for drop in drops:
             self.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
 
-    def _count(self, header: EpisodeHeader) -> None:
+    def _count(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
+        self.tail.heard(spec, header)
         self.sums["episodes"] += 1
         self.sums["tokens"] += header.tokens
         for trajectory in header.trajectories:

@@ -16,11 +16,13 @@ Pure: no clock, no events. What it knows is a fold of the ends it is told, in an
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import NamedTuple
+
+from agentrl.core.records import EpisodeHeader, EpisodeSpec
 
 PRIOR_WEIGHT = 4.0
 """Observations that a law borrowed from the turn before counts for."""
@@ -115,7 +117,6 @@ class TailModel:
     def __init__(self, bound: float = math.inf) -> None:
         self._bound = bound
         self._seen: dict[Place, _Seen] = defaultdict(_Seen)
-        self._turns: Counter[tuple[str, str]] = Counter()
         self._groups: dict[str, list[float]] = {}
         self._pairs = [0.0, 0.0]
         self._ranks: deque[float] = deque(maxlen=REMEMBERED)
@@ -133,7 +134,6 @@ class TailModel:
         law = self.law(Place(environment, seat))
         self._ranks.append(1.0 - law.exceeds(total))
         self._compare(group_id, (math.log(max(total, 1e-9)) - law.mean) / law.deviation)
-        self._turns[environment, seat] = max(self._turns[environment, seat], len(turns))
         left = total
         for turn, work in enumerate(turns):
             seen = self._seen[Place(environment, seat, turn)]
@@ -145,6 +145,11 @@ class TailModel:
                 seen.total += math.log(max(left, 1e-9))
                 seen.squares += math.log(max(left, 1e-9)) ** 2
             left -= work
+
+    def heard(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
+        """A training episode ended: the tokens of its agents. Nothing is learned from one that was dropped."""
+        for own in header.trajectories:
+            self.ended(spec.environment, own.seat, [float(own.tokens)], group_id=f"{spec.group_id} {own.seat}")
 
     def law(self, place: Place, running: Iterable[float] = ()) -> Law:
         """The law at a place.
@@ -213,3 +218,11 @@ def _beyond(mean: float, deviation: float, log: float) -> tuple[float, float]:
     first = mean + deviation * hazard
     second = mean**2 + 2 * mean * deviation * hazard + deviation**2 * (1 + z * hazard)
     return first, second
+
+
+def tail_of(members: Iterable[tuple[EpisodeSpec, EpisodeHeader]]) -> TailModel:
+    """What a journal's committed training episodes, in order of commit, say of their tokens."""
+    model = TailModel()
+    for spec, header in members:
+        model.heard(spec, header)
+    return model

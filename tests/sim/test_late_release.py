@@ -14,6 +14,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.core.training_records import Unit
 from agentrl.credit.release import against, compared_with
 from agentrl.journal.port import StepRow
+from agentrl.orchestrator.tail import Place
 from agentrl.testing import MemoryJournal
 from agentrl.testing.memory_journal import EpisodeEnd
 from agentrl.testing.plugin import SimulatedLoop
@@ -91,6 +92,30 @@ def test_a_crash_changes_no_baseline(simulated_loop: SimulatedLoop) -> None:
         return len(open_before)
 
     assert sum(simulated_loop.run(main)) > 0, "no group was open at the crash"
+
+
+def test_the_tail_model_is_what_the_journal_says(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        first = late_run(steps=8)
+        journal = await first.cut_after(4.0)
+        folded = past_of(journal, {}, group_size=4).tail
+        lived = first.orchestrator.dispatcher.tail
+        place = Place(journal.of_kind(EpisodeEnd)[0].spec.environment, "guesser")
+        assert folded.law(place).mean == pytest.approx(lived.law(place).mean)
+        assert folded.calibration() is not None
+
+    simulated_loop.run(main)
+
+
+def test_two_runs_of_a_process_share_no_past(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        runs = [late_run(steps=4), late_run(steps=4)]
+        for run in runs:
+            await run.run()
+        assert not any(run.journal.of_kind(BaselineSet)[0].earlier for run in runs)
+        assert runs[0].orchestrator.dispatcher.tail is not runs[1].orchestrator.dispatcher.tail
+
+    simulated_loop.run(main)
 
 
 def test_children_are_compared_with_earlier_children_of_their_parents_task(simulated_loop: SimulatedLoop) -> None:
