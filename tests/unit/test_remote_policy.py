@@ -243,7 +243,9 @@ def test_compressed_answers_are_refused_before_they_are_unpacked(monkeypatch: py
         packed = gzip.compress(b" " * (64 << 20))
         return web.Response(body=packed, headers={"Content-Encoding": "gzip"})
 
-    with pytest.raises(CheckFailedError, match=r"because of remote_answer. Last failure: .*policy 'judge' .*compresses its answers"):
+    with pytest.raises(
+        CheckFailedError, match=r"because of remote_answer. Last failure: .*policy 'judge' .*compresses its answers"
+    ):
         played(handler, monkeypatch)
     assert asked == {"identity"}
 
