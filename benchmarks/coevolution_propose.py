@@ -27,6 +27,8 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "03_propose_and_solve.py"
 SEEDS = (0, 1, 2)
 DRAWS, ATTEMPTS = 256, 32
 QUICK_DRAWS, QUICK_ATTEMPTS, QUICK_STEPS = 64, 8, 3
+PATIENCE_S = 7200.0
+"""An examination starts all its episodes at once; on a busy machine the last of them wait long for their turns."""
 FRONTIER = (0.2, 0.8)
 FIRST_TERMS = 2
 """Of most of the base model's proposals."""
@@ -113,6 +115,7 @@ def config_of(directory: str, seed: int, *, frozen: bool = False, **changes: Any
         config["best"] = {}
     if "steps" in changes:
         config["policies"]["solver"]["steps"] = 1
+    config["episode_timeout_s"] = PATIENCE_S
     name = f"{'frozen' if frozen else 'both'}-{seed}"
     return agentrl.RunConfig.model_validate(config | {"directory": directory, "seed": seed, "name": name} | changes)
 
