@@ -1,4 +1,5 @@
-"""Whether every episode of the sample run, its forks among them, is executed again identically: a share.
+"""Whether every episode of the sample run, its forks among them, is executed again identically, and what every
+optimizer step was fed is made again bit for bit: shares.
 
 `control_bytes`: bytes a terminal would act on, over every reading command of a run whose every field is hostile.
 """
@@ -12,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from agentrl.app.replays import replay
+from agentrl.app.step_replays import rebuild_steps
 from agentrl.cli.main import main
 from agentrl.cli.sample_run import sample_adapters, write_sample_run
 from agentrl.core.safe import safe
@@ -24,8 +26,13 @@ def figures(quick: bool) -> dict[str, float | None]:
         run = write_sample_run(directory).path
         outcomes = [outcome for each in (run, run / "forks") for outcome in outcomes_of(each)]
         print(f"  {len(outcomes)} episodes", flush=True)
+        steps = steps_of(run)
         found = hostile_bytes(Path(directory) / "hostile")
-    return {"replay_identical": outcomes.count("identical") / len(outcomes), "control_bytes": float(found)}
+    return {
+        "replay_identical": outcomes.count("identical") / len(outcomes),
+        "step_replay_identical": sum(steps) / len(steps),
+        "control_bytes": float(found),
+    }
 
 
 def outcomes_of(run: Path) -> list[str]:
@@ -33,6 +40,14 @@ def outcomes_of(run: Path) -> list[str]:
     keys = [(line.episode, line.attempt) for line in reader.episodes(limit=100_000)]
     reader.close()
     return [each.outcome for each in replay(run, keys, adapters=sample_adapters())]
+
+
+def steps_of(run: Path) -> list[bool]:
+    reader = RunReader(run)
+    try:
+        return [each.identical for each in rebuild_steps(reader)]
+    finally:
+        reader.close()
 
 
 def hostile_bytes(run: Path) -> int:
