@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.app.weights import adapter_places, largest_rank
-from agentrl.config.policies import RemotePolicy
+from agentrl.config.policies import BotPolicy, OutsidePolicy, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, InputError
@@ -24,8 +24,10 @@ from agentrl.engines.placement import EngineProgram, Placement
 from agentrl.engines.process import ProcessEngine
 from agentrl.engines.replicas import ReplicatedEngine
 from agentrl.environment.base import Environment, Split, TaskSource, described
+from agentrl.environment.registry import load_function
 
 if TYPE_CHECKING:
+    from agentrl.engines.outside import Outside
     from agentrl.orchestrator.loop import Orchestrator
 
 EMBEDDED = "agentrl.engines.embedded:EmbeddedEngine.load"
@@ -58,13 +60,31 @@ async def make_engine(
         tell: takes a line for people when a process of the engine died.
         log: the file for what the engine's processes write to their error streams; None: this process's own.
     """
-    remote = config.of_kind(RemotePolicy)
-    if not remote:
+    if not config.of_kind(OutsidePolicy):
         return await _own_engine(config, versions, tell, log)
-    from agentrl.engines.remote import RoutedEngine
+    from agentrl.engines.outside import RoutedEngine
 
-    here = {name: version for name, version in versions.items() if name not in remote}
-    return RoutedEngine(await _own_engine(config, here, tell, log), remote)
+    elsewhere = outside(config)
+    here = {name: version for name, version in versions.items() if name not in elsewhere}
+    return RoutedEngine(await _own_engine(config, here, tell, log), elsewhere)
+
+
+def outside(config: RunConfig) -> dict[str, Outside]:
+    """The policies that no engine of ours serves.
+
+    Raises:
+        ConfigError: a key is not in the environment.
+        EnvironmentDefinitionError: there is no such bot.
+    """
+    from agentrl.engines.bots import Bot
+    from agentrl.engines.remote import Endpoint
+
+    endpoints = {name: Endpoint(policy=name, config=policy) for name, policy in config.of_kind(RemotePolicy).items()}
+    bots = {
+        name: Bot(policy=name, program=load_function(policy.id, f"policies.{name}.id"))
+        for name, policy in config.of_kind(BotPolicy).items()
+    }
+    return {**endpoints, **bots}
 
 
 async def _own_engine(

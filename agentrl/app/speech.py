@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from agentrl.config.policies import RemotePolicy
+from agentrl.config.policies import OutsidePolicy
 from agentrl.config.run import RunConfig, SamplingConfig
 from agentrl.core.ports import ChatFormat, SamplingParams
 from agentrl.environment.base import Limits
 from agentrl.rollout.episode import PolicySettings
 from agentrl.rollout.json_format import JsonFormat
 
-MAX_REMOTE_CONTEXT = 1 << 20
-"""Longest conversation with a policy behind an endpoint, in bytes; how many tokens it takes is the endpoint's."""
+MAX_OUTSIDE_CONTEXT = 1 << 20
+"""Longest conversation with a policy outside our engines, in bytes; how many tokens it takes is an endpoint's."""
 
 
 def spoken_to_otherwise(config: RunConfig, chat_format: ChatFormat, max_context: int) -> Mapping[str, PolicySettings]:
     """The policies that are not spoken to as the run's `[sampling]` and the base model's chat format say."""
-    elsewhere = config.of_kind(RemotePolicy)
+    outside = config.of_kind(OutsidePolicy)
     return {
         name: spoken_to(
             config.sampling_of(name),
-            JsonFormat() if name in elsewhere else chat_format,
-            MAX_REMOTE_CONTEXT if name in elsewhere else max_context,
+            JsonFormat() if name in outside else chat_format,
+            MAX_OUTSIDE_CONTEXT if name in outside else max_context,
         )
         for name in config.policies
-        if name in elsewhere or config.sampling_of(name) != config.sampling
+        if name in outside or config.sampling_of(name) != config.sampling
     }
 
 

@@ -55,6 +55,8 @@ _RUN = _argument("run", nargs="?", help="directory or name of a run; default: th
 _ID = _argument("id", nargs="?", help="of the episode, such as e100; default: the newest that ended")
 _ATTEMPT = _argument("--attempt", type=int, help="default: the newest")
 _POLICY = _argument("--policy", help="of this policy; needed where several took a step of the number")
+_LINEAGE = _argument("--lineage", type=int, help="default: the newest that took it")
+_FOLLOW = _argument("--follow", action="store_true", help="print what is new as it comes, until the run has ended")
 _EPISODE = (_RUN, _ID, _ATTEMPT)
 _PLAYED = (
     *_EPISODE,
@@ -127,6 +129,7 @@ READING = (
                     _argument("--columns", default="", help="columns to show, such as 'episode,seats,staleness'"),
                     _argument("--limit", type=int, default=50, help="at most so many (default 50)"),
                     _argument("--offset", type=int, default=0, help="leave out so many first"),
+                    _FOLLOW,
                 ),
                 epilog=f"columns: {EPISODE_COLUMNS}",
             ),
@@ -190,7 +193,7 @@ READING = (
         "step",
         "list optimizer steps, or show what one was fed and did",
         (
-            Verb("list", "list the steps of a run", "reading:step_list", (_RUN, _POLICY)),
+            Verb("list", "list the steps of a run", "reading:step_list", (_RUN, _POLICY, _FOLLOW)),
             Verb(
                 "show",
                 "show what a step was fed, and what it did",
@@ -199,8 +202,20 @@ READING = (
                     _argument("run", help="directory or name of a run"),
                     _argument("step", type=int, help="its number: the step of the version it made"),
                     _POLICY,
-                    _argument("--lineage", type=int, help="default: the newest that took it"),
+                    _LINEAGE,
                 ),
+            ),
+            Verb(
+                "replay",
+                "make what steps were fed again from the journal; exit code 1 if a bit of it differs",
+                "playing:step_replay",
+                (
+                    _argument("run", help="directory or name of a run"),
+                    _argument("step", nargs="?", type=int, help="its number; default: every step"),
+                    _POLICY,
+                    _LINEAGE,
+                ),
+                reads=False,
             ),
         ),
     ),

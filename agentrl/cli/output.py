@@ -23,6 +23,17 @@ def print_json(value: Any) -> None:
     sys.stdout.write("\n")
 
 
+def print_json_line(value: Any) -> None:
+    """A value on one line, as `print_json` writes it; at once, for who reads along."""
+    import json
+
+    import msgspec
+
+    plain = msgspec.to_builtins(value, builtin_types=(bytes,))
+    sys.stdout.write(json.dumps(plain, default=_bytes) + "\n")
+    sys.stdout.flush()
+
+
 def print_text(renderable: RenderableType) -> None:
     """A renderable, as wide as the terminal; at least 120 characters where there is none."""
     from rich.console import Console

@@ -1,4 +1,7 @@
-"""`agentrl episode replay|rescore|fork`: recorded episodes executed again. These run the environment's code."""
+"""`agentrl episode replay|rescore|fork`, `agentrl step replay`: what was recorded is done again.
+
+Those of episodes run the environment's code.
+"""
 
 from __future__ import annotations
 
@@ -95,6 +98,25 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> Answer:
         for header in headers
     ]
     return Answer(told, page)
+
+
+@command
+def step_replay(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl step replay RUN [N] [--policy NAME] [--lineage N]`; 1 if a step's input is not what it was."""
+    from agentrl.app.step_replays import rebuild_step, rebuild_steps
+    from agentrl.inspection.render import rebuilt_page
+    from agentrl.inspection.steps import step_view
+
+    if options.step is None:
+        found = rebuild_steps(reader, options.policy)
+    else:
+        found = [rebuild_step(reader, step_view(reader, options.step, options.policy, options.lineage).line)]
+    code = 0 if all(each.identical for each in found) else CheckFailedError.exit_code
+    rows = [
+        (f"{each.policy}@{each.lineage}.{each.step}", each.identical, each.rows, each.tokens, each.text)
+        for each in found
+    ]
+    return Answer(found, lambda: rebuilt_page(rows), code)
 
 
 def _episodes(reader: RunReader, options: argparse.Namespace) -> Sequence[tuple[str, int | None]]:

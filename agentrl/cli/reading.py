@@ -22,6 +22,7 @@ from agentrl.inspection.reader import RunReader, runs
 if TYPE_CHECKING:
     import argparse
 
+    from agentrl.inspection.lines import EpisodeLine
     from agentrl.inspection.terminal import Page
 
 RUNS = Path("runs")
@@ -40,7 +41,8 @@ class Answer(NamedTuple):
     """Exit code."""
 
 
-Question = Callable[[RunReader, "argparse.Namespace"], Answer]
+Question = Callable[[RunReader, "argparse.Namespace"], "Answer | None"]
+"""None: it has printed what it had to say, as it came."""
 
 
 def command(question: Question) -> Callable[[argparse.Namespace], int]:
@@ -48,7 +50,8 @@ def command(question: Question) -> Callable[[argparse.Namespace], int]:
 
     def run(options: argparse.Namespace) -> int:
         with open_run(options) as reader:
-            return printed(question(reader, options), options)
+            answer = question(reader, options)
+            return 0 if answer is None else printed(answer, options)
 
     run.__doc__ = question.__doc__
     return run
@@ -139,8 +142,8 @@ def run_timeline(reader: RunReader, options: argparse.Namespace) -> Answer:
 
 
 @command
-def episode_list(reader: RunReader, options: argparse.Namespace) -> Answer:
-    """`agentrl episode list [RUN] [--where …] [--match …] [--sort …] [--columns …]`."""
+def episode_list(reader: RunReader, options: argparse.Namespace) -> Answer | None:
+    """`agentrl episode list [RUN] [--where …] [--match …] [--sort …] [--columns …] [--follow]`."""
     from agentrl.inspection.lines import COLUMNS
     from agentrl.inspection.render import episode_table
 
@@ -150,6 +153,9 @@ def episode_list(reader: RunReader, options: argparse.Namespace) -> Answer:
     unknown = [name for name in columns if name not in COLUMNS]
     if unknown:
         raise InputError(f"--columns: {unknown[0]!r} is not a column; there are: {', '.join(COLUMNS)}")
+    if options.follow:
+        _follow_episodes(reader, options, columns)
+        return None
     among = None
     if options.match:
         from agentrl.inspection.search import matches
@@ -164,6 +170,29 @@ def episode_list(reader: RunReader, options: argparse.Namespace) -> Answer:
         among=among,
     )
     return Answer(lines, lambda: episode_table(lines, reader.count(options.where, among=among), columns))
+
+
+def _follow_episodes(reader: RunReader, options: argparse.Namespace, columns: list[str]) -> None:
+    """Episodes as they end."""
+    from agentrl.cli.following import follow
+    from agentrl.inspection.render import EPISODE_COLUMNS, episode_table
+    from agentrl.inspection.search import matches
+
+    where = "committed_at != null" + (f" and ({options.where})" if options.where else "")
+    newest = 0.0
+
+    def ask() -> list[EpisodeLine]:
+        nonlocal newest
+        among = matches(reader, options.match) if options.match else None
+        since = f"{where} and committed_at >= {newest!r}"
+        lines = reader.episodes(since, sort="committed_at", descending=False, limit=options.limit, among=among)
+        newest = max([newest, *(line.committed_at or 0.0 for line in lines)])
+        return lines
+
+    follow(
+        *(reader, options, ask, lambda line: (line.episode, line.attempt)),
+        page=lambda lines: episode_table(lines, len(lines), columns or EPISODE_COLUMNS),
+    )
 
 
 @command
@@ -241,10 +270,20 @@ def chosen(reader: RunReader, options: argparse.Namespace) -> str:
 
 
 @command
-def step_list(reader: RunReader, options: argparse.Namespace) -> Answer:
-    """`agentrl step list [RUN] [--policy NAME]`."""
+def step_list(reader: RunReader, options: argparse.Namespace) -> Answer | None:
+    """`agentrl step list [RUN] [--policy NAME] [--follow]`."""
     from agentrl.inspection import steps
     from agentrl.inspection.render import step_table
+
+    if options.follow:
+        from agentrl.cli.following import follow
+
+        follow(
+            *(reader, options, lambda: steps.step_list(reader, options.policy)),
+            key=lambda line: (line.policy, line.lineage, line.step),
+            page=step_table,
+        )
+        return None
 
     lines = steps.step_list(reader, options.policy)
     return Answer(lines, lambda: step_table(lines))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from agentrl.config.policies import PastPolicy, RemotePolicy
+from agentrl.config.policies import OutsidePolicy, PastPolicy, RemotePolicy
 from agentrl.core.ids import is_safe_name
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def _check_engine(config: RunConfig) -> None:
 
 def _check_vllm(config: RunConfig) -> None:
     full = [name for name, policy in config.trained.items() if policy.lora is None]
-    here = [name for name, policy in config.policies.items() if not isinstance(policy, RemotePolicy)]
+    here = [name for name, policy in config.policies.items() if not isinstance(policy, OutsidePolicy)]
     filtered = config.filtered
     refused = {
         "engine.own_process = true (vLLM always has one)": config.engine.own_process,

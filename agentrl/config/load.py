@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from agentrl.config.policies import AnyPolicy, FrozenPolicy
+from agentrl.config.policies import AnyPolicy, BotPolicy, FrozenPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 
@@ -42,8 +42,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in a TOML file, changed by `overrides`.
 
     Args:
-        path: the file. A relative `model.path`, `environment.id` (a file's) or `policies.NAME.path` is looked for
-            beside it first, then in the working directory.
+        path: the file. A relative `model.path`, `environment.id` (a file's), `policies.NAME.path` or `policies.NAME.id`
+            (a file's) is looked for beside it first, then in the working directory.
         overrides: `section.field=value`, with or without leading dashes; values are JSON, or text where they are not.
 
     Raises:
@@ -59,9 +59,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     _check_plain(data, source)
     config = _validated(data, raw, str(source))
     model = config.model.model_copy(update={"path": _beside(source, config.model.path, key="model.path")})
-    file, colon, name = config.environment.id.partition(".py")
-    found = _beside(source, file + colon, key="environment.id") if colon else ""
-    chosen = f"{found}{name}" if colon else config.environment.id
+    chosen = _code_beside(source, config.environment.id, key="environment.id")
     environment = config.environment.model_copy(update={"id": chosen})
     policies = {name: _policy_beside(source, name, policy) for name, policy in config.policies.items()}
     return config.model_copy(update={"model": model, "environment": environment, "policies": policies})
@@ -96,7 +94,15 @@ def _beside(source: Path, path: str, *, key: str) -> str:
         raise ConfigError(f"{source}: {key} = {_short(path)}: cannot be looked for ({error.strerror})") from error
 
 
+def _code_beside(source: Path, reference: str, *, key: str) -> str:
+    """`path/to/file.py:Name` as seen from the file that names it; `module:Name` as it is."""
+    file, colon, name = reference.partition(".py")
+    return f"{_beside(source, file + colon, key=key)}{name}" if colon else reference
+
+
 def _policy_beside(source: Path, name: str, policy: AnyPolicy) -> AnyPolicy:
+    if isinstance(policy, BotPolicy):
+        return policy.model_copy(update={"id": _code_beside(source, policy.id, key=f"policies.{name}.id")})
     if not (isinstance(policy, FrozenPolicy) and policy.path):
         return policy
     return policy.model_copy(update={"path": _beside(source, policy.path, key=f"policies.{name}.path")})

@@ -63,7 +63,11 @@ class FrozenPolicy(_Sampled):
         return package_directory(path) if path else path
 
 
-class RemotePolicy(_Sampled):
+class OutsidePolicy(Section):
+    """What no engine of ours serves: it is told messages and says a message, recorded and never trained."""
+
+
+class RemotePolicy(_Sampled, OutsidePolicy):
     """An endpoint that speaks OpenAI's chat completions. What it says is recorded and never trained."""
 
     kind: Literal["remote"]
@@ -108,6 +112,16 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+class BotPolicy(OutsidePolicy):
+    """A program that holds a seat: an opponent that plays by rule, a user that asks from a script."""
+
+    kind: Literal["bot"]
+    """No weights, but a function."""
+    id: str
+    """`module:function`, or `path/to/file.py:function`, in a TOML file relative to that file. It is given the seat's
+    conversation, a sequence of `agentrl.Message`, and a `random.Random` of the turn's own, and returns what it says."""
+
+
 class PastPolicy(Section):
     """Past versions of a policy that learns, as opponents to it: one is drawn for each group of episodes."""
 
@@ -124,4 +138,4 @@ class PastPolicy(Section):
     proportion to (1 - win rate)² (PFSP: Vinyals et al., 2019, Nature 575)."""
 
 
-AnyPolicy = Annotated[PolicyConfig | FrozenPolicy | RemotePolicy | PastPolicy, Field(discriminator="kind")]
+AnyPolicy = Annotated[PolicyConfig | FrozenPolicy | RemotePolicy | BotPolicy | PastPolicy, Field(discriminator="kind")]

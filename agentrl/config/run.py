@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from agentrl.config.combinations import check_together
 from agentrl.config.locate import package_directory
-from agentrl.config.policies import AnyPolicy, PastPolicy, PolicyConfig, RemotePolicy
+from agentrl.config.policies import AnyPolicy, BotPolicy, OutsidePolicy, PastPolicy, PolicyConfig
 from agentrl.config.section import (
     Episodes,
     MaybeSteps,
@@ -332,6 +332,8 @@ class RunConfig(Section):
             ValidationError: its section says something that is no setting, or no value of it.
         """
         section = self.policies[policy]
+        if isinstance(section, BotPolicy):
+            return self.sampling
         if isinstance(section, PastPolicy):
             return self.sampling_of(section.of)
         return SamplingConfig.model_validate({**self.sampling.model_dump(), **section.sampling})
@@ -339,7 +341,7 @@ class RunConfig(Section):
     @property
     def filtered(self) -> list[str]:
         """The policies sampled here through a filter: what it keeps is recorded, and trained with."""
-        here = [name for name, policy in self.policies.items() if not isinstance(policy, RemotePolicy)]
+        here = [name for name, policy in self.policies.items() if not isinstance(policy, OutsidePolicy)]
         return [name for name in here if self.sampling_of(name).is_filtered]
 
     @property
@@ -389,7 +391,7 @@ def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> None:
         "deterministic",
     ]
     for name in sorted({*before.get("policies", {}), *after["policies"]}):
-        keys += [f"policies.{name}.{field}" for field in ("kind", "lora", "path", "url", "model", "of", "every")]
+        keys += [f"policies.{name}.{field}" for field in ("kind", "lora", "path", "url", "model", "id", "of", "every")]
         if now.deterministic:  # which episodes a step trains on follows from these
             keys += [f"policies.{name}.step_size", f"policies.{name}.max_staleness"]
     for key in keys:

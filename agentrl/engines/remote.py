@@ -1,7 +1,7 @@
-"""Policies behind an endpoint that speaks OpenAI's chat completions, beside an engine of ours.
+"""Policies behind an endpoint that speaks OpenAI's chat completions.
 
-Owns: the HTTP calls, what of an answer is kept, and which policy is served where. The context of a call is the
-conversation as JSON lines (`rollout/json_format.py`), a byte a token; so is what comes back, with logprob 0.
+Owns: the HTTP calls, and what of an answer is kept. The context of a call is the conversation as JSON lines
+(`rollout/json_format.py`), a byte a token; so is what comes back, with logprob 0.
 Invariants: the key is sent to its endpoint, also after redirects to none, and appears in no message of ours; what is
 not there in time, is overloaded or broken is `EngineLostError`, tried again by whoever asked; what is no answer, or is
 refused whatever is said, ends the episode by name; what is refused because of what was said is recorded like a turn
@@ -17,17 +17,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import numpy as np
 
 from agentrl.core.errors import ConfigError, EngineLostError, EpisodeError
-from agentrl.core.records import Completion, PolicyVersion, VersionSpan
+from agentrl.core.records import Completion
+from agentrl.engines.outside import completion
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from agentrl.config.policies import RemotePolicy
-    from agentrl.core.ports import Delta, Engine, EngineCapabilities, EngineSession, GenerateRequest
-    from agentrl.core.records import FinishReason, Float32Array, Int32Array, WeightsRef
+    from agentrl.core.ports import GenerateRequest
 
 MAX_ANSWER_BYTES = 4 << 20
 BUSY = frozenset({408, 409, 425, 429})
@@ -39,7 +36,7 @@ REFUSAL_SHOWN = 300
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Endpoint:
-    """Where one remote policy lives."""
+    """See `outside.Outside`: where one remote policy lives."""
 
     policy: str
     config: RemotePolicy
@@ -63,7 +60,7 @@ class Endpoint:
         self._asking[request.request_id] = asking
         try:
             await asyncio.wait({asking})
-            return _completion(self.policy, b"", "abort") if asking.cancelled() else asking.result()
+            return completion(self.policy, b"", "abort") if asking.cancelled() else asking.result()
         finally:
             asking.cancel()
             del self._asking[request.request_id]
@@ -99,7 +96,7 @@ class Endpoint:
         self._has_answered = True
         if reason == "content_filter":
             return _refused(self.policy, f"{here}: its answer was filtered")
-        return _completion(self.policy, _line(message), "length" if reason == "length" else "stop")
+        return completion(self.policy, _line(message), "length" if reason == "length" else "stop")
 
     async def _post(self, request: GenerateRequest, here: str) -> tuple[int, bytes | None]:
         """Status and body; no body where it is longer than anybody needs."""
@@ -147,77 +144,6 @@ class Endpoint:
         return text.replace(self._key, "…") if self._key else text
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RemoteSession:
-    """See `agentrl.core.ports.EngineSession`; there is nothing to hold."""
-
-    endpoint: Endpoint
-    session_id: str
-
-    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
-        """See `agentrl.core.ports.EngineSession.generate`; an endpoint answers all at once."""
-        return await self.endpoint.generate(request, f"episode and seat {self.session_id}")
-
-    def close(self) -> None:
-        """See `agentrl.core.ports.EngineSession.close`."""
-
-
-class RoutedEngine:
-    """See `agentrl.core.ports.Engine`: an engine, but for the policies that live elsewhere."""
-
-    def __init__(self, engine: Engine, policies: Mapping[str, RemotePolicy]) -> None:
-        """Raises: ConfigError: a key is not in the environment."""
-        self.capabilities: EngineCapabilities = engine.capabilities
-        self._engine = engine
-        self._endpoints = {name: Endpoint(policy=name, config=policy) for name, policy in policies.items()}
-
-    def open(
-        self, session_id: str, policy: str, *, pin: PolicyVersion | None = None, priority: int = 0
-    ) -> EngineSession:
-        """See `agentrl.core.ports.Engine.open`."""
-        if policy in self._endpoints:
-            return RemoteSession(self._endpoints[policy], session_id)
-        return self._engine.open(session_id, policy, pin=pin, priority=priority)
-
-    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
-        """See `agentrl.core.ports.Engine.update`."""
-        await self._engine.update(weights, keep=keep)
-
-    def release(self, version: PolicyVersion) -> None:
-        """See `agentrl.core.ports.Engine.release`."""
-        self._engine.release(version)
-
-    async def pause(self) -> None:
-        """See `agentrl.core.ports.Engine.pause`."""
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        """See `agentrl.core.ports.Engine.resume`."""
-        await self._engine.resume()
-
-    def abort(self, request_id: str) -> None:
-        """See `agentrl.core.ports.Engine.abort`."""
-        for endpoint in self._endpoints.values():
-            endpoint.abort(request_id)
-        self._engine.abort(request_id)
-
-    async def score(
-        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
-    ) -> Float32Array:
-        """See `agentrl.core.ports.Engine.score`."""
-        return await self._engine.score(version, token_ids, temperature)
-
-    def busy_seconds(self) -> float:
-        """The engine's own."""
-        return self._engine.busy_seconds()
-
-    async def close(self) -> None:
-        """See `agentrl.core.ports.Engine.close`."""
-        for endpoint in self._endpoints.values():
-            await endpoint.close()
-        await self._engine.close()
-
-
 async def _limited(response: aiohttp.ClientResponse) -> bytes | None:
     """The body; None where it is longer than anybody needs."""
     content = bytearray()
@@ -246,14 +172,4 @@ def _line(message: dict[str, Any]) -> bytes:
 
 def _refused(policy: str, why: str) -> Completion:
     """What stands in the journal for a turn that there is none of; see `JsonFormat.parse`."""
-    return _completion(policy, _line({"role": "assistant", "content": "", "refused": why}), "stop")
-
-
-def _completion(policy: str, said: bytes, reason: FinishReason) -> Completion:
-    version = PolicyVersion(policy, 0, 0)
-    return Completion(
-        token_ids=np.frombuffer(said, dtype=np.uint8).astype(np.int32),
-        logprobs=np.zeros(len(said), dtype=np.float32),
-        finish_reason=reason,
-        spans=(VersionSpan(0, len(said), version),) if said else (),
-    )
+    return completion(policy, _line({"role": "assistant", "content": "", "refused": why}), "stop")

@@ -2,9 +2,9 @@
 
 Owns: `GameEnvironment`: turn-taking, limits, rewards by seat, and the game as a `replay` resource.
 Does not own: how a library's games are reset, shown and stepped (`pettingzoo_games.py`, `textarena_games.py`).
-Invariants: the game starts as a function of `task.data["seed"]` alone, so a group plays one start; every call on it
-runs under a global random state of its own; what a player reads goes to that player's seat and to no other; an illegal
-end scores below every legal one, or the run stops by name.
+Invariants: what a call on the game draws is a function of `task.data["seed"]` and of how many calls there were before,
+so a group plays one start and has the same luck; what a player reads goes to that player's seat and to no other; an
+illegal end scores below every legal one, or the run stops by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from agentrl.environment.base import (
     system,
     user,
 )
-from agentrl.environment.global_random import GlobalRandom
 from agentrl.environment.gym import SeedTasks
 
 
@@ -80,6 +79,9 @@ class GameEnvironment(Environment):
     """The system message of every seat: the rules, and how to answer; none where empty."""
     max_turns: ClassVar[int] = 256
     """Turns of all players together, after which the episode is truncated."""
+    remembers: ClassVar[bool] = True
+    """A player's conversation goes on from turn to turn. False: each turn begins anew with what the player reads now,
+    which must then be all there is to know; rows are as short as can be."""
     illegal_reward: ClassVar[float] = -2.0
     """Reward of a player whose illegal actions ended the game. Must be below that of every legal end: a policy that
     earns more by breaking the format than by losing breaks it for ever."""
@@ -88,6 +90,10 @@ class GameEnvironment(Environment):
         """A finite number per player; default: what the game gave, or `illegal_reward`."""
         given = enumerate(episode.rewards)
         return [self.illegal_reward if player in episode.illegal else reward for player, reward in given]
+
+    def begin(self, task: Task, env: Any) -> None:
+        """Bring the game, which was just reset, to where the task begins; default: it is there. From positions within
+        the game is learned what games between players of one kind seldom come to."""
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
@@ -105,7 +111,8 @@ class GameEnvironment(Environment):
 
     async def run(self, ctx: EpisodeContext) -> None:
         """Ask whose turn it is until the game is over or a limit is reached."""
-        game = ctx.resource(lambda: SeededGame(self.game(ctx.task), int(ctx.task.data["seed"])), level="replay")
+        task = ctx.task
+        game = ctx.resource(lambda: self.game(task), level="replay", seed=int(task.data["seed"]))
         try:
             episode = await self._play(ctx, game)
             values = self._checked_rewards(ctx.task, episode)
@@ -118,12 +125,19 @@ class GameEnvironment(Environment):
 
     async def _play(self, ctx: EpisodeContext, game: Resource) -> GameEpisode:
         position: Position = await game.call("reset")
+        if position["player"] is None:
+            raise EnvironmentDefinitionError(
+                f"{type(self).__name__}, task {ctx.task.id!r}: the game is over before anybody is asked; mend `begin`"
+            )
         turns = 0
         limit: LimitReachedError | None = None
         while limit is None and position["player"] is not None:
             agent = ctx.agent(self.seats[position["player"]])
-            first = [system(self.instructions)] if self.instructions and not agent.turns else []
+            begins = not (self.remembers and agent.turns)
+            first = [system(self.instructions)] if self.instructions and begins else []
             messages: list[Message] = [*first, user(position["observation"])]
+            if begins and agent.turns:
+                agent.restart()
             try:
                 turn = await agent.act(*messages)
             except LimitReachedError as error:
@@ -158,24 +172,6 @@ class GameEnvironment(Environment):
                     f"{name}.illegal_reward below the lowest reward of a legal end"
                 )
         return values
-
-
-class SeededGame:
-    """A game under a global random state of its own, a function of the task's seed: a group's games draw alike."""
-
-    def __init__(self, game: Game, seed: int) -> None:
-        self._game = game
-        self._random = GlobalRandom(seed)
-
-    def reset(self) -> Position:
-        """Make and start it."""
-        with self._random.swapped_in():
-            return self._game.reset()
-
-    def step(self, text: str) -> Position:
-        """Do what the player who was asked says."""
-        with self._random.swapped_in():
-            return self._game.step(text)
 
 
 def check_players(environment: GameEnvironment, players: int) -> None:

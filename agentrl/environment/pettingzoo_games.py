@@ -107,6 +107,7 @@ class _PettingZooGame(Game):
         self._environment.env = parallel_to_aec(made) if isinstance(made, ParallelEnv) else made
         self._environment.env.reset(seed=int(self._task.data["seed"]))
         check_players(self._environment, len(self._environment.env.possible_agents))
+        self._environment.begin(self._task, self._environment.env)
         return self._advance()
 
     def step(self, text: str) -> Position:

@@ -13,6 +13,7 @@ import inspect
 import math
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -139,17 +140,42 @@ def _unknown(name: str) -> EnvironmentDefinitionError:
     return EnvironmentDefinitionError(f"no environment is called {name!r}; {hint}")
 
 
-def _load(reference: str, where: str) -> type[Environment]:
-    location, _, attribute = reference.rpartition(":") if ":" in reference else (reference, "", "")
+def load_function(reference: str, where: str) -> Callable[..., Any]:
+    """The function that `module:function` or `path/to/file.py:function` stands for.
+
+    Args:
+        reference: of the function.
+        where: who asks for it, for messages.
+
+    Raises:
+        EnvironmentDefinitionError: nothing there, or no function.
+    """
+    location, _, name = reference.rpartition(":")
+    if not location:
+        raise EnvironmentDefinitionError(
+            f"{where} = {reference!r}: give `module:function` or `path/to/file.py:function`"
+        )
+    found = getattr(_imported(location, where), name, None)
+    if not callable(found):
+        raise EnvironmentDefinitionError(f"{where}: {location} has no function {name!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def _imported(location: str, where: str) -> Any:
     try:
-        module = load_module(location)
+        return load_module(location)
     except AgentRLError:
         raise
     except Exception as error:
         place = _place_of(error)
         raise EnvironmentDefinitionError(
-            f"environment {where!r}: cannot import {location}: {type(error).__name__}: {error}{place}"
+            f"{where}: cannot import {location}: {type(error).__name__}: {error}{place}"
         ) from error
+
+
+def _load(reference: str, where: str) -> type[Environment]:
+    location, _, attribute = reference.rpartition(":") if ":" in reference else (reference, "", "")
+    module = _imported(location, f"environment {where!r}")
     if attribute:
         if not hasattr(module, attribute):
             raise EnvironmentDefinitionError(f"environment {where!r}: {location} has no {attribute!r}")

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.records import Task
-from agentrl.environment.games import Game, GameEnvironment, Position
+from agentrl.environment.games import Game, GameEnvironment, Position, check_text
 
 if TYPE_CHECKING:
     import textarena
@@ -38,6 +38,14 @@ class TextArenaEnvironment(GameEnvironment):
     def make(self, task: Task) -> textarena.Env:
         """A fresh game; it is reset with `task.data["seed"]` and a player for each seat."""
 
+    def render(self, player: int, told: str, env: textarena.Env) -> str:
+        """What the player who is asked reads; default: what the game told it since it was asked last."""
+        return told
+
+    def action(self, text: str, env: textarena.Env) -> str:
+        """What is said to the game for a turn's text; default: the text."""
+        return text
+
     # --- machinery --------------------------------------------------------------------------------------------------
 
     def game(self, task: Task) -> Game:
@@ -62,11 +70,12 @@ class _TextArenaGame(Game):
         while isinstance(env, textarena.Wrapper):
             env = env.env
         self._inner = env
+        self._environment.begin(self._task, env)
         return self._asked()
 
     def step(self, text: str) -> Position:
-        """Say `text` to the game."""
-        over, _ = self._environment.env.step(action=text)
+        """Say to the game what `text` stands for."""
+        over, _ = self._environment.env.step(action=self._environment.action(text, self._inner))
         if not over:
             return self._asked(legal=not getattr(self._inner.state, "error_count", 0))
         rewards, info = self._environment.env.close()
@@ -83,9 +92,11 @@ class _TextArenaGame(Game):
 
     def _asked(self, *, legal: bool = True) -> Position:
         player, messages = self._inner.get_observation()
+        told = messages if isinstance(messages, str) else self._told(player, messages)
+        shown = self._environment.render(int(player), told, self._inner)
         return Position(
-            player=int(player),
-            observation=messages if isinstance(messages, str) else self._told(player, messages),
+            player=None if self._inner.state.done else int(player),
+            observation=check_text(self._environment, shown),
             legal=legal,
             rewards=[0.0] * len(self._environment.seats),
             illegal=[],

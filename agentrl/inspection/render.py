@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agentrl.inspection.terminal import Page
+from agentrl.inspection.terminal import Page, Part
 from agentrl.inspection.winrates import win_rate_matrix
 from agentrl.observe.metrics import describe
 from agentrl.observe.plot import curve
@@ -192,6 +192,16 @@ def step_page(view: StepView) -> Page:
     headings = ["episode", "agent", "reward>", "baseline>", "advantage>", "tokens>", "mean ratio>", "lag>"]
     page.table(headings, rows)
     page.problems(view.problems)
+    return page
+
+
+def rebuilt_page(found: Sequence[tuple[str, bool, int, int, str]]) -> Page:
+    """Steps whose input was made again: the version each made, whether it is the same, rows, tokens, and why not."""
+    page, rows = Page(), list[list[Part]]()
+    for version, same, count, tokens, text in found:
+        verdict = ("identical", "green") if same else ("differs", "red")
+        rows.append([version, verdict, f"{count:,}", f"{tokens:,}", text])
+    page.table(["version", "input", "rows>", "tokens>", ""], rows)
     return page
 
 

@@ -46,10 +46,10 @@ def matches(reader: RunReader, text: str) -> set[str]:
     connection = _open(reader.path / FILE)
     try:
         _bring_up_to_date(connection, reader.journal)
-        found = connection.execute(f"SELECT DISTINCT rowid >> {_SHIFT} FROM words WHERE words MATCH ?", (question,))
-        numbers = json.dumps([number for (number,) in found])
-        statement = "SELECT name FROM episodes WHERE number IN (SELECT value FROM json_each(?))"
-        return {name for (name,) in connection.execute(statement, (numbers,))}
+        statement = (
+            f"SELECT name FROM episodes WHERE number IN (SELECT rowid >> {_SHIFT} FROM words WHERE words MATCH ?)"
+        )
+        return {name for (name,) in connection.execute(statement, (question,))}
     except DAMAGE as error:
         raise InputError(
             f"{reader.path / FILE}: the index cannot be used ({error}); remove it, and search again"

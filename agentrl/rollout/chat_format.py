@@ -86,6 +86,7 @@ class TemplateFormat:
         )
         self._plain = _without_control(tokenizer, self._control, anchor=False)
         self._anchored = _anchored(self._plain, _without_control(tokenizer, self._control, anchor=True))
+        self._renumbered = _renumbered(self._anchored or self._plain, tokenizer)
         self._check_plain()
         markup = {OPEN, CLOSE, PYTHON_TAG, "<think>", _THINK_END}
         self._silent = frozenset(t.token_id for t in tokens if t.special and t.literal not in markup)
@@ -235,10 +236,10 @@ class TemplateFormat:
             return []
         if self._anchored is not None:
             anchored = _ANCHOR + text.replace(_ANCHOR, "\ufffd")
-            ids: list[int] = self._anchored.encode(anchored, add_special_tokens=False).ids
-            return ids[1:]
-        ids = self._plain.encode(text, add_special_tokens=False).ids
-        return ids
+            ids: list[int] = self._anchored.encode(anchored, add_special_tokens=False).ids[1:]
+        else:
+            ids = self._plain.encode(text, add_special_tokens=False).ids
+        return [self._renumbered.get(token, token) for token in ids] if self._renumbered else ids
 
     def _encode_pieces(self, pieces: Sequence[int | str]) -> list[int]:
         ids: list[int] = []
@@ -410,6 +411,12 @@ def _without_control(tokenizer: Tokenizer, control: ControlTokens, *, anchor: bo
     if anchor:
         plain.add_special_tokens([_ANCHOR])
     return plain
+
+
+def _renumbered(plain: Tokenizer, tokenizer: Tokenizer) -> dict[int, int]:
+    """The ids of added tokens by what they are called in a copy without control tokens, which counts them anew."""
+    ids = {number: tokenizer.token_to_id(token.content) for number, token in plain.get_added_tokens_decoder().items()}
+    return {number: token_id for number, token_id in ids.items() if token_id not in (None, number)}
 
 
 def _anchored(plain: Tokenizer, anchored: Tokenizer) -> Tokenizer | None:

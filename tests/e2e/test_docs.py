@@ -40,11 +40,12 @@ def run(directory: Path, *command: str) -> str:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a reader stands after `make demo`: examples/ at hand, and a run in runs/demo."""
+    """Where a reader stands after `make demo`: examples/ at hand, a run in runs/demo, and the sample run."""
     directory = tmp_path_factory.mktemp("reader")
     (directory / "examples").symlink_to(ROOT / "examples")
     train = ["train", "examples/01_tool_use.toml", "--name=demo", *SMALL.split()]
     run(directory, sys.executable, "-m", "agentrl.cli", *train)
+    run(directory, sys.executable, "-m", "agentrl.cli", "demo", "--journal-only")
     return directory
 
 

@@ -39,6 +39,7 @@ class Setting:
     tool_timeout_s: float
     episode_timeout_s: float
     attempts: int
+    seed: int
 
 
 def play(
@@ -51,6 +52,7 @@ def play(
     tool_timeout_s: float = 30.0,
     episode_timeout_s: float = 60.0,
     attempts: int = 1,
+    seed: int = 1,
 ) -> Played:
     """Run one episode in which the policy says `replies`, turn by turn: text, or tokens, which are bytes."""
     setting = Setting(
@@ -60,6 +62,7 @@ def play(
         tool_timeout_s=tool_timeout_s,
         episode_timeout_s=episode_timeout_s,
         attempts=attempts,
+        seed=seed,
     )
     return asyncio.run(_play(environment, list(replies), setting))
 
@@ -100,7 +103,7 @@ def _spec(environment: type[agentrl.Environment], setting: Setting) -> EpisodeSp
         episode_id="e0",
         environment=name_of(environment),
         task=Task(id="t", data=setting.data),
-        seed=1,
+        seed=setting.seed,
         seats={seat: SeatBinding(POLICY) for seat in environment.seats},
         group_id="g0",
     )

@@ -319,6 +319,14 @@ def test_tokens_that_swallow_spaces_and_a_tokenizer_that_puts_one_first(tmp_path
     assert chat.extend([user(" on")], after="length") == chat.encode("<|end|>\n<|user|>\n on<|end|>\n<|assistant|>\n")
 
 
+def test_added_tokens_that_are_text_keep_their_ids_in_content(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, QWEN, QWEN_SPECIAL, (*QWEN_MARKUP, "[board]", "[move]"))
+    chat = TemplateFormat.load(directory)
+    ids = chat.start([user("a[move]b")], [])
+    assert [token for token in ids if token in chat.encode("[board][move]")] == chat.encode("[move]")
+    assert chat.decode(ids).count("a[move]b") == 1
+
+
 def test_the_first_matching_template_of_several_is_the_one_for_tools(tmp_path: Path) -> None:
     directory = write_model(tmp_path, QWEN, QWEN_SPECIAL, QWEN_MARKUP)
     named = [{"name": "default", "template": "{{ raise_exception('no') }}"}, {"name": "tool_use", "template": QWEN}]

@@ -13,10 +13,12 @@ import pytest
 from aiohttp import web
 
 import agentrl
+from agentrl.app.parts import outside
 from agentrl.core import budget
 from agentrl.core.errors import CheckFailedError, ConfigError, JournalError
 from agentrl.core.records import Message, ToolCall, ToolSpec
-from agentrl.engines.remote import MAX_ANSWER_BYTES, REFUSAL_SHOWN, RoutedEngine
+from agentrl.engines.outside import RoutedEngine
+from agentrl.engines.remote import MAX_ANSWER_BYTES, REFUSAL_SHOWN
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from agentrl.rollout.json_format import JsonFormat
@@ -83,7 +85,7 @@ def played(
         engines: list[RoutedEngine] = []
 
         def engine(*arguments: Any, **keywords: Any) -> RoutedEngine:
-            engines.append(RoutedEngine(ScriptedEngine(*arguments, **keywords), {"judge": config.policies["judge"]}))  # type: ignore[dict-item]
+            engines.append(RoutedEngine(ScriptedEngine(*arguments, **keywords), outside(config)))
             return engines[-1]
 
         run = SmallRun(config=config, environment=environment, trainer_options={}, engine_options={})
@@ -229,7 +231,7 @@ def test_an_endpoint_that_refuses_everything_is_no_limit_of_the_episode(monkeypa
     async def handler(request: web.Request) -> web.Response:
         return web.Response(status=400, text="no such model: m")
 
-    with pytest.raises(CheckFailedError, match=r"because of remote_refused: .*status 400: no such model"):
+    with pytest.raises(CheckFailedError, match=r"because of remote_refused. Last failure: .*status 400: no such model"):
         played(handler, monkeypatch, environment=Lost)
 
 
@@ -241,7 +243,7 @@ def test_compressed_answers_are_refused_before_they_are_unpacked(monkeypatch: py
         packed = gzip.compress(b" " * (64 << 20))
         return web.Response(body=packed, headers={"Content-Encoding": "gzip"})
 
-    with pytest.raises(CheckFailedError, match=r"because of remote_answer: .*policy 'judge' .*compresses its answers"):
+    with pytest.raises(CheckFailedError, match=r"because of remote_answer. Last failure: .*policy 'judge' .*compresses its answers"):
         played(handler, monkeypatch)
     assert asked == {"identity"}
 
@@ -284,7 +286,7 @@ def test_one_that_never_answers_is_named_and_nothing_hangs(monkeypatch: pytest.M
         return answer("too late")
 
     with pytest.raises(
-        CheckFailedError, match=r"because of engine_lost: .*policy 'judge' at .*no answer within 0\.01 s"
+        CheckFailedError, match=r"because of engine_lost. Last failure: .*policy 'judge' at .*no answer within 0\.01 s"
     ):
         played(handler, monkeypatch, timeout_s=0.01, held=held)
 
@@ -313,7 +315,7 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     policies: Any = {"judge": {"kind": "remote", "url": "https://h/v1", "model": "m", "api_key_env": "JUDGE_KEY"}}
     config = config_for(policies={"guesser": {}, **policies})
     with pytest.raises(ConfigError, match=r"policies\.judge\.api_key_env: the environment has no variable JUDGE_KEY"):
-        RoutedEngine(ScriptedEngine([[1]], versions={}), {"judge": config.policies["judge"]})  # type: ignore[dict-item]
+        outside(config)
 
 
 def test_tools_and_calls_go_to_and_fro_in_their_form() -> None:

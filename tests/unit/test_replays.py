@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -204,3 +205,36 @@ def test_an_edit_that_is_no_message_is_refused(
     edit = ["--at", "0", "--edit", str(tmp_path / "told.json")]
     assert main(["episode", "fork", str(sample_run), solved.episode, *edit]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_every_step_was_fed_is_made_again_bit_for_bit(
+    sample_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["step", "replay", str(sample_run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found) >= 16
+    assert all(each["identical"] and each["recorded"] == each["rebuilt"] for each in found)
+    assert main(["step", "replay", str(sample_run), "3", "--policy", "solver"]) == 0
+    assert "solver@" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ("UPDATE step_units SET advantage = advantage + 1", "does not match its checksum"),
+        ("DELETE FROM step_units WHERE position = 0", "rows of"),
+        ("UPDATE episodes SET partition = NULL", "its record is gone, or damaged"),
+    ],
+)
+def test_a_step_whose_records_changed_is_told_apart(
+    copied: Path, capsys: pytest.CaptureFixture[str], statement: str, told: str
+) -> None:
+    with sqlite3.connect(copied / "journal" / "control.db") as connection:
+        connection.execute(statement)
+    connection.close()
+    assert main(["step", "replay", str(copied), "3", "--policy", "solver", "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["identical"], told in found["text"]) == (False, True)

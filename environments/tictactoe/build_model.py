@@ -1,0 +1,62 @@
+"""Builds the tiny model beside this file: tokenizer, random weights, and a warm-up on random legal moves.
+
+`python -m environments.tictactoe.build_model [--seed 0] [--steps 350] [--output DIR]` takes half a minute on one core.
+The result is an ordinary Hugging Face directory (Qwen3 architecture, a token per byte, one for each move, and one for
+all that a line of the board can be). The
+warm-up shows boards that training games begin with, reached by chance, and any of the free cells: how a move is said,
+which are legal, nothing of which is good.
+"""
+
+from __future__ import annotations
+
+from itertools import count, product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import agentrl
+from agentrl.core.rng import stream
+from agentrl.rollout.chat_format import TemplateFormat
+from environments import tiny_model
+from environments.frozen_lake.build_model import TEMPLATE, byte_tokenizer
+from environments.tictactoe.env import FREE, LINES, OTHER, OWN, TicTacToe, random_player
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from agentrl.core.records import Task
+
+CONTEXT = 64
+SPECIAL = ("<|pad|>", "<|user|>", "<|move|>", "<|end|>")
+WORDS = tuple(
+    "".join(letters) for line in LINES for letters in product(*((FREE[cell], OWN[cell], OTHER[cell]) for cell in line))
+)
+"""All that a line of the board can be."""
+MOVES = tuple(f"[{cell}]" for cell in FREE)
+
+
+def build(directory: Path, *, seed: int, steps: int) -> None:
+    """Write tokenizer, template, configuration and warmed-up weights into `directory`."""
+    tokenizer = byte_tokenizer()
+    tiny_model.write_chat_template(directory, TEMPLATE, pad="<|pad|>", end="<|end|>", context=CONTEXT)
+    tiny_model.write_tokenizer(directory, tokenizer, special=SPECIAL, markup=(*MOVES, *WORDS))
+    chat = TemplateFormat.load(directory)
+    pad, _, _, end = chat.encode("".join(SPECIAL))
+    model = tiny_model.random_model(
+        vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=end, context=CONTEXT, hidden=64, layers=1
+    )
+    tasks = TicTacToe.tasks("train", seed=seed)
+    rows = (shown_row(chat, tasks[number], stream("warm-up", seed, number)) for number in count())
+    tiny_model.warm_up(model, rows, steps=steps, piece=tiny_model.BATCH)
+    tiny_model.save(model, directory, stop_tokens=[end, *(chat.encode(move)[0] for move in MOVES)])
+
+
+def shown_row(chat: TemplateFormat, task: Task, random: Random) -> tiny_model.Row:
+    """The board a training game begins with, and any legal move."""
+    message = agentrl.user(TicTacToe().game(task).reset()["observation"])
+    ids = chat.start([message], [])
+    said = chat.encode(random_player([message], random))
+    return ids + said, [False] * len(ids) + [True] * len(said)
+
+
+if __name__ == "__main__":
+    tiny_model.command(build, directory=Path(__file__).parent / "model", steps=350, description=__doc__ or "")

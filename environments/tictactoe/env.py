@@ -1,0 +1,105 @@
+"""The environment: TextArena's TicTacToe in a few letters, from positions a few moves into the game."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, ClassVar
+
+import agentrl
+from agentrl.core.rng import stream
+from agentrl.environment.drawn_tasks import DrawnTasks
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+    from random import Random
+
+    import textarena
+
+    from agentrl.core.records import Message, Task
+    from agentrl.environment.base import Split, TaskSource
+    from agentrl.environment.games import GameEpisode
+
+FREE, OWN, OTHER = "012345678", "ABCDEFGHI", "abcdefghi"
+"""What a cell is called, by whose mark is in it; a letter of its own each."""
+TURNED = ("012345678", "630741852", "876543210", "258147036", "036147258", "678345012", "852741630", "210543876")
+"""Which cell is shown where when the board is turned, and mirrored."""
+LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
+OPENINGS = (1, 1, 1, 1, 2, 3, 3, 3)
+"""How often a training game starts after 0, 1, … 7 moves: close to the end of a game, a move is its result."""
+
+
+class TicTacToe(agentrl.TextArenaEnvironment):
+    """Three in a row. Both seats read the lines of the board, each from its own side, and say `[4]`. Boards that
+    are alike when turned or mirrored are shown as one, and the moves on it turned back.
+
+    One illegal move is forgiven, as TextArena does; the next in a row loses, and costs more than a loss.
+    """
+
+    seats: ClassVar[tuple[str, ...]] = ("first", "second")
+    remembers: ClassVar[bool] = False
+    illegal_reward: ClassVar[float] = -0.5
+
+    def make(self, task: Task) -> textarena.Env:
+        """TextArena's game."""
+        import textarena
+
+        return textarena.make("TicTacToe-v0-raw")
+
+    def begin(self, task: Task, env: textarena.Env) -> None:
+        """A training game begins after some moves."""
+        for cell in task.data["opening"]:
+            env.step(action=f"[{cell}]")
+
+    def render(self, player: int, told: str, env: textarena.Env) -> str:
+        """The eight lines of the board: free cells by number, one's own in capitals, the other's in small letters."""
+        marks = [mark for row in env.state.game_state["board"] for mark in row]
+        names = {"": FREE, "OX"[player]: OWN, "XO"[player]: OTHER}
+        boards = ["".join(names[marks[int(cell)]][at] for at, cell in enumerate(turned)) for turned in TURNED]
+        board = min(boards)
+        self._turned = TURNED[boards.index(board)]
+        return "".join(board[cell] for line in LINES for cell in line)
+
+    def action(self, text: str, env: textarena.Env) -> str:
+        """The move on TextArena's board; what is no cell stays what it is."""
+        return re.sub(r"\[\s*([0-8])\s*\]", lambda said: f"[{self._turned[int(said[1])]}]", text)
+
+    def rewards(self, task: Task, episode: GameEpisode) -> Sequence[float]:
+        """1 for a win, ½ for a draw, 0 for a loss: the mean is the share of games won, draws by half."""
+        return [
+            self.illegal_reward if player in episode.illegal else (1.0 + given) / 2.0
+            for player, given in enumerate(episode.rewards)
+        ]
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0, held_out: int = 512) -> TaskSource:
+        """Training games start after up to 7 random moves that end nothing; held-out ones from the empty board.
+
+        Args:
+            split: held-out games differ in nothing but what the players draw.
+            seed: of the training games.
+            held_out: how many held-out games there are.
+        """
+        if split == "held_out":
+            return [
+                agentrl.Task(id=f"held_out-{number}", data={"seed": 0, "opening": []}) for number in range(held_out)
+            ]
+
+        def draw(index: int, attempt: int) -> Task | None:
+            random = stream("tictactoe", seed, index, attempt)
+            (moves,) = random.choices(range(len(OPENINGS)), OPENINGS)
+            cells = random.sample(range(9), moves)
+            if is_won(cells[0::2]) or is_won(cells[1::2]):
+                return None
+            return agentrl.Task(id=f"train-{seed}-{index}", data={"seed": 0, "opening": cells})
+
+        return DrawnTasks(draw)
+
+
+def is_won(cells: Collection[int]) -> bool:
+    """Whether three of a player's cells are in a row."""
+    return any(set(line) <= set(cells) for line in LINES)
+
+
+def random_player(conversation: Sequence[Message], random: Random) -> str:
+    """A bot: any free cell."""
+    return f"[{random.choice(sorted(set(FREE) & set(conversation[-1].content)))}]"
