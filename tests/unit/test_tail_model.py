@@ -21,8 +21,8 @@ def works(count: int, seed: int = 0) -> list[float]:
 @pytest.mark.parametrize("bound", [math.inf, 2000.0])
 @pytest.mark.parametrize("worked", [0.0, 100.0, 1500.0])
 def test_what_is_left_is_the_mean_of_what_came(worked: float, bound: float) -> None:
-    drawn = [min(work, bound) - worked for work in works(400_000) if work > worked]
-    assert Law(MEAN, DEVIATION).left(worked, bound) == pytest.approx(sum(drawn) / len(drawn), rel=0.03)
+    drawn = [min(work, bound) - worked for work in works(100_000) if work > worked]
+    assert Law(MEAN, DEVIATION).left(worked, bound) == pytest.approx(sum(drawn) / len(drawn), rel=0.05)
 
 
 def test_the_longer_it_has_taken_the_longer_it_will() -> None:
