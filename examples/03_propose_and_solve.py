@@ -34,7 +34,7 @@ CONFIG = agentrl.RunConfig(
         "tokens_per_unit": 32,
     },
     evaluation={"tasks": 0},
-    checkpoint={"every": 0},
+    checkpoint={"every": 0},  # one at the end only: a demonstration; leave it out and a killed run can be resumed
     best={"metric": "pass_rate/frontier", "window": 8},
 )
 SHOWN = {

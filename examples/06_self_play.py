@@ -21,8 +21,14 @@ from agentrl.observe.plot import curve
 STEPS, EVERY = 60, 15
 """In all, and between two versions that join the past ones."""
 LINE_UPS = (
-    *(("player", "player"), ("player", "past"), ("player", "player"), ("past", "player")),
-    *(("player", "player"), ("player", "start"), ("player", "player"), ("start", "player")),
+    ("player", "player"),
+    ("player", "past"),
+    ("player", "player"),
+    ("past", "player"),
+    ("player", "player"),
+    ("player", "start"),
+    ("player", "player"),
+    ("start", "player"),
 )
 """Who holds the seats `first` and `second`, group by group."""
 PLAYER = {"learning_rate": 2e-3, "step_size": 128}
@@ -53,7 +59,10 @@ CONFIG = agentrl.RunConfig(
         "optimizer": {"final_learning_rate_share": 0.2},
     },
     evaluation={"tasks": 0},
-    checkpoint={"every": 0, "versions": 0},
+    checkpoint={
+        "every": 0,
+        "versions": 0,
+    },  # one at the end only: a demonstration; all versions stay, to be played against
 )
 
 

@@ -84,7 +84,7 @@ def _proposals(window: Sequence[Values]) -> Iterator[Alarm]:
             "proposals_alike",
             "",
             f"the structures of the newest proposals have an entropy of {mean_of(entropy):.2f} nats: most are alike",
-            "trainer.entropy_bonus = 0.07, a penalty on the `share` that `ctx.remember` gives, or a checkpoint from "
+            "trainer.entropy_bonus = 0.04, a penalty on the `share` that `ctx.remember` gives, or a checkpoint from "
             "before the fall",
         )
     made = total(window, "proposals/made")
@@ -95,7 +95,7 @@ def _proposals(window: Sequence[Values]) -> Iterator[Alarm]:
             "",
             f"{repeated:.0%} of the {made:,.0f} proposals of the last {WINDOW} steps had been made before",
             "refuse them at the gate: `proposer.gate(known.times == 0, penalty=-0.5)` after `known = await "
-            "ctx.remember(…)`; trainer.entropy_bonus = 0.07",
+            "ctx.remember(…)`; trainer.entropy_bonus = 0.04",
         )
     groups = total(window, "pass_rate/groups")
     frontier, nobody, everybody = (

@@ -2,7 +2,7 @@
 
 Two ways lead there: the episodes that seat the policy fail, or never reward it; or no episode seats it at all, as where
 a gate refuses whatever its children were to be started for. While somebody else learns from those episodes, the second
-may pass, so it ends the run only where they are in vain for all who learn; it shows in `waiting/<policy>` before.
+may pass, so it ends the run only where they are in vain for all who learn.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draw what the versions of a self-play run get against the first of them and against random moves, as an SVG.
 
-    python docs/img/self_play.py RUN OUT.svg [--every 20] [--games 256]
+    python docs/img/self_play.py RUN OUT.svg [--every 15] [--games 256]
 
 RUN is a run of `examples/06_self_play.py`.
 """
