@@ -91,7 +91,7 @@ class Recovery:
         measured = UNMEASURED if self.manifest is None else self.manifest.measured
         for version in measured.versions.values():
             if (version.lineage, version.step) not in versions_in(versions / version.policy, disk=disk):
-                return Measured(newest=measured.newest)
+                return Measured(what=measured.what, newest=measured.newest)
         return measured
 
     def first_versions(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,6 +127,14 @@ def _concluded(
     policies = directory.link("policies", orchestrator.weights)
     best = directory.link("best", {name: weights for name, weights in chosen.items() if weights is not None})
     directory.write_summary(summary)
+    measured = orchestrator.choice.measured
+    if orchestrator.choice.metric and not measured.newest and observer.steps:
+        known = sorted({name for values in observer.steps for name in values})
+        near = difflib.get_close_matches(orchestrator.choice.metric, known, 1)
+        observer.warn(
+            f"best.metric: {orchestrator.choice.metric!r} was never measured of {orchestrator.choice.policy}"
+            + (f"; did you mean {near[0]!r}?" if near else "; docs/metrics.md lists what is")
+        )
     observer.finish(summary)
     write_report(directory.path)
     return Run(
@@ -174,7 +183,7 @@ def _summary(config: RunConfig, state: RunState, orchestrator: Orchestrator, sec
     return {
         "name": config.name,
         "interrupted": orchestrator.outcome.interrupted,
-        "ended_early": orchestrator.choice.why_stop(),
+        "ended_early": orchestrator.ended_early,
         "best": orchestrator.choice.summary(),
         "steps": len(steps),
         "reward_start": rewards[0] if rewards else None,

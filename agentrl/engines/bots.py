@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
-from agentrl.core.errors import AgentRLError, EpisodeError
+from agentrl.core.errors import EpisodeError
 from agentrl.core.records import Message
 from agentrl.core.rng import stream
 from agentrl.engines.outside import completion
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from agentrl.core.ports import GenerateRequest
     from agentrl.core.records import Completion
 
+MAX_CHARACTERS = 1 << 20
+"""Of a turn: all of it goes to the journal."""
 Program = Callable[[Sequence[Message], Random], "str | Awaitable[str]"]
 """From the conversation, whose last message is the newest, to what is said."""
 
@@ -44,12 +46,14 @@ class Bot:
             said = self.program(conversation, stream("bot", request.seed))
             if inspect.isawaitable(said):
                 said = await said
-        except AgentRLError:
+        except EpisodeError:
             raise
         except Exception as error:
             raise self._failed(where, f"raised {type(error).__name__}: {error}") from error
         if not isinstance(said, str):
-            raise self._failed(where, f"said {said!r}, which is no text")
+            raise self._failed(where, f"said {said!r:.200}, which is no text")
+        if len(said) > MAX_CHARACTERS:
+            raise self._failed(where, f"said {len(said)} characters; at most {MAX_CHARACTERS} are taken")
         line = json.dumps({"role": "assistant", "content": said}, ensure_ascii=False) + "\n"
         return completion(self.policy, line.encode("utf-8", "replace"), "stop")
 

@@ -31,6 +31,8 @@ BUSY = frozenset({408, 409, 425, 429})
 """Refusals that say: later. So does every status from 500."""
 ABOUT_THE_REQUEST = frozenset({400, 403, 413, 414, 422, 451})
 """Refusals of what was said (too long, filtered), where other requests are answered; of any, where none is."""
+REFUSED_IN_A_ROW = 8
+"""So many of those, and it is not what was said: the endpoint refuses all."""
 REFUSAL_SHOWN = 300
 
 
@@ -42,8 +44,8 @@ class Endpoint:
     config: RemotePolicy
     _key: str = ""
     _client: aiohttp.ClientSession | None = None
-    _has_answered: bool = False
-    """In this life of the run."""
+    _refusals_left: int = 0
+    """How many more are taken for refusals of what was said; 0: it has not answered lately, or never."""
     _places: asyncio.Semaphore = field(init=False)
     _asking: dict[str, asyncio.Task[Completion]] = field(default_factory=dict)
 
@@ -84,7 +86,8 @@ class Endpoint:
         if status != 200 or content is None:
             said = f"more than {MAX_ANSWER_BYTES} bytes" if content is None else content.decode("utf-8", "replace")
             told = f"{here}: status {status}: {self._without_key(said)[:REFUSAL_SHOWN]}"
-            if self._has_answered and status in ABOUT_THE_REQUEST:
+            if self._refusals_left and status in ABOUT_THE_REQUEST:
+                self._refusals_left -= 1
                 return _refused(self.policy, told)
             raise EpisodeError(told, reason="remote_refused")
         try:
@@ -93,7 +96,7 @@ class Endpoint:
             raise EpisodeError(
                 f"{here}: its answer is no chat completion ({error!r})", reason="remote_answer"
             ) from None
-        self._has_answered = True
+        self._refusals_left = REFUSED_IN_A_ROW
         if reason == "content_filter":
             return _refused(self.policy, f"{here}: its answer was filtered")
         return completion(self.policy, _line(message), "length" if reason == "length" else "stop")

@@ -92,7 +92,7 @@ class ControlTables:
         self.steps = ControlTable(
             database,
             "steps",
-            "policy lineage step started_lineage started_step loss grad_norm samples tokens seconds normaliser"
+            "policy lineage step started_lineage started_step loss grad_norm fed samples tokens seconds normaliser"
             " input_digest columns_file metrics stepped_at",
             checksum=True,
             once=True,
@@ -202,6 +202,7 @@ def step_row(row: StepRow, now: float) -> Sequence[Any]:
         report.started_from.step,
         finite(report.loss),
         finite(report.grad_norm),
+        sum(len(unit.credits) for unit in row.batch.units),
         report.samples,
         report.tokens,
         float(report.seconds),
@@ -340,9 +341,9 @@ CHECKED = (
 _STEPS_WITH_HOLES = (
     "SELECT s.policy, s.lineage, s.step FROM steps s LEFT JOIN step_units u"
     " ON u.policy = s.policy AND u.lineage = s.lineage AND u.step = s.step"
-    " GROUP BY s.policy, s.lineage, s.step HAVING count(u.position) != coalesce(max(u.position), 0) + 1"
+    " GROUP BY s.policy, s.lineage, s.step HAVING count(u.position) < s.fed"
 )
-"""Every step is fed something, and its rows are numbered from 0."""
+"""A step says how many trajectories it was fed; of a deterministic run it may be none."""
 
 
 def verify_tables(connection: sqlite3.Connection, path: Path) -> None:

@@ -67,7 +67,8 @@ _CONTROL = (
     " published_at REAL NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (policy, lineage, step)) WITHOUT ROWID",
     "CREATE TABLE steps (policy TEXT NOT NULL, lineage INTEGER NOT NULL, step INTEGER NOT NULL,"
     " started_lineage INTEGER NOT NULL, started_step INTEGER NOT NULL, loss REAL, grad_norm REAL,"
-    " samples INTEGER NOT NULL, tokens INTEGER NOT NULL, seconds REAL NOT NULL, normaliser REAL NOT NULL,"
+    " fed INTEGER NOT NULL, samples INTEGER NOT NULL, tokens INTEGER NOT NULL, seconds REAL NOT NULL,"
+    " normaliser REAL NOT NULL,"
     " input_digest TEXT NOT NULL, columns_file TEXT, metrics TEXT NOT NULL, stepped_at REAL NOT NULL,"
     " checksum INTEGER NOT NULL,"
     " PRIMARY KEY (policy, lineage, step)) WITHOUT ROWID",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.core.records import PolicyVersion
@@ -20,6 +20,8 @@ from agentrl.core.records import PolicyVersion
 class Measured:
     """What a metric said so far."""
 
+    what: str = ""
+    """Metric, policy and window; a run that is resumed with others begins to measure anew."""
     newest: tuple[float, ...] = ()
     """The measurements whose mean is taken, oldest first; the larger, the better."""
     best: float = -math.inf
@@ -30,7 +32,12 @@ class Measured:
     def as_data(self) -> dict[str, Any]:
         """As JSON data; floats survive it exactly."""
         versions = {policy: [version.lineage, version.step] for policy, version in self.versions.items()}
-        return {"newest": list(self.newest), "best": self.best if self.versions else None, "versions": versions}
+        return {
+            "what": self.what,
+            "newest": list(self.newest),
+            "best": self.best if self.versions else None,
+            "versions": versions,
+        }
 
 
 UNMEASURED = Measured()
@@ -50,7 +57,7 @@ def read_measured(data: Mapping[str, Any]) -> Measured:
     best = float(data["best"]) if versions else -math.inf
     if not all(map(math.isfinite, [*newest, best] if versions else newest)):
         raise ValueError("a measurement is not finite")
-    return Measured(newest=newest, best=best, versions=versions)
+    return Measured(what=str(data["what"]), newest=newest, best=best, versions=versions)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,6 +92,9 @@ class Choice:
     _saved: deque[Measured] = field(init=False)
 
     def __post_init__(self) -> None:
+        what = f"{self._sign:+.0f} {self.metric} of {self.policy}, {self.window}"
+        if self.measured.what != what:
+            self.measured = Measured(what=what)
         self._saved = deque([self.measured], maxlen=self.checkpoints)
 
     def hear(self, policy: str, metrics: Mapping[str, float], versions: Mapping[str, PolicyVersion]) -> None:
@@ -95,9 +105,9 @@ class Choice:
         newest = (*self.measured.newest, -value if self.smallest else value)[-self.window :]
         mean = math.fsum(newest) / len(newest)
         if len(newest) == self.window and mean > self.measured.best:
-            self.measured = Measured(newest=newest, best=mean, versions=dict(versions))
+            self.measured = replace(self.measured, newest=newest, best=mean, versions=dict(versions))
         else:
-            self.measured = Measured(newest=newest, best=self.measured.best, versions=self.measured.versions)
+            self.measured = replace(self.measured, newest=newest)
 
     def why_stop(self) -> str | None:
         """Why the run is to end, in words; None where it is not."""

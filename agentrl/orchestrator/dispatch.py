@@ -378,7 +378,8 @@ class Dispatcher:
 
     def drop_frozen(self) -> None:
         """Drop what is ready of policies that do not learn now: it would be of weights long past when they do."""
-        for policy in self.admission.frozen():
+        learning = self.admission.learning()
+        for policy in self.buffer.trainable - set(learning) if learning else ():
             ready = self.buffer.take(policy, self.buffer.ready(policy))
             self._record(self.buffer.drop(ready, "frozen"))
 

@@ -7,13 +7,15 @@ may pass, so it ends the run only where they are in vain for all who learn.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection
 
 from agentrl.core.records import EpisodeHeader
 
 FAILED_IN_A_ROW = 32
 """Episodes that seat a policy and give it nothing, before the run gives up; at least two groups."""
+FAILED_GROUPS = 8
+"""Groups of child episodes they must be of, where they are children: one bad proposal fails in all of its own."""
 VAIN_IN_A_ROW = 256
 """Root episodes that give nothing to anybody who learns, children included, before the run gives up."""
 
@@ -28,6 +30,7 @@ class Drought:
     def __init__(self, group_size: int) -> None:
         self._failures = max(FAILED_IN_A_ROW, 2 * group_size)
         self._failed: Counter[str] = Counter()
+        self._failed_groups: defaultdict[str, set[str]] = defaultdict(set)
         self.waiting: Counter[str] = Counter()
         """Root episodes that ended since the policy was given a unit."""
 
@@ -42,11 +45,15 @@ class Drought:
         given = {trajectory.policy for trajectory in header.trajectories if trajectory.reward is not None}
         for policy in given:
             self._failed[policy] = self.waiting[policy] = 0
-        self._failed.update(set(seated) - given)
+            self._failed_groups.pop(policy, None)
+        in_vain = set(seated) & set(learning) - given
+        self._failed.update(in_vain)
         if header.parent_id is None:
             self.waiting.update(set(learning) - given)
-        for policy in sorted(set(seated) - given):
-            if self._failed[policy] >= self._failures:
+        for policy in sorted(in_vain):
+            self._failed_groups[policy].add(header.parent_id or header.episode_id)
+            of_enough_groups = header.parent_id is None or len(self._failed_groups[policy]) >= FAILED_GROUPS
+            if self._failed[policy] >= self._failures and of_enough_groups:
                 return self._failing(policy, header)
         if learning and min(self.waiting[policy] for policy in learning) >= VAIN_IN_A_ROW:
             return self._in_vain(learning, header)

@@ -109,6 +109,8 @@ class Orchestrator:
     outcome: Outcome = field(default_factory=Outcome)
     _trainer_free: asyncio.Lock = field(default_factory=asyncio.Lock)
     _failure: asyncio.Future[None] | None = None
+    ended_early: str | None = None
+    """Why a metric ended the run before its last step, in words."""
     _stopping: bool = False
     _checkpointed: Mapping[str, int] = field(default_factory=dict)
     _skipped: Counter[str] = field(default_factory=Counter)
@@ -190,7 +192,7 @@ class Orchestrator:
 
     async def _main(self) -> None:
         self._phase = "evaluating before training"
-        if self.evaluator.tasks and min(map(self.board.step, self.board.trainable), default=0) == 0:
+        if self.evaluator.tasks and max(map(self.board.step, self.board.trainable), default=0) == 0:
             await self.evaluator.now(self._versions(), self._is_stopping)
         self._phase = "training"
         self._metrics.start()
@@ -238,7 +240,7 @@ class Orchestrator:
             if plan.checkpoint_every and step % plan.checkpoint_every == 0 and not phases.is_over(policy):
                 await self._checkpoint()
             is_due = self.evaluator.tasks and plan.evaluate_every and step % plan.evaluate_every == 0
-            if is_due and not phases.is_over(policy):
+            if is_due and not phases.is_over(policy) and not self._finished():
                 evaluation = self.evaluator.beside(self.weights, self._is_stopping)
                 loops.create_task(evaluation, name=f"evaluate {self.board.current(policy)}")
         self.signal.notify()
@@ -357,7 +359,8 @@ class Orchestrator:
         return self._stopping
 
     def _finished(self) -> bool:
-        if self._stopping or self.choice.why_stop() is not None:
+        self.ended_early = self.ended_early or self.choice.why_stop()  # for good: a later value may be another
+        if self._stopping or self.ended_early is not None:
             return True
         return all(map(self.scheduler.phases.is_over, self.board.trainable))
 

@@ -64,9 +64,9 @@ class TicTacToe(agentrl.TextArenaEnvironment):
         return re.sub(r"\[\s*([0-8])\s*\]", lambda said: f"[{self._turned[int(said[1])]}]", text)
 
     def rewards(self, task: Task, episode: GameEpisode) -> Sequence[float]:
-        """1 for a win, ½ for a draw, 0 for a loss: the mean is the share of games won, draws by half."""
+        """1 for a win, ½ for a draw, 0 for a loss or a game cut short: the mean is the share won, draws by half."""
         return [
-            self.illegal_reward if player in episode.illegal else (1.0 + given) / 2.0
+            self.illegal_reward if player in episode.illegal else (1.0 + given) / 2.0 * episode.terminated
             for player, given in enumerate(episode.rewards)
         ]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agentrl.config.run import RunConfig
 from agentrl.core.records import PolicyVersion
-from agentrl.orchestrator.choice import Choice, Measured, read_measured
+from agentrl.orchestrator.choice import Choice, read_measured
 
 
 def hear(choice: Choice, values: list[float], *, first: int = 1) -> None:
@@ -32,6 +32,18 @@ def test_the_versions_of_the_largest_mean_are_kept_together() -> None:
     hear(choice, [0.1, 0.7, 0.5, 0.6, 0.0], first=2)
     assert choice.summary() == {"metric": "reward/mean", "value": 0.6, "steps": {"solver": 4, "other": 8}}
     assert choice.why_stop() is None, "nobody asked for an end"
+
+
+@pytest.mark.parametrize(
+    "change", [{"metric": "reward/solver"}, {"policy": "other"}, {"window": 3}, {"smallest": True}]
+)
+def test_a_run_resumed_with_another_measure_begins_to_measure_anew(change: dict[str, Any]) -> None:
+    before = choice_of()
+    hear(before, [0.9, 0.8])
+    assert choice_of(measured=before.measured, stop_at=0.5).measured == before.measured, "bounds may change"
+    anew = choice_of(measured=before.measured, **change).measured
+    assert not anew.newest
+    assert not anew.versions
 
 
 def test_small_values_may_be_the_good_ones() -> None:
@@ -56,7 +68,8 @@ def test_small_values_may_be_the_good_ones() -> None:
 def test_what_is_not_the_metric_of_the_policy_is_not_heard(policy: str, metrics: dict[str, float]) -> None:
     choice = choice_of(window=1)
     choice.hear(policy, metrics, {"solver": PolicyVersion("solver", 0, 1)})
-    assert choice.measured == Measured()
+    assert choice.measured.newest == ()
+    assert not choice.measured.versions
 
 
 def test_nothing_is_chosen_where_nothing_is_asked_for() -> None:

@@ -319,6 +319,26 @@ def test_begin_entries_decode(tmp_path: Path) -> None:
     assert JournalEntry("e0", 0, "begin", b"", encode_body(body)).decode() == body
 
 
+def test_a_step_that_was_fed_nothing_is_whole_and_one_that_lacks_its_last_record_is_not(tmp_path: Path) -> None:
+    async def main() -> None:
+        journal = SqliteJournal(tmp_path)
+        journal.record_step(step_of("policy", 0, 1, []))
+        journal.record_step(step_of("policy", 0, 2, [spec(0), spec(1)]))
+        await journal.close()
+
+    asyncio.run(main())
+    log = SqliteRunLog(tmp_path)
+    log.verify()
+    log.close()
+    with sqlite3.connect(tmp_path / "control.db") as connection:
+        connection.execute("DELETE FROM step_units WHERE step = 2 AND position = 1")
+    connection.close()
+    log = SqliteRunLog(tmp_path)
+    with pytest.raises(JournalError, match=r"of the units that step 2 of policy .* records are missing"):
+        log.verify()
+    log.close()
+
+
 def test_a_negative_zero_is_a_zero_and_no_damage(tmp_path: Path) -> None:
     """SQLite keeps -0.0 as 0: a checksum over what was given would not fit what comes back."""
     row = step_of("policy", 0, 1, [spec(0)])

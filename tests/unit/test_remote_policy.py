@@ -9,16 +9,20 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 import agentrl
 from agentrl.app.parts import outside
+from agentrl.config.policies import RemotePolicy
 from agentrl.core import budget
-from agentrl.core.errors import CheckFailedError, ConfigError, JournalError
+from agentrl.core.errors import CheckFailedError, ConfigError, EpisodeError, JournalError
+from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Message, ToolCall, ToolSpec
 from agentrl.engines.outside import RoutedEngine
-from agentrl.engines.remote import MAX_ANSWER_BYTES, REFUSAL_SHOWN
+from agentrl.engines.remote import MAX_ANSWER_BYTES, REFUSAL_SHOWN, REFUSED_IN_A_ROW, Endpoint
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from agentrl.rollout.json_format import JsonFormat
@@ -50,6 +54,12 @@ def answer(content: str, reason: str = "stop") -> web.Response:
     return web.json_response({"choices": [choice]})
 
 
+def _app(handler: Handler) -> web.Application:
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", handler)
+    return app
+
+
 def played(
     handler: Handler,
     monkeypatch: pytest.MonkeyPatch,
@@ -65,9 +75,7 @@ def played(
     monkeypatch.setattr(budget, "FIRST_WAIT_S", 0.001)
 
     async def main() -> SmallRun:
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", handler)
-        runner = web.AppRunner(app, shutdown_timeout=0.5)
+        runner = web.AppRunner(_app(handler), shutdown_timeout=0.5)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
@@ -233,6 +241,30 @@ def test_an_endpoint_that_refuses_everything_is_no_limit_of_the_episode(monkeypa
 
     with pytest.raises(CheckFailedError, match=r"because of remote_refused. Last failure: .*status 400: no such model"):
         played(handler, monkeypatch, environment=Lost)
+
+
+def test_an_endpoint_that_refuses_everything_from_some_time_on_is_no_limit_either() -> None:
+    async def main() -> None:
+        calls = 0
+
+        async def handler(request: web.Request) -> web.Response:
+            nonlocal calls
+            calls += 1
+            return answer("yes") if calls == 1 else web.Response(status=403, text="this key was revoked")
+
+        async with TestServer(_app(handler)) as server:
+            config = RemotePolicy(kind="remote", url=str(server.make_url("/v1")), model="m")
+            endpoint = Endpoint(policy="judge", config=config)
+            said = np.frombuffer(b'{"role": "user", "content": "Sure?"}\n', np.uint8).astype(np.int32)
+            asked = GenerateRequest(request_id="r", token_ids=said, sampling=SamplingParams(max_tokens=9), seed=0)
+            for _ in range(1 + REFUSED_IN_A_ROW):
+                assert (await endpoint.generate(asked, "here")).finish_reason == "stop"
+            with pytest.raises(EpisodeError, match="this key was revoked") as raised:
+                await endpoint.generate(asked, "here")
+            assert raised.value.reason == "remote_refused"
+            await endpoint.close()
+
+    asyncio.run(main())
 
 
 def test_compressed_answers_are_refused_before_they_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,35 @@
+"""When a run that gives a policy nothing to train on is ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from agentrl.core.records import EpisodeHeader, dropped_header
+from agentrl.orchestrator.drought import FAILED_GROUPS, FAILED_IN_A_ROW, Drought
+from agentrl.testing import make_spec
+
+
+def failed_children(parents: int, each: int) -> Iterator[EpisodeHeader]:
+    for parent in range(parents):
+        for child in range(each):
+            spec = make_spec(f"e{parent}~{child}", parent_id=f"e{parent}")
+            yield dropped_header(spec, "environment_error")
+
+
+def ends(headers: Iterator[EpisodeHeader], *, learning: tuple[str, ...] = ("proposer", "solver")) -> list[str]:
+    drought = Drought(group_size=4)
+    return [why for each in headers if (why := drought.ended(each, {"solver"}, learning)) is not None]
+
+
+def test_one_bad_proposal_ends_no_run_however_many_attempts_it_has() -> None:
+    assert not ends(failed_children(1, 64))
+    assert not ends(failed_children(FAILED_GROUPS - 1, 64))
+
+
+def test_bad_proposals_one_after_another_do() -> None:
+    assert ends(failed_children(FAILED_GROUPS, 64))[0].startswith(f"{64 * (FAILED_GROUPS - 1) + 1} episodes in a row")
+    assert ends(failed_children(FAILED_IN_A_ROW, 1))[0].startswith(f"{FAILED_IN_A_ROW} episodes in a row gave solver")
+
+
+def test_a_policy_that_does_not_learn_now_needs_nothing() -> None:
+    assert not ends(failed_children(FAILED_GROUPS, 64), learning=("proposer",))
