@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.killed_runs import Job, digests
 
-STEPS = 24
+STEPS = 28
 KILLS = 25
 
 CONFIG = """\
@@ -36,7 +36,7 @@ def job(directory: Path) -> Job:
     """The run that is killed."""
     config = directory / "propose_and_solve.toml"
     config.write_text(CONFIG)
-    return Job(config=config, settings=(), directory=directory, most_entries=(0, 1, 60, 250, 500))
+    return Job(config=config, settings=(), directory=directory, most_entries=(0, 1, 40, 150, 300))
 
 
 def figures(quick: bool) -> dict[str, float | None]:
