@@ -113,7 +113,7 @@ PROPOSING = {
     ("name", "changes", "advice"),
     [
         ("gate_closed", {"gate__acceptance": 0.3}, "valid proposals"),
-        ("proposals_alike", {"proposals__structure_entropy": 0.1}, "entropy_bonus = 0.07"),
+        ("proposals_alike", {"proposals__structure_entropy": 0.1}, "entropy_bonus = 0.04"),
         ("proposals_repeat", {"proposals__repeated": 0.6}, "refuse them at the gate"),
         ("off_frontier", {"pass_rate__frontier": 0.1, "pass_rate__1": 0.7}, "learns more slowly than the proposer"),
         ("off_frontier", {"pass_rate__frontier": 0.1, "pass_rate__0": 0.7}, "a base model that solves some"),
