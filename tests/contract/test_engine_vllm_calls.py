@@ -34,7 +34,8 @@ def test_a_session_of_lower_priority_is_served_first(make_vllm: MakeVllm) -> Non
             await session.generate(request(name, prompt(5), max_tokens=tokens))
             ended.append(name)
 
-        running = [asyncio.ensure_future(call(f"r{each}", 0, 150)) for each in range(SLOTS)]
+        places = SLOTS + 1  # that of a probe, too
+        running = [asyncio.ensure_future(call(f"r{each}", 0, 150)) for each in range(places)]
         await asyncio.sleep(0)
         waiting = [asyncio.ensure_future(call(f"w{each}", 2, 60)) for each in range(SLOTS)]
         await asyncio.sleep(0)
