@@ -102,6 +102,7 @@ class ThisMachine:
         # it imports what this process would, and nothing that only lies in the working directory
         paths = os.pathsep.join(map(os.path.abspath, sys.path))
         environment = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1", VARIABLE: str(files.path)}
+        process: Process | None = None
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -113,8 +114,12 @@ class ThisMachine:
                 start_new_session=True,
             )
             reader, writer = await asyncio.open_connection(sock=ours)
-        except BaseException:  # a start that is cancelled, too: the child, if there is one, ends with its connection
+        except BaseException:  # a start that is cancelled, too
             ours.close()
+            if process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
             files.remove()
             raise
         finally:
