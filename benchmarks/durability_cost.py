@@ -14,88 +14,24 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from agentrl.app.assemble import Parts, assemble, past_of
 from agentrl.core.clock import SystemClock
 from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
+from agentrl.core.records import PolicyVersion
 from agentrl.core.training_records import StepReport
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.journal.entries import JournalEntry
-from agentrl.journal.port import StepRow
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.simulation.journal import BriefJournal
 from agentrl.testing import RecordingTrainer
 from benchmarks import overhead
 
 CALLS = 20
 PAIRS = 7
-
-
-class ForgetfulLog:
-    """A turn log that keeps nothing."""
-
-    name = "turns-0.db"
-
-    def append(self, entry: JournalEntry) -> None:
-        """Forgotten."""
-
-    append_partial = append
-
-    def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
-        """There are none."""
-
-    async def flush(self) -> None:
-        """Nothing to wait for."""
-
-    def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """Nothing."""
-        return []
-
-    def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """Nothing."""
-        return []
-
-
-class ForgetfulJournal:
-    """A store that keeps nothing, to compare with."""
-
-    def __init__(self) -> None:
-        self._nothing = ForgetfulLog()
-
-    def turn_log(self, worker: str) -> Any:
-        """The one log."""
-        return self._nothing
-
-    def admit(self, *specs: EpisodeSpec) -> None:
-        """Forgotten."""
-
-    async def commit_episode(
-        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
-    ) -> None:
-        """Forgotten, after a turn of the loop."""
-        await asyncio.sleep(0)
-
-    def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
-        """Forgotten."""
-
-    def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
-        """Forgotten."""
-
-    def record_step(self, row: StepRow) -> None:
-        """Forgotten."""
-
-    def record_metrics(self, policy: str, step: int, values: Mapping[str, float]) -> None:
-        """Forgotten."""
-
-    async def flush(self) -> None:
-        """Nothing to wait for."""
-
-    async def close(self) -> None:
-        """Nothing to close."""
 
 
 class ForgetfulTrainer(RecordingTrainer):
@@ -122,7 +58,7 @@ def _journal_cost(scratch: Path, *, steps: int) -> float:
     asyncio.run(_run(SqliteJournal(scratch / "warm"), 4))
     for pair in range(PAIRS):
         kept = asyncio.run(_run(SqliteJournal(scratch / f"run{pair}"), steps))
-        shares.append((kept - asyncio.run(_run(ForgetfulJournal(), steps))) / kept)
+        shares.append((kept - asyncio.run(_run(BriefJournal(), steps))) / kept)
     quartiles = statistics.quantiles(shares, n=4)
     print(
         f"cost: journal's share at zero latency {quartiles[1]:.3f} ({quartiles[0]:.3f}-{quartiles[2]:.3f})", flush=True

@@ -28,10 +28,6 @@ class Admission(Protocol):
         """Policies that learn now: neither frozen nor over."""
         ...
 
-    def frozen(self) -> Collection[str]:
-        """Policies whose units are not wanted now."""
-        ...
-
     def ended(self, header: EpisodeHeader) -> None:
         """Hear of the end of a training episode."""
         ...
@@ -53,10 +49,6 @@ class NobodyLearns:
         return None
 
     def learning(self) -> Collection[str]:
-        """Nobody."""
-        return ()
-
-    def frozen(self) -> Collection[str]:
         """Nobody."""
         return ()
 

@@ -31,7 +31,7 @@ class Drought:
         self._failures = max(FAILED_IN_A_ROW, 2 * group_size)
         self._failed: Counter[str] = Counter()
         self._failed_groups: defaultdict[str, set[str]] = defaultdict(set)
-        self.waiting: Counter[str] = Counter()
+        self._waiting: Counter[str] = Counter()
         """Root episodes that ended since the policy was given a unit."""
 
     def ended(self, header: EpisodeHeader, seated: Collection[str], learning: Collection[str]) -> str | None:
@@ -44,18 +44,18 @@ class Drought:
         """
         given = {trajectory.policy for trajectory in header.trajectories if trajectory.reward is not None}
         for policy in given:
-            self._failed[policy] = self.waiting[policy] = 0
+            self._failed[policy] = self._waiting[policy] = 0
             self._failed_groups.pop(policy, None)
         in_vain = set(seated) & set(learning) - given
         self._failed.update(in_vain)
         if header.parent_id is None:
-            self.waiting.update(set(learning) - given)
+            self._waiting.update(set(learning) - given)
         for policy in sorted(in_vain):
             self._failed_groups[policy].add(header.parent_id or header.episode_id)
             of_enough_groups = header.parent_id is None or len(self._failed_groups[policy]) >= FAILED_GROUPS
             if self._failed[policy] >= self._failures and of_enough_groups:
                 return self._failing(policy, header)
-        if learning and min(self.waiting[policy] for policy in learning) >= VAIN_IN_A_ROW:
+        if learning and min(self._waiting[policy] for policy in learning) >= VAIN_IN_A_ROW:
             return self._in_vain(learning, header)
         return None
 

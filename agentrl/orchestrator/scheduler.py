@@ -109,11 +109,7 @@ class Scheduler:
 
     def learning(self) -> Collection[str]:
         """Policies that learn now: neither frozen nor over."""
-        return {policy for policy in self._bounds.keys() - self.frozen() if not self.phases.is_over(policy)}
-
-    def frozen(self) -> Collection[str]:
-        """Policies whose units are not wanted now."""
-        return self.phases.frozen()
+        return {policy for policy in self._bounds.keys() - self.phases.frozen() if not self.phases.is_over(policy)}
 
     def ended(self, header: EpisodeHeader) -> None:
         """Hear of the end of a training episode."""
