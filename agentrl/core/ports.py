@@ -6,6 +6,7 @@ Everything above the ports runs without torch, ray and vLLM.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -49,6 +50,11 @@ class EngineCapabilities:
     exact_continuation: bool = True
     """Whether a turn that was cut and goes on samples what it would have sampled uncut. Where not, its tokens are kept
     all the same, and those that follow are drawn anew."""
+    kv_tokens: int | None = None
+    """Tokens of context whose keys and values fit, of all conversations together, those between two turns included;
+    None: what a conversation may keep does not depend on the others."""
+    prefill_rate: float = math.inf
+    """Tokens of context computed per second, with nothing else to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
