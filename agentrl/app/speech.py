@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from agentrl.config.policies import OutsidePolicy
 from agentrl.config.run import RunConfig, SamplingConfig
@@ -34,14 +35,16 @@ def spoken_to_otherwise(config: RunConfig, chat_format: ChatFormat, max_context:
     """The policies that are not spoken to as the run's `[sampling]` and the base model's chat format say."""
     outside = config.of_kind(OutsidePolicy)
     return {
-        name: spoken_to(
-            config.sampling_of(name),
-            JsonFormat() if name in outside else chat_format,
-            MAX_OUTSIDE_CONTEXT if name in outside else max_context,
-        )
+        name: _spoken_to_outside(config.sampling_of(name))
+        if name in outside
+        else spoken_to(config.sampling_of(name), chat_format, max_context)
         for name in config.policies
         if name in outside or config.sampling_of(name) != config.sampling
     }
+
+
+def _spoken_to_outside(sampling: SamplingConfig) -> PolicySettings:
+    return replace(spoken_to(sampling, JsonFormat(), MAX_OUTSIDE_CONTEXT), is_outside=True)
 
 
 def spoken_to(sampling: SamplingConfig, chat_format: ChatFormat, max_context: int) -> PolicySettings:

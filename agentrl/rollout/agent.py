@@ -24,6 +24,7 @@ from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.branches import current_branch
 from agentrl.rollout.conversation import Conversation
 from agentrl.rollout.recorded_words import shortened
+from agentrl.rollout.room import UNBOUNDED
 from agentrl.rollout.turn_entries import completion_of, message_data, message_of
 from agentrl.rollout.turn_sampler import TurnSampler, rank
 
@@ -69,7 +70,9 @@ class LiveAgent(Agent):
         self.policy = binding.policy
         self._spoken_to = episode.services.spoken_to(binding.policy)
         self._conversation = Conversation(self._spoken_to.chat_format, tools)
-        self._sampler = TurnSampler(episode, binding, f"{seat}.{index}")
+        room = UNBOUNDED if self._spoken_to.is_outside else episode.services.room
+        place = room.place((episode.spec.environment, seat))
+        self._sampler = TurnSampler(episode, binding, f"{seat}.{index}", place)
         self._turns: list[Turn] = []
         self._tool_seconds: dict[int, float] = {}
         """Of tools after a turn."""

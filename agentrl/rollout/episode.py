@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from agentrl.rollout.calls import CallJournal
     from agentrl.rollout.parking import Parking
     from agentrl.rollout.partials import EpisodePartials
+    from agentrl.rollout.room import Room
 
 
 OnCodeChange = Literal["try", "restart", "drop"]
@@ -36,6 +37,8 @@ class PolicySettings:
     chat_format: ChatFormat
     sampling: SamplingParams
     limits: Limits
+    is_outside: bool = False
+    """It samples elsewhere than in the engine, and takes none of its memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,7 @@ class Services:
     clock: Clock
     settings: RolloutSettings
     parking: Parking
+    room: Room
 
     def spoken_to(self, policy: str) -> PolicySettings:
         """How a policy is spoken to."""

@@ -39,6 +39,7 @@ from agentrl.rollout.episode import LiveEpisode, RolloutSettings, Services
 from agentrl.rollout.gathering import played
 from agentrl.rollout.parking import Parking
 from agentrl.rollout.partials import EpisodePartials
+from agentrl.rollout.room import Room
 
 GRACE_S = 5.0
 """How long a program that was cancelled may take to end, before it is left behind."""
@@ -62,7 +63,13 @@ class EpisodeRunner:
         self.clock = clock
         self.parking = Parking()
         self._services = Services(
-            engine=engine, chat_format=chat_format, host=host, clock=clock, settings=settings, parking=self.parking
+            engine=engine,
+            chat_format=chat_format,
+            host=host,
+            clock=clock,
+            settings=settings,
+            parking=self.parking,
+            room=Room(engine.capabilities.kv_tokens, engine.capabilities.prefill_rate),
         )
         self._store = store
         self._log = log

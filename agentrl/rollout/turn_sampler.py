@@ -3,7 +3,8 @@
 Owns: the engine session, the call in flight, and the loop that goes on after a call was cut: by an abort, by a park,
 by the engine's loss, by the death of the process before. Does not know messages or entries.
 Invariants: all calls of a turn have one seed and count their tokens through, so that the turn is what it would have
-been; after the engine's loss, and while the episode is parked, no session is held.
+been; after the engine's loss, and while the episode is parked, no session is held; a call begins when its conversation
+has a place in the engine's memory (`room.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from agentrl.rollout.calls import Call
     from agentrl.rollout.episode import LiveEpisode
     from agentrl.rollout.partials import PartialTurn
+    from agentrl.rollout.room import Place
 
 LOST_IN_A_ROW = 8
 """How often in a row a call may find the engine gone, without a token in between, before the error is raised: about two
@@ -49,14 +51,15 @@ def rank(spec: EpisodeSpec, sampled: int) -> int:
 
 
 class TurnSampler:
-    """Samples the turns of one agent; `name` is the agent's, for messages."""
+    """Samples the turns of one agent; `name` is the agent's, for messages, `place` its conversation's."""
 
-    __slots__ = ("_binding", "_episode", "_in_flight", "_name", "_session", "pauses", "turn", "weights_of")
+    __slots__ = ("_binding", "_episode", "_in_flight", "_name", "_place", "_session", "pauses", "turn", "weights_of")
 
-    def __init__(self, episode: LiveEpisode, binding: SeatBinding, name: str) -> None:
+    def __init__(self, episode: LiveEpisode, binding: SeatBinding, name: str, place: Place) -> None:
         self._episode = episode
         self._binding = binding
         self._name = f"{episode.name}:{name}"
+        self._place = place
         self.weights_of = binding.policy if binding.pin is None else binding.pin.policy
         """The policy whose versions sample: another than the seat's where a past version of it is pinned."""
         self._session: EngineSession | None = None
@@ -85,10 +88,17 @@ class TurnSampler:
             if episode.services.parking.is_parked(episode.spec.episode_id):
                 with self._pausing(turn, "parked"):
                     await self._passage(call)
+            tokens = len(context) + turn.sampled
+            if not self._place.take(tokens):
+                with episode.standing_still(), self._pausing(turn, "no_room"):
+                    await self._place.wait(tokens, priority)
+                continue  # it may have been parked meanwhile
             try:
                 turn.ended(await self._ask(turn, call, context, sampling, priority))
+                self._place.rest(len(context) + turn.sampled)
             except EngineLostError:
                 self._session = None
+                self._place.leave()
                 if turn.lost():
                     budget.achieved()
                 wait = budget.lost()
@@ -116,6 +126,7 @@ class TurnSampler:
 
     def close(self) -> None:
         """Give KV, slot and lease back. Idempotent."""
+        self._place.leave()
         if self._session is not None:
             self._session.close()
             self._session = None

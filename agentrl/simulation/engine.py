@@ -34,13 +34,7 @@ HEADROOM = 0.05
 """Share of the memory that is left to what runs when a call begins: else the next tokens would push it out again."""
 
 Length = Callable[["GenerateRequest"], int]
-"""How many tokens: those that a call samples, or those of its context."""
-
-
-def whole_context(request: GenerateRequest) -> int:
-    """All tokens that a call is sent."""
-    return len(request.token_ids)
-
+"""How many tokens a call samples."""
 
 Rate = Callable[[int], float]
 """r(b): tokens per second of each of b calls that run together."""
@@ -81,7 +75,6 @@ class EmulatedEngine:
         kv_tokens: tokens of context that fit, of all conversations together; None: no bound.
         prefill_rate: tokens of context computed per second.
         max_context: longest context, completion included; None: no bound.
-        context: of each call.
     """
 
     def __init__(
@@ -94,7 +87,6 @@ class EmulatedEngine:
         kv_tokens: int | None = None,
         prefill_rate: float = math.inf,
         max_context: int | None = None,
-        context: Length = whole_context,
     ) -> None:
         if kv_tokens is not None and max_context is not None and kv_tokens < max_context:
             raise EngineError(
@@ -110,7 +102,6 @@ class EmulatedEngine:
             max_context=max_context or 1 << 20,
         )
         self._length = length
-        self._context = context
         self._current = dict(versions)
         self._slots = slots
         self._rate = rate
@@ -203,7 +194,7 @@ class EmulatedEngine:
             session=session,
             request=request,
             length=max(length, 1),
-            context=self._context(request),
+            context=len(request.token_ids),
             order=(request.priority, self._arrivals),
             future=asyncio.get_running_loop().create_future(),
             version=session.pin or self._current[session.policy],

@@ -4,9 +4,9 @@ What an episode does is drawn from its task and its own random numbers alone: wh
 The log-length of what an agent samples has a part that all episodes of a task share, a part that a parent and its
 children share, and one of its own.
 
-An agent is told how long its turn is to be and how long its context is by now: `LengthFormat` writes a message as those
-two numbers, `length_of` and `context_of` read them off a call. Lengths are counted in blocks of `grain` tokens, so that
-a turn of 30,000 tokens costs no more than one of 300.
+An agent is told how long the message is to be, and how long its turn: `LengthFormat` writes as many tokens, the last of
+which is the turn's length, and `length_of` reads that off a call. Lengths are counted in blocks of `grain` tokens, so
+that a turn of 30,000 tokens costs no more than one of 300.
 """
 
 from __future__ import annotations
@@ -84,14 +84,19 @@ class _Player:
         self.turns = max(round(seat.turns.value(z)), 1)
         self._grain = program.grain
         self._blocks = seat.tokens.value(z) / self.turns / program.grain
-        self._added = program.plan.tool_tokens / program.grain
+        self._answer = program.plan.tool_tokens / program.grain
         self._context = program.plan.prompt / program.grain
+        """Before the next turn, in blocks."""
+        self._told = 0
+        """Of them those that the agent has."""
 
     async def act(self) -> None:
         """Take the next turn."""
         sampled = max(round(self._blocks), 1)
-        await self.agent.act(user(f"{max(round(self._context), 1)} {sampled}"))
-        self._context += sampled + self._added
+        added = max(round(self._context) - self._told, 1)
+        await self.agent.act(user(f"{added} {sampled}"))
+        self._told += added + sampled
+        self._context += sampled + self._answer
 
 
 def programs(plan: Plan) -> type[Environment]:
@@ -132,17 +137,18 @@ def grain_of(plan: Plan) -> int:
 
 
 class LengthFormat:
-    """A chat format (see `core.ports.ChatFormat`) in which a message is two numbers, and nothing is said."""
+    """A chat format (see `core.ports.ChatFormat`) in which a message is two lengths, and nothing is said."""
 
     stop_token_ids: tuple[int, ...] = ()
     fingerprint = b"lengths"
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        """The numbers of the last message."""
-        return [int(number) for number in messages[-1].content.split()]
+        """So many tokens as the last message says, the last of which is the length of the turn."""
+        length, turn = map(int, messages[-1].content.split())
+        return [0] * (length - 1) + [turn]
 
     def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
-        """The numbers of the last message."""
+        """See `start`."""
         return self.start(messages, ())
 
     def parse(self, token_ids: Sequence[int]) -> Message:
@@ -165,8 +171,3 @@ class LengthFormat:
 def length_of(request: GenerateRequest) -> int:
     """How many blocks a turn is to have."""
     return int(request.token_ids[-1 - request.sampled_before])
-
-
-def context_of(request: GenerateRequest) -> int:
-    """How many blocks lie before what a call samples."""
-    return int(request.token_ids[-2 - request.sampled_before]) + request.sampled_before

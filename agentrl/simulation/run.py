@@ -21,7 +21,7 @@ from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.replicas import ReplicatedEngine
 from agentrl.simulation.account import Account, CountingEngine, ObservedJournal
 from agentrl.simulation.measured import Measured, measure
-from agentrl.simulation.program import LengthFormat, Tasks, context_of, grain_of, length_of, programs
+from agentrl.simulation.program import LengthFormat, Tasks, grain_of, length_of, programs
 from agentrl.testing.recording_trainer import RecordingTrainer
 from agentrl.testing.sim import SimLoop
 
@@ -120,7 +120,6 @@ def _engine(plan: Plan, account: Account, versions: Mapping[str, PolicyVersion])
                 rate=lambda count: rates(count) / grain,
                 kv_tokens=None if plan.kv_tokens is None else plan.kv_tokens // grain,
                 prefill_rate=plan.prefill_rate / grain,
-                context=context_of,
             )
         )
     return account.engines[0] if len(account.engines) == 1 else ReplicatedEngine(account.engines)

@@ -16,7 +16,7 @@ from agentrl.core.records import Completion, PolicyVersion, VersionSpan, Weights
 from agentrl.simulation.engine import EmulatedEngine
 from agentrl.simulation.measured import Measured
 from agentrl.simulation.plan import Plan, Tail
-from agentrl.simulation.program import Tasks, context_of, length_of
+from agentrl.simulation.program import Tasks, length_of
 from agentrl.simulation.run import Scenario, simulate_run
 from agentrl.testing import simulate
 
@@ -38,7 +38,7 @@ def request(name: str, length: int, context: int = 0, priority: int = 0) -> Gene
 
 def engine(**settings: object) -> EmulatedEngine:
     values = {"slots": 2, "rate": lambda count: 10.0 / count, **settings}
-    return EmulatedEngine(length_of, versions=VERSIONS, context=context_of, **values)  # type: ignore[arg-type]
+    return EmulatedEngine(length_of, versions=VERSIONS, **values)  # type: ignore[arg-type]
 
 
 async def timed(call: Coroutine[None, None, T]) -> tuple[T, float]:

@@ -1,0 +1,230 @@
+"""Which conversations of a worker have a place in the engine's memory for keys and values, and who waits for one.
+
+Owns: the budget in tokens, the places in it, the order of those that wait, and how long a place is kept. Does not know
+episodes or engines.
+
+A conversation takes its place with its first call. While it rests between two turns, to keep its n of M tokens for t
+seconds costs n/M of what the engine could do in them; to compute them again, at p tokens a second, costs all that the
+engine could do in n/p seconds. The two are the same after M/p seconds, whatever n is. So a place is kept for that long,
+as one rents skis before one buys them, or not at all where this would have cost more in the rests of its kind so far.
+Then whoever waits may have it.
+
+Invariants: who has a place is not held up; the others pass by their priorities, then by arrival, none before one that
+cannot; one that is larger than the budget passes when nobody else has a place. No sibling is told from any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from bisect import bisect_left, insort
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+HEADROOM = 0.1
+"""Share of the memory that is left to what running calls sample."""
+MEMORY = 64
+"""Rests of a kind over which costs are averaged, about."""
+
+
+class Room:
+    """The places of one worker's conversations.
+
+    Args:
+        kv_tokens: that the engine holds; None: a conversation takes nothing from others.
+        prefill_rate: tokens of context that it computes per second.
+    """
+
+    def __init__(self, kv_tokens: int | None, prefill_rate: float = math.inf) -> None:
+        self._budget = math.inf if kv_tokens is None else kv_tokens * (1 - HEADROOM)
+        self._costs = _Costs(0.0 if kv_tokens is None else kv_tokens / prefill_rate)
+        self._taken = 0
+        self._kept: dict[Place, None] = {}
+        """Those between two turns that are kept, the longest first."""
+        self._spare: dict[Place, None] = {}
+        """Those between two turns that whoever waits may have."""
+        self._spare_tokens = 0
+        self._waiting: list[_Waiting] = []
+        self._arrivals = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def place(self, kind: Hashable) -> Place:
+        """Of one conversation, not taken yet; what keeping places costs is learned for each kind."""
+        return Place(self, kind)
+
+    def take(self, place: Place, tokens: int) -> bool:
+        """See `Place.take`."""
+        if math.isinf(self._budget):
+            return True
+        if place.rests_since is not None:
+            self._costs.learn(place.kind, asyncio.get_running_loop().time() - place.rests_since)
+            place.rests_since = None
+        if not place.tokens and (self._waiting or not self._make_room(tokens)):
+            return False
+        self._use(place)
+        self._hold(place, tokens)
+        return True
+
+    async def wait(self, place: Place, tokens: int, priority: int) -> None:
+        """See `Place.wait`."""
+        self._arrivals += 1
+        passes = asyncio.get_running_loop().create_future()
+        place.waiting = _Waiting(place, tokens, (priority, self._arrivals), passes)
+        insort(self._waiting, place.waiting)
+        self._let_pass()
+        try:
+            await passes
+        finally:
+            self._wait_no_more(place)
+            self._let_pass()
+
+    def rest(self, place: Place, tokens: int) -> None:
+        """See `Place.rest`."""
+        if place.tokens:
+            keep_s = self._costs.keep_s(place.kind)
+            place.rests_since = asyncio.get_running_loop().time()
+            place.kept_until = place.rests_since + keep_s
+            self._hold(place, tokens)
+            if keep_s:
+                self._kept[place] = None
+            else:
+                self._spare_now(place)
+            self._let_pass()
+
+    def leave(self, place: Place) -> None:
+        """See `Place.leave`."""
+        place.rests_since = None
+        self._give_up(place)
+        waiting = place.waiting
+        self._wait_no_more(place)
+        if waiting is not None and not waiting.passes.done():
+            waiting.passes.set_result(None)
+        self._let_pass()
+
+    def _wait_no_more(self, place: Place) -> None:
+        if place.waiting is not None:
+            del self._waiting[bisect_left(self._waiting, place.waiting)]
+            place.waiting = None
+
+    def _hold(self, place: Place, tokens: int) -> None:
+        """What has grown beyond the memory pushes those out of the engine that rested longest."""
+        self._taken += tokens - place.tokens
+        place.tokens = tokens
+        while self._taken > self._budget and (self._spare or self._kept):
+            self._give_up(next(iter(self._spare or self._kept)))
+
+    def _spare_now(self, place: Place) -> None:
+        self._spare[place] = None
+        self._spare_tokens += place.tokens
+
+    def _use(self, place: Place) -> None:
+        """It rests no more."""
+        self._kept.pop(place, None)
+        if place in self._spare:
+            del self._spare[place]
+            self._spare_tokens -= place.tokens
+
+    def _give_up(self, place: Place) -> None:
+        self._use(place)
+        self._taken -= place.tokens
+        place.tokens = 0
+
+    def _make_room(self, tokens: int) -> bool:
+        """Have as many places given up as it takes, of those that need not be kept; none where that is not enough."""
+        now = asyncio.get_running_loop().time()
+        while self._kept and (longest := next(iter(self._kept))).kept_until <= now:
+            del self._kept[longest]
+            self._spare_now(longest)
+        needed = self._taken - self._spare_tokens
+        if needed and needed + tokens > self._budget:
+            return False
+        while self._taken + tokens > self._budget and self._spare:
+            self._give_up(next(iter(self._spare)))
+        return True
+
+    def _let_pass(self) -> None:
+        """Give places to those that wait, as far as there is room; look again when the next need not be kept."""
+        while self._waiting and self._make_room(self._waiting[0].tokens):
+            waiting = self._waiting[0]
+            self._wait_no_more(waiting.place)
+            if not waiting.passes.done():
+                self._hold(waiting.place, waiting.tokens)
+                waiting.passes.set_result(None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._waiting and self._kept:
+            until = next(iter(self._kept)).kept_until
+            self._timer = asyncio.get_running_loop().call_at(until, self._let_pass)
+
+
+class Place:
+    """One conversation's place in the engine's memory; made by `Room.place`."""
+
+    __slots__ = ("_room", "kept_until", "kind", "rests_since", "tokens", "waiting")
+
+    def __init__(self, room: Room, kind: Hashable) -> None:
+        self._room = room
+        self.kind = kind
+        self.tokens = 0
+        """Of its context, when they were last told; 0: it has no place."""
+        self.rests_since: float | None = None
+        self.kept_until = 0.0
+        self.waiting: _Waiting | None = None
+
+    def take(self, tokens: int) -> bool:
+        """Whether a call with so much context may begin now: then it has its place until `leave`, or until it rests and
+        others need it.
+        """
+        return self._room.take(self, tokens)
+
+    async def wait(self, tokens: int, priority: int) -> None:
+        """Until `take` may be tried again."""
+        await self._room.wait(self, tokens, priority)
+
+    def rest(self, tokens: int) -> None:
+        """The call has ended; the conversation has so many tokens by now."""
+        self._room.rest(self, tokens)
+
+    def leave(self) -> None:
+        """Nothing is held any more, and nothing waited for. Idempotent."""
+        self._room.leave(self)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    place: Place
+    tokens: int
+    order: tuple[int, int]
+    passes: asyncio.Future[None]
+
+    def __lt__(self, other: _Waiting) -> bool:
+        return self.order < other.order
+
+
+class _Costs:
+    """What it costs to keep the places of a kind, where to forget them at once costs 1."""
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+        self._rests: Counter[Hashable] = Counter()
+        self._means: dict[Hashable, float] = {}
+
+    def learn(self, kind: Hashable, seconds: float) -> None:
+        """A conversation has rested for so long."""
+        cost = seconds / self._most_s if seconds < self._most_s else 2.0
+        self._rests[kind] += 1
+        before = self._means.get(kind, 0.0)
+        self._means[kind] = before + (cost - before) / min(self._rests[kind], MEMORY)
+
+    def keep_s(self, kind: Hashable) -> float:
+        """How long to keep one."""
+        return self._most_s if self._means.get(kind, 0.0) < 1.0 else 0.0
+
+
+UNBOUNDED = Room(None)
+"""Of conversations that take nothing of the engine's memory."""
