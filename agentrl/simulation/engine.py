@@ -4,7 +4,8 @@ Calls that run share every forward pass: with b of them each gets r(b) tokens pe
 the same amount, one number counts it (`_advanced`), and a call ends when that number has grown by its length.
 
 1. At most `slots` calls run; the others wait, in order of priority, then of arrival.
-2. A call computes the part of its context that is not kept any more first, at `prefill_rate`.
+2. The part of a call's context that is not kept any more is computed first, at `prefill_rate`, one call's after
+   another's in the order in which they began. Meanwhile the device does nothing else: nobody advances.
 3. Keys and values of a conversation stay between its turns while there is room; those idle for longest go first. When
    running calls outgrow the room, the one that began last waits again, and computes its context once more.
 """
@@ -51,10 +52,8 @@ class _Call:
     future: asyncio.Future[None]
     said: float = 0.0
     """Tokens sampled before it was last taken from a slot."""
-    since: float = 0.0
-    """What `_advanced` was when it was given a slot, and `began` when its context is computed."""
     began: float | None = None
-    """None where it has no slot."""
+    """What `_advanced` was when it was given a slot; None where it has none."""
     reason: FinishReason = "stop"
     spans: list[VersionSpan] = field(default_factory=list)
     """Of versions before `version`."""
@@ -100,6 +99,8 @@ class EmulatedEngine:
             sampling_mask=False,
             adapters=1 << 20,
             max_context=max_context or 1 << 20,
+            kv_tokens=kv_tokens,
+            prefill_rate=prefill_rate,
         )
         self._length = length
         self._current = dict(versions)
@@ -115,6 +116,10 @@ class EmulatedEngine:
         self._kept = 0.0
         """Tokens whose keys and values are held, of running and idle conversations."""
         self._advanced = 0.0
+        self._computing: dict[_Call, float] = {}
+        """Seconds that the rest of each running call's context takes, in the order in which they began."""
+        self._computing_seconds = 0.0
+        """Of all of them."""
         self._now = 0.0
         self._arrivals = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -122,9 +127,10 @@ class EmulatedEngine:
         self.sampled = 0.0
         """Tokens sampled so far."""
         self.slot_seconds = 0.0
-        """Seconds of all slots together in which they ran."""
+        """Seconds of all slots together in which they had a call."""
         self.full_seconds = 0.0
-        """Seconds in which no more could run, those in which a share of the slots did in that proportion."""
+        """Seconds in which the engine could do no more: a call waited, or contexts were computed. Others count by the
+        share of the slots that ran."""
         self.preemptions = 0
         self._busy = 0.0
 
@@ -188,6 +194,7 @@ class EmulatedEngine:
 
     def submit(self, session: EmulatedSession, request: GenerateRequest) -> _Call:
         """A call arrives."""
+        self._advance()  # until now it did not wait
         self._arrivals += 1
         length = min(self._length(request), request.sampling.max_tokens) - request.sampled_before
         call = _Call(
@@ -229,7 +236,7 @@ class EmulatedEngine:
         self._idle.pop(session, None)
 
     def _said(self, call: _Call) -> int:
-        ran = 0.0 if call.began is None else max(self._advanced - call.began, 0.0)
+        ran = 0.0 if call.began is None else self._advanced - call.began
         return min(math.floor(call.said + ran + 1e-6), call.length)
 
     def _split(self, call: _Call) -> None:
@@ -248,13 +255,30 @@ class EmulatedEngine:
         count = len(self._running)
         if seconds <= 0 or not count:
             return
-        tokens = self._rate(count) * seconds
+        computing = self._compute(seconds)
+        sampling = seconds - computing
+        tokens = self._rate(count) * sampling
         self._advanced += tokens
         self.sampled += tokens * count
         self._kept += tokens * count
         self._busy += seconds
         self.slot_seconds += seconds * count
-        self.full_seconds += seconds * (1.0 if self._waiting else count / self._slots)
+        self.full_seconds += computing + sampling * (1.0 if self._waiting else count / self._slots)
+
+    def _compute(self, seconds: float) -> float:
+        """Compute contexts, for so long at most; how long it took."""
+        left = seconds
+        while self._computing and left > 0:
+            call = next(iter(self._computing))
+            needed = self._computing[call]
+            if needed > left:
+                self._computing[call] = needed - left
+                left = 0.0
+            else:
+                del self._computing[call]
+                left -= needed
+        self._computing_seconds = self._computing_seconds - (seconds - left) if self._computing else 0.0
+        return seconds - left
 
     def _change(self) -> None:
         """Calls came or went: look at the slots once all that happens now has happened."""
@@ -276,7 +300,8 @@ class EmulatedEngine:
             rate = self._rate(len(self._running))
             wait = max(self._ends[0][0] - self._advanced, 0.0) / rate
             full = max(self._room - self._kept, 0.0) / (rate * len(self._running))
-            self._timer = asyncio.get_running_loop().call_at(self._now + min(wait, full + 1e-6), self._settle)
+            seconds = self._computing_seconds + min(wait, full + 1e-6)
+            self._timer = asyncio.get_running_loop().call_at(self._now + seconds, self._settle)
 
     def _end_those_that_are_due(self) -> None:
         while self._ends:
@@ -304,9 +329,11 @@ class EmulatedEngine:
         self._kept += new
         session.kept += new
         self._running.append(call)
-        call.since = self._advanced
-        prefill = new / self._prefill_rate * self._rate(len(self._running))
-        call.began = self._advanced + prefill
+        call.began = self._advanced
+        seconds = new / self._prefill_rate
+        if seconds > 0:
+            self._computing[call] = seconds
+            self._computing_seconds += seconds
         heapq.heappush(self._ends, (call.began + call.length - call.said, call.order[1], call, call.began))
         return True
 
@@ -325,9 +352,14 @@ class EmulatedEngine:
     def _take_out(self, call: _Call) -> None:
         """Take the slot back; what its conversation computed stays while there is room."""
         self._running.remove(call)
+        assert call.began is not None
+        session, grown = call.session, self._advanced - call.began
         call.said, call.began = float(self._said(call)), None
-        session, grown = call.session, self._advanced - call.since
         now = call.context + call.said
+        seconds = self._computing.pop(call, 0.0)
+        if seconds > 0:  # it was aborted before its context was there
+            self._computing_seconds = self._computing_seconds - seconds if self._computing else 0.0
+            now -= seconds * self._prefill_rate
         self._kept += now - session.kept - grown
         session.kept = now
         if session.is_open:

@@ -28,9 +28,10 @@ class Measured:
     tokens_per_s: float
     """Sampled, but for what was wasted."""
     engine_busy: float
-    """Share of the engines' capacity that was used: all of it while a call waits for a slot or for memory."""
+    """Share of the engines' capacity that was used: all of it while a call waits for a slot or for memory, or contexts
+    are computed."""
     slots_busy: float
-    """Share of all slots' time in which they sampled."""
+    """Share of all slots' time in which they had a call."""
     engine_active: float
     """Share of the time in which an engine had any call: `engine/busy_share` of a real run."""
     trainer_busy: float

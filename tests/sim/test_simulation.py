@@ -102,6 +102,75 @@ def test_what_outgrows_the_memory_waits_and_is_computed_again() -> None:
     assert last == pytest.approx(15.1 + 10.0 + 0.15, abs=0.3)
 
 
+# --- contexts: 100 tokens of them are computed a second; each call samples 10, whoever runs beside it ---
+
+COMPUTING = {"slots": 4, "rate": lambda count: 10.0, "prefill_rate": 100.0}
+
+
+def test_while_contexts_are_computed_nobody_advances() -> None:
+    async def main() -> list[float]:
+        served = engine(**COMPUTING)
+
+        async def later(name: str, length: int, context: int, seconds: float) -> float:
+            await asyncio.sleep(seconds)
+            return (await timed(served.open(name, "solver").generate(request(name, length, context))))[1]
+
+        ends = await asyncio.gather(later("a", 10, 0, 0.0), later("b", 8, 100, 0.5), later("c", 20, 50, 0.9))
+        assert served.sampled == pytest.approx(38)
+        assert served.busy_seconds() == pytest.approx(4.0)
+        assert served.slot_seconds == pytest.approx(2.5 + 2.3 + 3.1)
+        assert served.full_seconds == pytest.approx(1.5 + (0.5 * 1 + 0.5 * 3 + 0.3 * 2 + 1.2 * 1) / 4)
+        return ends
+
+    # a says 5 until 0.5 s; then contexts are computed until 1.5 s, and c's until 2 s; then all three go on
+    assert simulate(main, seed=0) == pytest.approx([2.5, 2.8, 4.0])
+
+
+def test_contexts_of_a_burst_are_computed_one_after_another() -> None:
+    async def main() -> list[float]:
+        served = engine(**COMPUTING)
+        calls = [served.open(f"e{n}", "solver").generate(request(f"r{n}", 10, context=100 + n)) for n in range(4)]
+        return [at for _, at in await asyncio.gather(*map(timed, calls))]
+
+    assert simulate(main, seed=0) == pytest.approx([5.06] * 4)
+
+
+def test_of_a_context_that_is_kept_only_what_is_new_is_computed() -> None:
+    async def main() -> list[float]:
+        session = engine(**COMPUTING).open("e", "solver")
+        first = (await timed(session.generate(request("first", 10, context=100))))[1]
+        return [first, (await timed(session.generate(request("second", 10, context=150))))[1]]
+
+    assert simulate(main, seed=0) == pytest.approx([1 + 1, 2 + 0.4 + 1])
+
+
+@pytest.mark.parametrize(("at", "last", "again"), [(0.5, 3.0, 3.0), (1.5, 3.5, 2.5), (3.9, 5.9, 0.1)])
+def test_the_rest_of_the_context_of_an_aborted_call_is_not_computed(at: float, last: float, again: float) -> None:
+    """Three contexts of 1, 3 and 1 s; the second is not wanted any more after some time. What is there of it stays."""
+
+    async def main() -> list[float]:
+        served = engine(**COMPUTING)
+        sessions = [served.open(f"e{n}", "solver") for n in range(3)]
+        calls = [
+            asyncio.ensure_future(timed(session.generate(request(f"r{n}", 10, context, priority=n))))
+            for n, (session, context) in enumerate(zip(sessions, (100, 300, 100), strict=True))
+        ]
+        await asyncio.sleep(at)
+        served.abort("r1")
+        ended = await asyncio.gather(*calls)
+        assert [len(completion.token_ids) for completion, _ in ended] == [10, 0, 10]
+        once_more = await timed(sessions[1].generate(request("r3", 10, context=300)))
+        return [ended[0][1], ended[2][1], once_more[1] - ended[2][1] - 1.0]
+
+    assert simulate(main, seed=0) == pytest.approx([last, last, again])
+
+
+def test_it_says_what_it_holds_and_how_fast_it_computes() -> None:
+    assert engine().capabilities.kv_tokens is None
+    told = engine(kv_tokens=300, prefill_rate=100.0).capabilities
+    assert (told.kv_tokens, told.prefill_rate) == (300, 100.0)
+
+
 def test_a_context_that_outgrows_the_memory_alone_is_refused() -> None:
     with pytest.raises(EngineError, match="an episode could outgrow the engine alone"):
         engine(kv_tokens=100, max_context=300)
