@@ -64,7 +64,7 @@ class TurnAct(_Act, frozen=True, kw_only=True, tag="turn"):
     waited: float
     """Seconds since the act before it on its branch, as far as times are recorded."""
     pauses: list[Pause]
-    """Where inside it nothing was sampled: the episode was parked, or its engine gone."""
+    """Where inside it nothing was sampled: the episode was parked, its engine gone, or the engine's memory full."""
 
 
 class ToolAct(_Act, frozen=True, kw_only=True, tag="tool"):

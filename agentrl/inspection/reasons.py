@@ -108,6 +108,7 @@ def _time(view: Conversation) -> list[Reason]:
         found.append(Reason("time", f"parked {parked:g} times: its calls were cut and went on from their tokens later"))
     if cut:
         found.append(Reason("time", f"{cut:g} turns were interrupted and went on from the tokens they had"))
+    found += _no_room(view)
     timed = [(act.seconds, _named(act)) for act in view.acts if isinstance(act, TurnAct | ToolAct | EffectAct)]
     timed += [(act.waited, f"the wait before {_named(act)}") for act in view.acts if isinstance(act, TurnAct)]
     for seconds, name in sorted(timed, reverse=True)[:MAX_NAMED]:
@@ -118,6 +119,20 @@ def _time(view: Conversation) -> list[Reason]:
         versions = " → ".join(version for _, version in act.versions)
         found.append(Reason("time", f"new weights took over inside {_named(act)}: {versions}"))
     return found
+
+
+def _no_room(view: Conversation) -> list[Reason]:
+    turns = [act for act in view.acts if isinstance(act, TurnAct)]
+    waits = [(pause.seconds, _named(act)) for act in turns for pause in act.pauses if pause.why == "no_room"]
+    if not waits:
+        return []
+    longest, name = max(waits)
+    text = (
+        f"it waited {sum(seconds for seconds, _ in waits):.3f} s for room in the engine's memory, in {len(waits)} of "
+        f"its {len(turns)} turns, longest before {name}: {longest:.3f} s. A conversation loses its place between two "
+        "turns when to keep it costs more than to compute its context again, and others wait"
+    )
+    return [Reason("time", text, "raise engine.kv_memory, or shorten the contexts")]
 
 
 def _named(act: TurnAct | ToolAct | EffectAct) -> str:

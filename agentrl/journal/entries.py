@@ -28,13 +28,13 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pause(msgspec.Struct, frozen=True, array_like=True):
-    """A turn stood still: its call was cut, and another one went on from its tokens later."""
+    """A turn stood still: its call was cut, and another one went on from its tokens later, or it could not begin."""
 
     start: int
     """How many tokens it had."""
     seconds: float
     why: str
-    """`parked`, or `engine_lost`."""
+    """`parked`, `engine_lost`, or `no_room` in the engine's memory."""
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):

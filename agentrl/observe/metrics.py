@@ -85,6 +85,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("turns/length", "turns", "per episode: turns cut by max_tokens"),
     Metric("turns/interrupted", "turns", "per episode: turns that took more than one engine call, having been cut"),
     Metric("parked", "times", "per episode: how often it was parked"),
+    Metric(
+        "no_room_s",
+        "s",
+        "per episode: how long its turns waited for room in the engine's memory for keys and values "
+        "(docs/scheduling.md)",
+    ),
     Metric("turns/illegal", "turns", "per episode: turns the environment could not read, as it counts them itself"),
     Metric("win_rate/<policy>", "fraction", "wins against this policy of kind `past`; draws count half"),
     Metric("games/<policy>", "episodes", "how many were played against it"),

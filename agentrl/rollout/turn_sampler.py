@@ -92,6 +92,7 @@ class TurnSampler:
             if not self._place.take(tokens):
                 with episode.standing_still(), self._pausing(turn, "no_room"):
                     await self._place.wait(tokens, priority)
+                episode.metric("no_room_s", self.pauses[-1].seconds)
                 continue  # it may have been parked meanwhile
             try:
                 turn.ended(await self._ask(turn, call, context, sampling, priority))

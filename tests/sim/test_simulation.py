@@ -26,10 +26,10 @@ T = TypeVar("T")
 VERSIONS = {"solver": PolicyVersion("solver", 0, 0)}
 
 
-def request(name: str, length: int, context: int = 0, priority: int = 0) -> GenerateRequest:
+def request(name: str, length: int, context: int = 1, priority: int = 0) -> GenerateRequest:
     return GenerateRequest(
         request_id=name,
-        token_ids=np.array([context, length], np.int32),
+        token_ids=np.array([0] * (context - 1) + [length], np.int32),
         sampling=SamplingParams(max_tokens=10_000),
         seed=0,
         priority=priority,
@@ -115,15 +115,15 @@ def test_while_contexts_are_computed_nobody_advances() -> None:
             await asyncio.sleep(seconds)
             return (await timed(served.open(name, "solver").generate(request(name, length, context))))[1]
 
-        ends = await asyncio.gather(later("a", 10, 0, 0.0), later("b", 8, 100, 0.5), later("c", 20, 50, 0.9))
+        ends = await asyncio.gather(later("a", 10, 1, 0.0), later("b", 8, 100, 0.5), later("c", 20, 50, 0.9))
         assert served.sampled == pytest.approx(38)
         assert served.busy_seconds() == pytest.approx(4.0)
-        assert served.slot_seconds == pytest.approx(2.5 + 2.3 + 3.1)
-        assert served.full_seconds == pytest.approx(1.5 + (0.5 * 1 + 0.5 * 3 + 0.3 * 2 + 1.2 * 1) / 4)
+        assert served.slot_seconds == pytest.approx(2.51 + 2.3 + 3.1)
+        assert served.full_seconds == pytest.approx(1.51 + (0.49 * 1 + 0.51 * 3 + 0.29 * 2 + 1.2 * 1) / 4)
         return ends
 
-    # a says 5 until 0.5 s; then contexts are computed until 1.5 s, and c's until 2 s; then all three go on
-    assert simulate(main, seed=0) == pytest.approx([2.5, 2.8, 4.0])
+    # a says 4.9 until 0.5 s; then contexts are computed until 1.5 s, and c's until 2 s; then all three go on
+    assert simulate(main, seed=0) == pytest.approx([2.51, 2.8, 4.0])
 
 
 def test_contexts_of_a_burst_are_computed_one_after_another() -> None:
