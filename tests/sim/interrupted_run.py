@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,8 @@ POLICIES = ("left", "right")
 GROUPS, GROUP_SIZE = 3, 2
 MAX_TOKENS = 48
 TOKEN_S = 0.03
+SHORT = 200
+"""Tokens of context, where the memory is short."""
 REFRESHES: tuple[Refresh, ...] = ("token", "turn", "lazy", "episode")
 LONGEST_RUN_S = 3_600.0
 """Virtual seconds: a run that takes longer is stuck."""
@@ -268,6 +270,8 @@ class InterruptedRun:
     refresh: Refresh = "token"
     kills: int = 2
     """At most so many lives end early."""
+    kv_tokens: int | None = None
+    """That the engine says it holds."""
     resampled: int = 0
     """Tokens that were on disk, or had been given back by a call, and were sampled again all the same."""
     did: Counter[str] = field(default_factory=Counter)
@@ -293,6 +297,8 @@ class InterruptedRun:
             journal, known = MemoryJournal(), dict[str, int]()
             while True:
                 engine = WatchedEngine(versions, known, refresh=self.refresh)
+                if self.kv_tokens is not None:
+                    engine.capabilities = replace(engine.capabilities, kv_tokens=self.kv_tokens, prefill_rate=200.0)
                 life = Life(journal=journal, engine=engine, run_seed=self.seed % 4)
                 killed = await self._live(life, disturbed=disturbed)
                 self.resampled += engine.resampled
@@ -395,6 +401,7 @@ class InterruptedRun:
             for entry in journal.turn_log("0").read(header.episode_id, 0):
                 body = entry.decode()
                 if isinstance(body, TurnEntry):
+                    self.did["no_room"] += any(pause.why == "no_room" for pause in body.pauses)
                     name = request_name(entry)
                     asked = self._asked[name]
                     opened.setdefault(body.seat, asked)
@@ -430,12 +437,14 @@ def undisturbed(run_seed: int) -> dict[str, Turn]:
 
 
 def check_schedule(seed: int) -> InterruptedRun:
-    """Run one schedule and compare it with the undisturbed run.
+    """Run one schedule and compare it with the undisturbed run; of two, one in an engine with little memory.
 
     Raises:
         AssertionError: a token, a logprob, a span or an episode is not what it should be.
     """
-    run = InterruptedRun(seed=seed, refresh=REFRESHES[seed % len(REFRESHES)])
+    run = InterruptedRun(
+        seed=seed, refresh=REFRESHES[seed % len(REFRESHES)], kv_tokens=SHORT if seed // 4 % 2 else None
+    )
     turns = simulate(run.run, seed=seed)
     assert turns == undisturbed(seed % 4), "the turns differ from those of the undisturbed run"
     assert run.resampled == 0, f"{run.resampled} tokens were sampled again"
