@@ -442,9 +442,7 @@ def check_schedule(seed: int) -> InterruptedRun:
     Raises:
         AssertionError: a token, a logprob, a span or an episode is not what it should be.
     """
-    run = InterruptedRun(
-        seed=seed, refresh=REFRESHES[seed % len(REFRESHES)], kv_tokens=SHORT if seed // 4 % 2 else None
-    )
+    run = InterruptedRun(seed=seed, refresh=REFRESHES[seed % 4], kv_tokens=SHORT if seed // 4 % 2 else None)
     turns = simulate(run.run, seed=seed)
     assert turns == undisturbed(seed % 4), "the turns differ from those of the undisturbed run"
     assert run.resampled == 0, f"{run.resampled} tokens were sampled again"
