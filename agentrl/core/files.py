@@ -61,6 +61,8 @@ def remedy(error: OSError) -> str:
             return "make it writable"
         case errno.ENOENT | errno.ENOTDIR:
             return "put back what was moved or removed"
+        case errno.ENAMETOOLONG:
+            return "choose a shorter name"
     return "mend the disk"
 
 

@@ -1,7 +1,7 @@
 """Exports: some of a run's episodes as a file or a directory of another format, whole or not at all.
 
-Owns where an export is put. It is built in a directory of its own beside its place, synced, and only then given its
-name: a process that is killed leaves no half of one. A name that is taken is refused, and no link is followed.
+Owns where an export is put. It is built beside its place, synced, and only then given its name: a process that is
+killed leaves no half of one. A name that is taken is refused, and no link is followed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from agentrl.core.errors import InputError, StorageError
-from agentrl.core.files import LOCAL, remedy, staged
+from agentrl.core.files import LOCAL, place, remedy
+from agentrl.exchange.building import building
 from agentrl.exchange.formats import EXPORTS
 from agentrl.inspection.search import matches
 
@@ -66,41 +67,48 @@ def export(
         StorageError: the run cannot be read, or the disk refused.
     """
     target = out or reader.path / EXPORTS[format].file
-    if not force:
-        _check_free(target)
+    _check(target, format, force=force)
     selection = Selection(reader, reader.keys(where, among=matches(reader, match) if match else None), [])
     if not selection.keys:
         raise InputError(f"{reader.path}: no episode passes the filter; `agentrl episode list` shows what there is")
     module, _, function = EXPORTS[format].write.partition(":")
     write = getattr(import_module(module), function)
     try:
-        with staged(target) as staging:
-            write(selection, staging / target.name)
-            _settle(staging / target.name, target, force=force)
+        with building(target) as built:
+            write(selection, built)
+            _settle(built, target, format, force=force)
     except OSError as error:
         what = error.strerror or str(error)
         raise StorageError(f"{target}: the export cannot be written ({what}); {remedy(error)}") from error
     return Exported(format=format, path=str(target), episodes=len(selection.keys), problems=selection.problems)
 
 
-def _settle(built: Path, target: Path, *, force: bool) -> None:
+def _settle(built: Path, target: Path, format: str, *, force: bool) -> None:
     """Give what was built its name."""
-    for name in LOCAL.files(built) if built.is_dir() else [""]:
-        LOCAL.sync(built / name)
-    if built.is_dir():
-        _check_free(target)
-        built.rename(target)
-    elif force:
-        os.replace(built, target)
-    else:
-        try:
+    try:
+        if built.is_dir():
+            _check(target, format)
+            place(built, target)
+            return
+        LOCAL.sync(built)
+        if force:
+            os.replace(built, target)
+        else:
             os.link(built, target)  # which, unlike a rename, replaces nothing
-        except FileExistsError:
-            _check_free(target)
-    LOCAL.sync(target.parent)
+        LOCAL.sync(target.parent)
+    except FileExistsError:  # it came meanwhile
+        _check(target, format)
 
 
-def _check_free(target: Path) -> None:
-    if os.path.lexists(target):
-        mend = "remove it" if target.is_dir() else "use --force to replace it"
-        raise InputError(f"{target}: exists; {mend}, or name another place with --out")
+def _check(target: Path, format: str, *, force: bool = False) -> None:
+    """Refuse a name that is taken; a file or a link may be replaced by a file where that is asked for."""
+    if target.name in ("", ".."):
+        raise InputError(f"{target}: is a directory; name a place in it with --out")
+    if not os.path.lexists(target):
+        return
+    is_file = target.is_symlink() or target.is_file()
+    may_replace = is_file and not EXPORTS[format].is_directory
+    if not (force and may_replace):
+        removable = is_file or target.is_dir()  # and no device
+        mend = "use --force to replace it, or " if may_replace else "remove it, or " if removable else ""
+        raise InputError(f"{target}: exists; {mend}name another place with --out")

@@ -17,6 +17,8 @@ class ExportFormat(NamedTuple):
     """What the export is called where nothing else is said, in the run's directory."""
     write: str
     """`module:function`, called with a `Selection` and the path of a file or directory to make."""
+    is_directory: bool = False
+    """Whether it makes a directory, which is put nowhere where something is."""
 
 
 EXPORTS: Mapping[str, ExportFormat] = {
@@ -24,7 +26,10 @@ EXPORTS: Mapping[str, ExportFormat] = {
     "jsonl": ExportFormat("a line of JSON per episode", "episodes.jsonl", "agentrl.exchange.json_lines:write"),
     "parquet": ExportFormat("a table with a line per token row", "rows.parquet", "agentrl.exchange.parquet:write"),
     "atif": ExportFormat(
-        "a directory with a trajectory file per episode, ATIF 1.8", "trajectories", "agentrl.exchange.atif:write"
+        "a directory with a trajectory file per episode, ATIF 1.8",
+        "trajectories",
+        "agentrl.exchange.atif:write",
+        is_directory=True,
     ),
 }
 

@@ -18,8 +18,9 @@ import msgspec
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EpisodeError, InputError, StorageError
-from agentrl.core.files import place, remedy, staged
+from agentrl.core.files import place, remedy
 from agentrl.exchange.bounded import storable
+from agentrl.exchange.building import building
 from agentrl.exchange.formats import IMPORTS
 from agentrl.exchange.played import Reply, entries_of, header_of, missing, replies_of, spec_of
 from agentrl.journal.checksums import episode_digest
@@ -61,17 +62,20 @@ def import_run(source: Path, format: str, target: Path) -> Imported:
         InputError: a file is not of the format, or breaks a bound; or the target exists.
         StorageError: the disk refused.
     """
+    taken = f"{target}: exists; name a directory that does not"
     if os.path.lexists(target):
-        raise InputError(f"{target}: exists; name a directory that does not")
+        raise InputError(taken)
     module, _, function = IMPORTS[format].read.partition(":")
     episodes: Iterator[PlayedEpisode] = getattr(import_module(module), function)(source)
     told = Counter[str]()
     try:
-        with staged(target) as staging:
-            asyncio.run(_write(staging / "journal", episodes, {"name": target.name, "imported": format}, told))
+        with building(target) as built:
+            asyncio.run(_write(built / "journal", episodes, {"name": target.name, "imported": format}, told))
             if not told["episodes"]:
                 raise InputError(f"{source}: no episode is in it")
-            place(staging, target)
+            place(built, target)
+    except FileExistsError as error:  # it came meanwhile
+        raise InputError(taken) from error
     except RecursionError as error:
         raise InputError(f"{source}: values nested deeper than can be read") from error
     except OSError as error:

@@ -1,0 +1,128 @@
+"""Exports and imports at once, killed half-way, and on disks that refuse: the target is whole or it is not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli.main import main
+from agentrl.core.errors import InputError
+from agentrl.exchange.building import building
+from agentrl.exchange.exporting import export
+from agentrl.inspection.lines import EpisodeView
+from agentrl.inspection.reader import RunReader
+
+
+class Interrupted(RunReader):
+    """A reader to whom something happens between two episodes of an export."""
+
+    def __init__(self, run: Path, happens: Callable[[], object]) -> None:
+        super().__init__(run)
+        self._happens: Callable[[], object] | None = happens
+        self._read = 0
+
+    def episode(self, episode_id: str, attempt: int | None = None) -> EpisodeView:
+        self._read += 1
+        if self._read == 3 and self._happens is not None:
+            happens, self._happens = self._happens, None
+            happens()
+        return super().episode(episode_id, attempt)
+
+
+def export_between(run: Path, out: Path, format: str, *, force: bool) -> None:
+    """Two exports at once: the second begins and ends while the first is being written."""
+
+    def other() -> None:
+        with_other = RunReader(run)
+        export(with_other, format, out, where="episode = e1")
+        with_other.close()
+
+    reader = Interrupted(run, other)
+    try:
+        export(reader, format, out, where="environment ~ Propose", force=force)
+    finally:
+        reader.close()
+
+
+def test_two_exports_to_one_file_at_once_are_each_whole(sample_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(InputError, match="exists; use --force"):
+        export_between(sample_run, out, "jsonl", force=False)
+    assert [json.loads(line)["episode"] for line in out.read_text().splitlines()] == ["e1"]
+    out.unlink()
+    export_between(sample_run, out, "jsonl", force=True)
+    assert len(out.read_text().splitlines()) > 3, "the last to end wins"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_of_two_exports_to_one_directory_the_first_to_end_stays(sample_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(InputError, match="exists; remove it"):
+        export_between(sample_run, out, "atif", force=True)
+    assert [file.name for file in out.iterdir()] == ["e1.0.json"]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_only_a_file_is_replaced(sample_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").write_text("mine")
+    for out, format, why in (
+        (tmp_path / "pipe", "jsonl", "exists; name another place"),
+        (tmp_path / "directory", "jsonl", "exists; remove it"),
+        (tmp_path / "file", "atif", "exists; remove it"),
+        (Path("."), "jsonl", "is a directory"),
+        (Path("/"), "jsonl", "is a directory"),
+        (tmp_path / "..", "atif", "is a directory"),
+        (tmp_path / ("n" * 300), "jsonl", "choose a shorter name"),
+    ):
+        command = ["run", "export", str(sample_run), "--to", format, "--where", "episode = e1", "--out", str(out)]
+        assert main([*command, "--force"]) in (2, 74)
+        assert why in capsys.readouterr().err, out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["directory", "file", "pipe"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from agentrl.exchange.exporting import export
+from tests.unit.test_exchange_building import Interrupted
+export(Interrupted(Path(sys.argv[1]), lambda: os.kill(os.getpid(), signal.SIGKILL)), sys.argv[2], Path(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize("format", ["jsonl", "atif"])
+def test_what_a_killed_export_leaves_is_gone_after_the_next(sample_run: Path, tmp_path: Path, format: str) -> None:
+    out = tmp_path / "out"
+    killed = subprocess.run([sys.executable, "-c", KILLED, sample_run, format, out], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".tmp-exchange-")
+    (tmp_path / ".tmp-exchange-link").symlink_to(sample_run)
+    reader = RunReader(sample_run)
+    with building(tmp_path / "other") as others:
+        others.mkdir()
+        export(reader, format, out)
+        assert others.is_dir(), "it is in use"
+    reader.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-exchange-link", "out"]
+    assert (sample_run / "journal" / "control.db").is_file()
+
+
+def test_what_is_built_may_be_read_by_whom_the_user_lets(sample_run: Path, tmp_path: Path) -> None:
+    reader, before = RunReader(sample_run), os.umask(0o022)
+    try:
+        export(reader, "jsonl", tmp_path / "lines", where="episode = e1")
+        export(reader, "atif", tmp_path / "trajectories", where="episode = e1")
+    finally:
+        os.umask(before)
+        reader.close()
+    assert (tmp_path / "lines").stat().st_mode & 0o777 == 0o644
+    assert (tmp_path / "trajectories").stat().st_mode & 0o777 == 0o755
