@@ -1,27 +1,27 @@
-"""The tail model: how much work an agent has left, learned from those that ended and from those that have not yet.
+"""The tail model: how much work an agent has left, learned from those that ended.
 
 The work of an agent, in tokens or in seconds of its tools, is taken as log-normal, a law of its own for each
 (environment, seat, turn): what is left from the beginning of that turn on, at turns that double (`core.remaining`). A
 law is known as well as its observations allow: a turn seen rarely borrows from the mark before it, by a
 normal-inverse-gamma prior worth a few observations.
 
-* **Censored.** Who runs has worked for so long at least, and who met the context's bound was cut there. Leaving them
-  out would make the law short, most of all at the start, when only short ones have ended. They enter with the mean and
-  variance of what they may become (expectation-maximisation, Dempster, Laird & Rubin 1977).
+* **Censored.** Whom the context ended would have worked longer. To take what it did for all would make the law short:
+  it enters with the mean and variance of what it may have become, by the law known then (online
+  expectation-maximisation, Cappé & Moulines 2009).
 * **Siblings** are alike: with n ended ones of mean z, a share ρn / (ρn + 1 - ρ) of z is believed of the next.
-* **The bound** of the context cuts what is predicted.
+* **Calibration**: of each that ends, what would have been said of it, its ended siblings known, is compared with what
+  came.
 
-Pure: no clock, no events. What it knows is a fold of the ends it is told, in any order.
+Pure: no clock, no events. What it knows is a fold of the ends it is told, in order of commit.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from statistics import NormalDist
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from agentrl.core.records import EpisodeHeader, EpisodeSpec
@@ -29,178 +29,107 @@ from agentrl.core.remaining import MARKS, unpack
 
 PRIOR_WEIGHT = 4.0
 """Observations that a law borrowed from the mark before counts for."""
-ITERATIONS = 8
-"""Of expectation-maximisation: with half of the observations censored, the mean is then within 1 % of its limit."""
 REMEMBERED = 500
-"""Predictions that are compared with what came."""
-
-_NORMAL = NormalDist()
-
-
-class Place(NamedTuple):
-    """Whose work, from where on."""
-
-    environment: str
-    seat: str
-    turn: int = 0
+"""Predictions that are compared with what came, and groups whose members are compared with each other."""
+PREDICTED = 0.9
+"""Share of the work that is predicted to stay below."""
 
 
-@dataclass(frozen=True, slots=True)
-class Law:
-    """A log-normal law of work.
-
-    Example:
-        >>> law = Law(mean=0.0, deviation=1.0)
-        >>> round(law.left(0.0), 3), law.left(5.0) > 3
-        (1.649, True)
-    """
+class Law(NamedTuple):
+    """A log-normal law of work."""
 
     mean: float
     """Of the log."""
     deviation: float
 
-    def exceeds(self, work: float) -> float:
-        """The chance of more work than this."""
-        return 1.0 if work <= 0 else _tail((math.log(work) - self.mean) / self.deviation)
-
-    def left(self, worked: float, bound: float = math.inf) -> float:
-        """Expected work left after so much of it, where no more than `bound` is possible in all."""
-        if worked >= bound:
-            return 0.0
-        chance = self.exceeds(worked)
-        if chance < 1e-12:  # further out than anything ever seen: as much again
-            return min(worked, bound - worked)
-        between = self._first_moment(worked) - self._first_moment(bound)
-        above = bound * self.exceeds(bound) if bound < math.inf else 0.0
-        return (between + above) / chance - worked
-
-    def quantile(self, share: float, worked: float = 0.0) -> float:
-        """The work in all that is not exceeded with chance `share`, after so much of it."""
-        rank = 1.0 - (1.0 - share) * self.exceeds(worked)
-        return math.exp(self.mean + self.deviation * _NORMAL.inv_cdf(min(max(rank, 1e-12), 1 - 1e-12)))
-
-    def given(self, siblings: Sequence[float], likeness: float) -> Law:
-        """The law of one whose siblings ended with so much work, where `likeness` is their correlation ρ."""
-        count = len(siblings)
-        if not count or likeness <= 0:
-            return self
-        z = math.fsum((math.log(max(work, 1e-9)) - self.mean) / self.deviation for work in siblings) / count
-        weight = likeness * count / (likeness * count + 1 - likeness)
-        variance = 1 - likeness * weight
-        return Law(self.mean + self.deviation * weight * z, self.deviation * math.sqrt(variance))
-
-    def _first_moment(self, above: float) -> float:
-        """E[work; work > above]."""
-        if above == math.inf:
-            return 0.0
-        z = -math.inf if above <= 0 else (math.log(above) - self.mean) / self.deviation
-        return math.exp(self.mean + self.deviation**2 / 2) * _tail(z - self.deviation)
-
 
 @dataclass(slots=True)
 class _Seen:
-    """What ended at a place: sums over logs; of those that were cut, how many, and the newest logs of what they had."""
+    """What ended, at one mark: sums over logs."""
 
     count: int = 0
     total: float = 0.0
     squares: float = 0.0
-    cuts: int = 0
-    cut: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+
+    def law(self, prior: Law) -> Law:
+        weight = PRIOR_WEIGHT + self.count
+        mean = (PRIOR_WEIGHT * prior.mean + self.total) / weight
+        square = (PRIOR_WEIGHT * (prior.deviation**2 + prior.mean**2) + self.squares) / weight
+        return Law(mean, math.sqrt(max(square - mean**2, 1e-4)))
+
+    def add(self, first: float, second: float) -> None:
+        self.count += 1
+        self.total += first
+        self.squares += second
 
 
 class TailModel:
-    """Laws of work, by place.
+    """Laws of work, by environment, seat and mark.
 
     Args:
         guess: before anything was seen.
-        bound: the most work possible: the context, for tokens.
     """
 
-    def __init__(self, guess: Law, bound: float = math.inf) -> None:
+    def __init__(self, guess: Law) -> None:
         self._guess = guess
-        self._bound = bound
-        self._seen: dict[Place, _Seen] = defaultdict(_Seen)
-        self._groups: dict[str, list[float]] = {}
-        self._pairs = [0.0, 0.0]
-        self._ranks: deque[float] = deque(maxlen=REMEMBERED)
+        self._seen: dict[tuple[str, str], list[_Seen]] = defaultdict(lambda: [_Seen() for _ in MARKS])
+        self._groups: dict[str, list[list[float]]] = {}
+        """Of groups, by mark: how far its ended members were from the mean, in deviations."""
+        self._pairs, self._products = 0, 0.0
+        """Of siblings, by their deviations at the first mark."""
+        self._below: deque[float] = deque(maxlen=REMEMBERED)
 
-    def ended(self, environment: str, seat: str, left: Sequence[tuple[int, float]], *, group_id: str = "") -> None:
-        """An agent ended. What reached the bound is known to be longer only.
+    def ended(
+        self, environment: str, seat: str, left: Sequence[float], *, group_id: str = "", is_cut: bool = False
+    ) -> None:
+        """An agent ended.
 
         Args:
             environment: of its episode.
             seat: it held.
-            left: (turn, work left from its beginning on) at some of `MARKS`, in order, the first one among them.
+            left: work left from the beginning of `MARKS` on, of as many as it came to with any left.
             group_id: whom it is alike; empty: nobody.
+            is_cut: it was ended by the context.
         """
-        total = left[0][1] if left else 0.0
-        for turn, work in left:
-            place, log = Place(environment, seat, turn), math.log(max(work, 1e-9))
-            law, seen = self.law(place), self._seen[place]
-            self._ranks.append(1.0 - law.exceeds(work))
-            if turn == MARKS[0]:
-                self._compare(group_id, (log - law.mean) / law.deviation)
-            if total >= self._bound:
-                seen.cuts += 1
-                seen.cut.append(log)
+        seen, group, likeness = self._seen[environment, seat], self._group(group_id), self.likeness
+        for mark, (work, law) in enumerate(zip(left, self.laws(environment, seat), strict=False)):
+            log, siblings = math.log(work), group[mark]
+            z = (log - law.mean) / law.deviation
+            self._below.append(_below(z, siblings, likeness, is_cut=is_cut))
+            if is_cut:
+                first, second = _beyond(law, log)
+                z = (first - law.mean) / law.deviation
             else:
-                seen.count += 1
-                seen.total += log
-                seen.squares += log**2
+                first, second = log, log**2
+            if mark == 0:
+                self._pairs += len(siblings)
+                self._products += z * math.fsum(siblings)
+            siblings.append(z)
+            seen[mark].add(first, second)
 
-    def law(self, place: Place, running: Iterable[float] = ()) -> Law:
-        """The law at a place, or at the mark before it.
-
-        Args:
-            place: whose work, from where on.
-            running: work so far, from there on, of those that run.
-        """
-        mark = bisect_right(MARKS, place.turn) - 1
-        prior = self._guess if mark == 0 else self.law(place._replace(turn=MARKS[mark - 1]))
-        seen = self._seen.get(place._replace(turn=MARKS[mark]), _Seen())
-        cut = [(log, seen.cuts / len(seen.cut)) for log in seen.cut]
-        cut += [(math.log(work), 1.0) for work in running if work > 0]
-        mean, deviation = prior.mean, prior.deviation
-        weight = PRIOR_WEIGHT + seen.count + math.fsum(times for _, times in cut)
-        for _ in range(ITERATIONS if cut else 1):
-            expected = [(times, *_beyond(mean, deviation, log)) for log, times in cut]
-            total = seen.total + math.fsum(times * first for times, first, _ in expected)
-            squares = seen.squares + math.fsum(times * second for times, _, second in expected)
-            new = (PRIOR_WEIGHT * prior.mean + total) / weight
-            spread = PRIOR_WEIGHT * (prior.deviation**2 + prior.mean**2) + squares
-            mean, deviation = new, math.sqrt(max(spread / weight - new**2, 1e-4))
-        return Law(mean, deviation)
-
-    def left(self, place: Place, worked: float, siblings: Sequence[float] = (), running: Iterable[float] = ()) -> float:
-        """Expected work left of an agent that has worked so much since the place began.
-
-        Args:
-            place: whose work, from where on.
-            worked: by it, since then.
-            siblings: work from there on of the siblings that ended.
-            running: see `law`.
-        """
-        return self.law(place, running).given(siblings, self.likeness).left(worked, self._bound)
+    def laws(self, environment: str, seat: str) -> Iterator[Law]:
+        """The laws of what is left from `MARKS` on, in order."""
+        law = self._guess
+        for seen in self._seen[environment, seat]:
+            law = seen.law(law)
+            yield law
 
     @property
     def likeness(self) -> float:
         """ρ, the correlation of siblings' logs: the mean product of their deviations, over pairs of all groups."""
-        pairs, products = self._pairs
-        return min(max(products / pairs, 0.0), 0.95) if pairs else 0.0
+        return min(max(self._products / self._pairs, 0.0), 0.95) if self._pairs else 0.0
 
     def calibration(self) -> float | None:
-        """Of the newest predictions, the share that stayed below their predicted P90: 0.9 where the model is right."""
-        return sum(rank <= 0.9 for rank in self._ranks) / len(self._ranks) if self._ranks else None
+        """Of the newest predictions, the share that stayed below their P90: 0.9 where the model is right."""
+        return math.fsum(self._below) / len(self._below) if self._below else None
 
-    def _compare(self, group_id: str, z: float) -> None:
-        if not group_id:
-            return
-        others = self._groups.setdefault(group_id, [])
-        self._pairs[0] += len(others)
-        self._pairs[1] += z * math.fsum(others)
-        others.append(z)
-        if len(self._groups) > REMEMBERED:
-            del self._groups[next(iter(self._groups))]
+    def _group(self, group_id: str) -> list[list[float]]:
+        group = self._groups.get(group_id) or [[] for _ in MARKS]
+        if group_id:
+            self._groups[group_id] = group
+            if len(self._groups) > REMEMBERED:
+                del self._groups[next(iter(self._groups))]
+        return group
 
 
 class Tails:
@@ -213,13 +142,14 @@ class Tails:
 
     def heard(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
         """A training episode ended: what its agents had left. Nothing is learned from one that was dropped."""
+        is_cut = header.stop_reason == "context_length"  # whoever met it, the others would have gone on too
         for own in header.trajectories:
             group = f"{spec.group_id} {own.seat}"
             remaining = list(unpack(own.remaining))
-            tokens = [(MARKS[0], float(own.tokens)), *((left.turn, left.tokens) for left in remaining[1:])]
-            self.tokens.ended(spec.environment, own.seat, [each for each in tokens if each[1]], group_id=group)
-            seconds = [(left.turn, left.tool_seconds) for left in remaining if left.tool_seconds]
-            self.tool_seconds.ended(spec.environment, own.seat, seconds, group_id=group)
+            tokens = takewhile(bool, (float(own.tokens), *(left.tokens for left in remaining[1:])))
+            self.tokens.ended(spec.environment, own.seat, list(tokens), group_id=group, is_cut=is_cut)
+            seconds = takewhile(bool, (left.tool_seconds for left in remaining))
+            self.tool_seconds.ended(spec.environment, own.seat, list(seconds), group_id=group, is_cut=is_cut)
 
     def metrics(self) -> dict[str, float]:
         """How well each predicts, where it did."""
@@ -230,12 +160,28 @@ class Tails:
         return {name: share for name, share in shares.items() if share is not None}
 
 
+def _below(z: float, siblings: Sequence[float], likeness: float, *, is_cut: bool) -> float:
+    """The chance that what came stays below what was predicted with chance `PREDICTED`, the siblings known.
+
+    Where it was cut, of what it may have become: so the mean is `PREDICTED` under the true law, wherever the cuts are.
+    """
+    if siblings:
+        count = len(siblings)
+        weight = likeness * count / (likeness * count + 1 - likeness)
+        z = (z - weight * math.fsum(siblings) / count) / math.sqrt(1 - likeness * weight)
+    rank = 1.0 - _tail(z)
+    if rank > PREDICTED:
+        return 0.0
+    return (PREDICTED - rank) / (1.0 - rank) if is_cut else 1.0
+
+
 def _tail(z: float) -> float:
     return 0.5 * math.erfc(z / math.sqrt(2))
 
 
-def _beyond(mean: float, deviation: float, log: float) -> tuple[float, float]:
-    """E[x | x > log] and E[x² | x > log] of a normal variable."""
+def _beyond(law: Law, log: float) -> tuple[float, float]:
+    """E[x | x > log] and E[x² | x > log] of the log of work."""
+    mean, deviation = law
     z = (log - mean) / deviation
     chance = _tail(z)
     # Mills' ratio; far out it is z + 1/z

@@ -1,19 +1,20 @@
-"""The tail model against laws it does not know: what is left, what is censored, who is alike."""
+"""The tail model against laws it does not know: what is left, who was cut, who is alike, and how well it says so."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import random
+import statistics
 
 import pytest
 
+from agentrl.core.records import StopReason
 from agentrl.core.remaining import MARKS, pack, unpack
-from agentrl.orchestrator.tail import Law, Place, TailModel, Tails
+from agentrl.orchestrator.tail import Law, TailModel, Tails
 from agentrl.testing.builders import make_episode_header, make_spec
 
 MEAN, DEVIATION = math.log(300.0), 1.2559
-PLACE = Place("Solve", "solver")
 GUESS = Law(5.0, 1.25)
 
 
@@ -22,76 +23,96 @@ def works(count: int, seed: int = 0) -> list[float]:
     return [math.exp(draw.gauss(MEAN, DEVIATION)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("bound", [math.inf, 2000.0])
-@pytest.mark.parametrize("worked", [0.0, 100.0, 1500.0])
-def test_what_is_left_is_the_mean_of_what_came(worked: float, bound: float) -> None:
-    drawn = [min(work, bound) - worked for work in works(100_000) if work > worked]
-    assert Law(MEAN, DEVIATION).left(worked, bound) == pytest.approx(sum(drawn) / len(drawn), rel=0.05)
+def first_law(model: TailModel) -> Law:
+    return next(model.laws("Solve", "solver"))
 
 
-def test_the_longer_it_has_taken_the_longer_it_will() -> None:
-    law = Law(MEAN, DEVIATION)
-    left = [law.left(300.0 * age) for age in (0, 1, 5, 20, 100)]
-    assert left == sorted(left)
-    assert law.left(3000.0, 2000.0) == 0.0
-    assert 0 < law.left(1e30) < math.inf
+def heard(tails: Tails, tokens: list[int], seconds: list[float], stop_reason: StopReason = "completed") -> None:
+    """An episode of one agent ended."""
+    spec = make_spec()
+    header = make_episode_header(spec, tokens=sum(tokens))
+    agents = tuple(
+        dataclasses.replace(own, tokens=sum(tokens), remaining=pack(tokens, seconds)) for own in header.trajectories
+    )
+    tails.heard(spec, dataclasses.replace(header, trajectories=agents, stop_reason=stop_reason))
 
 
 def test_it_learns_the_law_and_is_calibrated() -> None:
     model = TailModel(GUESS)
     for work in works(2000):
-        model.ended("Solve", "solver", [(0, work)])
-    law = model.law(PLACE)
-    assert law.mean == pytest.approx(MEAN, abs=0.1)
-    assert law.deviation == pytest.approx(DEVIATION, abs=0.1)
+        model.ended("Solve", "solver", [work])
+    assert first_law(model) == (pytest.approx(MEAN, abs=0.1), pytest.approx(DEVIATION, abs=0.1))
     assert model.calibration() == pytest.approx(0.9, abs=0.04)
 
 
-def test_those_that_still_run_count() -> None:
-    """After a time in which half have ended the law is not that of the short ones."""
-    now, model, blind = 300.0, TailModel(GUESS), TailModel(GUESS)
-    drawn = works(4000)
-    for work in drawn:
-        if work <= now:
-            model.ended("Solve", "solver", [(0, work)])
-            blind.ended("Solve", "solver", [(0, work)])
-    running = [now for work in drawn if work > now]
-    assert model.law(PLACE, running).mean == pytest.approx(MEAN, abs=0.25)
-    assert blind.law(PLACE).mean < MEAN - 0.8
-
-
-def test_those_that_met_the_bound_are_known_to_be_longer() -> None:
-    model = TailModel(GUESS, bound=600.0)
+@pytest.mark.parametrize("context", [300.0, 600.0])
+def test_those_that_the_context_cut_are_known_to_be_longer(context: float) -> None:
+    """Half of them, three in ten; the calibration speaks of what they would have become."""
+    model, blind = TailModel(GUESS), TailModel(GUESS)
     for work in works(4000):
-        model.ended("Solve", "solver", [(0, min(work, 600.0))])
-    assert model.law(PLACE).mean == pytest.approx(MEAN, abs=0.2)
-    assert model.left(PLACE, 500.0) <= 100.0
+        model.ended("Solve", "solver", [min(work, context)], is_cut=work > context)
+        blind.ended("Solve", "solver", [min(work, context)])
+    assert first_law(model) == (pytest.approx(MEAN, abs=0.2), pytest.approx(DEVIATION, abs=0.2))
+    assert first_law(blind).deviation < DEVIATION - 0.2
+    assert model.calibration() == pytest.approx(0.9, abs=0.04)
+
+
+def test_an_episode_that_its_context_ended_is_one_that_was_cut() -> None:
+    cut, ended = Tails(), Tails()
+    for _ in range(50):
+        heard(cut, [400, 600], [2.0, 0.5], "context_length")
+        heard(ended, [400, 600], [2.0, 0.5])
+    spec = make_spec()
+    (seat,) = spec.seats
+    for mine, other in ((cut.tokens, ended.tokens), (cut.tool_seconds, ended.tool_seconds)):
+        for longer, shorter in zip(mine.laws(spec.environment, seat), other.laws(spec.environment, seat), strict=True):
+            assert longer.mean > shorter.mean
+
+
+def alike_works(likeness: float, groups: int) -> list[tuple[str, float]]:
+    """Groups of eight, each with its id."""
+    draw, drawn = random.Random(1), []
+    for group in range(groups):
+        common = draw.gauss(0, math.sqrt(likeness))
+        for _ in range(8):
+            z = common + draw.gauss(0, math.sqrt(1 - likeness))
+            drawn.append((f"g{group}", math.exp(MEAN + DEVIATION * z)))
+    return drawn
 
 
 def test_siblings_are_alike_as_far_as_they_were() -> None:
-    draw, model, alike = random.Random(1), TailModel(GUESS), 0.5
-    for group in range(400):
-        common = draw.gauss(0, math.sqrt(alike))
-        for _ in range(8):
-            z = common + draw.gauss(0, math.sqrt(1 - alike))
-            model.ended("Solve", "solver", [(0, math.exp(MEAN + DEVIATION * z))], group_id=f"g{group}")
-    assert model.likeness == pytest.approx(alike, abs=0.1)
-    assert model.left(PLACE, 0.0, [3000.0] * 4) > 2 * model.left(PLACE, 0.0, [300.0] * 4)
+    model = TailModel(GUESS)
+    for group_id, work in alike_works(0.5, groups=400):
+        model.ended("Solve", "solver", [work], group_id=group_id)
+    assert model.likeness == pytest.approx(0.5, abs=0.1)
+    assert model.calibration() == pytest.approx(0.9, abs=0.04)
+
+
+@pytest.mark.parametrize(("group_id", "foreseen"), [("hard", True), ("", False)])
+def test_long_ones_are_foreseen_where_their_siblings_were_long(group_id: str, foreseen: bool) -> None:
+    model, draw = TailModel(GUESS), random.Random(2)
+    for group, work in alike_works(0.8, groups=400):
+        model.ended("Solve", "solver", [work], group_id=group)
+    for _ in range(500):
+        work = math.exp(MEAN + DEVIATION * (2.2 + 0.2 * draw.gauss(0, 1)))
+        model.ended("Solve", "solver", [work], group_id=group_id)
+    share = model.calibration()
+    assert share is not None
+    assert share > 0.8 if foreseen else share < 0.2
 
 
 def test_a_turn_seen_rarely_borrows_from_the_one_before() -> None:
     model = TailModel(GUESS)
     for work in works(500):
-        model.ended("Solve", "solver", [(0, work), (1, work / 2)])
-    later = Place("Solve", "solver", 1)
-    assert model.law(later).mean == pytest.approx(MEAN - math.log(2), abs=0.15)
-    unseen = model.law(Place("Solve", "solver", 2))
-    assert unseen == model.law(later) or unseen.mean == pytest.approx(model.law(later).mean)
+        model.ended("Solve", "solver", [work, work / 2])
+    first, second, third, *_ = model.laws("Solve", "solver")
+    assert second.mean == pytest.approx(first.mean - math.log(2), abs=0.05)
+    assert third == (pytest.approx(second.mean), pytest.approx(second.deviation))
 
 
 def test_before_anything_was_seen_there_is_a_guess() -> None:
     model = TailModel(GUESS)
-    assert 0 < model.left(PLACE, 0.0) < math.inf
+    assert first_law(model) == pytest.approx(GUESS)
     assert model.calibration() is None
     assert model.likeness == 0.0
 
@@ -120,29 +141,22 @@ def test_seconds_that_are_none_are_packed_as_what_fits(seconds: float) -> None:
 
 def test_tokens_and_tool_seconds_are_learned_turn_by_turn_and_calibrated() -> None:
     """An agent that has waited long at its first turns is one that waits long."""
-    draw, tails = random.Random(3), Tails()
-    for number in range(1500):
+    draw, tails, after_eight = random.Random(3), Tails(), []
+    for _ in range(1500):
         turns = min(max(round(math.exp(draw.gauss(1.5, 0.8))), 1), 40)
-        seconds = [math.exp(draw.gauss(0.5, 0.5)) for _ in range(turns)]
-        header = make_episode_header(make_spec(f"e{number}"), tokens=20 * turns)
-        agents = tuple(
-            dataclasses.replace(own, tokens=20 * turns, remaining=pack([20] * turns, seconds))
-            for own in header.trajectories
-        )
-        tails.heard(make_spec(f"e{number}"), dataclasses.replace(header, trajectories=agents))
+        after_eight += [math.log(20 * (turns - 8))] if turns > 8 else []
+        heard(tails, [20] * turns, [math.exp(draw.gauss(0.5, 0.5)) for _ in range(turns)])
     shares = tails.metrics()
     assert shares["tail/below_p90"] == pytest.approx(0.9, abs=0.05)
     assert shares["tail/tools_below_p90"] == pytest.approx(0.9, abs=0.05)
     spec = make_spec()
     (seat,) = spec.seats
-    first, ninth, eleventh = (Place(spec.environment, seat, turn) for turn in (0, 8, 11))
-    assert tails.tool_seconds.law(first).mean == pytest.approx(1.5 + 0.5, abs=0.3)
-    assert tails.tokens.law(eleventh) == tails.tokens.law(ninth) != tails.tokens.law(first)
+    assert next(tails.tool_seconds.laws(spec.environment, seat)).mean == pytest.approx(1.5 + 0.5, abs=0.3)
+    ninth = list(tails.tokens.laws(spec.environment, seat))[MARKS.index(8)]
+    assert ninth.mean == pytest.approx(statistics.fmean(after_eight), abs=0.1)
 
 
 def test_who_has_no_tools_says_nothing_of_them() -> None:
     tails = Tails()
-    header = make_episode_header(make_spec(), tokens=7)
-    agents = tuple(dataclasses.replace(own, remaining=pack([7], [0.0])) for own in header.trajectories)
-    tails.heard(make_spec(), dataclasses.replace(header, trajectories=agents))
+    heard(tails, [7], [0.0])
     assert tails.metrics().keys() == {"tail/below_p90"}
