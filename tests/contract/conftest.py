@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from agentrl.journal.store import SqliteJournal
+from agentrl.testing import MemoryJournal
 from tests.contract import vllm_suite
 from tests.contract.engine_kinds import MakeEmbedded, MakeEngine, MakeProcess, MakeReplicas, MakeScripted, ModelZoo
+from tests.contract.journal_kinds import INFO, AnyJournal, OnJournal, Scenario
 
 IN_VLLM_SUITE = vllm_suite.SWITCH in os.environ
 KINDS = (
@@ -48,3 +53,18 @@ def make_engine(request: pytest.FixtureRequest, zoo: ModelZoo) -> MakeEngine:
     program = "agentrl.engines.embedded:EmbeddedEngine.load"
     made["embedded in a process"] = MakeProcess(embedded, program, model_path=str(zoo.directory()))
     return made[request.param]
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def on_journal(request: pytest.FixtureRequest, tmp_path: Path) -> OnJournal:
+    """Runs a scenario on a fresh journal and closes it."""
+
+    async def on_fresh(scenario: Scenario) -> None:
+        memory = request.param == "memory"
+        journal: AnyJournal = MemoryJournal(info=INFO) if memory else SqliteJournal(tmp_path / "journal", info=INFO)
+        try:
+            await scenario(journal)
+        finally:
+            await journal.close()
+
+    return lambda scenario: asyncio.run(on_fresh(scenario))

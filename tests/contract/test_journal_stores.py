@@ -2,46 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
-
-import pytest
 
 from agentrl.core.baselines import BaselineSet, EarlierMean
 from agentrl.core.proposals import Proposal
 from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef, dropped_header
 from agentrl.core.training_records import StepReport, TrainBatch, TrajectoryCredit, Unit
-from agentrl.journal.entries import JournalEntry, RewardEntry, Span, encode_body
+from agentrl.journal.entries import JournalEntry, Span
 from agentrl.journal.partials import Partial, decode_partial, encode_partial
 from agentrl.journal.port import StepRow
-from agentrl.journal.store import SqliteJournal
-from agentrl.testing import MemoryJournal, make_episode_header, make_spec
-
-AnyJournal = MemoryJournal | SqliteJournal
-Scenario = Callable[[AnyJournal], Awaitable[None]]
-
-
-@pytest.fixture(params=["memory", "sqlite"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Scenario], None]:
-    """Runs a scenario on a fresh journal and closes it."""
-
-    async def on_fresh(scenario: Scenario) -> None:
-        info = {"name": "contract"}
-        memory = request.param == "memory"
-        journal: AnyJournal = MemoryJournal(info=info) if memory else SqliteJournal(tmp_path / "journal", info=info)
-        try:
-            await scenario(journal)
-        finally:
-            await journal.close()
-
-    return lambda scenario: asyncio.run(on_fresh(scenario))
-
-
-def entry(spec: EpisodeSpec, number: int) -> JournalEntry:
-    body = encode_body(RewardEntry("agent", 0, float(number), None))
-    return JournalEntry(spec.episode_id, spec.attempt, f"r#{number}", b"", body)
+from agentrl.testing import make_episode_header, make_spec
+from tests.contract.journal_kinds import AnyJournal, OnJournal, entry
 
 
 async def finish(journal: AnyJournal, spec: EpisodeSpec, *, drop_reason: str | None = None) -> EpisodeHeader:
@@ -87,7 +58,7 @@ def weights(version: PolicyVersion) -> WeightsRef:
     return WeightsRef(version=version, path=f"weights/{version}", kind="full", sha256="0" * 64)
 
 
-def test_entries_are_read_in_the_order_they_were_appended_and_by_attempt(run: Callable[[Scenario], None]) -> None:
+def test_entries_are_read_in_the_order_they_were_appended_and_by_attempt(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
         first, second = make_spec("e0"), make_spec("e0", attempt=1)
         log = journal.turn_log("w0")
@@ -101,10 +72,10 @@ def test_entries_are_read_in_the_order_they_were_appended_and_by_attempt(run: Ca
         assert log.read("e1", 0) == []
         assert journal.turn_log("w0").name == log.name
 
-    run(scenario)
+    on_journal(scenario)
 
 
-def test_roots_are_counted_once_and_what_never_ended_is_found(run: Callable[[Scenario], None]) -> None:
+def test_roots_are_counted_once_and_what_never_ended_is_found(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
         await finish(journal, make_spec("e0"))
         await finish(journal, make_spec("e1"), drop_reason="env_error")
@@ -123,10 +94,10 @@ def test_roots_are_counted_once_and_what_never_ended_is_found(run: Callable[[Sce
         ]
         assert journal.next_number("v") == 1
 
-    run(scenario)
+    on_journal(scenario)
 
 
-def test_units_are_ready_until_they_are_consumed_or_dropped(run: Callable[[Scenario], None]) -> None:
+def test_units_are_ready_until_they_are_consumed_or_dropped(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
         start, first = PolicyVersion("policy", 0, 0), PolicyVersion("policy", 0, 1)
         journal.record_version(weights(start), None)
@@ -143,10 +114,10 @@ def test_units_are_ready_until_they_are_consumed_or_dropped(run: Callable[[Scena
         without_manifest = [spec.episode_id for spec, _ in journal.ready_units({})]
         assert without_manifest == ["e0", "e2", "e3"], "before the first checkpoint nothing was consumed"
 
-    run(scenario)
+    on_journal(scenario)
 
 
-def test_turn_rewards_and_what_was_left_come_back_with_their_trajectories(run: Callable[[Scenario], None]) -> None:
+def test_turn_rewards_and_what_was_left_come_back_with_their_trajectories(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
         spec = make_spec("e0")
         journal.admit(spec)
@@ -158,11 +129,11 @@ def test_turn_rewards_and_what_was_left_come_back_with_their_trajectories(run: C
         await journal.commit_episode(spec, header, b"d" * 16, {})
         assert [found for _, found in journal.members({spec.group_id})] == [header]
 
-    run(scenario)
+    on_journal(scenario)
 
 
 def test_proposals_come_back_in_order_the_newest_and_those_of_unfinished_episodes(
-    run: Callable[[Scenario], None],
+    on_journal: OnJournal,
 ) -> None:
     async def scenario(journal: AnyJournal) -> None:
         made = [Proposal(n, f"e{n}", 0, "r#1", "Propose", f"key {n % 2}", "3 terms") for n in range(6)]
@@ -174,11 +145,11 @@ def test_proposals_come_back_in_order_the_newest_and_those_of_unfinished_episode
         assert list(journal.proposals()) == made, "told twice, known once"
         assert list(journal.proposals(2)) == [made[1], made[4], made[5]]
 
-    run(scenario)
+    on_journal(scenario)
 
 
 def test_proposals_of_dropped_episodes_and_of_attempts_begun_anew_do_not_come_back(
-    run: Callable[[Scenario], None],
+    on_journal: OnJournal,
 ) -> None:
     async def scenario(journal: AnyJournal) -> None:
         made = [Proposal(n, f"e{n}", 0, "r#1", "Propose", "key", "") for n in range(6)]
@@ -195,10 +166,10 @@ def test_proposals_of_dropped_episodes_and_of_attempts_begun_anew_do_not_come_ba
         assert list(journal.proposals(2)) == [made[2], made[4]]
         assert list(journal.proposals(3)) == [made[1], made[2], made[4]]
 
-    run(scenario)
+    on_journal(scenario)
 
 
-def test_a_header_comes_back_with_whom_it_was_measured_against(run: Callable[[Scenario], None]) -> None:
+def test_a_header_comes_back_with_whom_it_was_measured_against(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
         spec = make_spec("e0")
         journal.admit(spec)
@@ -213,10 +184,10 @@ def test_a_header_comes_back_with_whom_it_was_measured_against(run: Callable[[Sc
         assert found == {"e0": against, "e1": other.measured_against}
         assert other.measured_against == ()
 
-    run(scenario)
+    on_journal(scenario)
 
 
-def test_what_a_group_is_compared_with_comes_back_as_it_was_frozen(run: Callable[[Scenario], None]) -> None:
+def test_what_a_group_is_compared_with_comes_back_as_it_was_frozen(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
         frozen = BaselineSet("g0", ("e3", "e1"), (EarlierMean("solver", "agent", 0.1 + 0.2),))
         again = BaselineSet("g0", ("e1", "e2"))
@@ -225,10 +196,10 @@ def test_what_a_group_is_compared_with_comes_back_as_it_was_frozen(run: Callable
         await journal.flush()
         assert journal.baselines() == {"g0": frozen, "g4": BaselineSet("g4", ())}
 
-    run(scenario)
+    on_journal(scenario)
 
 
-def test_after_a_rollback_only_the_surviving_lineage_has_consumed(run: Callable[[Scenario], None]) -> None:
+def test_after_a_rollback_only_the_surviving_lineage_has_consumed(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
         versions = [PolicyVersion("policy", 0, step) for step in range(3)]
         journal.record_version(weights(versions[0]), None)
@@ -248,17 +219,17 @@ def test_after_a_rollback_only_the_surviving_lineage_has_consumed(run: Callable[
         assert ready_at(again) == ["e1"]
         assert journal.highest_lineage() == 1
 
-    run(scenario)
+    on_journal(scenario)
 
 
-def test_an_empty_journal_says_so(run: Callable[[Scenario], None]) -> None:
+def test_an_empty_journal_says_so(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
         assert journal.next_number("e") == 0
         assert journal.highest_lineage() == -1
         assert list(journal.unfinished()) == []
         assert journal.info()["name"] == "contract"
 
-    run(scenario)
+    on_journal(scenario)
 
 
 def partial(spec: EpisodeSpec, call_id: str, start: int) -> JournalEntry:
@@ -266,7 +237,7 @@ def partial(spec: EpisodeSpec, call_id: str, start: int) -> JournalEntry:
     return JournalEntry(spec.episode_id, spec.attempt, call_id, b"asked", body)
 
 
-def test_partials_are_kept_beside_the_entries_until_they_are_removed(run: Callable[[Scenario], None]) -> None:
+def test_partials_are_kept_beside_the_entries_until_they_are_removed(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
         log, first, second = journal.turn_log("w0"), make_spec("e0"), make_spec("e0", attempt=1)
         for item in (partial(first, "r#0", 0), partial(first, "r#1", 0), partial(first, "r#0", 2)):
@@ -293,10 +264,10 @@ def test_partials_are_kept_beside_the_entries_until_they_are_removed(run: Callab
         assert log.read_partials("e0", 0) == []
         assert [entry.call_id for entry in log.read_partials("e0", 1)] == ["r#0"]
 
-    run(scenario)
+    on_journal(scenario)
 
 
-def test_a_commit_does_not_count_partials(run: Callable[[Scenario], None]) -> None:
+def test_a_commit_does_not_count_partials(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
         spec = make_spec("e0")
         journal.turn_log("w0").append_partial(partial(spec, "r#7", 0))
@@ -304,4 +275,4 @@ def test_a_commit_does_not_count_partials(run: Callable[[Scenario], None]) -> No
         assert header.location is not None
         assert header.location.entries == len(journal.turn_log("w0").read("e0", 0)) == 1
 
-    run(scenario)
+    on_journal(scenario)

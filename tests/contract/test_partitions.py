@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -14,34 +13,12 @@ from agentrl.core.errors import JournalError
 from agentrl.core.records import DataLocation, EpisodeSpec
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.checksums import episode_digest
-from agentrl.journal.entries import JournalEntry, RewardEntry, encode_body
+from agentrl.journal.entries import JournalEntry, encode_body
 from agentrl.journal.partials import Partial, encode_partial
 from agentrl.journal.store import SqliteJournal
-from agentrl.testing import MemoryJournal, make_episode_header, make_spec
+from agentrl.testing import make_episode_header, make_spec
+from tests.contract.journal_kinds import AnyJournal, OnJournal, entry
 from tests.journal_cases import entries_with
-
-AnyJournal = MemoryJournal | SqliteJournal
-Scenario = Callable[[AnyJournal], Awaitable[None]]
-
-
-@pytest.fixture(params=["memory", "sqlite"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Scenario], None]:
-    """Runs a scenario on a fresh journal and closes it."""
-
-    async def on_fresh(scenario: Scenario) -> None:
-        memory = request.param == "memory"
-        journal: AnyJournal = MemoryJournal() if memory else SqliteJournal(tmp_path / "journal")
-        try:
-            await scenario(journal)
-        finally:
-            await journal.close()
-
-    return lambda scenario: asyncio.run(on_fresh(scenario))
-
-
-def entry(spec: EpisodeSpec, number: int) -> JournalEntry:
-    body = encode_body(RewardEntry("agent", 0, float(number), None))
-    return JournalEntry(spec.episode_id, spec.attempt, f"r#{number}", b"", body)
 
 
 def partial(spec: EpisodeSpec, start: int, call: str = "r#2") -> JournalEntry:
@@ -49,7 +26,7 @@ def partial(spec: EpisodeSpec, start: int, call: str = "r#2") -> JournalEntry:
     return JournalEntry(spec.episode_id, spec.attempt, call, b"asked", body)
 
 
-def test_what_another_worker_has_begun_is_copied_whole(run: Callable[[Scenario], None]) -> None:
+def test_what_another_worker_has_begun_is_copied_whole(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
         spec, other = make_spec("e0"), make_spec("e0", attempt=1)
         dead, alive = journal.turn_log("0"), journal.turn_log("1")
@@ -64,10 +41,10 @@ def test_what_another_worker_has_begun_is_copied_whole(run: Callable[[Scenario],
         assert alive.read_partials("e0", 0) == [partial(spec, 0), partial(spec, 1)]
         assert alive.read("e0", 1) == []
 
-    run(scenario)
+    on_journal(scenario)
 
 
-def test_an_attempt_goes_to_and_fro_and_nothing_is_there_twice(run: Callable[[Scenario], None]) -> None:
+def test_an_attempt_goes_to_and_fro_and_nothing_is_there_twice(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
         spec = make_spec("e0")
         first, second = journal.turn_log("0"), journal.turn_log("1")
@@ -86,10 +63,10 @@ def test_an_attempt_goes_to_and_fro_and_nothing_is_there_twice(run: Callable[[Sc
         assert first.read("e0", 0) == [entry(spec, 0), entry(spec, 1)]
         assert journal.recorded("e0", 0) == (first.read("e0", 0), first.read_partials("e0", 0))
 
-    run(scenario)
+    on_journal(scenario)
 
 
-def test_a_copy_that_was_cut_is_not_taken_for_the_whole(run: Callable[[Scenario], None]) -> None:
+def test_a_copy_that_was_cut_is_not_taken_for_the_whole(on_journal: OnJournal) -> None:
     """A worker that dies while it copies leaves less than there was: entries, or entries without the partials."""
 
     async def scenario(journal: AnyJournal) -> None:
@@ -108,17 +85,17 @@ def test_a_copy_that_was_cut_is_not_taken_for_the_whole(run: Callable[[Scenario]
         await third.take_over("e0", 0)
         assert (third.read("e0", 0), third.read_partials("e0", 0)) == (whole.read("e0", 0), [partial(spec, 0)])
 
-    run(scenario)
+    on_journal(scenario)
 
 
-def test_nothing_is_there_of_an_attempt_nobody_began(run: Callable[[Scenario], None]) -> None:
+def test_nothing_is_there_of_an_attempt_nobody_began(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
         journal.turn_log("0").append(entry(make_spec("e0"), 0))
         await journal.turn_log("0").flush()
         await journal.turn_log("1").take_over("e1", 0)
         assert journal.recorded("e1", 0) == ([], [])
 
-    run(scenario)
+    on_journal(scenario)
 
 
 async def moved(path: Path, *, committed: bool) -> list[JournalEntry]:
