@@ -1,8 +1,9 @@
 """CPU time of all scheduling decisions per turn, with 10,000 episodes in flight on one worker process.
 
-A simulated run of production's loop in which everything that decides is timed: a call's priority, whether a group is
-admitted and a step taken, what a spawn reserves, when a member is released and with which credit, what the tail model
-learns. The time of the clock's own system calls is within; that of making and running episodes is not.
+A simulated run of production's loop in which everything that decides is timed: a call's priority, who has a place in
+the engine's memory, which is short, whether a group is admitted and a step taken, what a spawn reserves, when a member
+is released and with which credit, what the tail model learns. The time of the clock's own system calls is within; that
+of making and running episodes is not.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout import agent as asking
+from agentrl.rollout.room import Room
 from agentrl.simulation.plan import Plan
 from agentrl.simulation.run import Scenario, simulate_run
 
@@ -24,6 +26,8 @@ STEP_SIZE, STALENESS = 1280, 14
 """So more than 10,000 episodes are in flight once the proposals of fifteen steps are made."""
 TURNS = 4
 """Of a child, in the middle."""
+KV_TOKENS = 300_000
+"""Room for a tenth of the conversations, about."""
 
 
 class Timed:
@@ -96,16 +100,21 @@ def figures(quick: bool) -> dict[str, float | None]:
                 "proposer": {"kind": "frozen"},
             },
             "credit": {"group_size": 4, "release": "late"},
-            "engine": {"slots": 1024, "rates": {1: 32.0}},
+            "engine": {"slots": 1024, "rates": {1: 32.0}, "kv_tokens": KV_TOKENS, "prefill_rate": 1e6},
             "trainer": {"step_seconds": 1.0},
         }
     )
     scenario = Scenario(plan=plan, steps=3, skipped=1, alter=timed.watch)
+    places = {name: getattr(Room, name) for name in ("take", "rest", "leave", "_look_again")}
     rank, asking.rank = asking.rank, timed.call("rank", asking.rank)
+    for name, function in places.items():
+        setattr(Room, name, timed.call(f"Room.{name}", function))
     try:
         simulate_run(scenario)
     finally:
         asking.rank = rank
+        for name, function in places.items():
+            setattr(Room, name, function)
     turns = timed.calls["rank"]
     for name, spent in timed.nanoseconds.most_common():
         print(f"  {name}: {spent / turns / 1e3:.2f} us per turn, {timed.calls[name] / turns:.2f} calls", flush=True)

@@ -16,10 +16,9 @@ cannot; one that is larger than the budget passes when nobody else has a place. 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
-from bisect import bisect_left, insort
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,7 +47,8 @@ class Room:
         self._spare: dict[Place, None] = {}
         """Those between two turns that whoever waits may have."""
         self._spare_tokens = 0
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[tuple[int, int, int, Place, asyncio.Future[None]]] = []
+        """A heap of (priority, arrival, tokens, place, future)."""
         self._arrivals = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -72,15 +72,14 @@ class Room:
     async def wait(self, place: Place, tokens: int, priority: int) -> None:
         """See `Place.wait`."""
         self._arrivals += 1
-        passes = asyncio.get_running_loop().create_future()
-        place.waiting = _Waiting(place, tokens, (priority, self._arrivals), passes)
-        insort(self._waiting, place.waiting)
+        place.passes = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (priority, self._arrivals, tokens, place, place.passes))
         self._let_pass()
         try:
-            await passes
-        finally:
-            self._wait_no_more(place)
+            await place.passes
+        except asyncio.CancelledError:
             self._let_pass()
+            raise
 
     def rest(self, place: Place, tokens: int) -> None:
         """See `Place.rest`."""
@@ -99,16 +98,9 @@ class Room:
         """See `Place.leave`."""
         place.rests_since = None
         self._give_up(place)
-        waiting = place.waiting
-        self._wait_no_more(place)
-        if waiting is not None and not waiting.passes.done():
-            waiting.passes.set_result(None)
+        if place.passes is not None and not place.passes.done():
+            place.passes.set_result(None)
         self._let_pass()
-
-    def _wait_no_more(self, place: Place) -> None:
-        if place.waiting is not None:
-            del self._waiting[bisect_left(self._waiting, place.waiting)]
-            place.waiting = None
 
     def _hold(self, place: Place, tokens: int) -> None:
         """What has grown beyond the memory pushes those out of the engine that rested longest."""
@@ -147,25 +139,28 @@ class Room:
         return True
 
     def _let_pass(self) -> None:
-        """Give places to those that wait, as far as there is room; look again when the next need not be kept."""
-        while self._waiting and self._make_room(self._waiting[0].tokens):
-            waiting = self._waiting[0]
-            self._wait_no_more(waiting.place)
-            if not waiting.passes.done():
-                self._hold(waiting.place, waiting.tokens)
-                waiting.passes.set_result(None)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._waiting and self._kept:
+        """Give places to those that wait, as far as there is room; look again when one need not be kept any more."""
+        while self._waiting:
+            _, _, tokens, place, passes = self._waiting[0]
+            if not passes.done():  # else it waits no more
+                if not self._make_room(tokens):
+                    break
+                self._hold(place, tokens)
+                passes.set_result(None)
+            heapq.heappop(self._waiting)
+        if self._waiting and self._kept and self._timer is None:
             until = next(iter(self._kept)).kept_until
-            self._timer = asyncio.get_running_loop().call_at(until, self._let_pass)
+            self._timer = asyncio.get_running_loop().call_at(until, self._look_again)
+
+    def _look_again(self) -> None:
+        self._timer = None
+        self._let_pass()
 
 
 class Place:
     """One conversation's place in the engine's memory; made by `Room.place`."""
 
-    __slots__ = ("_room", "kept_until", "kind", "rests_since", "tokens", "waiting")
+    __slots__ = ("_room", "kept_until", "kind", "passes", "rests_since", "tokens")
 
     def __init__(self, room: Room, kind: Hashable) -> None:
         self._room = room
@@ -174,7 +169,8 @@ class Place:
         """Of its context, when they were last told; 0: it has no place."""
         self.rests_since: float | None = None
         self.kept_until = 0.0
-        self.waiting: _Waiting | None = None
+        self.passes: asyncio.Future[None] | None = None
+        """Of its newest wait."""
 
     def take(self, tokens: int) -> bool:
         """Whether a call with so much context may begin now: then it has its place until `leave`, or until it rests and
@@ -193,17 +189,6 @@ class Place:
     def leave(self) -> None:
         """Nothing is held any more, and nothing waited for. Idempotent."""
         self._room.leave(self)
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    place: Place
-    tokens: int
-    order: tuple[int, int]
-    passes: asyncio.Future[None]
-
-    def __lt__(self, other: _Waiting) -> bool:
-        return self.order < other.order
 
 
 class _Costs:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from agentrl.cli.sample_environment import Propose
 from agentrl.cli.sample_run import sample_adapters, sample_config
 from agentrl.config.run import RunConfig
 from agentrl.core.ids import root_number
+from agentrl.core.ports import Engine
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.reasons import reasons
 from agentrl.journal.run_log import SqliteRunLog
@@ -67,6 +70,27 @@ def test_early_and_late_members_are_told_apart(tmp_path: Path) -> None:
         [compared] = [other for other in finishers if other != name][:1]
         assert f"compared with the rewards of {compared}" in text
     assert seen == {"early", "late"}
+    reader.close()
+
+
+def test_who_waited_for_room_in_the_engines_memory_is_told(tmp_path: Path) -> None:
+    adapters = sample_adapters()
+
+    async def short_of_memory(*arguments: Any) -> Engine:
+        engine = await adapters.engine(*arguments)
+        engine.capabilities = replace(engine.capabilities, kv_tokens=400, prefill_rate=100_000.0)
+        return engine
+
+    config = RunConfig(**{**sample_config(tmp_path, "short").model_dump(), "steps": 2})
+    run = asyncio.run(run_training(config, Propose, quiet=True, adapters=replace(adapters, engine=short_of_memory)))
+    reader = RunReader(run.path)
+    lines = reader.episodes("status = trained", limit=1000)
+    waits = [text for line in lines for text in told(reader, line.episode, "time") if "room" in text]
+    assert waits
+    assert all(
+        re.match(r"it waited [\d.]+ s for room in the engine's memory, in \d+ of its \d+ turns", text) for text in waits
+    )
+    assert reader.metric("no_room_s")["solver"]
     reader.close()
 
 
