@@ -52,6 +52,11 @@ class Room:
         self._arrivals = 0
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for a place, about."""
+        return len(self._waiting)
+
     def place(self, kind: Hashable) -> Place:
         """Of one conversation, not taken yet; what keeping places costs is learned for each kind."""
         return Place(self, kind)

@@ -62,6 +62,7 @@ class EpisodeRunner:
         self.host = host
         self.clock = clock
         self.parking = Parking()
+        self.room = Room(engine.capabilities.kv_tokens, engine.capabilities.prefill_rate)
         self._services = Services(
             engine=engine,
             chat_format=chat_format,
@@ -69,7 +70,7 @@ class EpisodeRunner:
             clock=clock,
             settings=settings,
             parking=self.parking,
-            room=Room(engine.capabilities.kv_tokens, engine.capabilities.prefill_rate),
+            room=self.room,
         )
         self._store = store
         self._log = log

@@ -25,6 +25,7 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec
 from agentrl.environment.base import Environment, described, place_of
 from agentrl.environment.registry import resolve
 from agentrl.journal.entries import JournalEntry
+from agentrl.rollout.room import Room
 from agentrl.rollout.runner import GRACE_S, EpisodeRunner
 
 MAX_ATTEMPTS = 8
@@ -62,6 +63,11 @@ class AsyncioWorker:
         self._reading = asyncio.Lock()
         self.last_failure = ""
         """What the last dropped episode said, for people."""
+
+    @property
+    def room(self) -> Room:
+        """The places of its conversations in the engine's memory."""
+        return self._runner.room
 
     def submit(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool = False) -> None:
         """Start an episode in a task of its own."""

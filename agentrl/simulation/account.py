@@ -41,6 +41,8 @@ class Look(NamedTuple):
     full_seconds: float
     held: str | None
     """What held admission back."""
+    no_room: bool
+    """Whether calls waited for room in the engines' memory."""
 
 
 class Begun(NamedTuple):
@@ -86,9 +88,9 @@ class Account:
             sum(engine.sampled for engine in self.engines),
         )
 
-    def look(self, held: str | None) -> None:
+    def look(self, held: str | None, *, no_room: bool) -> None:
         """Note how things stand."""
-        self.looks.append(Look(asyncio.get_running_loop().time(), self.busy()[1], held))
+        self.looks.append(Look(asyncio.get_running_loop().time(), self.busy()[1], held, no_room))
 
 
 class ObservedJournal(BriefJournal):

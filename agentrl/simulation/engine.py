@@ -132,6 +132,8 @@ class EmulatedEngine:
         """Seconds in which the engine could do no more: a call waited, or contexts were computed. Others count by the
         share of the slots that ran."""
         self.preemptions = 0
+        self.is_waited_for: Callable[[], bool] = lambda: False
+        """Whether calls wait in front of it, for room in its memory."""
         self._busy = 0.0
 
     # --- the port -----------------------------------------------------------------------------------------------------
@@ -263,7 +265,9 @@ class EmulatedEngine:
         self._kept += tokens * count
         self._busy += seconds
         self.slot_seconds += seconds * count
-        self.full_seconds += computing + sampling * (1.0 if self._waiting else count / self._slots)
+        self.full_seconds += computing + sampling * (
+            1.0 if self._waiting or self.is_waited_for() else count / self._slots
+        )
 
     def _compute(self, seconds: float) -> float:
         """Compute contexts, for so long at most; how long it took."""

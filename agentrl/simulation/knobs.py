@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 FULL = 0.9
 """Busy for so much of the time, engines or trainer are the bottleneck."""
+SEEN = 0.05
+"""A share of the time that is worth telling."""
 WORTH = 0.03
 """A change of the throughput that is more than chance."""
 
@@ -63,14 +65,7 @@ def _knobs(plan: Plan) -> Iterator[Knob]:
     yield _knob(plan, "max_in_flight", plan.max_in_flight * 2)
     for then in (plan.engine.slots * 2, plan.engine.slots // 2):
         yield _knob(plan, "engine.slots", then)
-    for then in (plan.engine.replicas + 1, plan.engine.replicas - 1):
-        yield _knob(plan, "engine.replicas", then, costs="hardware")
-    if plan.trainer.step_seconds is None:
-        for then in (plan.trainer.gpus * 2, plan.trainer.gpus // 2):
-            yield _knob(plan, "trainer.gpus", then, costs="hardware")
-    else:
-        for seconds in (plan.trainer.step_seconds / 2, plan.trainer.step_seconds * 2):
-            yield _knob(plan, "trainer.step_seconds", seconds, costs="hardware")
+    yield from _hardware(plan)
     first = next(iter(plan.trained))
     for factor in (2.0, 0.5):
         size = plan.policies[first].step_size
@@ -82,6 +77,20 @@ def _knobs(plan: Plan) -> Iterator[Knob]:
         yield made
     for then in (plan.credit.group_size * 2, plan.credit.group_size // 2):
         yield _knob(plan, "credit.group_size", then, costs="learning")
+
+
+def _hardware(plan: Plan) -> Iterator[Knob]:
+    for then in (plan.engine.replicas + 1, plan.engine.replicas - 1):
+        yield _knob(plan, "engine.replicas", then, costs="hardware")
+    if plan.engine.kv_tokens is not None:
+        for factor in (2.0, 0.5):
+            yield _knob(plan, "engine.kv_tokens", int(plan.engine.kv_tokens * factor), costs="hardware")
+    if plan.trainer.step_seconds is None:
+        for then in (plan.trainer.gpus * 2, plan.trainer.gpus // 2):
+            yield _knob(plan, "trainer.gpus", then, costs="hardware")
+    else:
+        for seconds in (plan.trainer.step_seconds / 2, plan.trainer.step_seconds * 2):
+            yield _knob(plan, "trainer.step_seconds", seconds, costs="hardware")
 
 
 def _knob(plan: Plan, name: str, then: Any, *, costs: str = "") -> Knob:
@@ -147,7 +156,8 @@ def bottleneck(measured: Measured) -> str:
         (("the engines", measured.engine_busy), ("the trainer", measured.trainer_busy)), key=lambda pair: pair[1]
     )
     if share >= FULL:
-        return f"{busiest}: busy for {share:.0%} of the time"
+        memory = f"; calls wait for room in their memory for {measured.no_room:.0%}" if measured.no_room > SEEN else ""
+        return f"{busiest}: busy for {share:.0%} of the time{memory}"
     idle = f"neither engines ({measured.engine_busy:.0%} busy) nor trainer ({measured.trainer_busy:.0%})"
     held = {reason: part for reason, part in measured.held.items() if reason != "nothing"}
     if not held:

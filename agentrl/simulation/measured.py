@@ -51,6 +51,8 @@ class Measured:
     """By environment: median, P90 and P99 of the time from admission to the end."""
     held: Mapping[str, float]
     """Share of the time, by what held admission back."""
+    no_room: float
+    """Share of the time in which calls waited for room in the engines' memory."""
     preemptions: int
     """Calls that were pushed out of memory."""
     steps_per_bound: float
@@ -96,6 +98,7 @@ def measure(plan: Plan, account: Account, skipped: int, cpu_seconds: float) -> M
         episodes=len(account.asked),
         episode_seconds=_tails(account, begin.at),
         held=_held(account, begin.at, end.at),
+        no_room=fmean(look.no_room for look in account.looks if begin.at <= look.at <= end.at),
         preemptions=sum(engine.preemptions for engine in account.engines),
         steps_per_bound=(len(own) - skipped) / seconds / _steps_per_second(plan, account, len(fed)),
         makespan_over_bound=end.at / _least_seconds(plan, account, own),

@@ -95,8 +95,9 @@ def results(measured: Measured) -> list[tuple[str, str]]:
         )
     held = ", ".join(f"{reason} {share:.0%}" for reason, share in measured.held.items())
     facts.append(("admission", f"held back by: {held}"))
-    if measured.preemptions:
-        facts.append(("memory", f"{measured.preemptions:,} calls were pushed out and computed again"))
+    if measured.no_room or measured.preemptions:
+        waits = f"calls wait for room for {measured.no_room:.0%} of the time"
+        facts.append(("memory", f"{waits}; {measured.preemptions:,} were pushed out and computed again"))
     return facts
 
 

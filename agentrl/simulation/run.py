@@ -19,6 +19,7 @@ from agentrl.app.assemble import Parts, assemble
 from agentrl.core.clock import LoopClock
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.replicas import ReplicatedEngine
+from agentrl.rollout.worker import AsyncioWorker
 from agentrl.simulation.account import Account, CountingEngine, ObservedJournal
 from agentrl.simulation.measured import Measured, measure
 from agentrl.simulation.program import LengthFormat, Tasks, grain_of, length_of, programs
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import Engine
     from agentrl.core.training_records import TrainBatch
     from agentrl.orchestrator.loop import Orchestrator
+    from agentrl.rollout.room import Room
     from agentrl.simulation.plan import Plan
 
 LOOKS = 24
@@ -101,8 +103,12 @@ async def _run(scenario: Scenario) -> Account:
         versions=versions,
     )
     journal.orchestrator = orchestrator = assemble(config, programs(plan), parts)
+    worker = orchestrator.dispatcher.worker
+    assert isinstance(worker, AsyncioWorker)
+    for engine in account.engines:
+        engine.is_waited_for = lambda: worker.room.waiting > 0
     scenario.alter(orchestrator)
-    looks = asyncio.get_running_loop().create_task(_look(plan, account, orchestrator))
+    looks = asyncio.get_running_loop().create_task(_look(plan, account, orchestrator, worker.room))
     await orchestrator.run()
     looks.cancel()
     return account
@@ -138,11 +144,11 @@ def step_seconds(plan: Plan, account: Account) -> Callable[[TrainBatch], float]:
     return seconds
 
 
-async def _look(plan: Plan, account: Account, orchestrator: Orchestrator) -> None:
+async def _look(plan: Plan, account: Account, orchestrator: Orchestrator, room: Room) -> None:
     """Note now and then what holds admission back, and how full the engine has been so far."""
     every = plan.least_step_seconds() / LOOKS
     while True:
-        account.look(orchestrator.scheduler.why_not(orchestrator.demand()))
+        account.look(orchestrator.scheduler.why_not(orchestrator.demand()), no_room=room.waiting > 0)
         await asyncio.sleep(every)
 
 
