@@ -28,6 +28,7 @@ from agentrl.core.errors import (
     InputError,
     ReplayMismatchError,
 )
+from agentrl.core.ports import EngineCapabilities
 from agentrl.environment.base import described
 from agentrl.environment.registry import registered, resolve
 from agentrl.inspection.reader import RunReader
@@ -256,6 +257,10 @@ def _environment(name: str, asked: _Asked) -> type[Environment]:
 
 class _NoEngine:
     """Stands where an engine would be asked."""
+
+    capabilities = EngineCapabilities(
+        name="none", refresh=frozenset(), expert_routing=False, sampling_mask=False, adapters=0, max_context=0
+    )
 
     def __getattr__(self, name: str) -> Any:
         raise InputError(f"a replay asks no engine for {name!r}")
