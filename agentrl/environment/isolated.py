@@ -205,8 +205,9 @@ def _nursery(module: str) -> _Nursery:
 
 def _end(process: subprocess.Popen[bytes], line: socket.socket) -> None:
     line.close()  # which is what it ends by, and its children with it
-    try:
-        process.wait(timeout=_LONGEST_END_S)
-    except subprocess.TimeoutExpired:  # a process that was forked from this one holds the line, too
-        process.kill()
-        process.wait()
+    for end in (process.terminate, process.kill):
+        try:
+            process.wait(timeout=_LONGEST_END_S)
+        except subprocess.TimeoutExpired:  # a process that was forked from this one holds the line, too
+            end()
+    process.wait()

@@ -1,7 +1,7 @@
 """The other side of `isolated.py`: `python -m agentrl.environment.isolated_host FD MODULE PARENT`.
 
 The nursery has one thread, imports the module once, and from then on only waits: for a new line, for the end of a
-child, for the end of a line. It says over a child's line how the child ended.
+child, for the end of a line, for a signal to end. It says over a child's line how the child ended.
 """
 
 from __future__ import annotations
@@ -55,10 +55,15 @@ class Nursery:
             self._problem = valid_unicode(f"{module} cannot be imported there: {type(error).__name__}: {error}")
 
     def serve(self) -> None:
-        """Until the other side is gone."""
+        """Until the other side is gone, or SIGTERM comes."""
+        signals = _signals_received()
+        self._poll.register(signals, select.POLLIN)
         while True:
             for descriptor, _ in self._poll.poll():
-                if descriptor == self._requests.fileno():
+                if descriptor == signals.fileno():
+                    if signal.SIGTERM in signals.recv(select.PIPE_BUF):
+                        return
+                elif descriptor == self._requests.fileno():
                     message, lines, _, _ = socket.recv_fds(self._requests, 16, 1)
                     if not message:
                         return
@@ -103,6 +108,15 @@ class Nursery:
             child.line.sendall(framed(("ended", _told(status))))
 
 
+def _signals_received() -> socket.socket:
+    """Where the numbers of signals arrive: one that raised, in the midst of `close`, would leave children behind."""
+    arrived, told = socket.socketpair()
+    told.setblocking(False)
+    signal.set_wakeup_fd(told.detach(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    return arrived
+
+
 def _kill(process: int) -> None:
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -118,6 +132,7 @@ def _serve_object(line: socket.socket, module: Any, nursery: int) -> NoReturn:
     """The child's life: make the object, answer calls, until the line is closed."""
     try:
         os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _die_with(nursery, signal.SIGKILL)
         os.dup2(line.fileno(), 3)
@@ -184,7 +199,6 @@ def _die_with(parent: int, number: int) -> None:
 
 def main() -> None:
     """Serve the line that was handed over, until it ends."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
     _die_with(int(sys.argv[3]), signal.SIGTERM)
     nursery = Nursery(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
     try:

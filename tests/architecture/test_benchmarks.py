@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.timeout(600)  # torch, Ray and vLLM from a cold disk, on a machine that is busy
 def test_every_module_of_the_benchmarks_imports(repository: Path) -> None:
     names = sorted(path.stem for path in (repository / "benchmarks").glob("*.py"))
     assert "resume_foreign_games" in names

@@ -290,10 +290,42 @@ def check_logprobs(model: Any, context: Int32Array, completion: Completion) -> N
     np.testing.assert_allclose(completion.logprobs, token_logprobs(model, context, completion), atol=2e-4)
 
 
+class StepClock:
+    """A clock that moves by a second each time it is read.
+
+    The embedded engine then comes back to the event loop after every forward pass: a test can act after a given number
+    of tokens, however busy the machine is.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        """A second later than last time."""
+        self._now += 1.0
+        return self._now
+
+    def wall(self) -> float:
+        """No wall."""
+        return self._now
+
+    async def sleep(self, seconds: float) -> None:
+        """Not used."""
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Let the loop run until `condition` holds."""
     while not condition():
         await asyncio.sleep(0)
+
+
+async def update_after(engine: EmbeddedEngine, tokens: int, weights: WeightsRef) -> None:
+    """New weights for calls in flight when they have sampled so many more tokens; none while the files are read."""
+    before = engine.stats.sampled_tokens
+    await until(lambda: engine.stats.sampled_tokens >= before + tokens)
+    await engine.pause()
+    await engine.update(weights)
+    await engine.resume()
 
 
 async def check_refused(engine: EmbeddedEngine, zoo: ModelZoo, weights: WeightsRef, message: str) -> None:

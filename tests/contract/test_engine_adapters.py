@@ -15,13 +15,14 @@ from agentrl.core.errors import EngineError
 from agentrl.engines.embedded import EmbeddedEngine
 from tests.contract.engine_kinds import (
     ModelZoo,
+    StepClock,
     check_logprobs,
     check_refused,
     load_engine,
     plain_logprobs,
     prompt,
     request,
-    until,
+    update_after,
     version,
     write_adapter,
 )
@@ -113,14 +114,12 @@ def test_rslora_scales_as_peft_does(zoo: ModelZoo, tmp_path: Path) -> None:
 
 def test_many_adapter_updates_in_few_places(zoo: ModelZoo, tmp_path: Path) -> None:
     async def main() -> None:
-        engine = load_engine(zoo, adapter_slots=1)
+        engine = load_engine(zoo, adapter_slots=1, clock=StepClock())
         session, context = engine.open("s", "solver"), prompt(9)
         for step in range(1, 5):
             weights = write_adapter(tmp_path / f"{step}", version(step), zoo.load(), seed=step)
             running = asyncio.ensure_future(session.generate(request(f"r{step}", context, max_tokens=100)))
-            sampled = engine.stats.sampled_tokens
-            await until(lambda sampled=sampled: engine.stats.sampled_tokens > sampled + 5)  # type: ignore[misc]
-            await engine.update(weights)
+            await update_after(engine, 5, weights)
             assert [span.version.step for span in (await running).spans] == [step - 1, step]
             check_logprobs(with_adapter(zoo, weights), context, await session.generate(request(f"c{step}", context)))
         await engine.close()
@@ -194,13 +193,11 @@ def test_lazy_leases_give_way_when_places_are_short(zoo: ModelZoo, tmp_path: Pat
 
 def test_calls_in_flight_under_turn_refresh_end_on_their_adapter(zoo: ModelZoo, tmp_path: Path) -> None:
     async def main() -> None:
-        engine = load_engine(zoo, refresh="turn")
+        engine = load_engine(zoo, refresh="turn", clock=StepClock())
         first = write_adapter(tmp_path / "1", version(1), zoo.load(), seed=1)
         await engine.update(first)
         running = asyncio.ensure_future(engine.open("s", "solver").generate(request("a", prompt(9), max_tokens=60)))
-        sampled = engine.stats.sampled_tokens
-        await until(lambda: engine.stats.sampled_tokens > sampled + 5)
-        await engine.update(write_adapter(tmp_path / "2", version(2), zoo.load(), seed=2))
+        await update_after(engine, 5, write_adapter(tmp_path / "2", version(2), zoo.load(), seed=2))
         assert not running.done()
         completion = await running
         assert [span.version.step for span in completion.spans] == [1]

@@ -13,7 +13,7 @@ import torch
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.capture import RoutingTap
 from agentrl.engines.embedded import EmbeddedEngine
-from tests.contract.engine_kinds import START, ModelZoo, plain_logprobs, prompt, request
+from tests.contract.engine_kinds import START, ModelZoo, StepClock, plain_logprobs, prompt, request, update_after
 
 if TYPE_CHECKING:
     from agentrl.core.records import ExpertArray, Int32Array
@@ -84,11 +84,9 @@ def test_an_evicted_context_is_routed_again_from_its_start(zoo: ModelZoo) -> Non
 @pytest.mark.parametrize("keep_kv", [True, False])
 def test_routing_of_tokens_sampled_before_an_update_stays(zoo: ModelZoo, keep_kv: bool) -> None:
     async def main() -> None:
-        engine = load(zoo, "mixtral", capture_routing=True, keep_kv=keep_kv)
+        engine = load(zoo, "mixtral", capture_routing=True, keep_kv=keep_kv, clock=StepClock())
         running = asyncio.ensure_future(engine.open("s", "solver").generate(request("r", prompt(20), max_tokens=60)))
-        while engine.stats.sampled_tokens < 20:
-            await asyncio.sleep(0)
-        await engine.update(zoo.full(PolicyVersion("solver", 0, 1), "mixtral", seed=1))
+        await update_after(engine, 20, zoo.full(PolicyVersion("solver", 0, 1), "mixtral", seed=1))
         completion = await running
         context = np.concatenate([prompt(20), completion.token_ids])
         before = 20 + completion.spans[0].stop - 1

@@ -13,7 +13,16 @@ import torch
 from agentrl.core.errors import EngineCapabilityError, EngineError, ModelError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.embedded import EmbeddedEngine
-from tests.contract.engine_kinds import START, VOCABULARY, ModelZoo, plain_logprobs, prompt, request
+from tests.contract.engine_kinds import (
+    START,
+    VOCABULARY,
+    ModelZoo,
+    StepClock,
+    plain_logprobs,
+    prompt,
+    request,
+    update_after,
+)
 
 if TYPE_CHECKING:
     from agentrl.core.records import Completion, Float32Array, Int32Array
@@ -235,25 +244,6 @@ def test_a_continuation_after_a_pause_is_bit_equal(zoo: ModelZoo) -> None:
     assert paused.logprobs.tobytes() == undisturbed.logprobs.tobytes()
 
 
-class StepClock:
-    """A clock that moves by a second each time it is read."""
-
-    def __init__(self) -> None:
-        self._now = 0.0
-
-    def monotonic(self) -> float:
-        """A second later than last time."""
-        self._now += 1.0
-        return self._now
-
-    def wall(self) -> float:
-        """No wall."""
-        return self._now
-
-    async def sleep(self, seconds: float) -> None:
-        """Not used."""
-
-
 def test_deltas_add_up_to_what_was_sampled(zoo: ModelZoo) -> None:
     async def main() -> None:
         engine = load(zoo, clock=StepClock())
@@ -267,9 +257,7 @@ def test_deltas_add_up_to_what_was_sampled(zoo: ModelZoo) -> None:
         running = asyncio.ensure_future(
             engine.open("s", "solver").generate(request("r", prompt(5), max_tokens=30), on_delta)
         )
-        while engine.stats.sampled_tokens < 10:
-            await asyncio.sleep(0)
-        await engine.update(zoo.full(newer))
+        await update_after(engine, 10, zoo.full(newer))
         completion = await running
         tokens = [token for piece in pieces for token in piece[0]]
         assert tokens == completion.token_ids.tolist()[: len(tokens)]

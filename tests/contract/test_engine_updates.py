@@ -15,6 +15,7 @@ from agentrl.core.errors import EngineError
 from tests.contract.engine_kinds import (
     START,
     ModelZoo,
+    StepClock,
     check_logprobs,
     check_refused,
     load_engine,
@@ -22,6 +23,7 @@ from tests.contract.engine_kinds import (
     request,
     token_logprobs,
     until,
+    update_after,
     version,
     write_full,
 )
@@ -46,11 +48,10 @@ def test_a_full_update_serves_the_new_weights(zoo: ModelZoo, architecture: str) 
 
 def test_old_kv_never_serves_a_new_version_between_turns(zoo: ModelZoo) -> None:
     async def main() -> None:
-        engine = load_engine(zoo)
+        engine = load_engine(zoo, clock=StepClock())
         session, context = engine.open("s", "solver"), prompt(30)
         running = asyncio.ensure_future(session.generate(request("a", context, max_tokens=60)))
-        await until(lambda: engine.stats.sampled_tokens > 20)
-        await engine.update(zoo.full(version(1)))
+        await update_after(engine, 20, zoo.full(version(1)))
         mixed = await running
         assert [span.version for span in mixed.spans] == [START["solver"], version(1)]
         longer = np.concatenate([context, mixed.token_ids, prompt(4, 1)])
@@ -69,11 +70,10 @@ def test_tokens_after_an_update_come_from_the_new_weights_over_kept_or_recompute
     zoo: ModelZoo, keep_kv: bool
 ) -> None:
     async def main() -> None:
-        engine = load_engine(zoo, keep_kv=keep_kv)
+        engine = load_engine(zoo, keep_kv=keep_kv, clock=StepClock())
         session, context = engine.open("s", "solver"), prompt(30)
         running = asyncio.ensure_future(session.generate(request("a", context, max_tokens=60)))
-        await until(lambda: engine.stats.sampled_tokens > 20)
-        await engine.update(zoo.full(version(1)))
+        await update_after(engine, 20, zoo.full(version(1)))
         mixed = await running
         boundary = mixed.spans[1].start
         old, new = (token_logprobs(zoo.load(seed=seed), context, mixed) for seed in (0, 1))
@@ -114,7 +114,7 @@ def test_kept_versions_and_other_policies_have_copies_of_their_own(zoo: ModelZoo
 
 def test_a_turn_boundary_is_never_reached_while_paused(zoo: ModelZoo) -> None:
     async def main() -> None:
-        engine = load_engine(zoo, refresh="turn", versions={"solver": START["solver"]})
+        engine = load_engine(zoo, refresh="turn", versions={"solver": START["solver"]}, clock=StepClock())
         running = asyncio.ensure_future(engine.open("s", "solver").generate(request("a", prompt(5), max_tokens=50)))
         await until(lambda: engine.stats.sampled_tokens > 2)
         await engine.pause()
@@ -201,7 +201,7 @@ def test_the_starting_version_may_be_published_too(zoo: ModelZoo) -> None:
 
 def test_an_update_that_has_begun_is_finished_though_its_caller_is_cancelled(zoo: ModelZoo) -> None:
     async def main() -> None:
-        engine = load_engine(zoo, versions={"solver": START["solver"]})
+        engine = load_engine(zoo, versions={"solver": START["solver"]}, clock=StepClock())
         session, context = engine.open("s", "solver"), prompt(10)
         running = asyncio.ensure_future(session.generate(request("a", context, max_tokens=200)))
         for step in range(1, 6):

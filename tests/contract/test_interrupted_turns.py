@@ -28,6 +28,7 @@ from tests.contract.engine_kinds import (
     START,
     MakeEngine,
     ModelZoo,
+    StepClock,
     load_engine,
     plain_logprobs,
     prompt,
@@ -173,7 +174,7 @@ def worker_over(
 
 
 def moe_engine(zoo: ModelZoo) -> EmbeddedEngine:
-    return load_engine(zoo, "qwen3_moe", capture_routing=True, capture_mask=True)
+    return load_engine(zoo, "qwen3_moe", capture_routing=True, capture_mask=True, clock=StepClock())
 
 
 async def interrupted(zoo: ModelZoo, how: str, sampling: dict[str, Any]) -> Row:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import os
 import random
 import signal
@@ -185,6 +186,62 @@ def test_it_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert all(map(is_gone, map(int, ended.stdout.split())))
+
+
+def test_it_ends_with_its_maker_although_another_process_holds_its_line() -> None:
+    script = (
+        "import asyncio, os\n"
+        "from agentrl.environment.isolated import isolated\n"
+        "from tests.unit.test_isolated import Game\n"
+        "async def main():\n"
+        "    game = isolated(Game)()\n"
+        "    print(await game.fork(), flush=True)\n"
+        "    if os.fork() == 0:\n"
+        "        os._exit(len(os.read(0, 1)))\n"
+        "asyncio.run(main())\n"
+    )
+    command, pipe = [sys.executable, "-c", script], subprocess.PIPE
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdin=pipe, stdout=pipe, text=True) as maker:
+        assert maker.stdout is not None
+        forked = int(maker.stdout.readline())
+        assert maker.wait() == 0
+        assert is_gone(forked)
+
+
+IMPATIENT = """
+import os, signal, sys
+from tests.unit import test_isolated
+
+kill = os.killpg
+
+def told_again(group, number):
+    os.kill(os.getpid(), signal.SIGTERM)
+    kill(group, number)
+
+if "isolated_host" in sys.argv[0]:
+    os.killpg = told_again
+
+class Game(test_isolated.Game):
+    def maker(self):
+        return os.getppid()
+"""
+
+
+def test_told_to_end_while_it_ends_it_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when its line is closed by the death of its maker, of which the kernel tells it a moment later."""
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
+    monkeypatch.syspath_prepend(tmp_path)
+    factory = importlib.import_module("impatient").Game
+
+    async def play() -> list[int]:
+        games: list[Any] = [isolated(factory)() for _ in range(2)]
+        forked = [await game.fork() for game in games]
+        nursery = await games[0].maker()
+        os.kill(nursery, signal.SIGTERM)
+        assert is_gone(nursery)
+        return forked
+
+    assert all(map(is_gone, asyncio.run(play())))
 
 
 def test_its_draws_are_those_of_the_resource() -> None:
