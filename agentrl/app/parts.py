@@ -203,7 +203,7 @@ def make_workers(
         journal=str(journal.absolute()),
         environments={name_of(each): f"{module_of(each)}:{each.__qualname__}" for each in known},
         paths=tuple(map(os.path.abspath, sys.path)),
-        capabilities=engine.capabilities,
+        capabilities=engine.capabilities.share(config.workers),
     )
     settings = PoolSettings(
         workers=config.workers,

@@ -64,6 +64,7 @@ class Work(Message, frozen=True):
     paths: tuple[str, ...]
     """Where modules are imported from."""
     capabilities: EngineCapabilities
+    """With this worker's share of what conversations may keep in the engine."""
 
 
 class Engines(Message, frozen=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -55,6 +55,11 @@ class EngineCapabilities:
     None: what a conversation may keep does not depend on the others."""
     prefill_rate: float = math.inf
     """Tokens of context computed per second, with nothing else to do."""
+
+    def share(self, parts: int) -> EngineCapabilities:
+        """What one of so many has of the engine, who do not know what the others have in it."""
+        tokens = None if self.kv_tokens is None else self.kv_tokens // parts
+        return replace(self, kv_tokens=tokens, prefill_rate=self.prefill_rate / parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

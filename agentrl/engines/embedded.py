@@ -55,6 +55,9 @@ _DELTA_SECONDS = 0.2
 class EmbeddedEngine:
     """See `agentrl.core.ports.Engine`. Make one with `load`; it belongs to one event loop.
 
+    Its memory is a row per slot, whatever a conversation has of it, so it states no `kv_tokens`: between two turns a
+    conversation keeps its row until another one needs a row.
+
     Arguments of `load`:
         model_path: a local Hugging Face causal LM directory.
         versions: for each policy, the version that the directory's weights are.

@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -233,7 +233,7 @@ def _failed(call: int, error: Exception) -> wire.Failed:
     return wire.Failed(call=call, kind="EngineError", message=f"{type(error).__name__}: {error}")
 
 
-def _make(load: wire.Load) -> HostedEngine:
+async def _make(load: wire.Load) -> HostedEngine:
     module, _, names = load.factory.partition(":")
     try:
         factory: Any = importlib.import_module(module)
@@ -244,8 +244,8 @@ def _make(load: wire.Load) -> HostedEngine:
         ) from error
     for name in names.split("."):
         factory = getattr(factory, name)
-    engine: HostedEngine = factory(versions=load.versions, **load.arguments)
-    return engine
+    engine: HostedEngine | Awaitable[HostedEngine] = factory(versions=load.versions, **load.arguments)
+    return await engine if isinstance(engine, Awaitable) else engine
 
 
 async def _serve(connection: socket.socket) -> None:
@@ -257,7 +257,7 @@ async def _serve(connection: socket.socket) -> None:
     if not isinstance(load, wire.Load):
         return
     try:
-        engine = _make(load)
+        engine = await _make(load)
     except Exception as error:  # noqa: BLE001 - the client must hear of whatever a factory raises
         wire.send(writer, _failed(0, error))
         await writer.drain()

@@ -10,7 +10,7 @@ that the first replica refuses has reached none.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from agentrl.engines.served import Served, finished
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from agentrl.core.ports import Delta, Engine, EngineSession, GenerateRequest
+    from agentrl.core.ports import Delta, Engine, EngineCapabilities, EngineSession, GenerateRequest
     from agentrl.core.records import Completion, Float32Array, Int32Array, PolicyVersion, WeightsRef
 
 FENCE_S = 30.0
@@ -63,7 +63,7 @@ class ReplicatedEngine:
     """
 
     def __init__(self, engines: Sequence[Engine], *, tell: Callable[[str], None] | None = None) -> None:
-        self.capabilities = engines[0].capabilities
+        self.capabilities = _together([engine.capabilities for engine in engines])
         self._replicas = [Replica(number, engine) for number, engine in enumerate(engines)]
         self._wanted = Served()
         self._tell = tell or (lambda line: None)
@@ -366,6 +366,16 @@ class ReplicatedEngine:
         await self._changed.wait()
         if self._closed:
             raise EngineError("the engine is closed")
+
+
+def _together(replicas: Sequence[EngineCapabilities]) -> EngineCapabilities:
+    """Those of several that can the same: what they hold and compute adds up."""
+    held = [each.kv_tokens for each in replicas if each.kv_tokens is not None]
+    return replace(
+        replicas[0],
+        kv_tokens=sum(held) if len(held) == len(replicas) else None,
+        prefill_rate=sum(each.prefill_rate for each in replicas),
+    )
 
 
 class ReplicatedSession:

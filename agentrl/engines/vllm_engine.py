@@ -9,6 +9,7 @@ keeps its tokens; nothing is asked of vLLM while it is paused; when vLLM dies th
 from __future__ import annotations
 
 import asyncio
+import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from agentrl.core.ids import key64
 from agentrl.core.ports import EngineCapabilities
 from agentrl.engines.sessions import check_request, empty_completion
 from agentrl.engines.vllm_calls import VllmCall, VllmSession
+from agentrl.engines.vllm_capacity import kv_tokens, prefill_rate
 from agentrl.engines.vllm_start import VllmSettings, start_vllm
 from agentrl.engines.vllm_updates import VllmUpdates, VllmVersion
 from agentrl.engines.weight_files import read_shapes
@@ -57,6 +59,7 @@ class VllmEngine:
         *,
         versions: Mapping[str, PolicyVersion],
         settings: VllmSettings,
+        prefill_rate: float = math.inf,
         clock: Clock | None = None,
     ) -> None:
         adapters = settings.adapter_slots
@@ -79,6 +82,8 @@ class VllmEngine:
             adapters=adapters,
             max_context=settings.max_context,
             exact_continuation=False,
+            kv_tokens=kv_tokens(llm.vllm_config),
+            prefill_rate=prefill_rate,
         )
         self._llm = llm
         self._versions = VllmUpdates(
@@ -95,7 +100,7 @@ class VllmEngine:
         self._running = 0
 
     @classmethod
-    def load(  # noqa: PLR0913 (one keyword per setting)
+    async def load(  # noqa: PLR0913 (one keyword per setting)
         cls,
         model_path: str,
         *,
@@ -110,7 +115,7 @@ class VllmEngine:
         kv_memory: int = 0,
         threads: int = 1,
     ) -> VllmEngine:
-        """Start vLLM on a model directory and serve it.
+        """Start vLLM on a model directory, measure how fast it computes contexts, and serve it.
 
         Args:
             model_path: a local Hugging Face causal LM directory.
@@ -129,6 +134,7 @@ class VllmEngine:
             ModelError: the directory holds no such model.
             EngineCapabilityError: what was asked for cannot be had together.
             EngineError: vLLM does not start; it says why.
+            EngineLostError: it died while it was measured.
         """
         settings = VllmSettings(
             slots=slots,
@@ -139,12 +145,12 @@ class VllmEngine:
             max_rank=max_rank,
             max_staleness=max_staleness,
         )
-        return cls(
-            start_vllm(model_path, settings, kv_memory=kv_memory, threads=threads),
-            model_path,
-            versions=versions,
-            settings=settings,
-        )
+        llm = start_vllm(model_path, settings, kv_memory=kv_memory, threads=threads)
+        try:
+            rate = await prefill_rate(llm)
+        except EngineDeadError as error:
+            raise EngineLostError(f"vLLM died while it was measured on {model_path}") from error
+        return cls(llm, model_path, versions=versions, settings=settings, prefill_rate=rate)
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 

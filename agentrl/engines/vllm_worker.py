@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -110,6 +111,13 @@ class FileWeights(WeightTransferEngine[FileInit, FileUpdate]):
 
 class WorkerExtension:
     """What vLLM mixes into its worker; importing it has registered the backend."""
+
+    model_runner: Any
+
+    def add_blank_adapter(self, number: int, rank: int) -> None:
+        """An adapter that changes nothing and costs what others do, until it is removed."""
+        blank = LoRARequest(lora_name="blank", lora_int_id=number, lora_path="blank")
+        self.model_runner.lora_manager.add_dummy_lora(blank, rank)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:  # it refuses a second time

@@ -38,7 +38,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=Tr
 
 
 class Load(Message, frozen=True):
-    """Make the engine: `factory` is `module:name.of.callable`, called with `versions` and the arguments."""
+    """Make the engine: `factory` is `module:name.of.callable`, called with `versions` and the arguments; what it
+    returns may have to be awaited."""
 
     factory: str
     arguments: dict[str, Any]

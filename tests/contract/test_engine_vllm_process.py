@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import math
 import os
 import select
 import shutil
@@ -117,6 +118,9 @@ def test_whatever_of_it_dies_the_turn_goes_on_in_the_next_process(
     async def main() -> None:
         engine = await ProcessEngine(program(directory), START, clock=NoWaiting()).ready()
         assert engine.supervisor.process_id is not None
+        assert (engine.capabilities.kv_tokens or 0) >= 8 * 512, "what its slots need"
+        assert 0 < engine.capabilities.prefill_rate < math.inf
+        assert engine.busy_seconds() == 0
         private = {private_name(engine.supervisor.process_id)}
         assert len(files_of(private)) > 1, "its directory, and shared memory"
         processes = session_of(engine.supervisor.process_id)

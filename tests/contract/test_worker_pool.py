@@ -6,16 +6,20 @@ import asyncio
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from agentrl.app.parts import make_workers
 from agentrl.cluster import worker_wire
+from agentrl.core.clock import SystemClock
 from agentrl.journal.reader import TurnReader
 from benchmarks.scheduling_workers import Listening
 from tests.contract import worker_environments as environments
-from tests.contract.worker_cases import Workplace, run, workplace
+from tests.contract.worker_cases import Workplace, config_of, run, workplace
 
 EVENT_BYTES = 256
 
@@ -55,6 +59,23 @@ def test_episodes_are_those_one_process_plays(tmp_path: Path) -> None:
 
     async def main() -> None:
         assert await played(2) == await played(1)
+
+    run(main)
+
+
+def test_each_worker_is_told_of_its_share_of_the_engine(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with workplace(tmp_path, 1) as at:
+            engine, journal = at.engine, at.journal.directory
+            whole = engine.capabilities = replace(engine.capabilities, kv_tokens=30_001, prefill_rate=600.0)
+            log = tmp_path / "workers.log"
+            pool = make_workers(config_of(3), at.environment, engine, journal, at.told.append, log, SystemClock())
+            assert pool is not None
+            told = worker_wire.TO_WORKER.decode(msgspec.msgpack.encode(pool._settings.work))
+            assert isinstance(told, worker_wire.Work)
+            assert told.capabilities == replace(whole, kv_tokens=10_000, prefill_rate=200.0)
+            assert replace(whole, kv_tokens=None).share(3).kv_tokens is None
+            await pool.close()
 
     run(main)
 

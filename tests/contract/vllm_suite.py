@@ -38,8 +38,9 @@ SUITES = {
         "test_engine_vllm_calls.py",
         "test_engine_vllm_probe.py",
         "test_engine_vllm_files.py",
+        "test_engine_vllm_capacity.py",
     ],
-    "full": ["test_engine_vllm_full.py", "test_engine_vllm_full_probe.py"],
+    "full": ["test_engine_vllm_full.py", "test_engine_vllm_full_probe.py", "test_engine_vllm_capacity.py"],
 }
 ADAPTER_PLACES = 6
 PLACES = {"adapters": ADAPTER_PLACES, "full": 0}

@@ -112,6 +112,25 @@ def test_conversations_that_begin_alike_go_to_one_replica_until_it_has_too_many(
     simulate(main, seed=0)
 
 
+def test_what_replicas_hold_and_compute_adds_up() -> None:
+    def together(*held: int | None) -> tuple[int | None, float]:
+        engines = [Engine() for _ in held]
+        for engine, tokens in zip(engines, held, strict=True):
+            engine.capabilities = replace(engine.capabilities, kv_tokens=tokens, prefill_rate=500.0)
+        found = ReplicatedEngine(engines).capabilities
+        assert replace(found, kv_tokens=held[0], prefill_rate=500.0) == engines[0].capabilities, (
+            "the rest is the first's"
+        )
+        return found.kv_tokens, found.prefill_rate
+
+    async def main() -> None:
+        assert together(8000) == (8000, 500.0)
+        assert together(8000, 6000, 8000) == (22000, 1500.0)
+        assert together(8000, None) == (None, 1000.0)
+
+    simulate(main, seed=0)
+
+
 def test_a_replica_that_does_not_take_a_version_is_fenced_until_it_has() -> None:
     async def main() -> None:
         engines, told = [Engine() for _ in range(2)], list[str]()
