@@ -23,7 +23,7 @@ from agentrl.cluster import worker_wire as wire
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import AgentRLError
+from agentrl.core.errors import AgentRLError, RunDirectoryError
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
 from agentrl.engines.guest import GuestEngine
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 ALIVE_S = 1.0
 """How often the run hears that this process does not hang."""
+LET_GO_S = 30
+"""How long the process that had the partition before may take to let go of it: one that Ray started outlives a run that
+was killed by some seconds."""
 
 
 class Run:
@@ -196,9 +199,9 @@ def tell_failure(writer: asyncio.StreamWriter, error: BaseException) -> None:
 class WorkerHost:
     """The worker of this process, and what the run asks of it."""
 
-    def __init__(self, work: wire.Work, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, work: wire.Work, writer: asyncio.StreamWriter, journal: WorkerJournal) -> None:
         config = RunConfig.model_validate(work.config)
-        self._journal = journal = WorkerJournal(Path(work.journal), str(work.number))
+        self._journal = journal
         chat_format = make_chat_format(config)
         self.run = Run(writer, journal.log, policy_binding(config))
         self._engine = GuestEngine(work.capabilities)
@@ -254,6 +257,23 @@ class WorkerHost:
         self.run.tell(wire.Cancelled())
 
 
+async def own_partition(work: wire.Work, writer: asyncio.StreamWriter, seconds: int = LET_GO_S) -> WorkerJournal:
+    """The process's partition of the journal, waited for where another one still has it.
+
+    Raises:
+        RunDirectoryError: it has it for longer than that.
+        AgentRLError: see `WorkerJournal`.
+    """
+    for waited in range(seconds):
+        try:
+            return WorkerJournal(Path(work.journal), str(work.number))
+        except RunDirectoryError as error:
+            line = f"worker {work.number}: {error}; it is given {seconds} s to end"
+            send(writer, wire.Alive() if waited else wire.Told(line=line))
+            await asyncio.sleep(1.0)
+    return WorkerJournal(Path(work.journal), str(work.number))
+
+
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     body = await receive(reader)
@@ -261,7 +281,7 @@ async def _serve(connection: socket.socket) -> None:
         return
     sys.path.extend(path for path in work.paths if path not in sys.path)
     try:
-        host = WorkerHost(work, writer)
+        host = WorkerHost(work, writer, await own_partition(work, writer))
     except Exception as error:  # noqa: BLE001 - the run must hear why there is no worker
         tell_failure(writer, error)
         await writer.drain()

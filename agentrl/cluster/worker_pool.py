@@ -5,6 +5,10 @@ with which process, their queue, and what becomes of the episodes of one that di
 placement's: children of this one, or of Ray actors. Where tokens go it does not know: headers alone come here.
 Invariants: an episode is with one process at a time, and with another only when the first is dead; it is reported once,
 its commit durable before; a process that is behind gets what is new last, and holds up nobody else's episodes.
+
+What kills its process is dropped, and nothing else. A death alone says nothing: machines fail. An episode that was
+there at two is suspected, and is from then on with no other suspect but those that wait for it, its ancestors: so the
+next death of its process tells, and nobody waits in a circle.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import msgspec
 
 from agentrl.cluster import worker_wire as wire
 from agentrl.cluster.worker_process import WorkerProcess
+from agentrl.core import ids
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, dropped_header
 
 if TYPE_CHECKING:
@@ -29,8 +34,8 @@ if TYPE_CHECKING:
 
 OnEnd = Callable[[EpisodeHeader], None]
 
-LOSSES = 3
-"""An episode is dropped when so many processes have died with it: it may be what kills them."""
+SUSPECTED = 2
+"""An episode with which so many processes have died may be what kills them."""
 CANCEL_S = 10.0
 """How long a process may take to stop all it runs, before it is killed: longer than a stuck program is waited for."""
 
@@ -49,6 +54,11 @@ class Placed:
     is_parked: bool = False
     deadline: float = float("inf")
     """See `parking.Parkable`, of a parked one."""
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what kills processes."""
+        return self.losses >= SUSPECTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +204,9 @@ class WorkerPool:
         """Give an episode to the process that has fewest, one that is behind last; where none has room, it waits."""
         is_root = placed.spec.parent_id is None
         able = [each for each in self.processes if each.is_ready and not (is_root and each.roots >= self._share)]
+        if placed.is_suspect:
+            above = set(ids.ancestors(placed.spec.episode_id))
+            able = [each for each in able if self._suspects(each) <= above]
         if not able or self._unready:
             self._queue[placed.number] = placed
             return
@@ -203,6 +216,11 @@ class WorkerPool:
         process.tell(wire.Start(number=placed.number, spec=placed.spec, resume=placed.resume))
         if placed.is_parked:
             process.tell(wire.Park(number=placed.number))
+
+    def _suspects(self, process: WorkerProcess) -> set[str]:
+        """Ids of the suspects that are with a process: ancestors of each other."""
+        placed = (self._episodes[number] for number in process.episodes)
+        return {each.spec.episode_id for each in placed if each.is_suspect}
 
     def _leave(self, process: WorkerProcess, *numbers: int) -> list[Placed]:
         """Episodes are with a process no more."""
@@ -230,15 +248,16 @@ class WorkerPool:
 
     def lost(self, process: WorkerProcess) -> None:
         """See `worker_process.Owner`: its episodes go on elsewhere, from what the journal has of them."""
+        killer = max(self._suspects(process), key=len, default="")
         for placed in self._leave(process, *sorted(process.episodes)):
             placed.losses += 1
             placed.resume = True
             if self._is_cancelling:
                 continue
-            if placed.losses < LOSSES:
+            if placed.spec.episode_id != killer:
                 self._place(placed)
                 continue
-            detail = f"{LOSSES} worker processes died while it ran; it may be what killed them"
+            detail = f"{placed.losses} worker processes died while it ran; it may be what killed them"
             self._commit(placed, dropped_header(placed.spec, "worker_lost"), b"", {}, detail, {})
 
     def failed(self, error: BaseException) -> None:

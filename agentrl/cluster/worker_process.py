@@ -147,9 +147,8 @@ class WorkerProcess:
         if self._child is not None:
             self._child.writer.close()
         self._child, self.is_ready = None, False
-        for waiting in (self._welcomed, self._cancelled):
-            if waiting is not None and not waiting.done():
-                waiting.set_result(None)
+        self._welcomed = None  # who waits for it is not welcomed, and is no longer waiting: the supervisor sees to that
+        _settle(self._cancelled)
         self._owner.lost(self)
         self._minding.cancel()
         self._minding = asyncio.get_running_loop().create_task(self._mind(), name=f"mind worker {self._work.number}")

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import msgspec
 import pytest
 
 from agentrl.app.parts import make_workers
+from agentrl.app.worker_host import own_partition
 from agentrl.cluster import worker_wire
 from agentrl.core.clock import SystemClock
+from agentrl.core.errors import RunDirectoryError
 from agentrl.journal.reader import TurnReader
 from benchmarks.scheduling_workers import Listening
 from tests.contract import worker_environments as environments
@@ -168,6 +171,76 @@ def test_an_episode_that_kills_workers_is_dropped_and_its_neighbours_end(tmp_pat
             assert at.ends["e0"].drop_reason == "worker_lost"
             assert "3 worker processes died while it ran" in at.worker.last_failure
             assert at.journal._log.rows("SELECT drop_reason, detail FROM episodes")[0][0] == "worker_lost"
+
+    run(main)
+
+
+def deaths(at: Workplace) -> int:
+    return sum("SIGKILL" in line for line in at.told)
+
+
+def test_what_was_with_an_episode_that_kills_workers_is_not_dropped(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with workplace(tmp_path, 2, environments.PoisonOrNot) as at:
+            at.submit(at.spec("e0", kills=True), *(at.spec(f"e{number}") for number in range(1, 6)))
+            await at.until(lambda: "e0" in at.ends)
+            assert deaths(at) == 3
+            assert at.ends["e0"].drop_reason == "worker_lost"
+            at.open()
+            await at.drained()
+            assert {at.ends[f"e{number}"].stop_reason for number in range(1, 6)} == {"completed"}
+
+    run(main)
+
+
+def test_a_parent_of_a_child_that_kills_workers_goes_on_without_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with workplace(tmp_path, 2, environments.ParentOfPoison) as at:
+            at.open()
+            at.submit(at.spec("e0"))
+            await at.drained()
+            assert deaths(at) == 3
+            assert at.ends["e0"].trajectories[0].reward == 1.0
+            rows = dict(at.journal._log.rows("SELECT episode, drop_reason FROM episodes"))
+            assert [name for name, reason in rows.items() if reason] == ["e0~0.r#1.0"]
+            assert len(rows) == 4
+
+    run(main)
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from agentrl.journal.lock import RunLock
+lock = RunLock(Path(sys.argv[1]), "turns-0.lock")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_partition_that_a_dying_process_still_has_is_waited_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        (tmp_path / "journal").mkdir(mode=0o700)
+        holder = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", HOLDS, tmp_path / "journal"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        assert await holder.stdout.readline() == b"held\n"
+        async with workplace(tmp_path, 2) as at:
+            at.open()
+            at.submit(at.spec("e0"))
+            await at.until(lambda: bool(at.told))
+            assert re.fullmatch(rf"worker 0: .*: process {holder.pid} is writing this run; .* 30 s to end", at.told[0])
+            assert not at.ends
+            with pytest.raises(RunDirectoryError, match=f"process {holder.pid} is writing this run"):
+                await own_partition(at.pool._settings.work, at.engine, seconds=0)  # type: ignore[arg-type]  # not asked
+            holder.stdin.close()
+            await holder.wait()
+            await at.drained()
+            assert at.ends["e0"].stop_reason == "completed"
 
     run(main)
 

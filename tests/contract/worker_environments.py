@@ -60,6 +60,30 @@ class Poison(agentrl.Environment):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class PoisonOrNot(TwoTurns):
+    """Kills its process where its task says so."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        if ctx.task.data.get("kills"):
+            await Poison.run(self, ctx)  # type: ignore[arg-type]  # it has no state
+        await super().run(ctx)
+
+
+class ParentOfPoison(agentrl.Environment):
+    """Of its three children one kills its process."""
+
+    seats = ("solver",)
+    fan_out = {"PoisonOrNot": 3}  # noqa: RUF012
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("solver")
+        await agent.act(user("one"))
+        poison = ctx.spawn(PoisonOrNot, {"kills": True}, n=1)
+        others = ctx.spawn(PoisonOrNot, {"directory": ctx.task.data["directory"]}, n=2)
+        results = await ctx.gather(*poison, *others)
+        agent.reward(sum(result.rewards.get("solver", 0.0) for result in results))
+
+
 class Child(agentrl.Environment):
     """Says in which process it is."""
 
