@@ -78,7 +78,7 @@ def export(
             write(selection, built)
             _settle(built, target, format, force=force)
     except OSError as error:
-        what = error.strerror or str(error)
+        what = os.strerror(error.errno) if error.errno else str(error)
         raise StorageError(f"{target}: the export cannot be written ({what}); {remedy(error)}") from error
     return Exported(format=format, path=str(target), episodes=len(selection.keys), problems=selection.problems)
 

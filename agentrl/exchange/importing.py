@@ -78,10 +78,11 @@ def import_run(source: Path, format: str, target: Path) -> Imported:
         raise InputError(taken) from error
     except RecursionError as error:
         raise InputError(f"{source}: values nested deeper than can be read") from error
-    except OSError as error:
-        raise StorageError(
-            f"{target}: the run cannot be written ({error.strerror or error}); {remedy(error)}"
-        ) from error
+    except (OSError, StorageError) as error:
+        why, mend = "the disk is full, or refuses", "free space or mend it, then import again"
+        if isinstance(error, OSError):  # and not the journal's, which speaks of a run that goes on
+            why, mend = error.strerror or str(error), remedy(error)
+        raise StorageError(f"{target}: the run cannot be written ({why}); {mend}") from error
     counts = {name: told.pop(name) for name in ("episodes", "turns")}
     return Imported(path=str(target), **counts, not_told=dict(told))
 

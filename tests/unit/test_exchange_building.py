@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from agentrl.cli.main import main
 from agentrl.core.errors import InputError
 from agentrl.exchange.building import building
 from agentrl.exchange.exporting import export
+from agentrl.exchange.formats import EXPORTS
 from agentrl.inspection.lines import EpisodeView
 from agentrl.inspection.reader import RunReader
 
@@ -126,3 +128,40 @@ def test_what_is_built_may_be_read_by_whom_the_user_lets(sample_run: Path, tmp_p
         reader.close()
     assert (tmp_path / "lines").stat().st_mode & 0o777 == 0o644
     assert (tmp_path / "trajectories").stat().st_mode & 0o777 == 0o755
+
+
+def limited(*arguments: str | Path, size: int) -> subprocess.CompletedProcess[str]:
+    """A command in a process that may write no file larger than so many bytes: the disk that is full."""
+    return subprocess.run(
+        [sys.executable, "-m", "agentrl.cli", "run", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),
+    )
+
+
+@pytest.mark.parametrize("format", EXPORTS)
+def test_an_export_that_finds_no_room_says_so_and_leaves_nothing(sample_run: Path, tmp_path: Path, format: str) -> None:
+    if format == "parquet":
+        pytest.importorskip("pyarrow")
+    out = tmp_path / "out"
+    full = limited("export", sample_run, "--to", format, "--where", "turns > 5", "--out", out, size=4_000)
+    assert full.returncode == 74
+    why = "the export cannot be written (File too large); raise the limit on the size of files (ulimit -f)"
+    assert full.stderr == f"agentrl: {out}: {why}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [0, 4_096, 100_000, 300_000])
+def test_an_import_that_finds_no_room_says_so_and_leaves_nothing(tmp_path: Path, size: int) -> None:
+    source, out = tmp_path / "results.jsonl", tmp_path / "theirs" / "run"
+    said = {"prompt": "how many? " * 100, "completion": "three " * 100, "reward": 1.0}
+    source.write_text(f"{json.dumps(said)}\n" * 300)
+    full = limited("import", source, out, "--from", "verifiers", size=size)
+    assert full.returncode == 74
+    assert full.stderr.startswith(f"agentrl: {out}: the run cannot be written (")
+    assert "--resume" not in full.stderr
+    assert list(out.parent.iterdir()) == []
+    assert limited("import", source, out, "--from", "verifiers", size=100_000_000).returncode == 0
+    assert list(out.parent.iterdir()) == [out]
