@@ -41,6 +41,7 @@ class Branch:
         "children",
         "is_blocked",
         "is_dismissed",
+        "is_in_tool",
         "is_open",
         "memoised",
         "owner",
@@ -61,6 +62,8 @@ class Branch:
         self.resources = 0
         self.memoised: str | None = None
         """The effect or external tool the branch is in the middle of: it may make no calls of its own."""
+        self.is_in_tool = False
+        """It is in the middle of a tool: what its calls take is within what the tool takes."""
         self.is_blocked = False
         """Nothing but another branch of the episode can wake it."""
         self.awaits_cancellation = False
@@ -99,6 +102,15 @@ class Branch:
                 yield
         finally:
             self.memoised = None
+
+    @contextmanager
+    def inside_tool(self) -> Iterator[None]:
+        """Within: the branch is in the middle of a tool."""
+        before, self.is_in_tool = self.is_in_tool, True
+        try:
+            yield
+        finally:
+            self.is_in_tool = before
 
     @property
     def key(self) -> StreamKey:

@@ -123,7 +123,7 @@ class LiveContext(EpisodeContext):
         what = f"tool {name!r}"
         started = clock.monotonic()
         limit = self._services.settings.tool_timeout_s if timeout_s is None else timeout_s
-        with journal.performing(opened, what if external else None):
+        with journal.performing(opened, what if external else None), current_branch().inside_tool():
             if external and not await may_perform(self.episode, opened, what, guarantee):
                 raise unknown_effect(self.episode, opened, what)
             observation, outcome = await self._performed(call, limit, guarantee, external=external)

@@ -141,7 +141,7 @@ class LiveEpisode:
     def waited(self, seconds: float) -> None:
         """A tool, an effect or a sleep took so long, now or when it was recorded: on behalf of whoever acted last."""
         agent = self.speaker()
-        if agent is not None:
+        if agent is not None and not current_branch().is_in_tool:  # else it counts with the tool
             agent.waited(seconds)
 
     def speaker(self) -> Sampling | None:

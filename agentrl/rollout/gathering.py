@@ -81,7 +81,7 @@ class _Gathering:
             journal.enter(ids.child_branch(branch.path, call.number, index)) for index in range(len(awaitables))
         ]
         for own in self._branches:
-            own.speaker = branch.speaker
+            own.speaker, own.is_in_tool = branch.speaker, branch.is_in_tool
         self.tasks = [
             loop.create_task(self._run(index, awaitable), context=contextvars.copy_context())
             for index, awaitable in enumerate(awaitables)

@@ -11,7 +11,7 @@ import pytest
 
 import agentrl
 from agentrl.core.errors import EffectError
-from agentrl.core.remaining import unpack
+from agentrl.core.remaining import Remaining, unpack
 from agentrl.journal.entries import EffectEntry, IntentEntry, ResourceEntry, ToolEntry
 from agentrl.rollout.plain_format import STOP_TOKEN
 from tests.replay.executions import Execution, Stage, digits_among_draws, resumed_everywhere, told
@@ -298,13 +298,43 @@ class Slow:
         await asyncio.sleep(4.0)
 
 
-def test_what_tools_took_is_the_same_wherever_an_episode_is_resumed() -> None:
-    executions = resumed_everywhere(Stage(environment=Waiting))
-    told = set()
-    for execution in executions:
+def left_wherever_resumed(environment: type[agentrl.Environment]) -> list[tuple[Remaining, ...]]:
+    left = []
+    for execution in resumed_everywhere(Stage(environment=environment)):
         assert execution.header is not None, execution.error
         (agent,) = execution.header.trajectories
-        told.add(agent.remaining)
-    (packed,) = told
-    first, second = unpack(packed)
+        left.append(tuple(unpack(agent.remaining)))
+    return left
+
+
+def test_what_tools_took_is_the_same_wherever_an_episode_is_resumed() -> None:
+    ((first, second),) = set(left_wherever_resumed(Waiting))
     assert (first.tool_seconds, second.tool_seconds) == (pytest.approx(7.0, rel=0.05), pytest.approx(4.0, rel=0.05))
+
+
+class Nested(agentrl.Environment):
+    """A tool that sleeps, reads, and does both on branches of its own."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        async def look() -> str:
+            await ctx.sleep(1.0)
+            await ctx.effect("read", lambda: asyncio.sleep(2.0), guarantee="read")
+            await ctx.gather(ctx.sleep(4.0), ctx.sleep(5.0))
+            await ctx.call_tool("wait", {}, wait, external=False, timeout_s=None)
+            return "seen"
+
+        async def wait() -> str:
+            await ctx.sleep(6.0)
+            return "waited"
+
+        agent = ctx.agent("agent")
+        await agent.act(agentrl.user("go"))
+        await ctx.call_tool("look", {}, look, external=False, timeout_s=60.0)
+        await ctx.sleep(0.5)
+        agent.reward(1.0)
+
+
+def test_what_a_tool_waits_for_counts_once() -> None:
+    seconds = [left.tool_seconds for (left,) in left_wherever_resumed(Nested)]
+    whole = pytest.approx(1.0 + 2.0 + 5.0 + 6.0 + 0.5, rel=0.05)
+    assert (seconds[0], seconds[-1], max(seconds)) == (whole, whole, whole)
