@@ -249,7 +249,7 @@ def _opponents(config: RunConfig, parts: Parts, dispatcher: Dispatcher) -> Oppon
         engine=parts.engine,
         run_seed=config.seed,
         pinned=dispatcher.pinned,
-        count=dispatcher.count,
+        counts=dispatcher.buffer.counts,
         checkpoints=config.checkpoint.keep,
     )
 

@@ -19,6 +19,7 @@ from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, Traje
 from agentrl.core.training_records import Unit
 from agentrl.observe.metrics import PASS_RATES
 from agentrl.orchestrator.composition import Composition
+from agentrl.orchestrator.counts import Counts
 from agentrl.orchestrator.groups import Credits, Group, Release, rewarded
 from agentrl.orchestrator.ledger import Ledger
 
@@ -77,8 +78,8 @@ class EpisodeBuffer:
         self._unresolved: dict[str, set[str]] = {}
         self._trained: set[str] = set()
         self.ledger = Ledger()
-        self.pass_rates: Counter[str] = Counter()
-        """Released groups of child episodes whose rewards lie in [0, 1], by `PASS_RATES`, growing."""
+        self.counts = Counts()
+        """Of the episodes that ended since the run began."""
 
     # --- entering ---------------------------------------------------------------------------------------------------
 
@@ -164,12 +165,13 @@ class EpisodeBuffer:
         return not any(own.seat in seats for other in others for own in rewarded(other, {unit.policy}))
 
     def _count_pass_rate(self, headers: Sequence[EpisodeHeader]) -> None:
-        """Note how much of a group of child episodes was solved; dropped members are neither here nor there."""
+        """Count how much of a group of child episodes was solved, if rewards lie in [0, 1]; dropped members are neither
+        here nor there."""
         rewards = [header.reward for header in headers if header.parent_id is not None and header.reward is not None]
         if rewards and min(rewards) >= 0.0 and max(rewards) <= 1.0:
             mean = math.fsum(rewards) / len(rewards)
             inside = 1 + min(int(mean * 5), 3 if mean <= 0.8 else 4)
-            self.pass_rates[PASS_RATES[0 if mean == 0 else -1 if mean == 1 else inside]] += 1
+            self.counts.solved(PASS_RATES[0 if mean == 0 else -1 if mean == 1 else inside])
 
     # --- leaving ----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ guard that ends a run in which nothing but failures comes back. Training episode
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +21,6 @@ from agentrl.environment.base import Environment
 from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.port import JournalStore
 from agentrl.journal.results import winner
-from agentrl.observe.metrics import BROKEN_FORMAT, GATE_PASSED, GATE_REFUSED
 from agentrl.orchestrator.admission import Admission, NobodyLearns
 from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
 from agentrl.orchestrator.drought import Drought
@@ -76,12 +75,6 @@ class Dispatcher:
     _sharers: dict[str, list[OnEnd]] = field(default_factory=dict)
     """Forks that wait for a child of their parent."""
     drought: Drought = field(init=False)
-    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Of the training episodes that ended since the run began, growing: `episodes`, `tokens`, `superseded` ends that
-    were ignored; `episodes against OPPONENT` and `score against OPPONENT`; games
-    `won by SEAT`; `proposals` remembered, those `made before`, answers of gates. Of those that were committed,
-    `POLICY: …`: how many, its turns and tokens in them, how it kept the format, and `metric NAME` for what they counted
-    themselves."""
     tails: Tails = field(default_factory=Tails)
     """What agents have left, of tokens and of their tools' seconds."""
     reservations: Reservations = field(init=False)
@@ -232,8 +225,7 @@ class Dispatcher:
         known = self.memory.recall(proposal)
         if spec.purpose == "train" and self.memory.remember(proposal):
             self.store.record_proposal(proposal)
-            self.sums["proposals"] += 1
-            self.sums["proposals made before"] += known.times > 0
+            self.buffer.counts.proposed(is_repeated=known.times > 0)
         return known
 
     def readmit(self, spec: EpisodeSpec) -> None:
@@ -289,22 +281,8 @@ class Dispatcher:
 
     def measured(self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
         """Add up what a committed training episode counted, for each policy that acted in it."""
-        if spec.purpose != "train":
-            return
-        for policy, (turns, metrics) in counted.items():
-            own = [trajectory for trajectory in header.trajectories if trajectory.policy == policy]
-            rewards = [trajectory.reward for trajectory in own if trajectory.reward is not None]
-            broken = min(sum(metrics.get(name, 0.0) for name in BROKEN_FORMAT), float(turns))
-            sums = {f"metric {name}": value for name, value in metrics.items()}
-            sums |= {"committed": 1.0, "turns": float(turns), "broken turns": broken}
-            sums["tokens"] = float(sum(trajectory.tokens for trajectory in own))
-            if rewards:
-                kind = "broken" if broken else "kept"
-                sums |= {kind: 1.0, f"reward of {kind}": sum(rewards)}
-            for name, value in sums.items():
-                self.sums[f"{policy}: {name}"] += value
-            for name in (GATE_PASSED, GATE_REFUSED):
-                self.sums[name] += metrics.get(name, 0.0)
+        if spec.purpose == "train":
+            self.buffer.counts.committed(header, counted)
 
     def _root_spec(
         self, task: Task, purpose: Purpose, number: int, group: str, size: int, pins: Mapping[str, PolicyVersion]
@@ -359,7 +337,7 @@ class Dispatcher:
     def _end(self, spec: EpisodeSpec, on_end: OnEnd | None, header: EpisodeHeader) -> None:
         running = self._running.get(spec.episode_id)
         if running is None or running.attempt != header.attempt:
-            self.sums["superseded"] += 1  # told twice, or of an attempt that another has replaced
+            self.buffer.counts.superseded()
             return
         del self._running[spec.episode_id]
         self._resumed.discard(spec.episode_id)
@@ -373,7 +351,8 @@ class Dispatcher:
                 self.memory.forget(spec.episode_id)
             self._record(self.buffer.end(spec, header))
             self.drop_frozen()
-            self._count(spec, header)
+            self.tails.heard(spec, header)
+            self.buffer.counts.ended(header, winner(header))
             self.admission.ended(header)
             self._guard(spec, header)
         elif spec.purpose == "evaluate" and spec.parent_id is not None:
@@ -381,10 +360,6 @@ class Dispatcher:
         for tell in ([on_end] if on_end is not None else []) + self._sharers.pop(spec.episode_id, []):
             tell(header)
         self.signal.notify()
-
-    def count(self, name: str, value: float) -> None:
-        """Add to `sums`."""
-        self.sums[name] += value
 
     def drop_frozen(self) -> None:
         """Drop what is ready of policies that do not learn now: it would be of weights long past when they do."""
@@ -411,13 +386,6 @@ class Dispatcher:
     def _record(self, drops: Sequence[UnitDrop]) -> None:
         for drop in drops:
             self.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
-
-    def _count(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
-        self.tails.heard(spec, header)
-        self.sums["episodes"] += 1
-        self.sums["tokens"] += header.tokens
-        if (seat := winner(header)) is not None:
-            self.sums[f"won by {seat}"] += 1
 
     def _guard(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
         """End a run in which a policy gets nothing to train on, episode after episode."""

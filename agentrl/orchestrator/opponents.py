@@ -19,6 +19,7 @@ from agentrl.core.ports import Engine
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
 from agentrl.core.rng import stream
 from agentrl.journal.results import Result, Tally, result_of
+from agentrl.orchestrator.counts import Counts
 
 
 def joined_by(step: int, every: int, size: int) -> range:
@@ -88,8 +89,7 @@ class Opponents:
     run_seed: int
     pinned: Callable[[], Collection[PolicyVersion]]
     """Versions that episodes in flight are pinned to."""
-    count: Callable[[str, float], None]
-    """Adds to what the metrics of a step are made of."""
+    counts: Counts
     checkpoints: int
     """How many checkpoints are kept, and may be gone on from."""
     _saved: deque[Mapping[str, Sequence[PolicyVersion]]] = field(init=False)
@@ -124,8 +124,7 @@ class Opponents:
         for name, pool in self.pools.items():
             result = pool.count(header) if header.committed else None
             if result is not None:
-                self.count(f"episodes against {name}", 1.0)
-                self.count(f"score against {name}", result.score)
+                self.counts.played(name, result.score)
         self._let_go()
 
     def drawn_from(self) -> dict[str, Sequence[PolicyVersion]]:

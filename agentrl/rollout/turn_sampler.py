@@ -1,4 +1,4 @@
-"""An agent's place in the engine: one turn is as many engine calls as its interruptions make it.
+"""An agent's calls of the engine: one turn is as many of them as its interruptions make it.
 
 Owns: the engine session, the call in flight, and the loop that goes on after a call was cut: by an abort, by a park,
 by the engine's loss, by the death of the process before. Does not know messages or entries.
@@ -41,7 +41,7 @@ DEEPEST = 3
 
 
 def rank(spec: EpisodeSpec, sampled: int) -> int:
-    """The place of an agent's call among those that wait; lower is served first.
+    """The priority of an agent's call among those that wait; lower is served first.
 
     By deadline; then those with children to come before their children; then by the tokens sampled so far, most first:
     where some episodes are very long, who has worked most has most left. It tells no sibling from any other episode.

@@ -195,12 +195,11 @@ def replay_always(
 
 def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: int, report: EnvironmentReport) -> None:
     def play(task: Task, number: int, script: Script) -> Outcome | str:
-        sums: dict[str, float] = {}
         spec = _spec(environment, task, number, seed)
-        outcome = asyncio.run(execute(environment, spec, script, sums=sums))
+        outcome = asyncio.run(execute(environment, spec, script))
         if isinstance(outcome, str):
             return outcome
-        broken = any(count for name, count in sums.items() if name.endswith(": broken turns"))
+        broken = outcome.counts.of_all_policies("broken turns") > 0
         return Outcome(reward=outcome.header.reward or 0.0, broken=broken)
 
     has_tools = issubclass(environment, ToolEnvironment)

@@ -15,6 +15,7 @@ from agentrl.engines.scripted import Script, ScriptedEngine
 from agentrl.environment.base import Limits, described
 from agentrl.environment.registry import name_of
 from agentrl.orchestrator.buffer import EpisodeBuffer
+from agentrl.orchestrator.counts import Counts
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.groups import WholeGroups
 from agentrl.orchestrator.signal import Signal
@@ -48,6 +49,7 @@ class Executed(NamedTuple):
     entries: list[JournalEntry]
     states: dict[str, Any]
     """Of the resources that can tell theirs, at the end."""
+    counts: Counts
 
 
 class _StateRunner(EpisodeRunner):
@@ -69,7 +71,6 @@ async def execute(
     recorded: Sequence[JournalEntry] = (),
     *,
     answers: Sequence[JournalEntry] = (),
-    sums: dict[str, float] | None = None,
     max_turns: int = MAX_TURNS,
 ) -> Executed | str:
     """An episode over a prefix: what came of it, or what went wrong.
@@ -80,7 +81,6 @@ async def execute(
         script: the policy.
         recorded: the entries before the kill.
         answers: what the outside world answered after it, and answers again.
-        sums: gets those of the `Dispatcher`.
         max_turns: of one agent.
     """
     journal, failures = MemoryJournal(), list[BaseException]()
@@ -101,7 +101,7 @@ async def execute(
     except GlobalRandomError as error:
         if recorded:
             return str(error)
-        return await execute(environment, spec, script, answers=answers, sums=sums, max_turns=max_turns)
+        return await execute(environment, spec, script, answers=answers, max_turns=max_turns)
     except EpisodeError as error:
         return f"{RESOURCE_LOST if error.reason == 'resource_lost' else ''}{error}"
     except AgentRLError as error:
@@ -110,9 +110,8 @@ async def execute(
         return f"run() raised {described(error)}"
     if failures:
         return f"a child episode failed: {failures[0]}"
-    if sums is not None:
-        sums.update(dispatcher.sums)
-    return Executed(header, log.read(spec.episode_id, spec.attempt), runner.states[spec.episode_id])
+    entries = log.read(spec.episode_id, spec.attempt)
+    return Executed(header, entries, runner.states[spec.episode_id], dispatcher.buffer.counts)
 
 
 def settings_of(

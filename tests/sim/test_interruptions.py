@@ -161,10 +161,10 @@ def test_a_worker_that_is_stopped_neither_loses_nor_doubles_a_commit(moment: flo
                 await journal.turn_log(PARTITION).flush()
                 await journal.flush()
             await dispatcher.worker.drain()
-            told.append(dispatcher.sums)
+            told.append(dispatcher.buffer.counts)
         await asyncio.sleep(SlowDisk.SECONDS)
         in_time = moment + GRACE_S > LAST_TURN_S + SlowDisk.SECONDS
-        assert [sums["episodes"] for sums in told] == [in_time, moment < LAST_TURN_S]
+        assert [counts.of("episodes") for counts in told] == [in_time, moment < LAST_TURN_S]
         [end] = journal.of_kind(EpisodeEnd)
         assert (end.header.committed, end.header.turns, end.header.reward) == (True, 3, 1.0)
         assert not failures

@@ -18,6 +18,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.results import Tally, win_rates
 from agentrl.observe.metrics import describe
+from agentrl.orchestrator.counts import Counts
 from agentrl.orchestrator.opponents import OpponentPool, Opponents, joined_by
 from agentrl.rollout.plain_format import STOP_TOKEN
 from agentrl.testing import CrashScenario, crash_everywhere
@@ -155,7 +156,7 @@ def test_the_files_of_a_checkpoint_s_opponents_stay_as_long_as_it(simulated_loop
         engine = ScriptedEngine([[1]], versions={"player": version(0)})
         pool = OpponentPool(name="past", of="player", every=1, size=1, choose="latest", served=[version(0)])
         opponents = Opponents(
-            pools={"past": pool}, engine=engine, run_seed=0, pinned=set, count=lambda name, value: None, checkpoints=2
+            pools={"past": pool}, engine=engine, run_seed=0, pinned=set, counts=Counts(), checkpoints=2
         )
         needed = []
         for step in range(1, 7):
