@@ -7,6 +7,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,13 +30,14 @@ def scripted_engine(
     refresh: Any,
     slots: int = 0,
     seconds_per_token: float = 5e-4,
+    kv_tokens: int | None = None,
 ) -> ScriptedEngine:
-    """Replies keyed by the seed."""
+    """Replies keyed by the seed; with `kv_tokens` it says that it holds so many, and computes 1000 a second."""
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
         return np.random.default_rng(request.seed).integers(3, VOCABULARY, 600).tolist()  # type: ignore[no-any-return]
 
-    return ScriptedEngine(
+    engine = ScriptedEngine(
         script,
         versions=versions,
         seconds_per_token=seconds_per_token,
@@ -43,6 +45,8 @@ def scripted_engine(
         seeded_logprobs=True,
         max_context=max_context,
     )
+    engine.capabilities = replace(engine.capabilities, kv_tokens=kv_tokens, prefill_rate=1e3)
+    return engine
 
 
 def confused_engine(versions: Mapping[str, PolicyVersion]) -> ScriptedEngine:

@@ -117,6 +117,7 @@ async def workplace(
     environment: type[Environment] = TwoTurns,
     placement: Any = None,
     seconds_per_token: float = 5e-4,
+    kv_tokens: int | None = None,
     **settings: Any,
 ) -> AsyncIterator[Workplace]:
     """Workers over a scripted engine; with one, it is in this process."""
@@ -126,7 +127,12 @@ async def workplace(
     async with contextlib.AsyncExitStack() as stack:
         journal = SqliteJournal(directory / "journal")
         stack.push_async_callback(journal.close)
-        arguments = {"max_context": 4096, "refresh": "token", "seconds_per_token": seconds_per_token}
+        arguments = {
+            "max_context": 4096,
+            "refresh": "token",
+            "seconds_per_token": seconds_per_token,
+            "kv_tokens": kv_tokens,
+        }
         program = EngineProgram("tests.contract.scripted_program:scripted_engine", arguments)
         engine = await ProcessEngine(program, VERSIONS, clock=SystemClock()).ready()
         stack.push_async_callback(engine.close)

@@ -111,9 +111,12 @@ def test_those_that_wait_pass_by_priority_then_arrival_and_none_overtakes_one_th
     assert ran(main) == ["a", "b", "c", "d"]
 
 
-def test_one_larger_than_the_memory_passes_alone() -> None:
+@pytest.mark.parametrize("kv_tokens", [1000, 1, 0, -32])
+def test_one_larger_than_the_memory_passes_alone(kv_tokens: int) -> None:
+    """Less than a block may be left of a worker's share."""
+
     async def main() -> None:
-        shared = room()
+        shared = room(kv_tokens)
         first, large = shared.place("kind"), shared.place("kind")
         first.take(10)
         waiting = asked(large, 5000)
