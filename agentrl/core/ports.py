@@ -55,6 +55,8 @@ class EngineCapabilities:
     None: what a conversation may keep does not depend on the others."""
     prefill_rate: float = math.inf
     """Tokens of context computed per second, with nothing else to do."""
+    shares_prefixes: bool = False
+    """Whether what two conversations begin with alike is held once."""
 
     def share(self, parts: int) -> EngineCapabilities:
         """What one of so many has of the engine, who do not know what the others have in it."""

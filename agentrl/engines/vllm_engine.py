@@ -84,6 +84,7 @@ class VllmEngine:
             exact_continuation=False,
             kv_tokens=kv_tokens(llm.vllm_config),
             prefill_rate=prefill_rate,
+            shares_prefixes=True,
         )
         self._llm = llm
         self._versions = VllmUpdates(

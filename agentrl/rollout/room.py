@@ -9,6 +9,10 @@ engine could do in n/p seconds. The two are the same after M/p seconds, whatever
 as one rents skis before one buys them, or not at all where this would have cost more in the rests of its kind so far.
 Then whoever waits may have it.
 
+Where the engine holds once what conversations begin with alike, one is not charged for what the one before it of its
+kind began with too: instructions and tools, and the task where that was a sibling. This is too little once that one has
+left, and errs on the side where nobody waits for room that there is.
+
 Invariants: who has a place is not held up; the others pass by their priorities, then by arrival, none before one that
 cannot; one that is larger than the budget passes when nobody else has a place. No sibling is told from any other.
 """
@@ -21,8 +25,13 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Hashable
+
+    from agentrl.core.ports import EngineCapabilities
+    from agentrl.core.records import Int32Array
 
 HEADROOM = 0.1
 """Share of the memory that is left to what running calls sample."""
@@ -36,11 +45,14 @@ class Room:
     Args:
         kv_tokens: that the engine holds; None: a conversation takes nothing from others.
         prefill_rate: tokens of context that it computes per second.
+        shares_prefixes: whether it holds once what conversations begin with alike.
     """
 
-    def __init__(self, kv_tokens: int | None, prefill_rate: float = math.inf) -> None:
+    def __init__(self, kv_tokens: int | None, prefill_rate: float = math.inf, *, shares_prefixes: bool = False) -> None:
         self._budget = math.inf if kv_tokens is None else kv_tokens * (1 - HEADROOM)
         self._costs = _Costs(0.0 if kv_tokens is None else kv_tokens / prefill_rate)
+        self._beginnings: dict[Hashable, Int32Array] | None = {} if shares_prefixes else None
+        """Of the newest conversation of each kind."""
         self._taken = 0
         self._kept: dict[Place, None] = {}
         """Those between two turns that are kept, the longest first."""
@@ -60,6 +72,17 @@ class Room:
     def place(self, kind: Hashable) -> Place:
         """Of one conversation, not taken yet; what keeping places costs is learned for each kind."""
         return Place(self, kind)
+
+    def shared(self, kind: Hashable, beginning: Int32Array) -> int:
+        """How much of its beginning a new conversation has in common with the one before it of its kind."""
+        if self._beginnings is None or math.isinf(self._budget):
+            return 0
+        before, self._beginnings[kind] = self._beginnings.get(kind), beginning
+        if before is None:
+            return 0
+        length = min(len(before), len(beginning))
+        differing = np.flatnonzero(before[:length] != beginning[:length])
+        return int(differing[0]) if len(differing) else length
 
     def take(self, place: Place, tokens: int) -> bool:
         """See `Place.take`."""
@@ -165,35 +188,44 @@ class Room:
 class Place:
     """One conversation's place in the engine's memory; made by `Room.place`."""
 
-    __slots__ = ("_room", "kept_until", "kind", "passes", "rests_since", "tokens")
+    __slots__ = ("_room", "_shared", "kept_until", "kind", "passes", "rests_since", "tokens")
 
     def __init__(self, room: Room, kind: Hashable) -> None:
         self._room = room
+        self._shared: int | None = None
         self.kind = kind
         self.tokens = 0
-        """Of its context, when they were last told; 0: it has no place."""
+        """That it is charged for, when its context was last told; 0: it has no place."""
         self.rests_since: float | None = None
         self.kept_until = 0.0
         self.passes: asyncio.Future[None] | None = None
         """Of its newest wait."""
 
+    def begin(self, context: Int32Array) -> None:
+        """The conversation's first call has this context; those after the first do not count."""
+        if self._shared is None:
+            self._shared = self._room.shared(self.kind, context)
+
     def take(self, tokens: int) -> bool:
         """Whether a call with so much context may begin now: then it has its place until `leave`, or until it rests and
         others need it.
         """
-        return self._room.take(self, tokens)
+        return self._room.take(self, self._charged(tokens))
 
     async def wait(self, tokens: int, priority: int) -> None:
         """Until `take` may be tried again."""
-        await self._room.wait(self, tokens, priority)
+        await self._room.wait(self, self._charged(tokens), priority)
 
     def rest(self, tokens: int) -> None:
         """The call has ended; the conversation has so many tokens by now."""
-        self._room.rest(self, tokens)
+        self._room.rest(self, self._charged(tokens))
 
     def leave(self) -> None:
         """Nothing is held any more, and nothing waited for. Idempotent."""
         self._room.leave(self)
+
+    def _charged(self, tokens: int) -> int:
+        return max(tokens - (self._shared or 0), 1)
 
 
 class _Costs:
@@ -214,6 +246,11 @@ class _Costs:
     def keep_s(self, kind: Hashable) -> float:
         """How long to keep one."""
         return self._most_s if self._means.get(kind, 0.0) < 1.0 else 0.0
+
+
+def room_of(engine: EngineCapabilities) -> Room:
+    """What an engine says it has."""
+    return Room(engine.kv_tokens, engine.prefill_rate, shares_prefixes=engine.shares_prefixes)
 
 
 UNBOUNDED = Room(None)

@@ -39,7 +39,7 @@ from agentrl.rollout.episode import LiveEpisode, RolloutSettings, Services
 from agentrl.rollout.gathering import played
 from agentrl.rollout.parking import Parking
 from agentrl.rollout.partials import EpisodePartials
-from agentrl.rollout.room import Room
+from agentrl.rollout.room import room_of
 
 GRACE_S = 5.0
 """How long a program that was cancelled may take to end, before it is left behind."""
@@ -62,7 +62,7 @@ class EpisodeRunner:
         self.host = host
         self.clock = clock
         self.parking = Parking()
-        self.room = Room(engine.capabilities.kv_tokens, engine.capabilities.prefill_rate)
+        self.room = room_of(engine.capabilities)
         self._services = Services(
             engine=engine,
             chat_format=chat_format,

@@ -81,6 +81,7 @@ class TurnSampler:
         masked = capabilities.sampling_mask and sampling.is_filtered
         turn = self.turn = episode.partials.turn(call, self.weights_of, masked=masked)
         self.pauses = []
+        self._place.begin(context)
         budget = RetryBudget(LOST_IN_A_ROW)
         while (reason := turn.finish_reason(sampling)) is None or (
             capabilities.expert_routing and turn.give_back_last()

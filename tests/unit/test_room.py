@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentrl.rollout.room import UNBOUNDED, Place, Room
@@ -224,3 +225,44 @@ def test_nobody_waits_for_ever_and_the_memory_holds_what_runs(seed: int) -> None
         assert last.take(900), "nothing is held any more"
 
     simulate(main, seed=seed)
+
+
+@pytest.mark.parametrize(("shares", "passed"), [(True, 3), (False, 1)])
+def test_what_conversations_begin_with_alike_is_charged_once(shares: bool, passed: int) -> None:
+    async def main() -> None:
+        shared = Room(1000, 100.0, shares_prefixes=shares)
+        contexts = [
+            np.array([*range(instructions), *[member] * (500 - instructions)])
+            for member, instructions in enumerate((500, 300, 450, 0))
+        ]
+        places = [shared.place("solver") for _ in contexts]
+        for place, context in zip(places, contexts, strict=True):
+            place.begin(context)
+            place.begin(context[:0])  # later contexts do not count
+        assert [place.take(500) for place in places] == [number < passed for number in range(4)]
+        other = shared.place("checker")
+        other.begin(contexts[0])
+        assert not other.take(500), "kinds are not compared"
+        for place in places:
+            place.leave()
+        assert other.take(900)
+
+    ran(main)
+
+
+def test_a_conversation_that_is_all_alike_has_a_place_that_can_be_lost() -> None:
+    async def main() -> None:
+        shared = Room(1000, 100.0, shares_prefixes=True)
+        first, second = shared.place("kind"), shared.place("kind")
+        for place in (first, second):
+            place.begin(np.arange(600))
+        assert first.take(600)
+        assert second.take(600)
+        second.rest(250)  # its context was rewritten
+        first.rest(850)
+        await asyncio.sleep(11)
+        last = shared.place("another")
+        assert last.take(900)
+        assert not second.take(250)
+
+    ran(main)
