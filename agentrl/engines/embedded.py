@@ -236,9 +236,12 @@ class EmbeddedEngine:
 
     def _check(self, session: EmbeddedSession, request: GenerateRequest) -> None:
         where = f"call {request.request_id} of session {session.session_id}"
-        if self._closed or self._failure is not None:
-            raise EngineError(f"{where}: the engine is {'closed' if self._closed else 'dead'}") from self._failure
+        self._check_running(where)
         check_request(request, session, self._calls, vocabulary=self._vocabulary, where=where)
+
+    def _check_running(self, what: str) -> None:
+        if self._closed or self._failure is not None:
+            raise EngineError(f"{what}: the engine is {'closed' if self._closed else 'dead'}") from self._failure
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -325,9 +328,7 @@ class EmbeddedEngine:
 
     async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
         """See `agentrl.core.ports.Engine.update`; what happens to calls in flight is told in `updates.py`."""
-        if self._closed or self._failure is not None:
-            state = "closed" if self._closed else "dead"
-            raise EngineError(f"weights {weights.version}: the engine is {state}") from self._failure
+        self._check_running(f"weights {weights.version}")
         try:
             await self._updates.apply(weights, keep=keep)
         finally:
@@ -371,6 +372,7 @@ class EmbeddedEngine:
         versions = self._versions
         self._interrupt()
         async with self._between_passes:
+            self._check_running(f"scores of {version}")
             serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
             ids, loop = token_ids.astype(np.int64), asyncio.get_running_loop()
             one = self._alone(serving, np.array([len(ids)]))
@@ -411,4 +413,5 @@ class EmbeddedEngine:
         task = self._loop_task
         if task is not None:
             await asyncio.wait([task])
-        self._worker.shutdown()
+        async with self._between_passes:  # a swap that has begun is finished
+            self._worker.shutdown()

@@ -139,6 +139,7 @@ class WeightUpdates:
         versions = self._versions
         self._interrupt()
         async with self._between_passes:
+            self._check_running()
             old, target = versions.of_policy(weights.version.policy), versions.target_for_full(weights.version.policy)
             served = target or self._new_copy()
             before = served.copied() if target is not None and probe is not None else None
@@ -191,6 +192,7 @@ class WeightUpdates:
         versions, replaced = self._versions, None
         self._interrupt()
         async with self._between_passes:
+            self._check_running()
             old, bank = versions.of_policy(weights.version.policy), versions.bank()
             if place is None:
                 place, replaced = old.adapter, bank.empty(old.adapter)
@@ -249,8 +251,12 @@ class WeightUpdates:
             )
 
     async def _change(self) -> None:
+        self._check_running()  # it may have ended while the files were read, and then nothing changes any more
         self._changed.clear()
         await self._changed.wait()
+        self._check_running()
+
+    def _check_running(self) -> None:
         if self._stopped:
             raise EngineError("the engine ended before the update could be applied")
 
@@ -259,6 +265,6 @@ class WeightUpdates:
         self._changed.set()
 
     def stop(self) -> None:
-        """The engine ended: updates that wait fail."""
+        """The engine ended: updates that wait or read fail."""
         self._stopped = True
         self._changed.set()

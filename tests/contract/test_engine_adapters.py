@@ -20,11 +20,13 @@ from tests.contract.engine_kinds import (
     check_refused,
     load_engine,
     plain_logprobs,
+    probe_of,
     prompt,
     request,
     update_after,
     version,
     write_adapter,
+    write_full,
 )
 
 
@@ -278,12 +280,18 @@ def test_one_policy_by_adapter_and_another_by_full_weights(zoo: ModelZoo, tmp_pa
     asyncio.run(main())
 
 
-async def waiting_update(engine: EmbeddedEngine, zoo: ModelZoo, root: Path) -> tuple[Any, asyncio.Future[None]]:
+async def all_places_taken(engine: EmbeddedEngine, zoo: ModelZoo, root: Path) -> Any:
     """A session leases step 1, step 2 is current, no place is left for step 3."""
     await engine.update(write_adapter(root / "1", version(1), zoo.load(), seed=1))
     session = engine.open("s", "solver")
     await session.generate(request("a", prompt(5)))
     await engine.update(write_adapter(root / "2", version(2), zoo.load(), seed=2))
+    return session
+
+
+async def waiting_update(engine: EmbeddedEngine, zoo: ModelZoo, root: Path) -> tuple[Any, asyncio.Future[None]]:
+    """Of step 3, for the place of step 1."""
+    session = await all_places_taken(engine, zoo, root)
     updating = asyncio.ensure_future(engine.update(write_adapter(root / "3", version(3), zoo.load(), seed=3)))
     await asyncio.wait([updating], timeout=0.2)  # until it waits
     return session, updating
@@ -314,3 +322,42 @@ def test_an_update_that_waits_fails_when_the_engine_closes(zoo: ModelZoo, tmp_pa
             await engine.update(zoo.full(version(4)))
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["adapter", "adapter that needs a place", "full"])
+def test_an_update_whose_files_are_being_read_fails_when_the_engine_closes(
+    zoo: ModelZoo, tmp_path: Path, how: str
+) -> None:
+    async def main() -> None:
+        engine = load_engine(zoo, refresh="turn" if how == "full" else "episode", adapter_slots=2)
+        if "needs a place" in how:
+            await all_places_taken(engine, zoo, tmp_path)
+        weights = (
+            zoo.full(version(3)) if how == "full" else write_adapter(tmp_path / "3", version(3), zoo.load(), seed=3)
+        )
+        updating = asyncio.ensure_future(engine.update(weights))
+        await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EngineError, match="the engine ended"):
+            await updating
+
+    asyncio.run(main())
+
+
+def test_whenever_the_engine_closes_an_update_is_applied_or_told_so(zoo: ModelZoo, tmp_path: Path) -> None:
+    tensors = {name: tensor for name, tensor in zoo.load(seed=1).state_dict().items() if name != "lm_head.weight"}
+    weights = write_full(tmp_path / "1", version(1), tensors, probe=probe_of(zoo.load(seed=1), zoo.load()))
+
+    async def closed_after(ticks: int) -> None:
+        engine = load_engine(zoo)
+        updating = asyncio.ensure_future(engine.update(weights))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        await engine.close()
+        (failure,) = await asyncio.gather(updating, return_exceptions=True)
+        assert failure is None or (isinstance(failure, EngineError) and "the engine ended" in str(failure))
+        with pytest.raises(EngineError, match="the engine is closed"):
+            await engine.score("solver", prompt(4))
+
+    for power in range(14):
+        asyncio.run(closed_after(1 << power))

@@ -74,10 +74,10 @@ class MakeVllm:
 
     kind = "vllm"
 
-    def __init__(self, zoo: ModelZoo, llm: Any, loop: asyncio.AbstractEventLoop, *, places: int) -> None:
+    def __init__(self, zoo: ModelZoo, llm: Any, runner: asyncio.Runner, *, places: int) -> None:
         self.llm: Any = SharedVllm(llm)
         self._zoo = zoo
-        self._loop = loop
+        self._runner = runner
         self._places = places
         self._published = 0
 
@@ -105,9 +105,9 @@ class MakeVllm:
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """In the loop that vLLM was started in; afterwards vLLM serves what it was started with."""
         try:
-            self._loop.run_until_complete(asyncio.wait_for(main(), 100))
+            self._runner.run(asyncio.wait_for(main(), 100))
         finally:
-            self._loop.run_until_complete(self._restore())
+            self._runner.run(self._restore())
 
     async def _restore(self) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -145,11 +145,14 @@ def started(zoo: ModelZoo) -> Iterator[MakeVllm]:
     async def start() -> Any:
         return start_vllm(str(zoo.directory()), vllm_settings(adapter_slots=places))
 
-    loop = asyncio.new_event_loop()
-    llm = loop.run_until_complete(start())
-    yield MakeVllm(zoo, llm, loop, places=places)
-    llm.shutdown()
-    loop.close()
+    async def stop(llm: Any) -> None:
+        """In its loop: outside of one it leaves sockets open, and whatever collects them later may wait forever."""
+        llm.shutdown()
+
+    with asyncio.Runner() as runner:
+        llm = runner.run(start())
+        yield MakeVllm(zoo, llm, runner, places=places)
+        runner.run(stop(llm))
 
 
 if __name__ == "__main__":
