@@ -2,8 +2,8 @@
 
 An engine of 16 slots and 125,000 tokens of keys and values; episodes of about eight turns of 200 tokens at 40 a second,
 prompts of 2,000 tokens, 400 more with each tool's answer. Contexts that went while a tool ran are computed again, and
-all that runs waits for it. Steps per second with `rollout/room.py` over those without, by how long tools take and how
-many tokens of context are computed a second; the last has memory enough.
+all that runs waits for it. Tokens sampled per second, none of which are wasted, with `rollout/room.py` over those
+without, by how long tools take and how many tokens of context are computed a second; the last has memory enough.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def plan(seed: int, tool_s: float, prefill_rate: float, kv_tokens: int) -> Plan:
 
 
 def figures(quick: bool) -> dict[str, float | None]:
-    """Steps with places over those without, of all seeds together."""
+    """Tokens per second with places over those without, of all seeds together."""
     seeds = range(1 if quick else SEEDS)
     return {name: _ratio(name, [plan(seed, *case) for seed in seeds]) for name, case in CASES.items()}
 
@@ -68,18 +68,19 @@ def _ratio(name: str, plans: list[Plan]) -> float:
         without = [measured(each) for each in plans]
     for label, found in (("with places", with_places), ("without", without)):
         print(
-            f"  {name}, {label}: steps per bound {fmean(one.steps_per_bound for one in found):.3f} "
-            f"({', '.join(f'{one.steps_per_bound:.3f}' for one in found)}), "
+            f"  {name}, {label}: {fmean(one.tokens_per_s for one in found):.0f} tokens/s "
+            f"({', '.join(f'{one.tokens_per_s:.0f}' for one in found)}), "
+            f"steps an hour {fmean(one.steps_per_hour['policy'] for one in found):.2f}, "
             f"slots busy {fmean(one.slots_busy for one in found):.2f}, "
             f"trained length / true {fmean(one.length_ratio for one in found):.3f}",
             flush=True,
         )
-    return fmean(one.steps_per_bound for one in with_places) / fmean(one.steps_per_bound for one in without)
+    return fmean(one.tokens_per_s for one in with_places) / fmean(one.tokens_per_s for one in without)
 
 
 def measured(planned: Plan) -> Measured:
-    """After the first three steps."""
-    return simulate_run(Scenario(plan=planned, steps=9, skipped=3))
+    """Twenty steps, after the first five: in few steps the lengths of those that happen to end say more."""
+    return simulate_run(Scenario(plan=planned, steps=25, skipped=5))
 
 
 @contextmanager

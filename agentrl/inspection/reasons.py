@@ -123,14 +123,15 @@ def _time(view: Conversation) -> list[Reason]:
 
 def _no_room(view: Conversation) -> list[Reason]:
     turns = [act for act in view.acts if isinstance(act, TurnAct)]
-    waits = [(pause.seconds, _named(act)) for act in turns for pause in act.pauses if pause.why == "no_room"]
+    waits = [(sum(pause.seconds for pause in act.pauses if pause.why == "no_room"), _named(act)) for act in turns]
+    waits = [wait for wait in waits if wait[0] > 0]
     if not waits:
         return []
     longest, name = max(waits)
     text = (
         f"it waited {sum(seconds for seconds, _ in waits):.3f} s for room in the engine's memory, in {len(waits)} of "
-        f"its {len(turns)} turns, longest before {name}: {longest:.3f} s. A conversation loses its place between two "
-        "turns when to keep it costs more than to compute its context again, and others wait"
+        f"its {len(turns)} turns, longest before {name}: {longest:.3f} s. A conversation has no place before its first "
+        "turn, and loses it between two when to keep it costs more than to compute its context again, and others wait"
     )
     return [Reason("time", text, "raise engine.kv_memory, or shorten the contexts")]
 

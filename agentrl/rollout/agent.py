@@ -71,7 +71,7 @@ class LiveAgent(Agent):
         self._spoken_to = episode.services.spoken_to(binding.policy)
         self._conversation = Conversation(self._spoken_to.chat_format, tools)
         room = UNBOUNDED if self._spoken_to.is_outside else episode.services.room
-        place = room.place((episode.spec.environment, seat))
+        place = room.place((episode.spec.environment, seat), weights=(binding.policy, binding.pin))
         self._sampler = TurnSampler(episode, binding, f"{seat}.{index}", place)
         self._turns: list[Turn] = []
         self._tool_seconds: dict[int, float] = {}
@@ -149,6 +149,7 @@ class LiveAgent(Agent):
     def restart(self, *messages: Message) -> None:
         """Begin a new row; the messages are sent with the next `act`."""
         self._conversation.restart()
+        self._sampler.restart()
         self._messages = []
         self._pending = messages
 

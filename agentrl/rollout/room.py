@@ -9,12 +9,12 @@ engine could do in n/p seconds. The two are the same after M/p seconds, whatever
 as one rents skis before one buys them, or not at all where this would have cost more in the rests of its kind so far.
 Then whoever waits may have it.
 
-Where the engine holds once what conversations begin with alike, one is not charged for what the one before it of its
-kind began with too: instructions and tools, and the task where that was a sibling. This is too little once that one has
-left, and errs on the side where nobody waits for room that there is.
+Where the engine holds once what conversations begin with alike, it is charged once, for as long as any of them has a
+place: instructions and tools, the task of a group.
 
 Invariants: who has a place is not held up; the others pass by their priorities, then by arrival, none before one that
-cannot; one that is larger than the budget passes when nobody else has a place. No sibling is told from any other.
+cannot; one that is larger than the budget passes when nobody else has a place. What a conversation says makes no
+difference to its siblings but as to everybody.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
@@ -35,8 +33,10 @@ if TYPE_CHECKING:
 
 HEADROOM = 0.1
 """Share of the memory that is left to what running calls sample."""
-MEMORY = 64
+REMEMBERED = 64
 """Rests of a kind over which costs are averaged, about."""
+LEAST_PART = 64
+"""Tokens of the first part of a beginning; each ends at twice the tokens of the one before it, so there are few."""
 
 
 class Room:
@@ -51,16 +51,14 @@ class Room:
     def __init__(self, kv_tokens: int | None, prefill_rate: float = math.inf, *, shares_prefixes: bool = False) -> None:
         self._budget = math.inf if kv_tokens is None else kv_tokens * (1 - HEADROOM)
         self._costs = _Costs(0.0 if kv_tokens is None else kv_tokens / prefill_rate)
-        self._beginnings: dict[Hashable, Int32Array] | None = {} if shares_prefixes else None
-        """Of the newest conversation of each kind."""
-        self._taken = 0
+        self._shares_prefixes = shares_prefixes
+        self._tokens = _Tokens()
         self._kept: dict[Place, None] = {}
         """Those between two turns that are kept, the longest first."""
         self._spare: dict[Place, None] = {}
         """Those between two turns that whoever waits may have."""
-        self._spare_tokens = 0
-        self._waiting: list[tuple[int, int, int, Place, asyncio.Future[None]]] = []
-        """A heap of (priority, arrival, tokens, place, future)."""
+        self._waiting: list[tuple[int, int, Place, asyncio.Future[None]]] = []
+        """A heap of (priority, arrival, place, future)."""
         self._arrivals = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -69,49 +67,52 @@ class Room:
         """Calls that wait for a place, about."""
         return len(self._waiting)
 
-    def place(self, kind: Hashable) -> Place:
-        """Of one conversation, not taken yet; what keeping places costs is learned for each kind."""
-        return Place(self, kind)
+    @property
+    def taken(self) -> int:
+        """Tokens that places have."""
+        return self._tokens.taken
 
-    def shared(self, kind: Hashable, beginning: Int32Array) -> int:
-        """How much of its beginning a new conversation has in common with the one before it of its kind."""
-        if self._beginnings is None or math.isinf(self._budget):
-            return 0
-        before, self._beginnings[kind] = self._beginnings.get(kind), beginning
-        if before is None:
-            return 0
-        length = min(len(before), len(beginning))
-        differing = np.flatnonzero(before[:length] != beginning[:length])
-        return int(differing[0]) if len(differing) else length
+    def place(self, kind: Hashable, weights: Hashable = None) -> Place:
+        """Of one conversation, not taken yet.
 
-    def take(self, place: Place, tokens: int) -> bool:
+        Args:
+            kind: what keeping places costs is learned for each.
+            weights: that sample it; others hold nothing in common with it.
+        """
+        return Place(self, kind, weights)
+
+    def take(self, place: Place, tokens: int, context: Int32Array | None) -> bool:
         """See `Place.take`."""
         if math.isinf(self._budget):
             return True
         if place.rests_since is not None:
             self._costs.learn(place.kind, asyncio.get_running_loop().time() - place.rests_since)
             place.rests_since = None
-        if not place.tokens and (self._waiting or not self._make_room(tokens)):
-            return False
-        self._use(place)
+        if place.is_held:
+            self._use(place)
+        else:
+            place.parts = self._parts(place.weights, context)
+            place.tokens = tokens
+            if self._waiting or not self._make_room(place):
+                return False
         self._hold(place, tokens)
         return True
 
-    async def wait(self, place: Place, tokens: int, priority: int) -> None:
+    async def wait(self, place: Place, priority: int) -> None:
         """See `Place.wait`."""
         self._arrivals += 1
         place.passes = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (priority, self._arrivals, tokens, place, place.passes))
+        heapq.heappush(self._waiting, (priority, self._arrivals, place, place.passes))
         self._let_pass()
         try:
             await place.passes
         except asyncio.CancelledError:
-            self._let_pass()
+            self.leave(place)
             raise
 
     def rest(self, place: Place, tokens: int) -> None:
         """See `Place.rest`."""
-        if place.tokens:
+        if place.is_held:
             keep_s = self._costs.keep_s(place.kind)
             place.rests_since = asyncio.get_running_loop().time()
             place.kept_until = place.rests_since + keep_s
@@ -130,50 +131,61 @@ class Room:
             place.passes.set_result(None)
         self._let_pass()
 
+    def _parts(self, weights: Hashable, context: Int32Array | None) -> tuple[tuple[int, int], ...]:
+        """What a context begins with, in parts that are known by all tokens up to their ends: (key, tokens) of each."""
+        if context is None or not self._shares_prefixes:
+            return ()
+        parts, key, start = [], hash(weights), 0
+        while start < len(context):
+            stop = min(max(2 * start, LEAST_PART), len(context))
+            key = hash((key, context[start:stop].tobytes()))
+            parts.append((key, stop - start))
+            start = stop
+        return tuple(parts)
+
     def _hold(self, place: Place, tokens: int) -> None:
         """What has grown beyond the memory pushes those out of the engine that rested longest."""
-        self._taken += tokens - place.tokens
-        place.tokens = tokens
-        while self._taken > self._budget and (self._spare or self._kept):
+        self._tokens.hold(place, tokens)
+        while self._tokens.taken > self._budget and (self._spare or self._kept):
             self._give_up(next(iter(self._spare or self._kept)))
 
     def _spare_now(self, place: Place) -> None:
         self._spare[place] = None
-        self._spare_tokens += place.tokens
+        self._tokens.spare(place)
 
     def _use(self, place: Place) -> None:
         """It rests no more."""
         self._kept.pop(place, None)
         if place in self._spare:
             del self._spare[place]
-            self._spare_tokens -= place.tokens
+            self._tokens.use(place)
 
     def _give_up(self, place: Place) -> None:
         self._use(place)
-        self._taken -= place.tokens
-        place.tokens = 0
+        if place.is_held:
+            self._tokens.give_up(place)
 
-    def _make_room(self, tokens: int) -> bool:
+    def _make_room(self, place: Place) -> bool:
         """Have as many places given up as it takes, of those that need not be kept; none where that is not enough."""
         now = asyncio.get_running_loop().time()
         while self._kept and (longest := next(iter(self._kept))).kept_until <= now:
             del self._kept[longest]
             self._spare_now(longest)
-        needed = self._taken - self._spare_tokens
-        if needed and needed + tokens > self._budget:
+        firm = self._tokens.firm
+        if firm and firm + self._tokens.new_to_firm(place) > self._budget:
             return False
-        while self._taken + tokens > self._budget and self._spare:
+        while self._spare and self._tokens.taken + self._tokens.new(place) > self._budget:
             self._give_up(next(iter(self._spare)))
         return True
 
     def _let_pass(self) -> None:
         """Give places to those that wait, as far as there is room; look again when one need not be kept any more."""
         while self._waiting:
-            _, _, tokens, place, passes = self._waiting[0]
+            _, _, place, passes = self._waiting[0]
             if not passes.done():  # else it waits no more
-                if not self._make_room(tokens):
+                if not self._make_room(place):
                     break
-                self._hold(place, tokens)
+                self._hold(place, place.tokens)
                 passes.set_result(None)
             heapq.heappop(self._waiting)
         if self._waiting and self._kept and self._timer is None:
@@ -188,44 +200,117 @@ class Room:
 class Place:
     """One conversation's place in the engine's memory; made by `Room.place`."""
 
-    __slots__ = ("_room", "_shared", "kept_until", "kind", "passes", "rests_since", "tokens")
+    __slots__ = ("_room", "is_held", "kept_until", "kind", "parts", "passes", "rests_since", "tokens", "weights")
 
-    def __init__(self, room: Room, kind: Hashable) -> None:
+    def __init__(self, room: Room, kind: Hashable, weights: Hashable) -> None:
         self._room = room
-        self._shared: int | None = None
         self.kind = kind
+        self.weights = weights
+        self.is_held = False
         self.tokens = 0
-        """That it is charged for, when its context was last told; 0: it has no place."""
+        """Of its context, when they were last told."""
+        self.parts: tuple[tuple[int, int], ...] = ()
+        """Of them those that others may begin with too."""
         self.rests_since: float | None = None
         self.kept_until = 0.0
         self.passes: asyncio.Future[None] | None = None
         """Of its newest wait."""
 
-    def begin(self, context: Int32Array) -> None:
-        """The conversation's first call has this context; those after the first do not count."""
-        if self._shared is None:
-            self._shared = self._room.shared(self.kind, context)
+    def take(self, tokens: int, context: Int32Array | None = None) -> bool:
+        """Whether a call may begin now: then it has its place until `leave`, or until it rests and others need it.
 
-    def take(self, tokens: int) -> bool:
-        """Whether a call with so much context may begin now: then it has its place until `leave`, or until it rests and
-        others need it.
+        Args:
+            tokens: of its context.
+            context: what it begins with, as far as others may begin with it too.
         """
-        return self._room.take(self, self._charged(tokens))
+        return self._room.take(self, tokens, context)
 
-    async def wait(self, tokens: int, priority: int) -> None:
-        """Until `take` may be tried again."""
-        await self._room.wait(self, self._charged(tokens), priority)
+    async def wait(self, priority: int) -> None:
+        """Until what `take` refused may be tried again."""
+        await self._room.wait(self, priority)
 
     def rest(self, tokens: int) -> None:
-        """The call has ended; the conversation has so many tokens by now."""
-        self._room.rest(self, self._charged(tokens))
+        """The turn has ended; the conversation has so many tokens by now."""
+        self._room.rest(self, tokens)
 
     def leave(self) -> None:
         """Nothing is held any more, and nothing waited for. Idempotent."""
         self._room.leave(self)
 
-    def _charged(self, tokens: int) -> int:
-        return max(tokens - (self._shared or 0), 1)
+
+class _Tokens:
+    """What places hold, and what is free of it: a part that several have is there once.
+
+    It is firm while one that has it cannot be given up, spare while all of them can.
+    """
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self._spare = 0
+        self._holders: Counter[int] = Counter()
+        """Of each part."""
+        self._spares: Counter[int] = Counter()
+        """Of them those that can be given up."""
+
+    @property
+    def firm(self) -> int:
+        """Tokens that are there when all places were given up that can be."""
+        return self.taken - self._spare
+
+    def new(self, place: Place) -> int:
+        """Tokens that a place would add."""
+        return place.tokens - sum(tokens for key, tokens in place.parts if key in self._holders)
+
+    def new_to_firm(self, place: Place) -> int:
+        """Those it would add to `firm`."""
+        return place.tokens - sum(
+            tokens for key, tokens in place.parts if self._holders.get(key, 0) > self._spares.get(key, 0)
+        )
+
+    def hold(self, place: Place, tokens: int) -> None:
+        """A place, firm, has so many tokens now."""
+        if place.is_held:
+            tokens = max(tokens, sum(count for _, count in place.parts))
+            self.taken += tokens - place.tokens
+        else:
+            self.taken += self.new(place) + tokens - place.tokens
+            for key, count in place.parts:
+                if self._spares.get(key) == self._holders.get(key, 0) > 0:
+                    self._spare -= count
+                self._holders[key] += 1
+        place.is_held, place.tokens = True, tokens
+
+    def spare(self, place: Place) -> None:
+        """It can be given up."""
+        self._spare += self._own(place)
+        for key, count in place.parts:
+            self._spares[key] += 1
+            if self._spares[key] == self._holders[key]:
+                self._spare += count
+
+    def use(self, place: Place) -> None:
+        """It cannot any more."""
+        self._spare -= self._own(place)
+        for key, count in place.parts:
+            if self._spares[key] == self._holders[key]:
+                self._spare -= count
+            self._spares[key] -= 1
+
+    def give_up(self, place: Place) -> None:
+        """A firm one is gone."""
+        self.taken -= self._own(place)
+        for key, count in place.parts:
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                self.taken -= count
+                del self._holders[key], self._spares[key]
+            elif self._spares[key] == self._holders[key]:
+                self._spare += count
+        place.is_held = False
+
+    @staticmethod
+    def _own(place: Place) -> int:
+        return place.tokens - sum(count for _, count in place.parts)
 
 
 class _Costs:
@@ -241,7 +326,7 @@ class _Costs:
         cost = seconds / self._most_s if seconds < self._most_s else 2.0
         self._rests[kind] += 1
         before = self._means.get(kind, 0.0)
-        self._means[kind] = before + (cost - before) / min(self._rests[kind], MEMORY)
+        self._means[kind] = before + (cost - before) / min(self._rests[kind], REMEMBERED)
 
     def keep_s(self, kind: Hashable) -> float:
         """How long to keep one."""

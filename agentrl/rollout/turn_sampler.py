@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from agentrl.core.ports import EngineSession, SamplingParams
-    from agentrl.core.records import Completion, EpisodeSpec, Int32Array, SeatBinding
+    from agentrl.core.records import Completion, EpisodeSpec, FinishReason, Int32Array, SeatBinding
     from agentrl.rollout.calls import Call
     from agentrl.rollout.episode import LiveEpisode
     from agentrl.rollout.partials import PartialTurn
@@ -81,33 +81,12 @@ class TurnSampler:
         masked = capabilities.sampling_mask and sampling.is_filtered
         turn = self.turn = episode.partials.turn(call, self.weights_of, masked=masked)
         self.pauses = []
-        self._place.begin(context)
-        budget = RetryBudget(LOST_IN_A_ROW)
-        while (reason := turn.finish_reason(sampling)) is None or (
-            capabilities.expert_routing and turn.give_back_last()
-        ):
-            if episode.services.parking.is_parked(episode.spec.episode_id):
-                with self._pausing(turn, "parked"):
-                    await self._passage(call)
-            tokens = len(context) + turn.sampled
-            if not self._place.take(tokens):
-                with episode.standing_still(), self._pausing(turn, "no_room"):
-                    await self._place.wait(tokens, priority)
-                episode.metric("no_room_s", self.pauses[-1].seconds)
-                continue  # it may have been parked meanwhile
-            try:
-                turn.ended(await self._ask(turn, call, context, sampling, priority))
-                self._place.rest(len(context) + turn.sampled)
-            except EngineLostError:
-                self._session = None
-                self._place.leave()
-                if turn.lost():
-                    budget.achieved()
-                wait = budget.lost()
-                if wait is None:
-                    raise
-                with episode.standing_still(), self._pausing(turn, "engine_lost"):
-                    await episode.services.clock.sleep(wait)
+        try:
+            reason = await self._sample(turn, call, context, sampling, priority)
+        except BaseException:
+            self._place.leave()
+            raise
+        self._place.rest(len(context) + turn.sampled)
         self.turn = None
         if len(turn.pieces) > 1:
             episode.metric("turns/interrupted", 1.0)
@@ -118,6 +97,40 @@ class TurnSampler:
                 reason="nonfinite_logprob",
             )
         return completion
+
+    async def _sample(
+        self, turn: PartialTurn, call: Call, context: Int32Array, sampling: SamplingParams, priority: int
+    ) -> FinishReason:
+        """As many engine calls as it takes; why the turn ended."""
+        episode = self._episode
+        expert_routing = episode.services.engine.capabilities.expert_routing
+        budget = RetryBudget(LOST_IN_A_ROW)
+        while (reason := turn.finish_reason(sampling)) is None or (expert_routing and turn.give_back_last()):
+            if episode.services.parking.is_parked(episode.spec.episode_id):
+                with self._pausing(turn, "parked"):
+                    await self._passage(call)
+            if not self._place.take(len(context) + turn.sampled, context):
+                with episode.standing_still(), self._pausing(turn, "no_room"):
+                    await self._place.wait(priority)
+                episode.metric("no_room_s", self.pauses[-1].seconds)
+                continue  # it may have been parked meanwhile
+            try:
+                turn.ended(await self._ask(turn, call, context, sampling, priority))
+            except EngineLostError:
+                self._session = None
+                self._place.leave()
+                if turn.lost():
+                    budget.achieved()
+                wait = budget.lost()
+                if wait is None:
+                    raise
+                with episode.standing_still(), self._pausing(turn, "engine_lost"):
+                    await episode.services.clock.sleep(wait)
+        return reason
+
+    def restart(self) -> None:
+        """The conversation begins anew: nothing of it is worth keeping."""
+        self._place.leave()
 
     def suspend(self) -> None:
         """Give the engine back what it holds; a call in flight is cut, and gives it back when it returns."""

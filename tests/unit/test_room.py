@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from agentrl.rollout.room import UNBOUNDED, Place, Room
 from agentrl.testing import simulate
+
+if TYPE_CHECKING:
+    from agentrl.core.records import Int32Array
 
 
 def ran(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -28,7 +31,7 @@ def asked(place: Place, tokens: int, priority: int = 0) -> asyncio.Task[float]:
 
     async def begin() -> float:
         while not place.take(tokens):
-            await place.wait(tokens, priority)
+            await place.wait(priority)
         return asyncio.get_running_loop().time()
 
     return asyncio.get_running_loop().create_task(begin())
@@ -176,8 +179,10 @@ def test_who_leaves_while_it_waits_asks_again_and_who_is_cancelled_is_forgotten(
         shared = room()
         first, parked, cancelled, last = (shared.place("kind") for _ in range(4))
         first.take(800)
-        returned = asyncio.ensure_future(parked.wait(500, 0))
-        gone = asyncio.ensure_future(cancelled.wait(900, 0))
+        assert not parked.take(500)
+        assert not cancelled.take(900)
+        returned = asyncio.ensure_future(parked.wait(0))
+        gone = asyncio.ensure_future(cancelled.wait(0))
         waiting = asked(last, 500, priority=1)
         await asyncio.sleep(0)
         parked.leave()
@@ -201,7 +206,7 @@ def test_nobody_waits_for_ever_and_the_memory_holds_what_runs(seed: int) -> None
         try:
             for _ in range(rng.randint(1, 6)):
                 while not place.take(tokens):
-                    await place.wait(tokens, rng.randint(0, 3))
+                    await place.wait(rng.randint(0, 3))
                 held[number] = tokens
                 assert len(held) == 1 or sum(held.values()) <= 900, "what runs does not fit"
                 await asyncio.sleep(rng.expovariate(1.0))
@@ -227,42 +232,125 @@ def test_nobody_waits_for_ever_and_the_memory_holds_what_runs(seed: int) -> None
     simulate(main, seed=seed)
 
 
-@pytest.mark.parametrize(("shares", "passed"), [(True, 3), (False, 1)])
-def test_what_conversations_begin_with_alike_is_charged_once(shares: bool, passed: int) -> None:
+def test_who_is_cancelled_as_it_is_let_in_leaves_nothing_behind() -> None:
     async def main() -> None:
-        shared = Room(1000, 100.0, shares_prefixes=shares)
-        contexts = [
-            np.array([*range(instructions), *[member] * (500 - instructions)])
-            for member, instructions in enumerate((500, 300, 450, 0))
-        ]
-        places = [shared.place("solver") for _ in contexts]
-        for place, context in zip(places, contexts, strict=True):
-            place.begin(context)
-            place.begin(context[:0])  # later contexts do not count
-        assert [place.take(500) for place in places] == [number < passed for number in range(4)]
-        other = shared.place("checker")
-        other.begin(contexts[0])
-        assert not other.take(500), "kinds are not compared"
-        for place in places:
-            place.leave()
-        assert other.take(900)
+        shared = room()
+        first, cancelled, last = (shared.place("kind") for _ in range(3))
+        first.take(800)
+        waiting = asked(cancelled, 800)
+        await asyncio.sleep(0)
+        first.leave()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert shared.taken == 0
+        assert last.take(800)
 
     ran(main)
 
 
-def test_a_conversation_that_is_all_alike_has_a_place_that_can_be_lost() -> None:
+TASK = np.arange(600, dtype=np.int32)
+
+
+def sharing(kv_tokens: int = 1000) -> Room:
+    return Room(kv_tokens, 100.0, shares_prefixes=True)
+
+
+def context_of(task: int, own: int) -> Int32Array:
+    """600 tokens that a group has in common, 256 of them with everybody, and 20 more."""
+    return np.concatenate([TASK[:256], TASK[256:] + 1000 * task, np.full(20, own, np.int32)])
+
+
+def test_a_group_is_charged_for_its_task_once_and_until_the_last_has_left() -> None:
     async def main() -> None:
-        shared = Room(1000, 100.0, shares_prefixes=True)
+        shared = sharing()
+        places = [shared.place("kind") for _ in range(8)]
+        assert [place.take(620, TASK) for place in places] == [True] * 8
+        assert shared.taken == 600 + 8 * 20
+        for number, place in enumerate(places):
+            assert shared.taken == 600 + (8 - number) * 20
+            place.leave()
+        assert shared.taken == 0
+
+    ran(main)
+
+
+def test_without_prefixes_that_are_held_once_everybody_is_charged_for_all() -> None:
+    async def main() -> None:
+        shared = room()
+        assert [shared.place("kind").take(620, TASK) for _ in range(2)] == [True, False]
+
+    ran(main)
+
+
+def test_tasks_that_begin_alike_share_a_part_and_other_weights_nothing() -> None:
+    async def main() -> None:
+        shared = sharing(10_000)
+        shared.place("kind", weights="a").take(620, context_of(0, 0))
+        assert shared.taken == 620
+        shared.place("kind", weights="a").take(620, context_of(1, 0))
+        assert shared.taken == 620 + 620 - 256
+        shared.place("kind", weights="b").take(620, context_of(1, 0))
+        assert shared.taken == 620 + 620 - 256 + 620
+
+    ran(main)
+
+
+def test_a_conversation_that_begins_anew_is_charged_for_what_it_is() -> None:
+    async def main() -> None:
+        shared = sharing()
         first, second = shared.place("kind"), shared.place("kind")
         for place in (first, second):
-            place.begin(np.arange(600))
-        assert first.take(600)
-        assert second.take(600)
-        second.rest(250)  # its context was rewritten
-        first.rest(850)
+            assert place.take(600, TASK)
+            place.rest(650)
+        assert shared.taken == 700
+        second.leave()
+        assert not second.take(500, TASK + 1)
+
+    ran(main)
+
+
+def test_all_that_rest_make_room_for_one_that_has_a_task_in_common_with_them() -> None:
+    async def main() -> None:
+        shared = sharing()
+        places = [shared.place("kind") for _ in range(4)]
+        for place in places:
+            place.take(640, TASK)
+            place.rest(640)
         await asyncio.sleep(11)
-        last = shared.place("another")
-        assert last.take(900)
-        assert not second.take(250)
+        last = shared.place("kind")
+        assert last.take(880, TASK)
+        assert shared.taken == 880
+        assert not any(place.is_held for place in places)
+
+    ran(main)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_taken_is_what_is_held_each_part_once(seed: int) -> None:
+    rng = random.Random(seed)
+
+    async def main() -> None:
+        shared = sharing(rng.randint(600, 5000))
+        places = [shared.place("kind", weights=number % 2) for number in range(12)]
+        running: set[Place] = set()
+        for _ in range(400):
+            place = rng.choice(places)
+            if place in running:
+                running.discard(place)
+                place.rest(place.tokens + rng.randint(-100, 200))
+            elif rng.random() < 0.2:
+                place.leave()
+            elif place.take(rng.randint(620, 900), context_of(rng.randrange(3), rng.randrange(2))):
+                running.add(place)
+            await asyncio.sleep(rng.choice([0.0, 0.1, 20.0]))
+            held = [place for place in places if place.is_held]
+            assert running <= set(held)
+            parts = {key: count for place in held for key, count in place.parts}
+            own = sum(place.tokens - sum(count for _, count in place.parts) for place in held)
+            assert shared.taken == own + sum(parts.values())
+        for place in places:
+            place.leave()
+        assert shared.taken == 0
+        assert shared.place("kind").take(10_000), "nothing is firm"
 
     ran(main)
