@@ -1,17 +1,16 @@
 """A plan from a run that was: what its journal says of lengths, turns, tools, engines and trainers.
 
-Seconds of a turn are fitted by tokens, by tokens times the calls that ran beside it, and by the context that was new:
-so r(b) is known where the run was, and `prefill_rate` with it. Only what the journal holds is used.
+Only what the journal holds is used. How fast engines were is fitted in `agentrl.simulation.fit`.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import NormalDist, fmean, median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,6 +18,7 @@ from agentrl.config.load import read_mapping
 from agentrl.core.errors import InputError
 from agentrl.journal.entries import TurnEntry
 from agentrl.orchestrator.tail import tails_of
+from agentrl.simulation.fit import SampledTurn, fitted_rates
 from agentrl.simulation.plan import FURTHEST, Plan
 
 if TYPE_CHECKING:
@@ -56,27 +56,25 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """That were read."""
 
 
-class SampledTurn(NamedTuple):
-    """One engine call, as the journal has it."""
-
-    environment: str
-    seat: str
-    start: float
-    stop: float
-    tokens: int
-    context: int
-    """New tokens of it."""
-
-
 class _Seen:
     """What was read of one environment."""
 
     def __init__(self) -> None:
+        self.episodes = 0
         self.tokens: dict[str, list[float]] = defaultdict(list)
         self.turns: dict[str, list[float]] = defaultdict(list)
         self.prompts: list[int] = []
         self.gaps: list[float] = []
         self.added: list[int] = []
+
+    def hear(self, seat: str, bodies: Sequence[TurnEntry]) -> None:
+        """An agent's turns, in order."""
+        self.tokens[seat].append(float(sum(len(body.token_ids) // 4 for body in bodies)))
+        self.turns[seat].append(float(len(bodies)))
+        self.prompts.append(len(bodies[0].context_ids) // 4)
+        for before, after in pairwise(bodies):
+            self.gaps.append(after.started - before.started - before.seconds)
+            self.added.append(len(after.context_ids) // 4)
 
 
 def calibrated(reader: RunReader) -> Calibration:
@@ -88,15 +86,17 @@ def calibrated(reader: RunReader) -> Calibration:
     config = reader.info().get("config")
     if not isinstance(config, dict):
         raise InputError(f"{reader.path}: is no training run, so there is nothing to calibrate with")
-    seen, turns, count = _read(reader)
     trained = [name for name, policy in config["policies"].items() if policy["kind"] == "trained"]
     rows = reader.log.rows("SELECT policy, seconds, fed, stepped_at FROM steps ORDER BY stepped_at")
     own = [at for policy, _, _, at in rows if policy == trained[0]]
-    if len(own) < 4 or len(turns) < 20:
-        raise InputError(f"{reader.path}: {len(own)} steps and {len(turns)} turns are too few to calibrate with")
+    if len(own) < 4:
+        raise InputError(f"{reader.path}: {len(own)} steps are too few to calibrate with")
     skipped = max(int(len(own) * FILLING), 1)
     begin, end = own[skipped - 1], own[-1]
     window = [row for row in rows if begin < row[3] <= end]
+    seen, turns, since = _read(reader, begin, end)
+    if len(turns) < 20:
+        raise InputError(f"{reader.path}: {len(turns)} turns after the first steps are too few to calibrate with")
     published = [value for value in _metric(reader, trained[0]) if value > 0]
     plan = read_mapping(
         {
@@ -109,9 +109,7 @@ def calibrated(reader: RunReader) -> Calibration:
             "engine": {
                 "replicas": config["engine"]["replicas"],
                 "slots": config["engine"]["slots"],
-                **fitted_rates(
-                    turns, config["engine"]["slots"] * config["engine"]["replicas"], config["engine"]["replicas"]
-                ),
+                **fitted_rates(turns, config["engine"]["slots"], config["engine"]["replicas"]),
             },
             "trainer": {
                 "step_seconds": max(fmean(seconds for _, seconds, _, _ in window), 1e-6),
@@ -126,11 +124,11 @@ def calibrated(reader: RunReader) -> Calibration:
         steps=len(own),
         skipped=skipped,
         measured=Busy(
-            engine=covered([(turn.start, turn.stop) for turn in turns], begin, end),
+            engine=covered([(turn.start, turn.stop) for turn in turns], since, end),
             trainer=sum(seconds for _, seconds, _, _ in window) / (end - begin),
             steps_per_hour=3600 * (len(own) - skipped) / (end - begin),
         ),
-        episodes=count,
+        episodes=sum(found.episodes for found in seen.values()),
     )
 
 
@@ -156,29 +154,38 @@ def _metric(reader: RunReader, policy: str) -> list[float]:
     return found
 
 
-def _read(reader: RunReader) -> tuple[dict[str, _Seen], list[SampledTurn], int]:
+def _read(reader: RunReader, begin: float, end: float) -> tuple[dict[str, _Seen], list[SampledTurn], float]:
+    """What was seen of the episodes that ended last; all turns after the time that comes last, not before `begin`."""
     seen: dict[str, _Seen] = defaultdict(_Seen)
     turns: list[SampledTurn] = []
-    lines = reader.episodes("purpose = 'train' and committed_at != null", sort="committed_at", limit=MOST)
-    for line in lines:
-        name = line.environment.rpartition(":")[2]
+    ended = reader.episodes(f"purpose = 'train' and committed_at <= {end!r}", sort="committed_at", limit=MOST)
+    others = f"purpose = 'train' and (committed_at = null or committed_at > {end!r})"
+    since = max(ended[-1].committed_at or begin, begin) if len(ended) == MOST else begin
+    for line in (*ended, *reader.episodes(others, limit=MOST)):
         own: dict[tuple[str, int], list[TurnEntry]] = defaultdict(list)
         for _, body in reader.episode(line.episode, line.attempt).entries:
             if isinstance(body, TurnEntry):
                 own[body.seat, body.index].append(body)
-        for (seat, _), bodies in own.items():
-            bodies.sort(key=lambda body: body.turn)
-            found = seen[name]
-            found.tokens[seat].append(float(sum(len(body.token_ids) // 4 for body in bodies)))
-            found.turns[seat].append(float(len(bodies)))
-            found.prompts.append(len(bodies[0].context_ids) // 4)
-            for before, after in pairwise(bodies):
-                found.gaps.append(after.started - before.started - before.seconds)
-                found.added.append(len(after.context_ids) // 4)
-            for body in bodies:
-                sampled, context = len(body.token_ids) // 4, len(body.context_ids) // 4
-                turns.append(SampledTurn(name, seat, body.started, body.started + body.seconds, sampled, context))
-    return seen, turns, len(lines)
+        turns += [turn for bodies in own.values() for turn in map(sampled_turn, bodies) if turn is not None]
+        if line.committed_at is not None:
+            found = seen[line.environment.rpartition(":")[2]]
+            found.episodes += 1
+            for (seat, _), bodies in own.items():
+                found.hear(seat, sorted(bodies, key=lambda body: body.turn))
+    return seen, [turn for turn in turns if turn.stop > since], since
+
+
+def sampled_turn(body: TurnEntry) -> SampledTurn | None:
+    """As the journal has it; where it stood still is taken off its beginning. None: nothing was sampled."""
+    context = len(body.context_ids) // 4
+    turn = SampledTurn(
+        start=body.started + sum(pause.seconds for pause in body.pauses),
+        stop=body.started + body.seconds,
+        tokens=len(body.token_ids) // 4,
+        context=context,
+        computed=max(body.parent_context + context - body.cached_tokens, 0),
+    )
+    return turn if turn.tokens and 0 < turn.start < turn.stop < math.inf else None
 
 
 def _environments(reader: RunReader, seen: Mapping[str, _Seen]) -> dict[str, Any]:
@@ -242,46 +249,3 @@ def covered(spans: Sequence[tuple[float, float]], begin: float, end: float) -> f
             covered += stop - start
             reached = stop
     return covered / (end - begin)
-
-
-def _beside(turns: Sequence[SampledTurn]) -> list[float]:
-    """How many calls ran on average while each turn did."""
-    edges = sorted([(turn.start, 1) for turn in turns] + [(turn.stop, -1) for turn in turns])
-    times, area, running, before, total = [], [], 0, edges[0][0], 0.0
-    for at, change in edges:
-        total += running * (at - before)
-        times.append(at)
-        area.append(total)
-        running += change
-        before = at
-
-    def until(at: float) -> float:
-        return area[bisect_right(times, at) - 1]
-
-    return [(until(turn.stop) - until(turn.start)) / max(turn.stop - turn.start, 1e-9) for turn in turns]
-
-
-def fitted_rates(turns: Sequence[SampledTurn], slots: int, replicas: int) -> dict[str, Any]:
-    """r(b) of a replica and the prefill rate, by least squares over the turns that need not have waited for a slot."""
-    import numpy as np
-
-    beside = [count / replicas for count in _beside(turns)]
-    fitted = [(turn, count) for turn, count in zip(turns, beside, strict=True) if count <= slots / replicas]
-    if len(fitted) < len(turns) / 4:  # nearly all waited: their seconds say how fast full slots are
-        fitted = [(turn, slots / replicas) for turn in turns]
-    columns = np.array([(turn.tokens, turn.tokens * count, turn.context) for turn, count in fitted], float)
-    seconds = np.array([turn.stop - turn.start for turn, _ in fitted])
-    used = [0, 1, 2]
-    while True:
-        weights = np.linalg.lstsq(columns[:, used], seconds, rcond=None)[0]
-        if (weights >= 0).all() or len(used) == 1:
-            break
-        del used[int(weights.argmin())]
-    fit = dict(zip(used, np.maximum(weights, 0.0).tolist(), strict=True))
-    alone, more, context = (fit.get(column, 0.0) for column in range(3))
-    most = max(round(max(count for _, count in fitted)), 2)
-    points = {count: alone + more * count for count in (1, most)}
-    rates: dict[str, Any] = {"rates": {count: 1.0 / max(value, 1e-9) for count, value in points.items()}}
-    if context > 0:
-        rates["prefill_rate"] = 1.0 / context
-    return rates

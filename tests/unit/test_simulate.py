@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
+import numpy as np
 import pytest
 
 from agentrl.cli.main import main
 from agentrl.core.errors import ConfigError
-from agentrl.simulation.calibration import SampledTurn, covered, fitted_rates
-from agentrl.simulation.hardware import Rates
+from agentrl.journal.entries import Pause, TurnEntry
+from agentrl.simulation.calibration import covered, sampled_turn
+from agentrl.simulation.fit import SampledTurn
 from agentrl.simulation.knobs import knobs
 from agentrl.simulation.plan import Plan, load
 
@@ -173,19 +177,31 @@ def test_without_file_and_run_there_is_nothing_to_simulate(tmp_path: Path, capsy
     assert "there is no run here" in capsys.readouterr().err
 
 
-def test_rates_of_a_run_are_found_again() -> None:
-    """Waves of calls that share an engine: 10 ms a token alone, 1 ms more for each beside it, 0.5 ms of context."""
-    turns = []
-    for wave, beside in enumerate([1, 2, 3, 5, 8, 13, 8, 5, 3, 2, 1]):
-        for call in range(beside):
-            tokens, context = 50, 100 * (1 + (wave + call) % 3)
-            seconds = tokens * (0.009 + 0.001 * beside) + context * 0.0005
-            turns.append(SampledTurn("Solve", "solver", 100.0 * wave, 100.0 * wave + seconds, tokens, context))
-    found = fitted_rates(turns, slots=16, replicas=1)
-    rates = Rates(found["rates"])
-    assert rates(1) == pytest.approx(100, rel=0.1)
-    assert rates(13) == pytest.approx(1 / 0.022, rel=0.1)
-    assert found["prefill_rate"] == pytest.approx(2000, rel=0.3)
+def test_a_turn_is_what_it_took_the_engine() -> None:
+    """Ten seconds, six of which it was parked; of a context of 100 tokens, 20 of them new, a cache held 70."""
+    entry = TurnEntry(
+        seat="solver",
+        index=0,
+        policy="policy",
+        row=0,
+        turn=1,
+        context_ids=np.zeros(20, "<i4").tobytes(),
+        token_ids=np.zeros(5, "<i4").tobytes(),
+        logprobs=b"",
+        finish_reason="stop",
+        spans=(),
+        text="",
+        messages=(),
+        temperature=1.0,
+        seconds=10.0,
+        started=100.0,
+        cached_tokens=70,
+        parent_context=80,
+        pauses=(Pause(2, 4.0, "parked"), Pause(3, 2.0, "engine_lost")),
+    )
+    assert sampled_turn(entry) == SampledTurn(106.0, 110.0, tokens=5, context=20, computed=30)
+    for broken in ({"token_ids": b""}, {"seconds": 6.0}, {"seconds": math.nan}, {"seconds": math.inf}):
+        assert sampled_turn(msgspec.structs.replace(entry, **broken)) is None, broken
 
 
 def test_time_is_covered_once() -> None:
