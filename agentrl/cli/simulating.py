@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.cli.output import print_json, print_text
-from agentrl.core.errors import InputError, StorageError
+from agentrl.core.errors import ConfigError, InputError, StorageError
 
 if TYPE_CHECKING:
     import argparse
@@ -37,7 +37,10 @@ def simulate(options: argparse.Namespace) -> int:
     from agentrl.simulation.page import simulation_page
 
     asked = _asked(options)
-    check(asked.plan)
+    try:
+        check(asked.plan)
+    except ConfigError as error:
+        raise ConfigError(f"{asked.name}: {error}") from error
     measured = _measured(asked.plan, asked)
     turned = []
     if not options.as_is:

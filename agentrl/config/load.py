@@ -1,25 +1,24 @@
-"""TOML and dotted overrides to a `RunConfig`, and back to TOML; every error names the key and the nearest valid one."""
+"""TOML and dotted overrides to a `RunConfig`, and back to TOML. What is wrong is told by `mistakes.py`."""
 
 from __future__ import annotations
 
-import difflib
+import copy
 import json
 import math
 import re
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from agentrl.config.mistakes import config_error, misread, path_of, sections_in, short
 from agentrl.config.policies import AnyPolicy, BotPolicy, FrozenPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-    from pydantic_core import ErrorDetails
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -28,16 +27,6 @@ MAX_DEPTH = 32
 """Of tables and lists in each other."""
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TOML_POSITION = re.compile(r" \(at line (\d+), column (\d+)\)$")
-_EXPECTED = {
-    "bool": "true or false",
-    "dict": "a table",
-    "float": "a number",
-    "int": "a whole number",
-    "list": "a list",
-    "model": "a table",
-    "string": "text",
-    "tuple": "a list",
-}
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -53,6 +42,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     source = Path(path)
     data = read_toml(source)
+    _check_plain(data, source)
+    written = copy.deepcopy(data)
     raw: dict[tuple[str, ...], str] = {}
     for override in overrides:
         keys, text = _split(override)
@@ -60,6 +51,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raw[keys] = text
     _check_plain(data, source)
     config = _validated(data, raw, str(source))
+    _check_read_as_written(written, config, source)
     model = config.model.model_copy(update={"path": _beside(source, config.model.path, key="model.path")})
     chosen = _code_beside(source, config.environment.id, key="environment.id")
     environment = config.environment.model_copy(update={"id": chosen})
@@ -71,9 +63,11 @@ def read_mapping(data: Mapping[str, Any], source: str | Path, model: type[S]) ->
     """Another section than a `RunConfig`, from what was read; `source` is what errors call it. Raises as `load`."""
     _check_plain(data, Path(source))
     try:
-        return model.model_validate(data)
+        read = model.model_validate(data)
     except ValidationError as error:
         raise config_error(error, str(source), model) from None
+    _check_read_as_written(data, read, Path(source))
+    return read
 
 
 def dump_toml(config: BaseModel) -> str:
@@ -81,16 +75,6 @@ def dump_toml(config: BaseModel) -> str:
     lines: list[str] = []
     _dump(config.model_dump(mode="json", exclude_none=True), (), lines)
     return "\n".join(lines).strip() + "\n"
-
-
-def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Every valid key in dotted form, all members of unions included; `<name>` stands for a name of the user's."""
-    for name, field in model.model_fields.items():
-        members, named = sections_in(field.annotation)
-        path = f"{prefix}{name}.<name>" if named else f"{prefix}{name}"
-        yield path
-        for member in members:
-            yield from keys(member, f"{path}.")
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -102,7 +86,7 @@ def _beside(source: Path, path: str, *, key: str) -> str:
         there = source.parent / path
         return str(there.resolve()) if there.exists() else path
     except OSError as error:
-        raise ConfigError(f"{source}: {key} = {_short(path)}: cannot be looked for ({error.strerror})") from error
+        raise ConfigError(f"{source}: {key} = {short(path)}: cannot be looked for ({error.strerror})") from error
 
 
 def _code_beside(source: Path, reference: str, *, key: str) -> str:
@@ -172,6 +156,13 @@ def _check_plain(data: Mapping[str, Any], source: Path) -> None:
         raise ConfigError(f"{source}: {'.'.join(level[0][0])[:80]}…: nested deeper than {MAX_DEPTH}")
 
 
+def _check_read_as_written(data: Mapping[str, Any], read: BaseModel, source: Path) -> None:
+    """Refuse text and `true` where a number is wanted: a file has a way to write numbers."""
+    lines = list(misread(data, read.model_dump()))
+    if lines:
+        raise ConfigError(f"{source}: " + "\n  ".join(lines))
+
+
 def _split(override: str) -> tuple[tuple[str, ...], str]:
     name, sign, text = override.lstrip("-").partition("=")
     parts = tuple(name.split("."))
@@ -217,7 +208,7 @@ def _validated(data: dict[str, Any], raw: Mapping[tuple[str, ...], str], source:
 def _wanted_text(error: ValidationError) -> Iterator[tuple[str, ...]]:
     for detail in error.errors(include_url=False):
         if detail["type"] == "string_type":
-            yield tuple(str(part) for part in _locate(detail["loc"])[0])
+            yield tuple(str(part) for part in path_of(detail["loc"], RunConfig))
 
 
 def _choose_default_members(model: type[BaseModel], data: dict[str, Any]) -> None:
@@ -232,137 +223,6 @@ def _choose_default_members(model: type[BaseModel], data: dict[str, Any]) -> Non
         for table in value.values() if named else [value]:
             if len(members) == 1 and isinstance(table, dict):
                 _choose_default_members(members[0], table)
-
-
-# --- errors -----------------------------------------------------------------------------------------------------------
-
-
-def config_error(error: ValidationError, source: str, model: type[BaseModel] = RunConfig) -> ConfigError:
-    """A pydantic error about a section in words: the key, what was given and expected, the nearest valid key."""
-    details = error.errors(include_url=False)
-    lines = [_explain(detail, model) for detail in details[:10]]
-    if len(details) > len(lines):
-        lines.append(f"and {len(details) - len(lines)} more")
-    return ConfigError(f"{source}: " + "\n  ".join(lines))
-
-
-def _explain(detail: ErrorDetails, top: type[BaseModel]) -> str:
-    path, section = _locate(detail["loc"], top)
-    dotted = ".".join(str(part) for part in path)
-    kind = detail["type"]
-    given = _short(detail["input"])
-    if kind == "extra_forbidden":
-        return f"unknown key {dotted}{_nearest(path, section, top)}"
-    if kind == "missing":
-        return f"{dotted} is missing; it has no default"
-    if kind == "value_error":
-        message = detail["msg"].removeprefix("Value error, ")
-        return f"{dotted}: {message}" if dotted else message
-    if kind == "union_tag_invalid":
-        tag, expected = detail["ctx"]["discriminator"].strip("'"), detail["ctx"]["expected_tags"]
-        return f"{dotted}.{tag} = {_short(detail['ctx']['tag'])}: expected one of {expected}"
-    what, _, reason = kind.rpartition("_")
-    if reason in ("type", "parsing") and what in _EXPECTED:
-        return f"{dotted} = {given}: expected {_EXPECTED[what]}, not {_type_name(detail['input'])}"
-    message = detail["msg"].removeprefix("Input should be ")
-    return f"{dotted} = {given}: expected {message[:1].lower()}{message[1:]}"
-
-
-def _locate(
-    location: Sequence[str | int], top: type[BaseModel] = RunConfig
-) -> tuple[list[str | int], type[BaseModel] | None]:
-    """The path of keys of an error's location, without pydantic's union tags, and the section of its last key."""
-    path: list[str | int] = []
-    model: type[BaseModel] | None = top
-    section = model
-    rest = list(location)
-    while rest:
-        part = rest.pop(0)
-        path.append(part)
-        section = model
-        field = model.model_fields.get(str(part)) if model is not None else None
-        if field is None:
-            model = None
-            continue
-        members, named = sections_in(field.annotation)
-        if named and rest:
-            path.append(rest.pop(0))
-        model = members[0] if len(members) == 1 else None
-        if len(members) > 1 and rest:  # the tag of the member pydantic chose
-            tag = rest.pop(0)
-            model = next((member for member in members if tag in _tags(member)), None)
-    return path, section
-
-
-def _nearest(path: Sequence[str | int], section: type[BaseModel] | None, top: type[BaseModel]) -> str:
-    name = str(path[-1])
-    prefix = "".join(f"{part}." for part in path[:-1])
-    everywhere = list(keys(top))
-    siblings = list(section.model_fields) if section is not None else []
-    for owner in sections_in(_annotation(path[:-1], top))[0]:
-        if name in owner.model_fields and section is not None:
-            tag = next(iter(_tags(owner)))
-            return f" for kind = {next(iter(_tags(section)))!r}; {prefix}{name} belongs to {prefix}kind = {tag!r}"
-    elsewhere = [key for key in everywhere if key.rpartition(".")[2] == name]
-    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
-    if close and not elsewhere:
-        return f"; did you mean {prefix}{close[0]}?"
-    dotted = f"{prefix}{name}"
-    elsewhere += difflib.get_close_matches(dotted, everywhere, n=1, cutoff=0.6)
-    elsewhere += difflib.get_close_matches(name, [key.rpartition(".")[2] for key in everywhere], n=1, cutoff=0.75)
-    if elsewhere:
-        best = next((key for key in everywhere if key == elsewhere[0] or key.rpartition(".")[2] == elsewhere[0]), "")
-        return f"; did you mean {best}?"
-    return f"; there are: {', '.join(f'{prefix}{each}' for each in siblings)}" if siblings else ""
-
-
-def _annotation(path: Sequence[str | int], top: type[BaseModel]) -> Any:
-    model: type[BaseModel] | None = top
-    annotation: Any = None
-    is_named = False
-    for part in path:
-        if is_named:  # a name of the user's: what stands under it has the same annotation
-            is_named = False
-            continue
-        field = model.model_fields.get(str(part)) if model is not None else None
-        annotation = None if field is None else field.annotation
-        members, is_named = sections_in(annotation)
-        model = members[0] if len(members) == 1 else None
-    return annotation
-
-
-def sections_in(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
-    """The sections an annotation can hold, and whether they stand under names of the user's."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation], False
-    arguments = get_args(annotation)
-    if get_origin(annotation) is dict:
-        return sections_in(arguments[1])[0], bool(sections_in(arguments[1])[0])
-    if get_origin(annotation) in (Literal, tuple, list):
-        return [], False
-    return [member for argument in arguments for member in sections_in(argument)[0]], False
-
-
-def _tags(section: type[BaseModel]) -> tuple[str, ...]:
-    field = section.model_fields.get("kind")
-    return get_args(field.annotation) if field is not None else ()
-
-
-def _short(value: Any) -> str:
-    text = repr(value) if not isinstance(value, str | bool) else json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _type_name(value: Any) -> str:
-    names = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: "text",
-        dict: "a table",
-        list: "a list",
-    }
-    return names.get(type(value), "null" if value is None else type(value).__name__)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from agentrl.config.load import config_error, read_mapping, read_toml
+from agentrl.config.load import read_mapping, read_toml
+from agentrl.config.mistakes import mistakes
 from agentrl.config.run import RunConfig
 from agentrl.config.section import Episodes, MaybeSteps, NonNegative, Positive, Rate, Seconds, Section, Share, Tokens
 from agentrl.core.errors import ConfigError
@@ -212,6 +213,15 @@ class Plan(Section):
         for name in self.environments:
             if name != root and not any(name in other.fan_out for other in self.environments.values()):
                 raise ValueError(f"environments.{name} is nobody's child: name it in the fan_out of {root!r}")
+        episodes = sum(self.times().values())
+        if episodes > MAX_EPISODES:
+            raise ValueError(f"fan_out: a task comes to {episodes:,} episodes; at most {MAX_EPISODES:,}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_learners(self) -> Plan:
+        if not self.trained:
+            raise ValueError("policies: none of them learns, so there are no steps to simulate: kind = 'trained'")
         return self
 
     @model_validator(mode="after")
@@ -253,7 +263,6 @@ class Plan(Section):
     def times(self) -> dict[str, int]:
         """How many episodes of each kind a root episode brings."""
         found = dict.fromkeys(self.environments, 0)
-
         generation = Counter({self.root: 1})
         for _ in self.environments:
             below = Counter[str]()
@@ -263,9 +272,7 @@ class Plan(Section):
                     below[child] += times * number
             generation = below
         if generation:
-            raise ConfigError(f"environments.{next(iter(generation))} is its own child")
-        if sum(found.values()) > MAX_EPISODES:
-            raise ConfigError(f"fan_out: a task comes to {sum(found.values()):,} episodes; at most {MAX_EPISODES:,}")
+            raise ValueError(f"environments.{next(iter(generation))} is its own child")
         return found
 
     @property
@@ -373,7 +380,7 @@ class Plan(Section):
                 }
             )
         except ValidationError as error:
-            raise config_error(error, "simulation") from None
+            raise ConfigError(mistakes(error)) from None
 
 
 def load(path: str | Path, over: Plan | None = None) -> Plan:
@@ -393,9 +400,7 @@ def load(path: str | Path, over: Plan | None = None) -> Plan:
         if "model" in data.get("engine", {}):
             base["engine"] = {key: base["engine"][key] for key in ("replicas", "slots")}
         data = _over(data, base)
-    plan = read_mapping(data, path, Plan)
-    plan.times()
-    return plan
+    return read_mapping(data, path, Plan)
 
 
 def _over(data: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.config.load import dump_toml, keys, load
+from agentrl.config.load import dump_toml, load
+from agentrl.config.mistakes import keys
 from agentrl.config.run import PpoLoss, check_unchanged
 from agentrl.core.errors import ConfigError
 
@@ -67,11 +68,14 @@ def test_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
         ("trainer.loss.maxratio=2", "did you mean trainer.loss.max_ratio?"),
         ("trainer.loss.clip_low=0.1", "trainer.loss.clip_low belongs to trainer.loss.kind = 'ppo'"),
         ("trainer.loss.kind=grpo", "trainer.loss.kind = \"grpo\": expected one of 'truncated', 'ppo', 'reinforce'"),
-        ("steps=many", 'steps = "many": expected a whole number, not text'),
+        ("steps=many", 'steps = "many": expected a whole number'),
         ("steps=0", "steps = 0: expected greater than 0"),
         ("engine.refresh=never", "engine.refresh = \"never\": expected 'token', 'turn', 'episode' or 'lazy'"),
-        ("policies.policy.lora=3", "policies.policy.lora = 3: expected a table, not a whole number"),
-        ("policies.policy.lora.target_modules=7", "expected a list, not a whole number"),
+        (
+            "policies.policy.lora=3",
+            "policies.policy.lora = 3: expected a table { rank = ..., alpha = ..., target_modules = ... }",
+        ),
+        ("policies.policy.lora.target_modules=7", "expected a list"),
         ("engine.kv_memory=5", "the embedded engine holds slots x max_context tokens"),
         ("engine.replicas=2", "engine.replicas > 1 needs engines in processes of their own"),
         ("engine.keep_kv=5", "engine.keep_kv = 5: expected true or false"),
@@ -92,6 +96,26 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path), ["steps=0", "trainr=1", "engine.slots=-1"])
     assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('steps = "8"', 'steps = "8": expected a whole number, without quotes: 8'),
+        ("steps = true", "steps = true: expected a whole number"),
+        ("steps = 8.5", "steps = 8.5: expected a whole number"),
+        ('engine.keep_kv = "yes"', 'engine.keep_kv = "yes": expected true or false: write true'),
+        ('policies.a.sampling.temperature = "0.5"', "policies.a.sampling.temperature"),
+        ("freeze = [[7, 5]]", "freeze.0.0 = 7: expected text or a list"),
+        ("policies = { step_size = 8 }", "policies.step_size: a name is missing: policies.NAME.step_size"),
+        ("policies.a = 8", "policies.a = 8: expected a table { sampling = ..., kind = ..., lora = ..."),
+    ],
+)
+def test_values_are_what_the_file_says(tmp_path: Path, line: str, message: str) -> None:
+    """Text is no number, also where it looks like one."""
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path, f"{line}\n{BASE}"))
+    assert message in str(caught.value)
 
 
 def test_files_that_are_no_toml_are_told_by_line(tmp_path: Path) -> None:
