@@ -55,6 +55,8 @@ def players(config: RunConfig, parent: Parent, asked: Sequence[str | Path] = ())
     Raises:
         InputError: there is no such seat, policy, version or directory, or weights are no longer on disk.
     """
+    for policy in [*parent.begin.seats.values(), *(turn.policy for turn in parent.turns)]:
+        _check_known(policy, config, "the episode")
     seats: dict[str, str] = {}
     given: dict[str, WeightsRef | None] = {}
     for each in asked:
@@ -64,8 +66,7 @@ def players(config: RunConfig, parent: Parent, asked: Sequence[str | Path] = ())
             policy = str(wanted)
         elif match := _VERSION.fullmatch(str(wanted)):
             policy = match["policy"]
-            if policy not in config.policies:
-                raise InputError(f"--policy: the run has no policy {policy!r}; it has {', '.join(config.policies)}")
+            _check_known(policy, config, "--policy")
             given[policy] = _weights(parent, PolicyVersion(policy, int(match["lineage"]), int(match["step"])))
         else:
             given[policy] = weights_in(policy, wanted)
@@ -75,6 +76,11 @@ def players(config: RunConfig, parent: Parent, asked: Sequence[str | Path] = ())
             seats[seat] = policy
     left = recorded_weights(parent, [name for name in config.trained if name not in given], leave_out=given)
     return Players(seats, [*(weights for weights in given.values() if weights is not None), *left])
+
+
+def _check_known(policy: str, config: RunConfig, where: str) -> None:
+    if policy not in config.policies:
+        raise InputError(f"{where}: the run has no policy {policy!r}; it has {', '.join(config.policies)}")
 
 
 def _split(parent: Parent, asked: str | Path) -> tuple[str | None, str | Path]:

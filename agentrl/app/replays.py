@@ -79,7 +79,7 @@ def replay(
         adapters: who makes the chat format; default: what the run's configuration asks for.
 
     Raises:
-        InputError: there is no such episode, or its environment is not to be run.
+        InputError: there is no such episode or call, or its environment is not to be run.
         JournalError: the control log is damaged.
     """
     reader = RunReader(run)
@@ -109,6 +109,10 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _
     if view.problems or not own:
         problem = "; ".join(view.problems) or "nothing of it was recorded: it was dropped before its first act"
         return msgspec.structs.replace(found, recorded=len(own), text=problem)
+    if asked.until is not None and asked.until not in {entry.call_id for entry in [*inherited, *own]}:
+        raise InputError(
+            f"episode {line.episode} has no call {asked.until!r}; `agentrl episode replay --step` names them"
+        )
     spec = dataclasses.replace(_spec(reader, line), purpose="replay")
     environment = _environment(spec.environment, asked)
     if asked.rescoring:

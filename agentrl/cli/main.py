@@ -20,6 +20,7 @@ from importlib import import_module
 from agentrl.cli.commands import parser
 from agentrl.cli.output import INTERNAL, INTERRUPTED
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError
+from agentrl.core.files import remedy
 from agentrl.core.safe import safe, safe_line
 
 EXTRAS = {
@@ -85,6 +86,9 @@ def _report_unexpected(error: BaseException) -> int:
             "look for os.close and os.closerange there\n"
         )
         return CheckFailedError.exit_code
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        _say(f"agentrl: {safe_line(str(error.filename))[:100]}…: {error.strerror}; {remedy(error)}\n")
+        return InputError.exit_code
     if isinstance(error, OSError) and error.errno in _MACHINE:
         where = safe_line(str(error.filename or "a file"))
         _say(f"agentrl: {where}: {error.strerror}; make room or permission there\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ import msgspec
 from agentrl.cli.output import print_json, print_json_line, print_text
 from agentrl.core.errors import CheckFailedError, InputError
 from agentrl.inspection.blame import damage_named
+from agentrl.inspection.forks import located
 from agentrl.inspection.reader import RunReader, runs
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from agentrl.inspection.terminal import Page
 
 RUNS = Path("runs")
-_EPISODE = re.compile(r"[a-z]\d+(?![\w-])")
+_EPISODE = re.compile(r"(forks/)?[a-z]\d+(?![\w-])")
 """How the id of an episode begins, which no run is called by without intent."""
 
 
@@ -342,21 +343,22 @@ def step_show(reader: RunReader, options: argparse.Namespace) -> Answer:
 def open_run(options: argparse.Namespace) -> Iterator[RunReader]:
     """A reader of the run a command names; none is the newest in `runs/`.
 
-    `agentrl episode show e12` names no run: what looks like an episode and is no run moves to the next argument.
+    `agentrl episode show e12` names no run: what looks like an episode and is no run moves to the next argument. Of a
+    single episode that is a fork, `forks/f0`, it is the reader of the run's forks, and `options.id` its id there.
     """
     name = options.run
-    takes_episode = hasattr(options, "id")
-    lacks_episode = takes_episode and (options.id is None or getattr(options, "other", "") is None)
+    takes_episode, takes_two = hasattr(options, "id"), hasattr(options, "other")
+    lacks_episode = takes_episode and (options.id is None or (takes_two and options.other is None))
     if name is not None and lacks_episode and _EPISODE.match(name) and not find_run(name).exists():
-        if hasattr(options, "other"):
+        if takes_two:
             options.other = options.id
         name, options.id = None, name
-    reader = RunReader(find_run(name))
-    try:
-        with damage_named(reader.log):
-            yield reader
-    finally:
-        reader.close()
+    with closing(RunReader(find_run(name))) as run, damage_named(run.log):
+        if takes_episode and not takes_two and options.id is not None:
+            with located(run, options.id) as (reader, options.id), damage_named(reader.log):
+                yield reader
+        else:
+            yield run
 
 
 def find_run(name: str | None) -> Path:

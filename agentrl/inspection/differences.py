@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +10,7 @@ import msgspec
 
 from agentrl.core.errors import InputError
 from agentrl.inspection.columns import int32
+from agentrl.inspection.forks import located
 from agentrl.inspection.lines import EpisodeLine
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import Begin, EntryBody, RewardEntry, TurnEntry
@@ -180,16 +179,16 @@ def _turns(ours: dict[str, EntryBody], theirs: dict[str, EntryBody]) -> list[tup
 def compared(reader: RunReader, a: str | None, b: str | None) -> Difference:
     """Episode `a` of a run with `b`, or with the one it was forked from where `b` is left out.
 
-    An id may have a run's directory, relative to the reader's, before it: `forks/f0`.
+    A fork of the run is `forks/f0`.
 
     Raises:
         InputError: there is no such episode, or `a` is no fork and there is nothing to compare it with.
     """
     if a is None:
         raise InputError("name two episodes, or a fork, such as forks/f0")
-    with _opened(reader, a) as (left, left_id):
+    with located(reader, a) as (left, left_id):
         if b is not None:
-            with _opened(reader, b) as (right, right_id):
+            with located(reader, b) as (right, right_id):
                 return difference(left, left_id, right, right_id)
         begin = next((body for _, body in left.episode(left_id).entries if isinstance(body, Begin)), None)
         if begin is None or begin.fork is None:
@@ -199,17 +198,3 @@ def compared(reader: RunReader, a: str | None, b: str | None) -> Difference:
             return difference(left, left_id, parent, begin.fork.episode_id, b_attempt=begin.fork.attempt)
         finally:
             parent.close()
-
-
-@contextmanager
-def _opened(reader: RunReader, name: str) -> Iterator[tuple[RunReader, str]]:
-    directory = name.partition("~")[0].rpartition("/")[0]  # a child's own id may have a slash, behind a tilde
-    episode = name[len(directory) + 1 :] if directory else name
-    if not directory:
-        yield reader, episode
-        return
-    other = RunReader(reader.path / directory)
-    try:
-        yield other, episode
-    finally:
-        other.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -32,6 +34,32 @@ class Fork(msgspec.Struct, frozen=True):
     """Whether it was told something else there."""
     version: str | None = None
     """Which weights took the turn it was forked at; None where it took none."""
+
+
+@contextmanager
+def located(reader: RunReader, name: str) -> Iterator[tuple[RunReader, str]]:
+    """Who reads an episode by its name in a run, and its id there: `forks/f0` is f0 of the run's forks.
+
+    An episode of the run itself that is called so, as one that was imported may be, goes before.
+
+    Raises:
+        InputError: the run has no forks.
+        JournalError: the forks cannot be read.
+    """
+    own = not name.startswith(f"{FORKS}/") or reader.log.rows(
+        "SELECT 1 FROM admissions WHERE episode = ? LIMIT 1", name
+    )
+    if own:
+        yield reader, name
+        return
+    try:
+        forks = RunReader(reader.path / FORKS)
+    except InputError as error:
+        raise InputError(f"{reader.path}: no episode {name!r}: nothing of this run was forked") from error
+    try:
+        yield forks, name.removeprefix(f"{FORKS}/")
+    finally:
+        forks.close()
 
 
 def fork_tree(reader: RunReader) -> list[Fork]:

@@ -73,10 +73,17 @@ def step_list(reader: RunReader, policy: str | None = None) -> list[StepLine]:
     """The steps of a run in the order they were taken, those a rollback undid among them.
 
     Raises:
+        InputError: there is no such policy, or it does not learn.
         JournalError: the journal is damaged.
     """
     condition, values = ("policy = ?", (policy,)) if policy is not None else ("1", ())
     rows = checked_rows(reader.log, "steps", f"{condition} ORDER BY stepped_at, policy, lineage, step", *values)
+    if policy is not None and not rows:
+        learning = [name for (name,) in reader.log.rows("SELECT DISTINCT policy FROM versions ORDER BY policy")]
+        if learning and policy not in learning:
+            raise InputError(
+                f"{reader.path}: no policy {policy!r} learns here; what learns: {', '.join(map(str, learning))}"
+            )
     rewards = {
         (name, lineage, step): (reward, units)
         for name, lineage, step, reward, units in reader.log.rows(

@@ -241,4 +241,6 @@ def _check(connection: sqlite3.Connection, path: Path, kind: Kind, run: str | No
 
 def database_error(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> JournalError:
     """What to raise where reading `path` failed."""
+    if path.exists() and not os.access(path, os.R_OK):  # which SQLite does not say
+        return JournalError(f"{path}: cannot be read (Permission denied); let your user read it")
     return JournalError(f"{path}: cannot be read ({error}); it is damaged, or not a database of agentrl")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import inspect
 import json
 import os
@@ -109,6 +110,9 @@ def test_headings_are_columns_that_can_be_filtered_by(directory: Path, capsys: p
         (["episode", "show", "demo", "e77"], 2, "no episode 'e77'"),
         (["episode", "show", "e77"], 2, "no episode 'e77'"),
         (["episode", "show", "demo2"], 2, "demo2: there is no run here"),
+        (["episode", "show", "demo", "forks/f0"], 2, "no episode 'forks/f0': nothing of this run was forked"),
+        (["episode", "show", "n" * 300], 2, "File name too long; choose a shorter name"),
+        (["step", "list", "demo", "--policy", "bogus"], 2, "no policy 'bogus' learns here; what learns: policy"),
         (["run", "curve", "demo", "--metric", "norm"], 2, "did you mean grad_norm?"),
         (["run", "curve", "demo", "--metric", "bogus"], 2, "recorded were: grad_norm, loss"),
         (["run", "list", "--steps=3"], 2, "unknown argument '--steps=3'"),
@@ -132,6 +136,23 @@ def test_a_damaged_journal_is_exit_code_74(directory: Path, capsys: pytest.Captu
     (directory / "runs" / "demo" / "journal" / "control.db").write_bytes(b"rubbish" * 1000)
     assert main(["episode", "list", "demo"]) == 74
     assert "control.db" in capsys.readouterr().err
+
+
+def without_the_rights_of_root() -> None:
+    """What is not to be read is then not read by root either, after the next `exec`."""
+    for capability in (1, 2):  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+
+
+def test_a_journal_that_may_not_be_read_is_not_called_damaged(directory: Path) -> None:
+    file = Path("runs", "demo", "journal", "control.db")
+    file.chmod(0)
+    command = [sys.executable, "-m", "agentrl.cli", "run", "stats", "demo"]
+    refused = subprocess.run(
+        command, capture_output=True, text=True, check=False, preexec_fn=without_the_rights_of_root
+    )
+    assert refused.returncode == 74
+    assert refused.stderr == f"agentrl: {file}: cannot be read (Permission denied); let your user read it\n"
 
 
 def test_a_bug_is_exit_code_70_and_its_traceback_is_kept(

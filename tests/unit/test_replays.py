@@ -108,6 +108,8 @@ def test_an_execution_stops_where_it_is_told_to(sample_run: Path, solved: Episod
     assert (found.outcome, found.call) == ("stopped", "r#3")
     assert found.acts == whole.acts[: len(found.acts)]
     assert found.acts[-1][0] == "r#3"
+    with pytest.raises(InputError, match="has no call 'r#3000'"):
+        replayed(sample_run, solved, until="r#3000")
 
 
 def test_rewards_are_given_anew_and_a_parent_hears_of_them(sample_run: Path, tmp_path: Path) -> None:
@@ -175,6 +177,39 @@ def test_an_edited_fork_is_told_something_else_also_when_executed_again(copied: 
     reader.close()
     assert (tree[edited.episode_id].is_edited, tree[again.episode_id].is_edited) == (True, False)
     assert tree[again.episode_id].depth == 2
+
+
+def test_a_policy_that_the_run_does_not_have_is_named(copied: Path, solved: EpisodeLine) -> None:
+    for asked in ("nobody@0.1", "checker=nobody@0.1"):
+        with pytest.raises(InputError, match="--policy: the run has no policy 'nobody'; it has proposer, solver"):
+            fork(copied, solved.episode, at=0, policy=asked, adapters=sample_adapters())
+    with pytest.raises(InputError, match="the episode has no seat 'nobody'; it has solver, checker"):
+        fork(copied, solved.episode, at=0, policy="nobody=solver", adapters=sample_adapters())
+    with sqlite3.connect(copied / "journal" / "control.db") as database:
+        ((config,),) = database.execute("SELECT value FROM meta WHERE key = 'info'")
+        database.execute("UPDATE meta SET value = ? WHERE key = 'info'", (config.replace('"checker"', '"judge"'),))
+    database.close()
+    with pytest.raises(
+        InputError, match="the episode: the run has no policy 'checker'; it has proposer, solver, judge"
+    ):
+        fork(copied, solved.episode, at=0, adapters=sample_adapters())
+
+
+def test_a_fork_is_named_in_the_run_it_belongs_to(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["show"], ["tokens"], ["why"], ["timeline"], ["replay", "--step"], ["rescore"]):
+        shown = []
+        for run, name in ((copied, "forks/f0"), (copied / "forks", "f0")):
+            assert main(["episode", *command, str(run), name]) == 0
+            shown.append(capsys.readouterr().out)
+        assert "f0" in shown[0]
+        assert shown[0] == shown[1]
+    assert main(["episode", "fork", str(copied), "forks/f0", "--at", "-1", "--json"]) == 0
+    (made,) = json.loads(capsys.readouterr().out)
+    reader = RunReader(copied)
+    assert made["episode"] in {entry.line.episode: entry.depth for entry in fork_tree(reader) if entry.depth == 2}
+    reader.close()
+    assert main(["episode", "show", str(copied), "forks/f99"]) == 2
+    assert f"{copied / 'forks'}: no episode 'f99'" in capsys.readouterr().err
 
 
 def turns_of(run: Path, episode: str) -> list[TurnAct]:

@@ -133,6 +133,19 @@ def test_many_may_ask_at_once(sample_run: Path) -> None:
     served(sample_run, use)
 
 
+def test_it_ends_though_a_client_does_not_read_what_it_asked_for(sample_run: Path) -> None:
+    with socket.socket() as client:
+
+        async def use(server: Served, ask: Ask) -> None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", server.port))
+            client.sendall(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode() * 200)
+            for _ in range(100):  # while it serves another, until neither system nor server take more
+                assert (await ask("/"))[0] == 200
+
+        served(sample_run, use)
+
+
 def test_a_port_that_is_taken_and_a_run_that_is_none_are_named(sample_run: Path, tmp_path: Path) -> None:
     async def start(run: Path, port: int) -> None:
         async with serving(run, port):

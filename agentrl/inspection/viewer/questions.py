@@ -16,7 +16,7 @@ import msgspec
 
 from agentrl.core.errors import InputError
 from agentrl.inspection.conversation import conversation
-from agentrl.inspection.forks import FORKS, fork_tree
+from agentrl.inspection.forks import fork_tree, located
 from agentrl.inspection.lines import COLUMNS, EPISODES, STATUS, EpisodeLine
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.reasons import reasons, reasons_of
@@ -200,17 +200,9 @@ QUESTIONS: Mapping[str, Callable[[RunReader, Parameters], Any]] = {
 @contextmanager
 def _located(reader: RunReader, parameters: Parameters) -> Iterator[tuple[RunReader, str, int | None]]:
     """The reader of the run or of its forks, the episode's id there, and the attempt that is meant."""
-    name = parameters.get("episode", "")
     attempt = _number(parameters, "attempt", -1)
-    wanted = None if attempt < 0 else attempt
-    if not name.startswith(f"{FORKS}/"):
-        yield reader, name, wanted
-        return
-    forks = RunReader(reader.path / FORKS)
-    try:
-        yield forks, name.removeprefix(f"{FORKS}/"), wanted
-    finally:
-        forks.close()
+    with located(reader, parameters.get("episode", "")) as (where, episode):
+        yield where, episode, None if attempt < 0 else attempt
 
 
 def _number(parameters: Parameters, name: str, otherwise: int | None = None) -> int:

@@ -79,6 +79,9 @@ async def serving(run: str | Path, port: int = 0) -> AsyncIterator[Served]:
             ) from error
         yield Served(runner.addresses[0][1], token)
     finally:
+        for client in runner.server.connections if runner.server is not None else ():
+            if client.transport is not None:
+                client.transport.abort()  # nobody is waited for, who may never read what was answered
         await runner.cleanup()
         await loop.run_in_executor(thread, reader.close)
         thread.shutdown()
