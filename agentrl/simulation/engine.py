@@ -329,6 +329,8 @@ class EmulatedEngine:
         while self._kept + new > limit and self._idle:
             self.forget(next(iter(self._idle)))
         if self._kept + new > limit and self._running:
+            if session.kept:
+                self._idle[session] = None  # it waits, and may lose what it has
             return False
         self._kept += new
         session.kept += new
