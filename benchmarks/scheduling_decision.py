@@ -105,7 +105,7 @@ def figures(quick: bool) -> dict[str, float | None]:
         }
     )
     scenario = Scenario(plan=plan, steps=3, skipped=1, alter=timed.watch)
-    places = {name: getattr(Room, name) for name in ("take", "rest", "leave", "_look_again")}
+    places = {name: getattr(Room, name) for name in ("take", "rest", "leave", "_let_pass", "_look_again")}
     rank, asking.rank = asking.rank, timed.call("rank", asking.rank)
     for name, function in places.items():
         setattr(Room, name, timed.call(f"Room.{name}", function))
