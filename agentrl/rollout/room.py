@@ -91,8 +91,8 @@ class Room:
         if place.is_held:
             self._use(place)
         else:
-            place.parts = self._parts(place.weights, context)
-            place.tokens = tokens
+            place.tokens, place.parts = tokens, self._parts(place.weights, context)
+            place.common = sum([count for _, count in place.parts])
             if self._waiting or not self._make_room(place):
                 return False
         self._hold(place, tokens)
@@ -171,10 +171,10 @@ class Room:
         while self._kept and (longest := next(iter(self._kept))).kept_until <= now:
             del self._kept[longest]
             self._spare_now(longest)
-        firm = self._tokens.firm
-        if firm and firm + self._tokens.new_to_firm(place) > self._budget:
+        tokens = self._tokens
+        if tokens.firm and tokens.firm + tokens.new_to_firm(place) > self._budget:
             return False
-        while self._spare and self._tokens.taken + self._tokens.new(place) > self._budget:
+        while self._spare and tokens.taken + tokens.new(place) > self._budget:
             self._give_up(next(iter(self._spare)))
         return True
 
@@ -200,7 +200,18 @@ class Room:
 class Place:
     """One conversation's place in the engine's memory; made by `Room.place`."""
 
-    __slots__ = ("_room", "is_held", "kept_until", "kind", "parts", "passes", "rests_since", "tokens", "weights")
+    __slots__ = (
+        "_room",
+        "common",
+        "is_held",
+        "kept_until",
+        "kind",
+        "parts",
+        "passes",
+        "rests_since",
+        "tokens",
+        "weights",
+    )
 
     def __init__(self, room: Room, kind: Hashable, weights: Hashable) -> None:
         self._room = room
@@ -211,6 +222,8 @@ class Place:
         """Of its context, when they were last told."""
         self.parts: tuple[tuple[int, int], ...] = ()
         """Of them those that others may begin with too."""
+        self.common = 0
+        """Tokens of these."""
         self.rests_since: float | None = None
         self.kept_until = 0.0
         self.passes: asyncio.Future[None] | None = None
@@ -246,71 +259,71 @@ class _Tokens:
 
     def __init__(self) -> None:
         self.taken = 0
-        self._spare = 0
+        self.firm = 0
+        """Those that are there when all places were given up that can be."""
         self._holders: Counter[int] = Counter()
         """Of each part."""
         self._spares: Counter[int] = Counter()
         """Of them those that can be given up."""
 
-    @property
-    def firm(self) -> int:
-        """Tokens that are there when all places were given up that can be."""
-        return self.taken - self._spare
-
     def new(self, place: Place) -> int:
         """Tokens that a place would add."""
-        return place.tokens - sum(tokens for key, tokens in place.parts if key in self._holders)
+        return place.tokens - sum([tokens for key, tokens in place.parts if key in self._holders])
 
     def new_to_firm(self, place: Place) -> int:
         """Those it would add to `firm`."""
-        return place.tokens - sum(
-            tokens for key, tokens in place.parts if self._holders.get(key, 0) > self._spares.get(key, 0)
-        )
+        return place.tokens - sum([tokens for key, tokens in place.parts if self._is_firm(key)])
 
     def hold(self, place: Place, tokens: int) -> None:
         """A place, firm, has so many tokens now."""
         if place.is_held:
-            tokens = max(tokens, sum(count for _, count in place.parts))
+            tokens = max(tokens, place.common)
             self.taken += tokens - place.tokens
+            self.firm += tokens - place.tokens
         else:
-            self.taken += self.new(place) + tokens - place.tokens
+            own = tokens - place.common
+            self.taken += own
+            self.firm += own
             for key, count in place.parts:
-                if self._spares.get(key) == self._holders.get(key, 0) > 0:
-                    self._spare -= count
+                if not self._is_firm(key):
+                    self.firm += count
+                if key not in self._holders:
+                    self.taken += count
                 self._holders[key] += 1
         place.is_held, place.tokens = True, tokens
 
     def spare(self, place: Place) -> None:
         """It can be given up."""
-        self._spare += self._own(place)
+        self.firm -= place.tokens - place.common
         for key, count in place.parts:
             self._spares[key] += 1
-            if self._spares[key] == self._holders[key]:
-                self._spare += count
+            if not self._is_firm(key):
+                self.firm -= count
 
     def use(self, place: Place) -> None:
         """It cannot any more."""
-        self._spare -= self._own(place)
+        self.firm += place.tokens - place.common
         for key, count in place.parts:
-            if self._spares[key] == self._holders[key]:
-                self._spare -= count
+            if not self._is_firm(key):
+                self.firm += count
             self._spares[key] -= 1
 
     def give_up(self, place: Place) -> None:
         """A firm one is gone."""
-        self.taken -= self._own(place)
+        own = place.tokens - place.common
+        self.taken -= own
+        self.firm -= own
         for key, count in place.parts:
             self._holders[key] -= 1
+            if not self._is_firm(key):
+                self.firm -= count
             if not self._holders[key]:
                 self.taken -= count
                 del self._holders[key], self._spares[key]
-            elif self._spares[key] == self._holders[key]:
-                self._spare += count
         place.is_held = False
 
-    @staticmethod
-    def _own(place: Place) -> int:
-        return place.tokens - sum(count for _, count in place.parts)
+    def _is_firm(self, key: int) -> bool:
+        return self._holders.get(key, 0) > self._spares.get(key, 0)
 
 
 class _Costs:
