@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+from agentrl.core.errors import EngineError
+
 if TYPE_CHECKING:
     from agentrl.core.proposals import Recollection
     from agentrl.core.records import (
@@ -57,6 +59,10 @@ class EngineCapabilities:
     """Tokens of context computed per second, with nothing else to do."""
     shares_prefixes: bool = False
     """Whether what two conversations begin with alike is held once."""
+
+    def __post_init__(self) -> None:
+        if not self.prefill_rate > 0:
+            raise EngineError(f"engine {self.name!r} computes {self.prefill_rate} tokens of context per second")
 
     def share(self, parts: int) -> EngineCapabilities:
         """What one of so many has of the engine, who do not know what the others have in it."""

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 HEADROOM = 0.1
 """Share of the memory that is left to what running calls sample."""
+LONGEST_S = 60.0
+"""That a place is kept between two turns, however slow the engine."""
 REMEMBERED = 64
 """Rests of a kind over which costs are averaged, about."""
 LEAST_PART = 64
@@ -50,7 +52,7 @@ class Room:
 
     def __init__(self, kv_tokens: int | None, prefill_rate: float = math.inf, *, shares_prefixes: bool = False) -> None:
         self._budget = math.inf if kv_tokens is None else kv_tokens * (1 - HEADROOM)
-        self._costs = _Costs(0.0 if kv_tokens is None else kv_tokens / prefill_rate)
+        self._costs = _Costs(0.0 if kv_tokens is None else min(kv_tokens / prefill_rate, LONGEST_S))
         self._shares_prefixes = shares_prefixes
         self._tokens = _Tokens()
         self._kept: dict[Place, None] = {}

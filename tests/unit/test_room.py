@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from agentrl.core.errors import EngineError
+from agentrl.engines.scripted import ScriptedEngine
 from agentrl.rollout.room import UNBOUNDED, Place, Room
 from agentrl.testing import simulate
 
@@ -354,3 +358,20 @@ def test_what_is_taken_is_what_is_held_each_part_once(seed: int) -> None:
         assert shared.place("kind").take(10_000), "nothing is firm"
 
     ran(main)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan])
+def test_an_engine_that_computes_nothing_is_refused(rate: float) -> None:
+    with pytest.raises(EngineError, match="computes"):
+        replace(ScriptedEngine([[1]], versions={}).capabilities, prefill_rate=rate)
+
+
+def test_a_place_is_kept_for_a_minute_at_most() -> None:
+    async def main() -> float:
+        shared = Room(1000, 1e-9)
+        first = shared.place("kind")
+        first.take(900)
+        first.rest(900)
+        return await asked(shared.place("kind"), 500)
+
+    assert ran(main) == 60
