@@ -14,6 +14,7 @@ from agentrl.app.weights import given_weights, load_weights, weights_in
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import CheckFailedError, InputError, RunDirectoryError
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
+from agentrl.core.words import plural
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import resolve
 from agentrl.observe.metrics import JsonlSink
@@ -59,7 +60,7 @@ def evaluate(
     dropped = [header for header in headers if not header.committed]
     if dropped:
         raise CheckFailedError(
-            f"{len(dropped)} of {len(headers)} episodes were dropped, {dropped[0].episode_id} because of "
+            f"dropped: {len(dropped)} of {plural(len(headers), 'episode')}, {dropped[0].episode_id} because of "
             f"{dropped[0].drop_reason}: a score over the rest would flatter"
         )
     if journal is not None:

@@ -25,6 +25,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core import ids
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding, Task
+from agentrl.core.words import plural
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import name_of, resolve
 from agentrl.inspection.forks import FORKS
@@ -106,7 +107,9 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) ->
     whole = own if begin.fork is None else [*read_prefix(journal, begin.fork), *own]
     turns = [(entry, body) for entry in whole if isinstance(body := entry.decode(), TurnEntry)]
     if not -len(turns) <= at < len(turns):
-        raise InputError(f"episode {episode_id} has {len(turns)} turns, so there is no turn {at} to fork it at")
+        raise InputError(
+            f"episode {episode_id} has {plural(len(turns), 'turn')}, so there is no turn {at} to fork it at"
+        )
     at %= len(turns)
     entry = turns[at][0]
     point = replace(points[entry.episode_id], call_id=entry.call_id)

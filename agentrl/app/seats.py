@@ -16,6 +16,7 @@ from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.ports import EngineCapabilities
+from agentrl.core.words import plural
 from agentrl.environment.base import Environment, children_of
 from agentrl.orchestrator.scheduler import Demand
 from agentrl.rollout.context import MAX_CHILD_DEPTH
@@ -90,16 +91,16 @@ def _check_fill(size: int, name: str, policy: PolicyConfig, brought: Sequence[in
     bound = (1 + policy.max_staleness) * policy.step_size
     if most > bound:
         raise ConfigError(
-            f"credit.group_size = {size}: a group brings {most} units of {name}, more than may be in flight: "
+            f"credit.group_size = {size}: a group brings {plural(most, 'unit')} of {name}, more than may be in flight: "
             f"(1 + max_staleness) × step_size = {bound}; raise policies.{name}.step_size to {most} or more, or lower "
             "credit.group_size or the fan-out"
         )
     if policy.max_staleness == 0 and whole == most and policy.step_size % most:
         full = policy.step_size - policy.step_size % most
         raise ConfigError(
-            f"policies.{name}.step_size = {policy.step_size} can never be filled: a group brings {most} units of "
-            f"{name}, and with max_staleness = 0 no more groups are let in than fit, so every step would be of {full}. "
-            f"Set step_size = {full} or {full + most}, or max_staleness = 1"
+            f"policies.{name}.step_size = {policy.step_size} can never be filled: a group brings "
+            f"{plural(most, 'unit')} of {name}, and with max_staleness = 0 no more groups are let in than fit, so "
+            f"every step would be of {full}. Set step_size = {full} or {full + most}, or max_staleness = 1"
         )
 
 

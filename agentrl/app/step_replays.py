@@ -20,6 +20,7 @@ from agentrl.core.errors import AgentRLError, InputError, JournalError
 from agentrl.core.installation import install_command
 from agentrl.core.records import DataLocation, PolicyVersion, WeightsRef
 from agentrl.core.training_records import TrainBatch, TrajectoryCredit, Unit
+from agentrl.core.words import plural
 from agentrl.credit.fed import input_digest, row_digest, trained_positions
 from agentrl.credit.samples import samples
 from agentrl.inspection.checked import checked_rows
@@ -102,7 +103,11 @@ def rebuild_step(reader: RunReader, line: StepLine) -> StepRebuilt:
     rebuilt = input_digest(map(row_digest, fed))
     tokens = sum(len(trained_positions(sample)) for sample in fed)
     same = rebuilt == view.input_digest
-    text = "" if same else f"{len(fed)} rows of {tokens} tokens now, {line.samples} of {line.tokens} then"
+    text = (
+        ""
+        if same
+        else f"{plural(len(fed), 'row')} of {plural(tokens, 'token')} now, {line.samples} of {line.tokens} then"
+    )
     return msgspec.structs.replace(found, identical=same, rows=len(fed), tokens=tokens, rebuilt=rebuilt, text=text)
 
 

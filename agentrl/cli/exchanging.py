@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from agentrl.cli.output import print_json
 from agentrl.cli.reading import open_run
 from agentrl.core.safe import safe_line
+from agentrl.core.words import plural
 
 if TYPE_CHECKING:
     import argparse
@@ -25,7 +26,7 @@ def run_export(options: argparse.Namespace) -> int:
     if options.json:
         print_json(found)
         return 0
-    _say(f"{found.path}: {found.episodes:,} episodes")
+    _say(f"{found.path}: {plural(found.episodes, 'episode')}")
     for problem in found.problems[:SHOWN]:
         _say(f"  not readable: {problem}")
     if len(found.problems) > SHOWN:
@@ -41,9 +42,10 @@ def run_import(options: argparse.Namespace) -> int:
     if options.json:
         print_json(found)
         return 0
-    _say(f"{found.path}: {found.episodes:,} episodes, {found.turns:,} turns; `agentrl episode list {found.path}`")
+    holds = f"{plural(found.episodes, 'episode')}, {plural(found.turns, 'turn')}"
+    _say(f"{found.path}: {holds}; `agentrl episode list {found.path}`")
     for what, count in sorted(found.not_told.items()):
-        _say(f"  {what}: not told of {count:,} episodes")
+        _say(f"  {what}: not told of {plural(count, 'episode')}")
     return 0
 
 

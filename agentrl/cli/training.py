@@ -11,6 +11,7 @@ from agentrl.cli.output import INTERRUPTED, print_json
 from agentrl.config.load import dump_toml, load
 from agentrl.core.errors import InputError
 from agentrl.core.safe import safe_line
+from agentrl.core.words import plural
 from agentrl.observe.progress import waiting
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def evaluate(options: argparse.Namespace) -> int:
     config = _config(options)
     from agentrl.app.evaluation import evaluate as run_evaluation
 
-    with waiting(f"evaluating on {config.evaluation.tasks} tasks", sys.stderr):
+    with waiting(f"evaluating on {plural(config.evaluation.tasks, 'task')}", sys.stderr):
         metrics = run_evaluation(config, _weights(options.policy), journal=options.journal)
     if options.json:
         print_json(dict(metrics))

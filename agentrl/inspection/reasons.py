@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from agentrl.core.errors import JournalError
+from agentrl.core.words import plural
 from agentrl.inspection.checked import checked_rows
 from agentrl.inspection.conversation import Conversation, EffectAct, ToolAct, TurnAct, conversation, reward_components
 from agentrl.journal.control import read_baselines, read_spec
@@ -105,9 +106,11 @@ def _time(view: Conversation) -> list[Reason]:
     total = view.summary.seconds or 0.0
     parked, cut = view.metrics.get("parked"), view.metrics.get("turns/interrupted")
     if parked:
-        found.append(Reason("time", f"parked {parked:g} times: its calls were cut and went on from their tokens later"))
+        found.append(
+            Reason("time", f"parked {plural(parked, 'time')}: its calls were cut and went on from their tokens later")
+        )
     if cut:
-        found.append(Reason("time", f"{cut:g} turns were interrupted and went on from the tokens they had"))
+        found.append(Reason("time", f"interrupted in {plural(cut, 'turn')}, which went on from the tokens they had"))
     found += _no_room(view)
     timed = [(act.seconds, _named(act)) for act in view.acts if isinstance(act, TurnAct | ToolAct | EffectAct)]
     timed += [(act.waited, f"the wait before {_named(act)}") for act in view.acts if isinstance(act, TurnAct)]
@@ -130,8 +133,9 @@ def _no_room(view: Conversation) -> list[Reason]:
     longest, name = max(waits)
     text = (
         f"it waited {sum(seconds for seconds, _ in waits):.3f} s for room in the engine's memory, in {len(waits)} of "
-        f"its {len(turns)} turns, longest before {name}: {longest:.3f} s. A conversation has no place before its first "
-        "turn, and loses it between two when to keep it costs more than to compute its context again, and others wait"
+        f"its {plural(len(turns), 'turn')}, longest before {name}: {longest:.3f} s. A conversation has no place before "
+        "its first turn, and loses it between two when to keep it costs more than to compute its context again, and "
+        "others wait"
     )
     return [Reason("time", text, "raise engine.kv_memory, or shorten the contexts")]
 
@@ -155,7 +159,12 @@ def _end(view: Conversation) -> list[Reason]:
     if line.stop_reason is None:
         last = f"; the last thing it did was {view.acts[-1].call}" if view.acts else ""
         return [Reason("ended", f"it has not ended: in flight, or of a process that died{last}")]
-    found = [Reason("ended", f"{line.stop_reason}, after {line.turns} turns and {line.tokens} tokens")]
+    found = [
+        Reason(
+            "ended",
+            f"{line.stop_reason}, after {plural(line.turns or 0, 'turn')} and {plural(line.tokens or 0, 'token')}",
+        )
+    ]
     if line.stop_reason != "completed" and line.purpose != "import":  # whose reasons are not ours
         found[0] = Reason("ended", f"{found[0].text}: a limit cut it short", "raise the limit, or shorten the episode")
     short = [act for act in turns if act.finish_reason == "length"]

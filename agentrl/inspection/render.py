@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from agentrl.core.words import plural
 from agentrl.inspection.terminal import Page, Part
 from agentrl.inspection.winrates import win_rate_matrix
 from agentrl.observe.metrics import describe
@@ -169,7 +170,9 @@ def step_page(view: StepView) -> Page:
     page, line = Page(), view.line
     page.line((f"{line.policy}@{line.lineage}.{line.step}", "bold"), f" · made from {view.started_from}")
     facts = [("reward", number(line.reward)), ("loss", _small(line.loss)), ("grad_norm", _small(line.grad_norm))]
-    facts.append(("fed", f"{line.units} units, {line.samples} rows, {line.tokens:,} trained tokens"))
+    facts.append(
+        ("fed", f"{plural(line.units, 'unit')}, {plural(line.samples, 'row')}, {plural(line.tokens, 'trained token')}")
+    )
     facts.append(("normaliser", f"{view.normaliser:g}"))
     facts.append(("digest", view.input_digest))
     facts.append(("columns", view.columns_file or "none were written"))
@@ -231,10 +234,10 @@ def figures_page(figures: RunFigures) -> Page:
     page = Page()
     speed = "" if figures.tokens_per_second is None else f", {figures.tokens_per_second:,.0f} sampled tokens a second"
     page.line((figures.name, "bold"), f" · {number(figures.seconds)} s{speed}")
-    page.line(f"{figures.in_flight} in flight, {figures.repeated} attempts beyond the first")
+    page.line(f"{figures.in_flight} in flight, {plural(figures.repeated, 'attempt')} beyond the first")
     for kind in figures.episodes:
         page.heading(f"{kind.environment} · {kind.purpose}")
-        page.line(f"  {kind.episodes:,} episodes ended: {_counted(kind.ended)}")
+        page.line(f"  {plural(kind.episodes, 'episode')} ended: {_counted(kind.ended)}")
         spreads = {"reward": kind.reward, "turns": kind.turns, "tokens": kind.tokens, "seconds": kind.seconds}
         rows = [[f"  {name}", *_spread(spread)] for name, spread in spreads.items()]
         page.table(["  of committed ones", "mean>", "10 % below>", "median>", "10 % above>"], rows)

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from agentrl.core.words import plural
 from agentrl.inspection.conversation import (
     ChildAct,
     EffectAct,
@@ -90,7 +91,9 @@ def summary_page(view: Conversation) -> Page:
     if line.reward is not None:
         facts.append(("reward", number(line.reward)))
     if line.turns is not None:
-        facts.append(("length", f"{line.turns} turns, {line.tokens} tokens, {number(line.seconds)} s"))
+        facts.append(
+            ("length", f"{plural(line.turns, 'turn')}, {plural(line.tokens or 0, 'token')}, {number(line.seconds)} s")
+        )
     components = reward_components(view)
     for agent in view.agents:
         name = f"{agent.seat}[{agent.index}]"
@@ -99,7 +102,7 @@ def summary_page(view: Conversation) -> Page:
         ]
         reward = number(agent.reward) or "none"
         made = f" = {' + '.join(parts)}" if len(parts) > 1 else ""
-        what = f"{agent.policy}, reward {reward}{made}, {agent.tokens} tokens"
+        what = f"{agent.policy}, reward {reward}{made}, {plural(agent.tokens, 'token')}"
         is_known = agent.oldest_step >= 0
         facts.append(
             (name, f"{what}, oldest weights {f'{agent.lineage}.{agent.oldest_step}' if is_known else 'unknown'}")
@@ -119,7 +122,7 @@ def _turn(page: Page, act: TurnAct) -> None:
         page.line((f"  {role}", f"bold {_STYLES.get(role, 'magenta')}"))
         page.block(str(message.get("content", "")), _STYLES.get(role, "magenta"))
     versions = " → ".join(dict.fromkeys(version for _, version in act.versions))
-    tokens = f"{act.tokens} tokens" if act.tokens or act.finish_reason == "abort" else "token ids not recorded"
+    tokens = plural(act.tokens, "token") if act.tokens or act.finish_reason == "abort" else "token ids not recorded"
     note = f"turn {act.turn}, {tokens} of {versions or 'unknown weights'}, {act.finish_reason}, {act.seconds:.3f} s"
     note += f", row {act.row}" if act.row else ""
     note += f", drift: {act.drift}" if act.drift else ""
@@ -160,7 +163,9 @@ def tokens_page(view: EpisodeTokens, *, details: bool = False) -> Page:
     page.line(*((f" {version} ", f"bold {colour}") for version, colour in colours.items()))
     for row in view.rows:
         trained = f"trained into {row.step}" if row.step else "no step trained it"
-        page.heading(f"{row.seat}[{row.index}] · {row.policy} · row {row.row} · {len(row.tokens)} tokens · {trained}")
+        page.heading(
+            f"{row.seat}[{row.index}] · {row.policy} · row {row.row} · {plural(len(row.tokens), 'token')} · {trained}"
+        )
         if details:
             _token_table(page, row, colours)
         else:
@@ -200,7 +205,7 @@ def _token_table(page: Page, row: TokenRow, colours: dict[str, str]) -> None:
     known = [place for place in range(len(headings)) if any(cells[place] for cells in rows)]
     page.table([headings[place] for place in known], [[cells[place] for place in known] for cells in rows])
     context = sum(not token.loss_mask for token in row.tokens)
-    page.line((f"  and {context} tokens of context", "dim"))
+    page.line((f"  and {plural(context, 'token')} of context", "dim"))
 
 
 def _shown(token: Token) -> str:

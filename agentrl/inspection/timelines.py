@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from agentrl.core.words import plural
 from agentrl.inspection.checked import checked_rows
 from agentrl.inspection.conversation import (
     ChildAct,
@@ -122,7 +123,7 @@ def _place(act: Act, lanes: dict[str, list[Bar]], ends: dict[str, float]) -> Non
             )
             ends[branch] = now + act.seconds
         case SpawnAct() | ChildAct():
-            label = f"{len(act.children)} children" if isinstance(act, SpawnAct) else act.child
+            label = plural(len(act.children), "child", "children") if isinstance(act, SpawnAct) else act.child
             lanes.setdefault("children", []).append(Bar(now, now, "child", label, act.call))
         case RewardAct():
             label = f"{act.value:g} to {act.seat}[{act.index}]"

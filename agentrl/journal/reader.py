@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.core.errors import JournalError
 from agentrl.core.ids import is_safe_name
+from agentrl.core.words import plural
 from agentrl.journal.checksums import entry_checksum, episode_digest
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.schema import DAMAGE, database_error, open_to_read
@@ -136,7 +137,9 @@ class TurnReader:
 
 def _check_committed(key: EntryKey, rows: Sequence[JournalEntry]) -> None:
     """Refuse entries that are not those of the commit: each may be whole, and one missing or of another time."""
-    found = f"episode {key.episode_id} attempt {key.attempt}: {len(rows)} entries in {key.partition}"
+    found = (
+        f"episode {key.episode_id} attempt {key.attempt}: {plural(len(rows), 'entry', 'entries')} in {key.partition}"
+    )
     if key.entries is not None and len(rows) != key.entries:
         raise JournalError(
             f"{found}, but it was committed with {key.entries}; the partition is damaged or was replaced"

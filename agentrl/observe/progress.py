@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from agentrl.core.words import plural
 from agentrl.observe.view import plain, view
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def evaluation_line(version: PolicyVersion, metrics: Mapping[str, float]) -> str
     if "evaluation/reward" not in metrics:
         return f"held-out tasks were played without {who}"
     episodes = metrics.get("evaluation/episodes", 0.0)
-    return f"held-out reward {metrics['evaluation/reward']:.3f} over {episodes:.0f} tasks ({who})"
+    return f"held-out reward {metrics['evaluation/reward']:.3f} over {plural(episodes, 'task')} ({who})"
 
 
 def figures(metrics: Mapping[str, float]) -> str:

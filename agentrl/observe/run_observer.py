@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.safe import safe_line
+from agentrl.core.words import plural
 from agentrl.observe.alarm_lines import write_alarm
 from agentrl.observe.alarms import alarms
 from agentrl.observe.enduring import EnduringStream
@@ -158,10 +159,10 @@ class RunObserver:
         nothing = (
             f"no step was taken: --resume goes on from step {reached} of {planned}\n"
             if goes_on
-            else f"nothing was left to do: the run has its {planned} steps; --steps=N goes on to more\n"
+            else f"nothing was left to do: the run has its {plural(planned, 'step')}; --steps=N goes on to more\n"
         )
         self._stream.write(
-            f"{summary['steps']} steps in {summary['rl_seconds']:.1f} s; "
+            f"{plural(summary['steps'], 'step')} in {summary['rl_seconds']:.1f} s; "
             f"engine busy {summary['engine_busy_share']:.0%}, trainer {summary['trainer_busy_share']:.0%} of the time\n"
             if self.steps or not planned
             else nothing
@@ -196,7 +197,7 @@ class RunObserver:
         """What the evaluations say, the first of them possibly of an earlier life of the run."""
         measured = {policy.name: policy.series("evaluation/reward")[1] for policy in self.state.policies.values()}
         lines = [
-            f"held-out reward{f' of {safe_line(name)}' if len(measured) > 1 else ''} on {tasks} tasks: "
+            f"held-out reward{f' of {safe_line(name)}' if len(measured) > 1 else ''} on {plural(tasks, 'task')}: "
             f"{rewards[0]:.3f} before, {rewards[-1]:.3f} after\n"
             for name, rewards in measured.items()
             if len(rewards) > 1

@@ -14,6 +14,7 @@ from typing import Annotated
 import msgspec
 
 from agentrl.core.files import open_regular, read_at_most
+from agentrl.core.words import plural
 from agentrl.observe.files import replace_file
 
 MAX_BYTES = 1 << 20
@@ -73,7 +74,10 @@ def with_engine_share(status: Status, share: float | None) -> Status:
     waits = status.waits
     if share is not None and status.in_flight:
         if share >= 0.9:
-            waits = (*waits, f"engine saturated: busy {share:.0%} of the time with {status.in_flight} episodes")
+            waits = (
+                *waits,
+                f"engine saturated: busy {share:.0%} of the time with {plural(status.in_flight, 'episode')}",
+            )
         elif share < 0.5:
             waits = (*waits, f"engine waits for tools, environments or other processes: busy {share:.0%} of the time")
     return replace(status, engine_share=share, waits=waits)

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection
 
 from agentrl.core.records import EpisodeHeader
+from agentrl.core.words import plural
 
 FAILED_IN_A_ROW = 32
 """Episodes that seat a policy and give it nothing, before the run gives up; at least two groups."""
@@ -63,7 +64,7 @@ class Drought:
         acted = any(trajectory.policy == policy for trajectory in header.trajectories)
         why = header.drop_reason or f"its seat {'was given no reward' if acted else 'never acted'}"
         return (
-            f"{self._failed[policy]} episodes in a row gave {policy} nothing to train on, the last one, "
+            f"{plural(self._failed[policy], 'episode')} in a row gave {policy} nothing to train on, the last one, "
             f"{header.episode_id}, because of {why}"
         )
 

@@ -130,7 +130,7 @@ def _course(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
     dropped = [header for header in headers if not header.committed]
     if not committed:
         raise CheckFailedError(
-            f"evaluation: all {len(dropped)} episodes were dropped, {dropped[0].episode_id} because of "
+            f"evaluation: no episode of {len(dropped)} was committed, {dropped[0].episode_id} because of "
             f"{dropped[0].drop_reason}; `agentrl episode show` has the details"
         )
     return {

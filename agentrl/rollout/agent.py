@@ -18,6 +18,7 @@ from agentrl.core.errors import EngineError, EnvironmentDefinitionError, Episode
 from agentrl.core.ports import SamplingParams
 from agentrl.core.records import Completion, Message, PolicyVersion, ToolSpec, TrajectoryHeader, Turn
 from agentrl.core.remaining import pack
+from agentrl.core.words import plural
 from agentrl.environment.base import Agent, LimitReachedError, valid_unicode
 from agentrl.journal.entries import RewardEntry, Span, TurnEntry, asked_hash
 from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
@@ -99,7 +100,7 @@ class LiveAgent(Agent):
         limits = self._spoken_to.limits
         if len(self._turns) >= limits.max_turns:
             raise LimitReachedError(
-                f"agent {self.seat!r} has used its {limits.max_turns} turns", stop_reason="max_turns"
+                f"agent {self.seat!r} has used its {plural(limits.max_turns, 'turn')}", stop_reason="max_turns"
             )
         messages, self._pending = tuple(map(_valid, (*self._pending, *messages))), ()
         messages = tuple(map(message_of, self._episode.journal.told_instead())) or messages

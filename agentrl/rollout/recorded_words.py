@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import ReplayMismatchError
+from agentrl.core.words import plural
 from agentrl.environment.base import valid_unicode
 from agentrl.journal.entries import (
     EffectEntry,
@@ -55,7 +56,7 @@ def in_words(body: EntryBody) -> str:
         case GatherEntry():
             return f"the wait for {body.child}"
         case SpawnEntry():
-            return f"the start of {len(body.children)} children"
+            return f"the start of {plural(len(body.children), 'child', 'children')}"
         case RewardEntry():
             return f"a reward of {body.value} to {body.seat}"
         case ValueEntry():

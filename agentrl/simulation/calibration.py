@@ -90,7 +90,7 @@ def calibrated(reader: RunReader) -> Calibration:
     rows = reader.log.rows("SELECT policy, seconds, fed, stepped_at FROM steps ORDER BY stepped_at")
     own = [at for policy, _, _, at in rows if policy == trained[0]]
     if len(own) < 4:
-        raise InputError(f"{reader.path}: {len(own)} steps are too few to calibrate with")
+        raise InputError(f"{reader.path}: too few steps to calibrate with: {len(own)}")
     skipped = max(int(len(own) * FILLING), 1)
     begin, end = own[skipped - 1], own[-1]
     window = [row for row in rows if begin < row[3] <= end]

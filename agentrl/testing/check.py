@@ -19,6 +19,7 @@ import msgspec
 
 from agentrl.core.errors import AgentRLError
 from agentrl.core.records import EpisodeSpec, SeatBinding, Task
+from agentrl.core.words import plural
 from agentrl.engines.scripted import Script
 from agentrl.environment.base import Environment, ResourceLevel, described
 from agentrl.environment.registry import name_of, resolve
@@ -91,8 +92,9 @@ class EnvironmentReport:
         drawing = " It draws: each episode has global random generators of its own." if self.own_random else ""
         return (
             (
-                f"{self.environment}: passed. {self.episodes} episodes of a random policy (mean reward {mean:.2f}), "
-                f"killed and resumed {self.resumptions} times{_PROVED[self.resume_class]}: class `{self.resume_class}`."
+                f"{self.environment}: passed. {plural(self.episodes, 'episode')} of a random policy "
+                f"(mean reward {mean:.2f}), killed and resumed {plural(self.resumptions, 'time')}"
+                f"{_PROVED[self.resume_class]}: class `{self.resume_class}`."
             )
             + (f" Never called, and not tried: {', '.join(self.uncalled)}." if self.uncalled else "")
             + drawing

@@ -168,7 +168,7 @@ def test_a_trajectory_of_another_tool_is_read(tmp_path: Path, capsys: pytest.Cap
     trial.mkdir(parents=True)
     lines(trial / "trajectory.json", trajectory(session_id="s1", subagent_trajectories=[part]))
     assert main(["run", "import", str(tmp_path / "job"), str(tmp_path / "run"), "--from", "atif"]) == 0
-    assert "token ids: not told of 1 episodes" in capsys.readouterr().out
+    assert "token ids: not told of 1 episode" in capsys.readouterr().out
     assert main(["episode", "show", str(tmp_path / "run"), "s1"]) == 0
     shown = capsys.readouterr().out
     assert "2 + 2" in shown
