@@ -24,6 +24,7 @@ from agentrl.observe.run_directory import RunDirectory
 from agentrl.orchestrator.loop import Orchestrator
 
 if TYPE_CHECKING:
+    from agentrl.core.clock import Clock
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
     from agentrl.observe.run_state import RunState
@@ -98,7 +99,7 @@ async def run_training(
     held_out_tasks = await asyncio.to_thread(held_out_source, config, environment, held_out)
     path = Path(config.directory) / config.name
     directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
-    async with _opened(config, directory, observers, quiet=quiet, resume=resume) as (store, observer):
+    async with _opened(config, directory, observers, clock, quiet=quiet, resume=resume) as (store, observer):
         lasting = Lasting(
             config=config,
             environment=environment,
@@ -149,9 +150,16 @@ def _concluded(
 
 @contextlib.asynccontextmanager
 async def _opened(
-    config: RunConfig, directory: RunDirectory, observers: Sequence[Observer], *, quiet: bool, resume: bool
+    config: RunConfig,
+    directory: RunDirectory,
+    observers: Sequence[Observer],
+    clock: Clock,
+    *,
+    quiet: bool,
+    resume: bool,
 ) -> AsyncIterator[tuple[SqliteJournal, RunObserver]]:
     """What outlives a life of the run, and must be closed again: observer, then journal."""
+    from agentrl.journal.lock import check_partitions, let_go
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
     from agentrl.observe.run_state import plan_of
@@ -169,6 +177,7 @@ async def _opened(
         observer = stack.enter_context(RunObserver(directory, plan=plan, others=observers, sinks=sinks, quiet=quiet))
         observer.watch()
         stack.enter_context(ended_by_ctrl_c())
+        await let_go(lambda: check_partitions(directory.journal), observer.warn, clock)
         yield store, observer
 
 

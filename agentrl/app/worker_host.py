@@ -23,7 +23,7 @@ from agentrl.cluster import worker_wire as wire
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import AgentRLError, RunDirectoryError
+from agentrl.core.errors import AgentRLError
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
 from agentrl.engines.guest import GuestEngine
@@ -32,6 +32,7 @@ from agentrl.engines.supervision import die_with
 from agentrl.engines.wire import receive, send
 from agentrl.environment.registry import resolve
 from agentrl.journal.control import not_data
+from agentrl.journal.lock import let_go
 from agentrl.journal.worker_journal import WorkerJournal
 from agentrl.observe.blocked import watch_loop
 from agentrl.rollout.endings import leave, none_ends_the_process
@@ -47,9 +48,6 @@ if TYPE_CHECKING:
 
 ALIVE_S = 1.0
 """How often the run hears that this process does not hang."""
-LET_GO_S = 30
-"""How long the process that had the partition before may take to let go of it: one that Ray started outlives a run that
-was killed by some seconds."""
 
 
 class Run:
@@ -257,43 +255,27 @@ class WorkerHost:
         self.run.tell(wire.Cancelled())
 
 
-async def own_partition(work: wire.Work, writer: asyncio.StreamWriter, seconds: int = LET_GO_S) -> WorkerJournal:
-    """The process's partition of the journal, waited for where another one still has it.
-
-    Raises:
-        RunDirectoryError: it has it for longer than that.
-        AgentRLError: see `WorkerJournal`.
-    """
-    for waited in range(seconds):
-        try:
-            return WorkerJournal(Path(work.journal), str(work.number))
-        except RunDirectoryError as error:
-            line = f"worker {work.number}: {error}; it is given {seconds} s to end"
-            send(writer, wire.Alive() if waited else wire.Told(line=line))
-            await asyncio.sleep(1.0)
-    return WorkerJournal(Path(work.journal), str(work.number))
-
-
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     body = await receive(reader)
     if body is None or not isinstance(work := wire.TO_WORKER.decode(body), wire.Work):
         return
     sys.path.extend(path for path in work.paths if path not in sys.path)
+    loop = asyncio.get_running_loop()
+
+    def tell(line: str) -> None:  # from a thread, too
+        loop.call_soon_threadsafe(send, writer, wire.Told(line=f"worker {work.number}: {line}"))
+
+    alive = loop.create_task(_tell_alive(writer))
     try:
-        host = WorkerHost(work, writer, await own_partition(work, writer))
+        journal = await let_go(lambda: WorkerJournal(Path(work.journal), str(work.number)), tell, SystemClock())
+        host = WorkerHost(work, writer, journal)
     except Exception as error:  # noqa: BLE001 - the run must hear why there is no worker
         tell_failure(writer, error)
         await writer.drain()
         return
     send(writer, wire.Ready())
-    loop = asyncio.get_running_loop()
-
-    def tell(line: str) -> None:  # from a thread, too
-        loop.call_soon_threadsafe(host.run.tell, wire.Told(line=f"worker {work.number}: {line}"))
-
     with watch_loop(tell), none_ends_the_process():
-        alive = loop.create_task(_tell_alive(writer))
         while (body := await receive(reader)) is not None:
             host.handle(wire.TO_WORKER.decode(body))
         alive.cancel()

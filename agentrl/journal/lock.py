@@ -1,18 +1,26 @@
-"""One writer per run: an advisory lock that ends with its process, however it ends."""
+"""One writer per run, and per partition of its turns: advisory locks that end with their process, however it ends."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.core.errors import RunDirectoryError, StorageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    from agentrl.core.clock import Clock
+
+T = TypeVar("T")
+
 LOCK_FILE = "run.lock"
+LET_GO_S = 30
+"""How long a process may take to let go of a partition: a worker that Ray started outlives a run that was killed by
+some seconds, plays on and writes."""
 _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
@@ -52,6 +60,37 @@ class RunLock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def check_partitions(directory: Path) -> None:
+    """Whether a worker of an earlier process of the run is still there.
+
+    Raises:
+        RunDirectoryError: one is; the message names its id.
+    """
+    for path in sorted(directory.glob("turns-*.lock")):
+        RunLock(directory, path.name).release()
+
+
+async def let_go(take: Callable[[], T], tell: Callable[[str], None], clock: Clock) -> T:
+    """What `take` returns, once whoever holds the lock that it wants has let go of it.
+
+    Args:
+        take: raises `RunDirectoryError` until then.
+        tell: takes a line for people, when there is something to wait for.
+        clock: for the waits.
+
+    Raises:
+        RunDirectoryError: it is held for longer than a process that ends takes.
+    """
+    for waited in range(LET_GO_S):
+        try:
+            return take()
+        except RunDirectoryError as error:
+            if not waited:
+                tell(f"{error}; it is given {LET_GO_S} s to end")
+            await clock.sleep(1.0)
+    return take()
 
 
 def _forget_in_child() -> None:

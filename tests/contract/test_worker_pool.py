@@ -15,10 +15,8 @@ import msgspec
 import pytest
 
 from agentrl.app.parts import make_workers
-from agentrl.app.worker_host import own_partition
 from agentrl.cluster import worker_wire
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import RunDirectoryError
 from agentrl.journal.reader import TurnReader
 from benchmarks.scheduling_workers import Listening
 from tests.contract import worker_environments as environments
@@ -235,8 +233,6 @@ def test_a_partition_that_a_dying_process_still_has_is_waited_for(tmp_path: Path
             await at.until(lambda: bool(at.told))
             assert re.fullmatch(rf"worker 0: .*: process {holder.pid} is writing this run; .* 30 s to end", at.told[0])
             assert not at.ends
-            with pytest.raises(RunDirectoryError, match=f"process {holder.pid} is writing this run"):
-                await own_partition(at.pool._settings.work, at.engine, seconds=0)  # type: ignore[arg-type]  # not asked
             holder.stdin.close()
             await holder.wait()
             await at.drained()

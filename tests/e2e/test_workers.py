@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -14,10 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.core.clock import SystemClock
 from agentrl.inspection.reader import RunReader
+from agentrl.journal.lock import check_partitions, let_go
 from benchmarks import coevolution_kills
 from benchmarks.killed_runs import digests
-from tests.processes import descendants
+from tests.processes import descendants, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 WORKER = b"agentrl.app.worker_host"
@@ -54,6 +57,31 @@ def wait_until(process: subprocess.Popen[bytes], condition: Callable[[], bool]) 
     """While the process runs."""
     while process.poll() is None and not condition():
         time.sleep(0.02)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_workers_in_actors_outlive_a_run_that_is_killed_and_are_waited_for(tmp_path: Path) -> None:
+    """Ray needs some seconds to see that whoever asked for the actors is dead; so long they play on, and write."""
+    steps = 2
+    one = coevolution_kills.job(tmp_path)
+    undisturbed = digests(one.train("undisturbed", steps=steps, kills=0))
+    run = tmp_path / "killed"
+    with replace(one, settings=("--workers=2", "--engine.placement=ray"))._life(
+        "killed", steps=steps, resume=False
+    ) as process:
+        wait_until(process, lambda: entries(run) > 30)
+        assert process.poll() is None, one._log("killed")
+        workers = [process.number for process in running() if WORKER in command_of(process.number)]
+    asyncio.run(let_go(lambda: check_partitions(run / "journal"), print, SystemClock()))
+    written = entries(run)
+    while any(WORKER in command_of(worker) for worker in workers):
+        time.sleep(0.02)
+    assert entries(run) == written
+    assert digests(one.train("killed", steps=steps, kills=0)) == undisturbed
+    reader = RunReader(run)
+    assert reader.ledger().holds
+    reader.close()
 
 
 def test_weights_are_those_of_one_process_after_kills_of_workers_and_of_the_run(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from agentrl.core.ports import Engine
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import EntryBody, Span, TurnEntry
+from agentrl.journal.lock import RunLock
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.rollout.plain_format import PlainFormat
@@ -116,6 +117,28 @@ class Fragile(RecordingTrainer):
         if self._dies_at_once:
             raise TrainerLostError("Ray did not start")
         await super().start(resume_from)
+
+
+def test_what_an_earlier_process_of_the_run_still_writes_is_waited_for(tmp_path: Path) -> None:
+    first = Lives(losses=[])
+    first.run(tmp_path)
+    lock = RunLock(tmp_path / "run/journal", "turns-7.lock")
+    again = Lives(losses=[])
+    again.clock.sleeps = lambda: lock.release() if len(again.clock.waits) == 3 else None
+    again.run(tmp_path, resume=True)
+    assert again.clock.waits == [1.0] * 4
+    assert len(again.trainers) == 1
+
+
+def test_what_is_written_for_ever_is_not(tmp_path: Path) -> None:
+    Lives(losses=[]).run(tmp_path)
+    lock = RunLock(tmp_path / "run/journal", "turns-7.lock")
+    again = Lives(losses=[])
+    with pytest.raises(RunDirectoryError, match=f"process {os.getpid()} is writing this run; wait for it, stop it"):
+        again.run(tmp_path, resume=True)
+    lock.release()
+    assert again.clock.waits == [1.0] * 30
+    assert not again.trainers
 
 
 def surviving_steps(path: Path) -> list[tuple[int, int, set[str]]]:
