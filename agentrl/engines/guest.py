@@ -8,6 +8,7 @@ while that is there; a call in flight when its line ends raises `EngineLostError
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from agentrl.core.errors import EngineLostError
@@ -55,6 +56,8 @@ class GuestEngine:
         self._addresses: tuple[str, ...] = ()
         self._moved = asyncio.Event()
         self._lines: dict[str, asyncio.Task[Connection]] = {}
+        self._coming = Counter[str]()
+        """Conversations, by address, whose line is being opened."""
 
     def moved(self, addresses: Sequence[str]) -> None:
         """These processes take calls now; those that are gone end their lines themselves."""
@@ -80,15 +83,17 @@ class GuestEngine:
             for address in self._addresses:
                 if held is not None and held.is_open and self._line(address) is held:
                     return held
-            lines = map(self._line, self._addresses)
-            loads = [0 if line is None else line.sessions for line in lines]
+            loads = [self._load(address) for address in self._addresses]
             address = self._addresses[suited(loads, policy, request.token_ids)]
+            self._coming[address] += 1
             try:
                 return await self._open_line(address)
             except (FileNotFoundError, ConnectionRefusedError):  # it is dead; where the next one is will be told
                 self._addresses = tuple(each for each in self._addresses if each != address)
             except OSError as error:
                 raise EngineLostError(f"the engine's process takes no calls ({error.strerror or error})") from error
+            finally:
+                self._coming[address] -= 1
 
     async def _open_line(self, address: str) -> Connection:
         line = self._lines.get(address)
@@ -103,6 +108,10 @@ class GuestEngine:
     def _line(self, address: str) -> Connection | None:
         line = self._lines.get(address)
         return line.result() if line is not None and line.done() and line.exception() is None else None
+
+    def _load(self, address: str) -> int:
+        line = self._line(address)
+        return self._coming[address] + (0 if line is None else line.sessions)
 
     async def _connect(self, address: str) -> Connection:
         reader, writer = await asyncio.open_unix_connection(address)

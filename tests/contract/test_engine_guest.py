@@ -177,6 +177,23 @@ def test_a_replica_that_comes_late_is_not_given_all_that_is_new() -> None:
     asyncio.run(main())
 
 
+def test_a_first_burst_is_shared_by_all_replicas() -> None:
+    """Conversations whose line is still being opened are a load."""
+
+    async def main() -> None:
+        engines = [(await made())[0] for _ in range(2)]
+        guest = GuestEngine(engines[0].capabilities)
+        guest.moved([engine.addresses[0] for engine in engines])
+        sessions = [guest.open(f"s{number}", "solver") for number in range(20)]
+        await asyncio.gather(*(each.generate(request(f"r{number}", prompt(9))) for number, each in enumerate(sessions)))
+        loads = sorted([(await guest._open_line(engine.addresses[0])).sessions for engine in engines])
+        assert (sum(loads), loads[0] >= 7) == (20, True), loads
+        for engine in engines:
+            await engine.close()
+
+    asyncio.run(main())
+
+
 def test_a_process_without_a_private_place_has_no_door(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """Where its path is longer than a Unix socket's may be."""
     deep = tmp_path / ("d" * 120)
