@@ -112,7 +112,8 @@ async def run_training(
             observer=observer,
         )
         orchestrator = await lives(lasting)
-        summary = _summary(config, observer.state, orchestrator, clock.monotonic() - started)
+        seconds = clock.monotonic() - started
+        summary = _summary(config, observer.state, orchestrator, len(held_out_tasks), seconds)
         return _concluded(directory, store, observer, orchestrator, summary)
 
 
@@ -181,7 +182,9 @@ async def _opened(
         yield store, observer
 
 
-def _summary(config: RunConfig, state: RunState, orchestrator: Orchestrator, seconds: float) -> dict[str, Any]:
+def _summary(
+    config: RunConfig, state: RunState, orchestrator: Orchestrator, held_out: int, seconds: float
+) -> dict[str, Any]:
     """What came of the whole run, all its lives: steps taken again count once. `seconds` are this process's."""
     policies = list(state.policies.values())
     by_step = sorted((step, number) for number, policy in enumerate(policies) for step in policy.steps)
@@ -197,7 +200,7 @@ def _summary(config: RunConfig, state: RunState, orchestrator: Orchestrator, sec
         "steps": len(steps),
         "reward_start": rewards[0] if rewards else None,
         "reward_end": rewards[-1] if len(rewards) > 1 else None,
-        "held_out_tasks": config.evaluation.tasks,
+        "held_out_tasks": held_out,
         "rl_seconds": max((sum(_column(policy.steps.values(), "step/seconds")) for policy in policies), default=0.0),
         "seconds": seconds,
         "engine_busy_share": _over_time(steps, "engine/busy_share"),

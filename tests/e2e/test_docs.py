@@ -64,7 +64,7 @@ def test_the_python_of_a_page_runs(page: Path, workplace: Path) -> None:
 
 
 def test_the_two_agents_of_the_readme_are_sound(tmp_path: Path) -> None:
-    [block] = python_of(ROOT / "README.md")
+    _, block = python_of(ROOT / "README.md")
     (tmp_path / "my_env.py").write_text(block, encoding="utf-8")
     assert len([line for line in block.splitlines() if line.strip()]) <= 25
     said = run(tmp_path, sys.executable, "-m", "agentrl.cli", "env", "check", "my_env.py:ProposeAndSolve")
@@ -85,6 +85,7 @@ def test_the_first_ten_minutes(page: Path, workplace: Path) -> None:
     ]
     lines = [line for line in lines if line.startswith(("agentrl ", "cd "))]
     assert len(lines) > 3
+    (workplace / "my_env.py").write_text(python_of(ROOT / "README.md")[0], encoding="utf-8")
     small = f'case "$1" in train) echo "{SMALL}";; evaluate) echo --tasks=8;; esac'
     agentrl = f'agentrl() {{ "{sys.executable}" -m agentrl.cli "$@" $({small}); }}'
     said = run(workplace, "bash", "-euc", "\n".join([agentrl, *lines]))

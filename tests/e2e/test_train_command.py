@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.markdown_pages import python_of
+
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 SMALL = ["--steps=3", "--evaluation.tasks=16", "--policies.solver.step_size=16", "--max_in_flight=64"]
@@ -109,9 +111,11 @@ def test_the_commands_of_the_readme_work(repository: Path, trained: Path, workpl
     assert len(lines) >= 4
     listed = json.loads(run(workplace, "episode", "list", "demo", "--json").stdout)
     shown = next(episode["episode"] for episode in listed if episode["episode"].startswith("e"))
+    (workplace / "my_env.py").write_text(python_of(repository / "README.md")[0], encoding="utf-8")
     for line in lines:
-        arguments = shlex.split(line)[1:]
-        run(workplace, *[shown if argument == "e100" else argument for argument in arguments])
+        arguments = [shown if argument == "e100" else argument for argument in shlex.split(line)[1:]]
+        run(workplace, *arguments, *(SMALL if arguments[0] == "train" else ()))
+    assert json.loads((workplace / "runs/mine/summary.json").read_text())["held_out_tasks"] == 10, "there are no more"
 
 
 def test_a_run_directory_is_not_overwritten(repository: Path, trained: Path, workplace: Path) -> None:
