@@ -46,7 +46,9 @@ async def prefill_rate(llm: AsyncLLM) -> float:
         await llm.collective_rpc("add_blank_adapter", args=(_ADAPTER, config.lora_config.max_lora_rank))
         adapter = LoRARequest(lora_name="blank", lora_int_id=_ADAPTER, lora_path="blank")
     clock, random = SystemClock(), np.random.default_rng(0)
-    parameters = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    parameters = SamplingParams(
+        max_tokens=1, logprobs=0, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    )
 
     async def seconds(name: str) -> float:
         context = random.integers(0, config.model_config.get_vocab_size(), length).tolist()
@@ -56,7 +58,7 @@ async def prefill_rate(llm: AsyncLLM) -> float:
             pass
         return clock.monotonic() - asked
 
-    await seconds("rate/first")  # it compiles, and takes as long as it takes
+    await seconds("rate/first")  # it compiles what turns need, log-probabilities too, and takes as long as it takes
     best, began = math.inf, clock.monotonic()
     for attempt in range(_TRIES):
         best = min(best, await seconds(f"rate/{attempt}"))

@@ -138,12 +138,15 @@ def vllm_settings(
 
 def started(zoo: ModelZoo) -> Iterator[MakeVllm]:
     """Start vLLM, and stop it at the end."""
+    from agentrl.engines.vllm_capacity import prefill_rate
     from agentrl.engines.vllm_start import start_vllm
 
     places = PLACES[chosen()[0]]
 
     async def start() -> Any:
-        return start_vllm(str(zoo.directory()), vllm_settings(adapter_slots=places))
+        llm = start_vllm(str(zoo.directory()), vllm_settings(adapter_slots=places))
+        await prefill_rate(llm)  # its first passes are slow, and no part of the test that happens to come first
+        return llm
 
     async def stop(llm: Any) -> None:
         """In its loop: outside of one it leaves sockets open, and whatever collects them later may wait forever."""
