@@ -7,6 +7,7 @@ runner over a partition of the journal, an engine that is somebody else's, and t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
 import sys
@@ -23,7 +24,7 @@ from agentrl.cluster import worker_wire as wire
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import AgentRLError, RunDirectoryError
+from agentrl.core.errors import AgentRLError, RunDirectoryError, StorageError
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
 from agentrl.engines.guest import GuestEngine
@@ -245,6 +246,12 @@ class WorkerHost:
             case wire.Cancel():
                 self._cancelling = asyncio.get_running_loop().create_task(self._cancel())
 
+    async def tell_advanced(self) -> None:
+        """Say which episodes have got on since they came here."""
+        for episode_id in await self._journal.log.advanced():
+            if episode_id in self.run.numbers:
+                self.run.tell(wire.Advanced(number=self.run.numbers[episode_id]))
+
     async def close(self) -> None:
         """The run has hung up: leave nothing open."""
         for each in self._outside.values():
@@ -293,17 +300,19 @@ async def _serve(connection: socket.socket) -> None:
         loop.call_soon_threadsafe(host.run.tell, wire.Told(line=f"worker {work.number}: {line}"))
 
     with watch_loop(tell), none_ends_the_process():
-        alive = loop.create_task(_tell_alive(writer))
+        alive = loop.create_task(_tell_alive(host))
         while (body := await receive(reader)) is not None:
             host.handle(wire.TO_WORKER.decode(body))
         alive.cancel()
     await host.close()
 
 
-async def _tell_alive(writer: asyncio.StreamWriter) -> None:
+async def _tell_alive(host: WorkerHost) -> None:
     while True:
         await asyncio.sleep(ALIVE_S)
-        send(writer, wire.Alive())
+        host.run.tell(wire.Alive())
+        with contextlib.suppress(StorageError):  # the episodes say so
+            await host.tell_advanced()
 
 
 def main() -> None:
