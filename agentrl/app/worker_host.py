@@ -7,6 +7,7 @@ runner over a partition of the journal, an engine that is somebody else's, and t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
 import sys
@@ -23,7 +24,7 @@ from agentrl.cluster import worker_wire as wire
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import AgentRLError
+from agentrl.core.errors import AgentRLError, StorageError
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
 from agentrl.engines.guest import GuestEngine
@@ -243,6 +244,12 @@ class WorkerHost:
             case wire.Cancel():
                 self._cancelling = asyncio.get_running_loop().create_task(self._cancel())
 
+    async def tell_advanced(self) -> None:
+        """Say which episodes have got on since they came here."""
+        for episode_id in await self._journal.log.advanced():
+            if episode_id in self.run.numbers:
+                self.run.tell(wire.Advanced(number=self.run.numbers[episode_id]))
+
     async def close(self) -> None:
         """The run has hung up: leave nothing open."""
         for each in self._outside.values():
@@ -275,10 +282,12 @@ async def _serve(connection: socket.socket) -> None:
         await writer.drain()
         return
     send(writer, wire.Ready())
+    advanced = loop.create_task(_tell_advanced(host))
     with watch_loop(tell), none_ends_the_process():
         while (body := await receive(reader)) is not None:
             host.handle(wire.TO_WORKER.decode(body))
         alive.cancel()
+        advanced.cancel()
     await host.close()
 
 
@@ -286,6 +295,13 @@ async def _tell_alive(writer: asyncio.StreamWriter) -> None:
     while True:
         await asyncio.sleep(ALIVE_S)
         send(writer, wire.Alive())
+
+
+async def _tell_advanced(host: WorkerHost) -> None:
+    while True:
+        await asyncio.sleep(ALIVE_S)
+        with contextlib.suppress(StorageError):  # the episodes say so
+            await host.tell_advanced()
 
 
 def main() -> None:

@@ -6,16 +6,17 @@ placement's: children of this one, or of Ray actors. Where tokens go it does not
 Invariants: an episode is with one process at a time, and with another only when the first is dead; it is reported once,
 its commit durable before; a process that is behind gets what is new last, and holds up nobody else's episodes.
 
-What kills its process is dropped, and nothing else. A death alone says nothing: machines fail. An episode that was
-there at two is suspected, and is from then on with no other suspect but those that wait for it, its ancestors: so the
-next death of its process tells, and nobody waits in a circle.
+What kills its process is dropped, and nothing else. Deaths count in a row: machines fail, and an episode that gets on
+after a death was not what died of it. With two in a row it is a suspect: a process takes few of these at once, the
+fewer the more deaths they were at, so that each death tells more; what was at three more than all that died with it is
+dropped. Nobody waits in a circle: a suspect with children in flight waits for them here, and holds up none of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,6 @@ import msgspec
 
 from agentrl.cluster import worker_wire as wire
 from agentrl.cluster.worker_process import WorkerProcess
-from agentrl.core import ids
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, dropped_header
 
 if TYPE_CHECKING:
@@ -35,7 +35,11 @@ if TYPE_CHECKING:
 OnEnd = Callable[[EpisodeHeader], None]
 
 SUSPECTED = 2
-"""An episode with which so many processes have died may be what kills them."""
+"""An episode with which so many processes in a row have died may be what kills them."""
+GUILTY = 3
+"""It is, where it was at so many deaths more than anything that was with it at the last."""
+SPLIT = 4
+"""Each further death makes it so many times fewer suspects that a process takes at once."""
 CANCEL_S = 10.0
 """How long a process may take to stop all it runs, before it is killed: longer than a stuck program is waited for."""
 
@@ -50,7 +54,8 @@ class Placed:
     resume: bool
     process: WorkerProcess | None = None
     """None: it waits for one, or is being committed."""
-    losses: int = 0
+    deaths: set[int] = field(default_factory=set)
+    """Those of processes, by number, since something new of it came to disk; without those that another caused."""
     is_parked: bool = False
     deadline: float = float("inf")
     """See `parking.Parkable`, of a parked one."""
@@ -58,7 +63,7 @@ class Placed:
     @property
     def is_suspect(self) -> bool:
         """Whether it may be what kills processes."""
-        return self.losses >= SUSPECTED
+        return len(self.deaths) >= SUSPECTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +108,8 @@ class WorkerPool:
         self._episodes: dict[int, Placed] = {}
         self._numbers: dict[str, int] = {}
         self._next = 0
+        self._deaths = 0
+        """Of processes, so far."""
         self._queue: dict[int, Placed] = {}
         """Episodes that wait for a process, in order."""
         self._unready: set[WorkerProcess] = set()
@@ -160,7 +167,9 @@ class WorkerPool:
         if not placed.is_parked:
             placed.is_parked = True
             if placed.process is not None:
+                placed.process.suspects.discard(placed.number)
                 placed.process.tell(wire.Park(number=placed.number))
+            self._fill()
         return True
 
     def unpark(self, count: int = 1) -> tuple[str, ...]:
@@ -169,8 +178,11 @@ class WorkerPool:
         parked.sort(key=lambda placed: (placed.deadline, placed.spec.episode_id))
         for placed in parked[:count]:
             placed.is_parked, placed.deadline = False, float("inf")
-            if placed.process is not None:
+            if placed.process is None:
+                placed.deaths.clear()  # it had no chance to get on
+            else:
                 placed.process.tell(wire.Unpark(number=placed.number))
+        self._fill()
         return tuple(placed.spec.episode_id for placed in parked[:count])
 
     async def drain(self) -> None:
@@ -202,25 +214,34 @@ class WorkerPool:
 
     def _place(self, placed: Placed) -> None:
         """Give an episode to the process that has fewest, one that is behind last; where none has room, it waits."""
-        is_root = placed.spec.parent_id is None
-        able = [each for each in self.processes if each.is_ready and not (is_root and each.roots >= self._share)]
-        if placed.is_suspect:
-            above = set(ids.ancestors(placed.spec.episode_id))
-            able = [each for each in able if self._suspects(each) <= above]
-        if not able or self._unready:
+        able = [each for each in self.processes if each.is_ready and self._takes(each, placed)]
+        if not able or self._unready or (placed.is_suspect and self._can_wait(placed)):
             self._queue[placed.number] = placed
             return
         process = placed.process = min(able, key=lambda each: (each.is_behind, len(each.episodes)))
         process.episodes.add(placed.number)
-        process.roots += is_root
+        process.roots += placed.spec.parent_id is None
+        if placed.is_suspect:
+            process.suspects.add(placed.number)
         process.tell(wire.Start(number=placed.number, spec=placed.spec, resume=placed.resume))
         if placed.is_parked:
             process.tell(wire.Park(number=placed.number))
 
-    def _suspects(self, process: WorkerProcess) -> set[str]:
-        """Ids of the suspects that are with a process: ancestors of each other."""
-        placed = (self._episodes[number] for number in process.episodes)
-        return {each.spec.episode_id for each in placed if each.is_suspect}
+    def _takes(self, process: WorkerProcess, placed: Placed) -> bool:
+        """Whether a process has room for an episode: a suspect is one of few, by the most suspected of them."""
+        if placed.spec.parent_id is None and process.roots >= self._share:
+            return False
+        if not placed.is_suspect or not process.suspects:
+            return True
+        most = max(len(self._episodes[number].deaths) for number in (placed.number, *process.suspects))
+        room: int = self._share // SPLIT ** (most - SUSPECTED + 1)
+        return len(process.suspects) < room
+
+    def _can_wait(self, placed: Placed) -> bool:
+        """Whether nothing is lost while an episode is nowhere: it is parked, or has children in flight."""
+        return placed.is_parked or any(
+            each.spec.parent_id == placed.spec.episode_id for each in self._episodes.values()
+        )
 
     def _leave(self, process: WorkerProcess, *numbers: int) -> list[Placed]:
         """Episodes are with a process no more."""
@@ -228,6 +249,7 @@ class WorkerPool:
         for placed in left:
             placed.process = None
             process.episodes.discard(placed.number)
+            process.suspects.discard(placed.number)
             process.roots -= placed.spec.parent_id is None
         return left
 
@@ -248,17 +270,26 @@ class WorkerPool:
 
     def lost(self, process: WorkerProcess) -> None:
         """See `worker_process.Owner`: its episodes go on elsewhere, from what the journal has of them."""
-        killer = max(self._suspects(process), key=len, default="")
-        for placed in self._leave(process, *sorted(process.episodes)):
-            placed.losses += 1
+        self._deaths += 1
+        left = self._leave(process, *sorted(process.episodes))
+        for placed in left:
+            placed.deaths.add(self._deaths)
             placed.resume = True
-            if self._is_cancelling:
-                continue
-            if placed.spec.episode_id != killer:
-                self._place(placed)
-                continue
-            detail = f"{placed.losses} worker processes died while it ran; it may be what killed them"
-            self._commit(placed, dropped_header(placed.spec, "worker_lost"), b"", {}, detail, {})
+        if self._is_cancelling:
+            return
+        if (killer := _killer(left)) is not None:
+            left.remove(killer)
+            detail = (
+                f"{len(killer.deaths)} worker processes died while it ran, and it got nowhere: it is what killed them"
+            )
+            for placed in self._episodes.values():
+                if placed is not killer:
+                    placed.deaths -= killer.deaths
+            for each in self.processes:
+                each.suspects = {number for number in each.suspects if self._episodes[number].is_suspect}
+            self._commit(killer, dropped_header(killer.spec, "worker_lost"), b"", {}, detail, {})
+        for placed in left:
+            self._place(placed)
 
     def failed(self, error: BaseException) -> None:
         """See `worker_process.Owner`."""
@@ -278,6 +309,11 @@ class WorkerPool:
                 counted = wire.counted_of(message)
                 self._commit(placed, header, message.digest, message.metrics, message.detail, counted)
                 self._fill()
+            case wire.Advanced():
+                placed.deaths.clear()
+                if placed.number in process.suspects:
+                    process.suspects.remove(placed.number)
+                    self._fill()
             case wire.Spawn():
                 tasks = [message.tasks[index] for index in message.of]
                 on_end = partial(self._child_ended, placed, message.attempt, message.call)
@@ -342,7 +378,20 @@ class WorkerPool:
             if self._numbers.get(placed.spec.episode_id) == placed.number:
                 del self._numbers[placed.spec.episode_id]
             placed.on_end(header)
+            parent = self._queue.get(self._numbers.get(placed.spec.parent_id or "", 0))
+            if parent is not None and not self._can_wait(parent):
+                parent.deaths.clear()  # it had no chance to get on
+                self._fill()
             if not self._episodes:
                 self._idle.set()
 
         self._start(commit())
+
+
+def _killer(dead: list[Placed]) -> Placed | None:
+    """Of those that were with a process when it died, the one that was at so many more deaths than all others."""
+    first = max(dead, key=lambda placed: len(placed.deaths), default=None)
+    others = max((len(placed.deaths) for placed in dead if placed is not first), default=0)
+    if first is None or others > 1 or len(first.deaths) < others + GUILTY:
+        return None
+    return first

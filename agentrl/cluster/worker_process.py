@@ -70,6 +70,8 @@ class WorkerProcess:
         """Numbers of those it has."""
         self.roots = 0
         """How many of them are no children."""
+        self.suspects: set[int] = set()
+        """Which of them may be what kills processes."""
         self.is_ready = False
         self._work = work
         self._owner = owner
@@ -190,7 +192,7 @@ class WorkerProcess:
                 else:
                     self._owner.failed(error)
             case _:
-                if isinstance(message, wire.Ended):
+                if isinstance(message, wire.Ended | wire.Advanced):
                     self.supervisor.achieved()
                 self._owner.heard(self, message)
 

@@ -158,6 +158,12 @@ class Readmitted(Message, frozen=True):
     attempt: int
 
 
+class Advanced(Message, frozen=True):
+    """An episode that was begun elsewhere has got on here: something new of it is on disk. Said once."""
+
+    number: int
+
+
 class Parked(Message, frozen=True):
     """An episode holds nothing of the engine any more; see `parking.Parkable.deadline`."""
 
@@ -182,7 +188,7 @@ class Failed(Message, frozen=True):
     message: str
 
 
-FromWorker = Ready | Alive | Ended | Spawn | Remember | Readmitted | Parked | Cancelled | Told | Failed
+FromWorker = Ready | Alive | Ended | Spawn | Remember | Readmitted | Advanced | Parked | Cancelled | Told | Failed
 
 TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from itertools import accumulate
 
 _NUMBER = re.compile(r"\d+")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -25,16 +24,6 @@ def episode_id(purpose_prefix: str, number: int) -> str:
 def child_episode_id(parent_id: str, attempt: int, spawn_call: str, index: int) -> str:
     """The id of a child episode: a resumed parent finds the same children."""
     return f"{parent_id}~{attempt}.{spawn_call}.{index}"
-
-
-def ancestors(episode_id: str) -> tuple[str, ...]:
-    """The ids of the episodes above one, its root's first.
-
-    Example:
-        >>> ancestors("e12~0.r#3.1~0.r#0.7")
-        ('e12', 'e12~0.r#3.1')
-    """
-    return tuple(accumulate(episode_id.split("~")[:-1], "{}~{}".format))
 
 
 def spawned_group_id(parent_id: str, attempt: int, spawn_call: str) -> str:

@@ -12,6 +12,42 @@ from agentrl.journal.writer import GroupCommitWriter
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from agentrl.journal.entries import JournalEntry
+
+
+class WorkerTurnLog(SqliteTurnLog):
+    """Knows which of the episodes that were begun elsewhere have got on here."""
+
+    def __init__(self, directory: Path, worker: str, run: str, writer: GroupCommitWriter) -> None:
+        """See `SqliteTurnLog`."""
+        super().__init__(directory, worker, run, writer)
+        self._taken_over: set[str] = set()
+        self._advanced: list[str] = []
+
+    async def take_over(self, episode_id: str, attempt: int) -> None:
+        """See `TurnLog.take_over`."""
+        self._taken_over.discard(episode_id)  # what is copied is not new
+        await super().take_over(episode_id, attempt)
+        self._taken_over.add(episode_id)
+
+    def append(self, entry: JournalEntry) -> None:
+        """See `TurnLog.append`."""
+        super().append(entry)
+        if entry.episode_id in self._taken_over:
+            self._taken_over.remove(entry.episode_id)
+            self._advanced.append(entry.episode_id)
+
+    async def advanced(self) -> list[str]:
+        """Episodes that were taken over and of which something new is on disk; each is named once.
+
+        Raises:
+            StorageError: see `flush`.
+        """
+        advanced, self._advanced = self._advanced, []
+        if advanced:
+            await self.flush()
+        return advanced
+
 
 class WorkerJournal:
     """Holds the partition's lock, writer thread and log from construction to `close`."""
@@ -29,7 +65,7 @@ class WorkerJournal:
         try:
             run_log.check_partition(f"turns-{worker}.db")
             self._writer = GroupCommitWriter("journal-writer")
-            self.log = SqliteTurnLog(directory, worker, str(run_log.info()["run"]), self._writer)
+            self.log = WorkerTurnLog(directory, worker, str(run_log.info()["run"]), self._writer)
         except BaseException:
             self._lock.release()
             raise

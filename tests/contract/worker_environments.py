@@ -38,6 +38,14 @@ class TwoTurns(agentrl.Environment):
         agent.reward(0.5)
 
 
+class TwoWaits(TwoTurns):
+    """Waits at its end, too, for a file `on`."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await super().run(ctx)
+        await appears(Path(ctx.task.data["directory"]) / "on")
+
+
 class LongTurn(agentrl.Environment):
     """One turn, as long as may be."""
 
