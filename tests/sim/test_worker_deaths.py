@@ -22,7 +22,7 @@ from agentrl.testing.plugin import SimulatedLoop
 
 pytestmark = pytest.mark.sim
 
-SEEDS = 2
+SEEDS = 12
 ACTS, ACT_S = 10, 30.0
 STARTS_S = 3.0
 """How long a process takes to start."""
@@ -270,7 +270,7 @@ def test_one_that_kills_is_found_beside_255_that_do_not(simulated_loop: Simulate
 
 def test_several_that_kill_are_found_and_they_alone_are_dropped(simulated_loop: SimulatedLoop) -> None:
     async def main() -> None:
-        killers = {number: number % 7 for number in range(5, 256, 25)}
+        killers = {number: number % 7 for number in range(5, 256, 60)}
         at = await machine(256, killers=killers)
         await at.drained()
         assert at.dropped.keys() == {f"e{number}" for number in killers}
