@@ -98,7 +98,7 @@ def settings_for(
     )
 
 
-def random_qwen3(directory: Path, *, hidden: int, layers: int, vocabulary: int = 512) -> Path:
+def random_qwen3(directory: Path, *, hidden: int, layers: int, vocabulary: int = 512, positions: int = 1024) -> Path:
     """A Qwen3 with random weights."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -109,7 +109,7 @@ def random_qwen3(directory: Path, *, hidden: int, layers: int, vocabulary: int =
         head_dim=32,
         intermediate_size=3 * hidden,
         vocab_size=vocabulary,
-        max_position_embeddings=1024,
+        max_position_embeddings=positions,
         tie_word_embeddings=True,
     )
     Qwen3ForCausalLM(config).save_pretrained(directory)
