@@ -197,6 +197,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
             observer=parts.observer,
             signal=signal,
             choice=choice,
+            clock=parts.clock,
         ),
         retention=VersionRetention(keep=_kept_versions(config), disk=parts.disk),
         opponents=opponents,
