@@ -7,6 +7,7 @@ repaired.
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -45,6 +46,8 @@ def json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
                 where = f"{path}, line {number}"
                 if len(line) > MAX_LINE_BYTES:
                     raise InputError(f"{where}: longer than {MAX_LINE_BYTES >> 20} MiB; cut what its tools wrote")
+                if number == 1:
+                    line = line.removeprefix(BOM_UTF8)
                 if line.strip():
                     yield where, line
     except OSError as error:
@@ -64,7 +67,7 @@ def whole_file(path: Path) -> bytes:
         raise _unreadable(path, error) from error
     if len(content) > MAX_LINE_BYTES:
         raise InputError(f"{path}: larger than {MAX_LINE_BYTES >> 20} MiB; cut what its tools wrote")
-    return content
+    return content.removeprefix(BOM_UTF8)
 
 
 def decoded(content: bytes, kind: type[T], where: str) -> T:
