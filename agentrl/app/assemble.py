@@ -163,11 +163,10 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
         ConfigError: sections that do not fit each other.
     """
     check_capabilities(config, parts.engine.capabilities)
-    trainable = config.trained
     signal = Signal()
     buffer = _buffer(config, parts)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
-    board = PolicyBoard(versions, trainable, parts.parents)
+    board = PolicyBoard(versions, config.trained, parts.parents)
     dispatcher = make_dispatcher(config, environment, buffer, parts.store, signal, past=parts.past)
     plan = _plan(config, environment)
     curriculum = Curriculum(parts.tasks, seed=config.seed)

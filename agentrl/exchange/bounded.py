@@ -6,6 +6,7 @@ repaired.
 
 from __future__ import annotations
 
+import os
 import re
 from codecs import BOM_UTF8
 from collections.abc import Iterator
@@ -30,6 +31,22 @@ MAX_DEPTH = 60
 """Of values that are kept as they are; the reading commands show a hundred levels."""
 MAX_INT = 2**63
 _OBJECT = re.compile(rb'\{\s*["}]')
+
+
+def directories(source: Path) -> Iterator[tuple[Path, list[str]]]:
+    """The directories of a tree, each with the names of its files, sorted; none where `source` is a file.
+
+    Raises:
+        InputError: one of them cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, NotADirectoryError):
+            raise _unreadable(Path(error.filename), error) from error
+
+    for directory, below, names in os.walk(source, onerror=refuse):
+        below.sort()
+        yield Path(directory), sorted(names)
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
