@@ -163,11 +163,10 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
         ConfigError: sections that do not fit each other.
     """
     check_capabilities(config, parts.engine.capabilities)
-    trainable = config.trained
     signal = Signal()
     buffer = _buffer(config, parts)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
-    board = PolicyBoard(versions, trainable, parts.parents)
+    board = PolicyBoard(versions, config.trained, parts.parents)
     dispatcher = make_dispatcher(config, environment, buffer, parts.store, signal, past=parts.past)
     plan = _plan(config, environment)
     curriculum = Curriculum(parts.tasks, seed=config.seed)
@@ -197,6 +196,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
             observer=parts.observer,
             signal=signal,
             choice=choice,
+            clock=parts.clock,
         ),
         retention=VersionRetention(keep=_kept_versions(config), disk=parts.disk),
         opponents=opponents,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from agentrl.core.errors import InputError
-from agentrl.exchange.bounded import decoded, whole_file
+from agentrl.exchange.bounded import decoded, directories, whole_file
 from agentrl.exchange.messages import finite_numbers, text_of, with_observations
 from agentrl.exchange.played import NOT_RECORDED, Call, PlayedAgent, PlayedEpisode, PlayedRow, Reply
 from agentrl.journal.entries import Span
@@ -23,6 +23,8 @@ from agentrl.journal.entries import Span
 T = TypeVar("T")
 
 VERSIONS = tuple(f"ATIF-v1.{minor}" for minor in range(9))
+TRIAL = "trajectory.json"
+"""Of each trial of a job, in a directory of its own."""
 MAX_FILES = 1_000_000
 MAX_INDEX = 10_000
 _VERSION = re.compile(r"(.{1,200})@(-?\d{1,9})\.(-?\d{1,9})", re.DOTALL)
@@ -95,9 +97,12 @@ def read(source: Path) -> Iterator[PlayedEpisode]:
     Raises:
         InputError: there is none, or a file is no trajectory.
     """
-    files = [source]
-    if source.is_dir():
-        files = sorted(source.glob("*.json")) or sorted(source.rglob("trajectory.json"))
+    tree = directories(source)
+    if (top := next(tree, None)) is None:
+        files = [source]
+    else:
+        files = [source / name for name in top[1] if name.endswith(".json")]
+        files = files or [directory / TRIAL for directory, names in tree if TRIAL in names]
     if not files or len(files) > MAX_FILES:
         raise InputError(f"{source}: {len(files):,} files of trajectories are there")
     for file in files:

@@ -6,7 +6,9 @@ repaired.
 
 from __future__ import annotations
 
+import os
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -31,6 +33,22 @@ MAX_INT = 2**63
 _OBJECT = re.compile(rb'\{\s*["}]')
 
 
+def directories(source: Path) -> Iterator[tuple[Path, list[str]]]:
+    """The directories of a tree, each with the names of its files, sorted; none where `source` is a file.
+
+    Raises:
+        InputError: one of them cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, NotADirectoryError):
+            raise _unreadable(Path(error.filename), error) from error
+
+    for directory, below, names in os.walk(source, onerror=refuse):
+        below.sort()
+        yield Path(directory), sorted(names)
+
+
 def json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """Where each line stands, in words, and its bytes; empty lines are left out.
 
@@ -45,6 +63,8 @@ def json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
                 where = f"{path}, line {number}"
                 if len(line) > MAX_LINE_BYTES:
                     raise InputError(f"{where}: longer than {MAX_LINE_BYTES >> 20} MiB; cut what its tools wrote")
+                if number == 1:
+                    line = line.removeprefix(BOM_UTF8)
                 if line.strip():
                     yield where, line
     except OSError as error:
@@ -64,7 +84,7 @@ def whole_file(path: Path) -> bytes:
         raise _unreadable(path, error) from error
     if len(content) > MAX_LINE_BYTES:
         raise InputError(f"{path}: larger than {MAX_LINE_BYTES >> 20} MiB; cut what its tools wrote")
-    return content
+    return content.removeprefix(BOM_UTF8)
 
 
 def decoded(content: bytes, kind: type[T], where: str) -> T:

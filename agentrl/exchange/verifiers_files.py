@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from agentrl.core.errors import InputError
-from agentrl.exchange.bounded import decoded, json_lines
+from agentrl.exchange.bounded import decoded, directories, json_lines
 from agentrl.exchange.messages import call_of, finite_numbers, message_of, text_of, with_observations
 from agentrl.exchange.played import UNKNOWN, PlayedAgent, PlayedEpisode, PlayedRow, Reply
 from agentrl.journal.entries import Span
@@ -172,8 +172,8 @@ def read(source: Path) -> Iterator[PlayedEpisode]:
     Raises:
         InputError: there is no such file, or a line of it is not one.
     """
-    if source.is_dir():
-        found = [source / name for name in FILES if (source / name).is_file()]
+    if (top := next(directories(source), None)) is not None:
+        found = [source / name for name in FILES if name in top[1]]
         if not found:
             raise InputError(f"{source}: neither {' nor '.join(FILES)} is there")
         source = found[0]

@@ -59,7 +59,7 @@ class TurnAct(_Act, frozen=True, kw_only=True, tag="turn"):
     drift: str | None
     cached_tokens: int
     at: float
-    """Seconds since the episode's first turn began."""
+    """Seconds since the episode's first turn began; of a fork, without those between its parent's turns and its own."""
     seconds: float
     waited: float
     """Seconds since the act before it on its branch, as far as times are recorded."""
@@ -169,6 +169,10 @@ def told(reader: RunReader, view: EpisodeView) -> Conversation:
     begin = next((body for _, body in view.entries if isinstance(body, Begin)), None)
     waits = _Waits(began or 0.0)
     problems = list(view.problems)
+    acts = [_act(call, body, waits) for call, body in bodies[: view.inherited]]
+    own = [body for _, body in bodies[view.inherited :] if isinstance(body, TurnEntry)]
+    if acts and own:
+        waits.go_on_at(own[0].started)
     return Conversation(
         summary=view.summary,
         agents=view.agents,
@@ -177,9 +181,9 @@ def told(reader: RunReader, view: EpisodeView) -> Conversation:
         detail=view.detail,
         task=None if begin is None else begin.task,
         began=began,
-        acts=[_act(call, body, waits) for call, body in bodies],
+        acts=acts + [_act(call, body, waits) for call, body in bodies[view.inherited :]],
         inherited=view.inherited,
-        updates=_updates(reader, turns, problems),
+        updates=_updates(reader, own, waits.began, problems),
         children=reader.children(view.summary.episode),
         problems=problems,
     )
@@ -198,6 +202,12 @@ class _Waits:
         known = self._ends.get(branch)
         self._ends[branch] = turn.started + turn.seconds
         return 0.0 if known is None else max(turn.started - known, 0.0)
+
+    def go_on_at(self, started: float) -> None:
+        """What comes next was played later, by a fork: the time in between is nobody's."""
+        between = started - max(self._ends.values(), default=started)
+        self.began += between
+        self._ends = {branch: end + between for branch, end in self._ends.items()}
 
     def acted(self, call: str, seconds: float) -> None:
         """An act took a while."""
@@ -282,18 +292,18 @@ def _effect(call: str, body: EffectEntry | ResourceEntry) -> EffectAct:
     )
 
 
-def _updates(reader: RunReader, turns: Sequence[TurnEntry], problems: list[str]) -> list[Update]:
+def _updates(reader: RunReader, turns: Sequence[TurnEntry], began: float, problems: list[str]) -> list[Update]:
     """Versions of the policies that took turns, published between the first and the last of them."""
     if not turns:
         return []
-    began, ended = min(turn.started for turn in turns), max(turn.started + turn.seconds for turn in turns)
+    first, last = min(turn.started for turn in turns), max(turn.started + turn.seconds for turn in turns)
     policies = {turn.weights_of or turn.policy for turn in turns}
     rows = checked_rows(
         reader.log,
         "versions",
         "published_at > ? AND published_at < ? ORDER BY published_at",
-        began,
-        ended,
+        first,
+        last,
         problems=problems,
     )
     return [

@@ -112,8 +112,9 @@ def _time(view: Conversation) -> list[Reason]:
     if cut:
         found.append(Reason("time", f"interrupted in {plural(cut, 'turn')}, which went on from the tokens they had"))
     found += _no_room(view)
-    timed = [(act.seconds, _named(act)) for act in view.acts if isinstance(act, TurnAct | ToolAct | EffectAct)]
-    timed += [(act.waited, f"the wait before {_named(act)}") for act in view.acts if isinstance(act, TurnAct)]
+    own = view.acts[view.inherited :]
+    timed = [(act.seconds, _named(act)) for act in own if isinstance(act, TurnAct | ToolAct | EffectAct)]
+    timed += [(act.waited, f"the wait before {_named(act)}") for act in own if isinstance(act, TurnAct)]
     for seconds, name in sorted(timed, reverse=True)[:MAX_NAMED]:
         if total and seconds > SLOW_SHARE * total:
             found.append(Reason("time", f"{name} took {seconds:.3f} of its {total:.3f} s"))

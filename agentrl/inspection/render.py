@@ -269,7 +269,9 @@ def run_timeline_page(line: RunTimeline) -> Page:
     for policy, shares in line.trainers.items():
         rows.append([f"trainer of {policy}", _shades(shares, most=1.0), _idle(line, f"trainer of {policy}")])
     if any(share is not None for share in line.engine):
-        rows.append(["engine", _shades([share or 0.0 for share in line.engine], most=1.0), _idle(line, "engine")])
+        shades = _shades([share or 0.0 for share in line.engine], most=1.0)
+        told = "".join("·" if share is None else shade for share, shade in zip(line.engine, shades, strict=True))
+        rows.append(["engine", told, _idle(line, "engine") + (", · not known" if None in line.engine else "")])
     marks = [" "] * len(line.committed)
     for at, _ in line.versions:
         marks[min(int(at / line.part), len(marks) - 1)] = "│"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
 
     from agentrl.inspection.conversation import Act, Conversation
     from agentrl.inspection.reader import RunReader
+
+
+_ENGINE = {
+    "step/seconds": ("seconds", False),
+    "engine/busy_share": ("share", False),
+    "evaluation/seconds": ("seconds", True),
+    "evaluation/engine_busy_share": ("share", True),
+}
+"""Metrics that tell when the engine was busy: what each says, and whether of an evaluation."""
 
 
 class Bar(msgspec.Struct, frozen=True):
@@ -182,19 +192,21 @@ def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
     )
 
 
-def filled(spans: Iterable[tuple[float, float]], parts: int, part: float) -> list[float]:
-    """How much of each part the spans fill, in multiples of it."""
+def filled(
+    spans: Iterable[tuple[float, float]], parts: int, part: float, weights: Iterable[float] = repeat(1.0)
+) -> list[float]:
+    """How much of each part the spans fill, in multiples of it; each counts as much as its weight."""
     change = [0.0] * (parts + 1)
     edges = [0.0] * parts
-    for start, stop in spans:
+    for (start, stop), weight in zip(spans, weights, strict=False):
         first, last = _part(start, parts, part), _part(stop, parts, part)
         if first == last:
-            edges[first] += max(stop - start, 0.0)
+            edges[first] += max(stop - start, 0.0) * weight
             continue
-        edges[first] += (first + 1) * part - start
-        edges[last] += stop - last * part
-        change[first + 1] += part
-        change[last] -= part
+        edges[first] += ((first + 1) * part - start) * weight
+        edges[last] += (stop - last * part) * weight
+        change[first + 1] += part * weight
+        change[last] -= part * weight
     whole, shares = 0.0, []
     for index in range(parts):
         whole += change[index]
@@ -218,14 +230,20 @@ def _ends(reader: RunReader, condition: str, began: float, parts: int, part: flo
 
 
 def _engine(reader: RunReader, began: float, parts: int, part: float) -> list[float | None]:
-    """From the metric `engine/busy_share` of each step, which tells of the time since the step before."""
-    shares: list[float | None] = [None] * parts
-    before = 0
-    for value, at in reader.log.rows(
-        "SELECT value, recorded_at FROM metrics WHERE name = 'engine/busy_share' ORDER BY recorded_at"
+    """From the metrics of each step and each evaluation: how long it took, and which share of that the engine was busy.
+
+    Those of several policies go on at once: a part is the mean of all that tell of it.
+    """
+    told: dict[tuple[str, int, float, bool], dict[str, float]] = {}
+    for policy, step, name, value, at in reader.log.rows(
+        f"SELECT policy, step, name, value, recorded_at FROM metrics WHERE name IN ({', '.join('?' * len(_ENGINE))})",
+        *_ENGINE,
     ):
-        place = _part(at - began, parts, part)
         if value is not None:
-            shares[before : place + 1] = [value] * (place + 1 - before)
-            before = place + 1
-    return shares
+            measure, is_evaluation = _ENGINE[name]
+            told.setdefault((policy, step, at, is_evaluation), {})[measure] = value
+    whole = {key: values for key, values in told.items() if len(values) == 2}
+    spans = [(at - began - values["seconds"], at - began) for (_, _, at, _), values in whole.items()]
+    known = filled(spans, parts, part)
+    busy = filled(spans, parts, part, [values["share"] for values in whole.values()])
+    return [share / of if of > 0.01 else None for share, of in zip(busy, known, strict=True)]  # less is rounding

@@ -45,6 +45,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("evaluation/tokens", "tokens", "mean sampled tokens of held-out episodes"),
     Metric("evaluation/episodes", "episodes", "how many held-out episodes were committed"),
     Metric("evaluation/dropped", "episodes", "how many were not, children included, and count for nothing"),
+    Metric("evaluation/seconds", "s", "how long an evaluation of a run took"),
+    Metric("evaluation/engine_busy_share", "fraction", "share of that time the engine spent in forward passes"),
     Metric("staleness/mean", "steps", "mean over the step's units of current step minus oldest sampling step"),
     Metric("staleness/max", "steps", "the largest of them"),
     Metric("advantage/zero_share", "fraction", "units of the step whose advantages are all 0: they taught nothing"),

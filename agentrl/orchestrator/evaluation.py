@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from agentrl.core.clock import Clock
 from agentrl.core.errors import CheckFailedError
 from agentrl.core.ports import Engine, Observer
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
@@ -31,6 +32,7 @@ class Evaluator:
     observer: Observer
     signal: Signal
     choice: Choice
+    clock: Clock
     pinned: list[PolicyVersion] = field(default_factory=list)
     """What the running evaluation is pinned to: kept served for it, and loaded again by an engine that is replaced."""
     _busy: bool = False
@@ -63,6 +65,7 @@ class Evaluator:
         Raises:
             CheckFailedError: every episode was dropped.
         """
+        began, busy = self.clock.monotonic(), self.engine.busy_seconds()
         loop = asyncio.get_running_loop()
         running = loop.create_task(self.dispatcher.evaluate(self.tasks, versions if pinned else {}), name="evaluate")
         running.add_done_callback(lambda _: self.signal.notify())
@@ -73,7 +76,12 @@ class Evaluator:
             headers = running.result()
         finally:
             running.cancel()
-        metrics = {policy: evaluation_metrics(headers, policy) for policy in versions}
+        seconds = max(self.clock.monotonic() - began, 1e-9)
+        course = {
+            "evaluation/seconds": seconds,
+            "evaluation/engine_busy_share": (self.engine.busy_seconds() - busy) / seconds,
+        }
+        metrics = {policy: evaluation_metrics(headers, policy) | course for policy in versions}
         for policy, version in versions.items():
             self.store.record_metrics(policy, version.step, metrics[policy])
             self.choice.hear(policy, metrics[policy], versions)

@@ -260,6 +260,37 @@ def test_a_served_run_shows_what_is_written_meanwhile(tab: Tab, tmp_path: Path) 
         assert tab.errors == []
 
 
+def test_a_refresh_waits_for_who_reads_and_then_comes(tab: Tab, tmp_path: Path) -> None:
+    async def go_on(number: int) -> None:
+        journal = SqliteJournal(tmp_path / "run" / "journal")
+        await write(journal, [spec(number)])
+        await journal.close()
+
+    asyncio.run(write_run(tmp_path / "run"))
+    with serve(tmp_path / "run") as address:
+        tab.open(address)
+        tab.wait(READY)
+        pulses = "performance.getEntriesByType('resource').filter(each => each.name.includes('pulse')).length"
+        holds = [
+            (
+                "document.querySelector('#main details').open = true",
+                "document.querySelector('#main details').open = false",
+            ),
+            ("document.querySelector('#main a').focus({ preventScroll: true })", "document.activeElement.blur()"),
+            ("getSelection().selectAllChildren(document.querySelector('#main'))", "getSelection().empty()"),
+        ]
+        for number, (hold, let_go) in enumerate(holds, start=700):
+            tab.wait(f"{pulses} > 0")
+            tab.evaluate(hold)
+            asyncio.run(go_on(number))
+            seen = tab.evaluate(pulses)
+            tab.wait(f"{pulses} > {seen} + 1")
+            assert f"e{number}" not in text(tab), hold
+            tab.evaluate(let_go)
+            tab.wait(f"document.querySelector('#main').innerText.includes('e{number}')")
+        assert tab.errors == []
+
+
 # --- hostile content --------------------------------------------------------------------------------------------------
 
 

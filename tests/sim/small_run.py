@@ -86,6 +86,14 @@ class Seen:
     evaluated: list[int] = field(default_factory=list)
     """Largest step of the versions of each evaluation."""
 
+    def scores(self) -> list[dict[str, dict[str, float]]]:
+        """Evaluations without how long they took, which depends on what goes on beside them."""
+        timed = {"evaluation/seconds", "evaluation/engine_busy_share"}
+        return [
+            {policy: {name: values[name] for name in values.keys() - timed} for policy, values in each.items()}
+            for each in self.evaluations
+        ]
+
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         self.steps.append((policy, step, dict(metrics)))
 

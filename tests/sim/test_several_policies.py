@@ -229,7 +229,8 @@ def test_evaluations_give_each_task_to_the_same_line_up(simulated_loop: Simulate
         run = SmallRun(config=config, environment=Duel, held_out=TASKS[:5])
         await run.run()
         assert len(run.seen.evaluations) > 2
-        assert run.seen.evaluations[1:] == run.seen.evaluations[:1] * (len(run.seen.evaluations) - 1)
+        scores = run.seen.scores()
+        assert scores[1:] == scores[:1] * (len(scores) - 1)
         assert set(run.seen.evaluations[0]["a"]) >= {"evaluation/reward/asker", "evaluation/reward/guesser"}
 
     simulated_loop.run(main)

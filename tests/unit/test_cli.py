@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import inspect
 import json
 import os
@@ -24,6 +23,7 @@ from agentrl.cli.main import main
 from agentrl.core.safe import safe
 from agentrl.inspection.lines import COLUMNS
 from tests.journal_cases import HOSTILE, write_run
+from tests.processes import without_the_rights_of_root
 
 
 @pytest.fixture
@@ -136,12 +136,6 @@ def test_a_damaged_journal_is_exit_code_74(directory: Path, capsys: pytest.Captu
     (directory / "runs" / "demo" / "journal" / "control.db").write_bytes(b"rubbish" * 1000)
     assert main(["episode", "list", "demo"]) == 74
     assert "control.db" in capsys.readouterr().err
-
-
-def without_the_rights_of_root() -> None:
-    """What is not to be read is then not read by root either, after the next `exec`."""
-    for capability in (1, 2):  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
-        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
 
 
 def test_a_journal_that_may_not_be_read_is_not_called_damaged(directory: Path) -> None:

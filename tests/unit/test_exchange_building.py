@@ -20,6 +20,7 @@ from agentrl.exchange.exporting import export
 from agentrl.exchange.formats import EXPORTS
 from agentrl.inspection.lines import EpisodeView
 from agentrl.inspection.reader import RunReader
+from tests.processes import without_the_rights_of_root
 
 
 class Interrupted(RunReader):
@@ -151,6 +152,74 @@ def test_an_export_that_finds_no_room_says_so_and_leaves_nothing(sample_run: Pat
     why = "the export cannot be written (File too large); raise the limit on the size of files (ulimit -f)"
     assert full.stderr == f"agentrl: {out}: {why}\n"
     assert list(tmp_path.iterdir()) == []
+
+
+KILLED_IMPORT = """
+import os, signal, sys
+from itertools import islice
+from pathlib import Path
+from agentrl.exchange import verifiers_files
+from agentrl.exchange.importing import BATCH_EPISODES, import_run
+read = verifiers_files.read
+
+def until_killed(source):
+    yield from islice(read(source), BATCH_EPISODES + 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+verifiers_files.read = until_killed
+import_run(Path(sys.argv[1]), "verifiers", Path(sys.argv[2]))
+"""
+
+
+def test_what_a_killed_import_leaves_is_no_run_and_gone_after_the_next(tmp_path: Path) -> None:
+    source, out = tmp_path / "results.jsonl", tmp_path / "theirs" / "run"
+    source.write_text(f"{json.dumps({'prompt': 'how many?', 'completion': 'three'})}\n" * 300)
+    killed = subprocess.run([sys.executable, "-c", KILLED_IMPORT, source, out], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = out.parent.iterdir()
+    assert left.name.startswith(".tmp-exchange-")
+    assert any(file.name.startswith("turns-") for file in left.rglob("*.db")), "something was written"
+    assert main(["run", "import", str(source), str(out), "--from", "verifiers"]) == 0
+    assert list(out.parent.iterdir()) == [out]
+    reader = RunReader(out)
+    assert reader.count() == 300
+    reader.close()
+
+
+def refused(*arguments: str | Path) -> str:
+    """What a command says that fails on files it has no right to."""
+    found = subprocess.run(
+        [sys.executable, "-m", "agentrl.cli", "run", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=without_the_rights_of_root,
+    )
+    assert found.returncode in (2, 74)
+    return found.stderr
+
+
+def test_what_may_not_be_written_or_read_is_named(sample_run: Path, tmp_path: Path) -> None:
+    source, closed, hidden = tmp_path / "results.jsonl", tmp_path / "closed", tmp_path / "job" / "hidden"
+    source.write_text(json.dumps({"prompt": "how many?", "completion": "three"}))
+    closed.mkdir(0o555)
+    hidden.mkdir(0o000, parents=True)
+    mend = "cannot be written (Permission denied); make it writable"
+    for format in ("jsonl", "atif"):
+        said = refused("export", sample_run, "--to", format, "--out", closed / "out")
+        assert said == f"agentrl: {closed / 'out'}: the export {mend}\n"
+    assert (
+        refused("import", source, closed / "run", "--from", "verifiers")
+        == f"agentrl: {closed / 'run'}: the run {mend}\n"
+    )
+    assert list(closed.iterdir()) == []
+    for format, where in (("verifiers", hidden), ("atif", hidden), ("atif", hidden.parent), ("atif", hidden / "below")):
+        said = refused("import", where, tmp_path / "run", "--from", format)
+        assert (
+            said == f"agentrl: {hidden if where != hidden / 'below' else where}: cannot be read (Permission denied)\n"
+        )
+    assert not (tmp_path / "run").exists()
+    hidden.chmod(0o700)
 
 
 @pytest.mark.parametrize("size", [0, 4_096, 100_000, 300_000])

@@ -20,6 +20,7 @@ from agentrl.inspection.conversation import Conversation, OtherAct, RewardAct, T
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.search import matches
 from agentrl.inspection.tokens import episode_tokens
+from agentrl.inspection.viewer.questions import answer
 
 TRACES = Path(__file__).parents[1] / "exchange_files" / "verifiers_0_4_traces.jsonl"
 """Written by verifiers 0.4.0: one agent and tokens; branches, several agents, no tokens; an episode that failed."""
@@ -188,6 +189,30 @@ def test_a_prompt_that_was_rewritten_begins_a_row(tmp_path: Path) -> None:
     rows = [[token.id for token in row.tokens] for row in episode_tokens(reader, "t").rows]
     assert rows == [[1, 2, 3, 4, 5], [1, 9, 6]]
     reader.close()
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_a_file(tmp_path: Path) -> None:
+    for name, format, value in (("t.jsonl", "verifiers", episode()), ("t.json", "atif", trajectory())):
+        (tmp_path / name).write_text(json.dumps(value), encoding="utf-8-sig")
+        assert import_run(tmp_path / name, format, tmp_path / format).episodes == 1
+        (tmp_path / name).write_text(json.dumps(value), encoding="utf-16")
+        with pytest.raises(InputError, match=f"{name}.*not readable as JSON"):
+            import_run(tmp_path / name, format, tmp_path / "other")
+
+
+def test_an_episode_that_is_called_as_a_fork_would_be_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, run = lines(tmp_path / "traces.jsonl", episode("forks/f0"), episode("forks/f1")), tmp_path / "run"
+    import_run(source, "verifiers", run)
+    for command in ("show", "tokens", "why", "timeline"):
+        assert main(["episode", command, str(run), "forks/f0"]) == 0
+        assert "forks/f0" in capsys.readouterr().out
+    assert main(["episode", "diff", str(run), "forks/f0", "forks/f1"]) == 0
+    reader = RunReader(run)
+    told = json.loads(answer(reader, "conversation", {"episode": "forks/f1"}))
+    reader.close()
+    assert told["summary"]["episode"] == "forks/f1"
 
 
 # --- hostile ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from agentrl.cli.main import main
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.safe import safe
 from agentrl.inspection.columns import step_rows
-from agentrl.inspection.conversation import RewardAct, ToolAct, TurnAct, conversation
+from agentrl.inspection.conversation import EffectAct, RewardAct, ToolAct, TurnAct, conversation
 from agentrl.inspection.differences import compared, difference
 from agentrl.inspection.figures import run_figures
 from agentrl.inspection.forks import fork_tree
@@ -174,6 +174,21 @@ def test_forks_are_a_tree_and_part_from_their_parents_at_the_fork(reader: RunRea
     assert "acts in common" in shown(difference_page(found))
 
 
+def test_the_time_between_a_parent_and_its_fork_is_no_wait(reader: RunReader) -> None:
+    forks = RunReader(reader.path / "forks")
+    for name in ("f0", "f1", "f2", "f3"):
+        view = conversation(forks, name)
+        taken_over, own = (
+            [act for act in acts if isinstance(act, TurnAct)]
+            for acts in (view.acts[: view.inherited], view.acts[view.inherited :])
+        )
+        ended = max(act.at + act.seconds for act in taken_over)
+        tools = sum(act.seconds for act in view.acts if isinstance(act, ToolAct | EffectAct))
+        assert -1e-6 <= own[0].at - ended <= tools + 1e-6
+        assert "the wait before" not in said(reasons(forks, name), "time")
+    forks.close()
+
+
 def test_an_episode_is_the_same_as_itself_and_names_are_told_apart(reader: RunReader) -> None:
     line = first(reader, "status = trained")
     same = difference(reader, line.episode, reader, line.episode)
@@ -213,6 +228,44 @@ def test_the_timeline_of_a_run_counts_every_episode_once(reader: RunReader) -> N
     assert all(0.0 <= share <= 1.0 for share in found.idle.values())
     assert {"trainer of solver", "trainer of proposer"} <= set(found.idle)
     assert "trainer of solver" in shown(run_timeline_page(found))
+
+
+def test_the_engine_s_lane_is_drawn_where_steps_and_evaluations_tell_of_it(reader: RunReader, tmp_path: Path) -> None:
+    found = run_timeline(reader, parts=40)
+    ((first, last),) = reader.log.rows(
+        "SELECT max(e.committed_at), (SELECT max(admitted_at) FROM admissions WHERE purpose = 'evaluate') FROM"
+        " episodes e JOIN admissions a ON a.episode = e.episode WHERE a.purpose = 'evaluate' AND e.committed_at <"
+        " (SELECT min(admitted_at) FROM admissions WHERE purpose = 'train')"
+    )
+    before, after = (int((at - found.began) / found.part) for at in (first, last))
+    assert None not in [*found.engine[:before], *found.engine[after + 1 :]]
+    asyncio.run(write_run(tmp_path / "run"))
+    told = RunReader(tmp_path / "run")
+    line = run_timeline(told, parts=10)
+    began, part = line.began, line.part
+    with sqlite3.connect(tmp_path / "run" / "journal" / "control.db") as database:
+        database.execute("DELETE FROM metrics")
+        database.executemany(
+            "INSERT INTO metrics (policy, step, name, value, recorded_at) VALUES (?, ?, ?, ?, ?)",
+            [
+                ("policy", 0, "evaluation/seconds", 2 * part, began + 2 * part),
+                ("policy", 0, "evaluation/engine_busy_share", 0.25, began + 2 * part),
+                ("policy", 1, "step/seconds", 3 * part, began + 6 * part),
+                ("policy", 1, "engine/busy_share", 1.0, began + 6 * part),
+                ("other", 1, "step/seconds", 2 * part, began + 7 * part),
+                ("other", 1, "engine/busy_share", 0.5, began + 7 * part),
+                ("policy", 2, "engine/busy_share", 0.5, began + 9 * part),
+            ],
+        )
+    database.close()
+    line = run_timeline(told, parts=10)
+    told.close()
+    assert line.engine == [
+        value if value is None else pytest.approx(value, abs=0.01)
+        for value in (0.25, 0.25, None, 1.0, 1.0, 0.75, 0.5, None, None, None)
+    ]
+    assert line.idle["engine"] == pytest.approx(1 - (0.25 + 0.25 + 1 + 1 + 0.75 + 0.5) / 6, abs=0.01)
+    assert "▂▂·██▆▄···" in shown(run_timeline_page(line))
 
 
 def test_steps_are_listed_with_those_a_rollback_undid(reader: RunReader) -> None:

@@ -31,10 +31,22 @@ function shape({ kind = "line", hue = "", points, width = 0 }, x, y, bottom) {
   const known = points.filter(([, value]) => value !== null && Number.isFinite(value));
   if (kind === "dots") return known.map(([px, py]) => drawing("line", { class: `dot ${hue}`, x1: x(px), x2: x(px) + 0.01, y1: y(py), y2: y(py) }));
   if (kind === "bars") return known.filter(([, py]) => py > bottom).map(([px, py]) => drawing("line", { class: `column ${hue}`, x1: x(px), x2: x(px), y1: y(bottom), y2: y(py) }));
-  const path = known.map(([px, py], place) => `${place ? "L" : "M"}${x(px).toFixed(1)} ${y(py).toFixed(1)}${width ? `H${x(px + width).toFixed(1)}` : ""}`).join("");
-  if (kind === "line") return drawing("path", { class: `curve ${hue}`, d: path });
-  const [first, last] = [known[0], known[known.length - 1]];
-  return first && drawing("path", { class: `area ${hue}`, d: `${path}L${x(last[0] + width)} ${y(bottom)}L${x(first[0])} ${y(bottom)}Z` });
+  return (width ? stretches(points) : [known]).filter((stretch) => stretch.length).map((stretch) => {
+    const path = stretch.map(([px, py], place) => `${place ? "L" : "M"}${x(px).toFixed(1)} ${y(py).toFixed(1)}${width ? `H${x(px + width).toFixed(1)}` : ""}`).join("");
+    if (kind === "line") return drawing("path", { class: `curve ${hue}`, d: path });
+    const [first, last] = [stretch[0], stretch[stretch.length - 1]];
+    return drawing("path", { class: `area ${hue}`, d: `${path}L${x(last[0] + width)} ${y(bottom)}L${x(first[0])} ${y(bottom)}Z` });
+  });
+}
+
+/** Points that follow each other with nothing unknown between them. */
+function stretches(points) {
+  const found = [[]];
+  for (const point of points) {
+    if (point[1] !== null && Number.isFinite(point[1])) found[found.length - 1].push(point);
+    else found.push([]);
+  }
+  return found;
 }
 
 export function least(values) {

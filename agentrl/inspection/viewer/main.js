@@ -72,7 +72,7 @@ class ViewerPage {
     remember(THEME, document.documentElement.dataset.theme);
   }
 
-  /** Show what the address names. */
+  /** Show what the address names; whether it was shown. A refresh leaves alone what somebody is in the middle of. */
   async draw({ isRefresh = false } = {}) {
     const number = ++this.#drawn;
     const route = parseRoute(location.hash);
@@ -85,7 +85,11 @@ class ViewerPage {
     } catch (error) {
       view = { title: "Not shown", content: element("p", { class: "problem", role: "alert" }, error.message) };
     }
-    if (number !== this.#drawn) return;
+    if (number !== this.#drawn) return false;
+    if (isRefresh && this.#isRead()) {
+      this.#main.removeAttribute("aria-busy");
+      return false;
+    }
     const [scrolled, held] = [scrollY, this.#main.querySelector("tr.selected")?.dataset.to];
     replace(this.#main, view.content);
     if (isRefresh) [...this.#main.querySelectorAll("tr[data-to]")].find((row) => row.dataset.to === held)?.classList.add("selected");
@@ -94,6 +98,14 @@ class ViewerPage {
     this.#up = view.up ?? null;
     if (route.view === "episodes") listed.from = location.hash;
     this.#settle(view.title, route.view, isRefresh ? scrolled : null);
+    return true;
+  }
+
+  /** Whether somebody scrolls, writes, marks, chooses or goes from link to link in what is shown. */
+  #isRead() {
+    const isHeld = this.#main.contains(document.activeElement) && document.activeElement.matches("a, button, input, summary");
+    const isAside = [...this.#main.querySelectorAll(".scroll")].some((each) => each.scrollLeft > 0);
+    return scrollY > 40 || isHeld || isAside || String(getSelection()) !== "" || this.#main.querySelector("details[open]") !== null;
   }
 
   #settle(title, view, scrolled) {
@@ -134,17 +146,16 @@ class ViewerPage {
     if (to) this.go(to);
   }
 
-  /** While the run is written: draw anew what has changed, unless somebody reads or writes in it. */
+  /** While the run is written: draw anew what has changed, once nobody is in the middle of something there. */
   async #watch() {
     const live = document.getElementById("live");
     try {
       const pulse = await this.ask("pulse");
       const isNew = this.#pulse && pulse.newest !== this.#pulse.newest;
-      this.#pulse = pulse;
       if (live) [live.textContent, live.className] = pulse.ended ? ["ended", "live"] : ["live", "live on"];
       const { view } = parseRoute(location.hash);
-      const isRead = scrollY > 40 || document.activeElement?.matches("input") || this.#main.querySelector(".choice[open]");
-      if (isNew && !isRead && ["episodes", "run", "steps"].includes(view)) await this.draw({ isRefresh: true });
+      const isDrawn = isNew && ["episodes", "run", "steps"].includes(view) && !this.#isRead() && (await this.draw({ isRefresh: true }));
+      if (!isNew || isDrawn) this.#pulse = pulse;
     } catch (error) {
       if (live) [live.textContent, live.className, live.title] = ["not connected", "live off", error.message];
     }

@@ -59,7 +59,7 @@ export async function runView(page) {
       line.engine.some((share) => share !== null) ? card("Engine busy", chart("Engine busy", [{ hue: "hue0", kind: "area", width, points: at(line.engine) }], { ...range, low: 0, high: 1, label: percent })) : null,
       Object.entries(line.trainers).map(([policy, shares], place) => card(`Trainer of ${policy} busy`, chart(`Trainer of ${policy} busy`, [{ hue: `hue${place + 1}`, kind: "area", width, points: at(shares) }], { ...range, low: 0, high: 1, label: percent, marks: versions.get(policy) ?? [] }))),
       axis(line.seconds),
-      element("p", { class: "quiet" }, "Upright lines in a trainer’s chart: a version of its policy was published."),
+      element("p", { class: "quiet" }, "Upright lines in a trainer’s chart: a version of its policy was published. Where the engine’s chart has a gap, nothing was recorded."),
     ],
   };
 }
