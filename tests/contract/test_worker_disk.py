@@ -38,7 +38,7 @@ from agentrl.engines.wire import receive
 
 async def main():
     ours, theirs = socket.socketpair()
-    reader, _ = await asyncio.open_connection(sock=ours)
+    reader, ours_too = await asyncio.open_connection(sock=ours)
     _, writer = await asyncio.open_connection(sock=theirs)
     tell_failure(writer, RuntimeError("a bug"))
     print(await receive(reader))
