@@ -191,8 +191,9 @@ def tell_failure(writer: asyncio.StreamWriter, error: BaseException) -> None:
     if isinstance(error, AgentRLError):
         send(writer, wire.Failed(kind=type(error).__name__, message=str(error)))
         return
-    traceback.print_exception(error)  # a bug: the run hears the message only
     send(writer, wire.Failed(kind="AgentRLError", message=f"{type(error).__name__}: {error}"))
+    with contextlib.suppress(OSError):  # a bug: the run hears the message only; the error stream may lie on a full disk
+        traceback.print_exception(error)
 
 
 class WorkerHost:
@@ -243,6 +244,10 @@ class WorkerHost:
                 self._parking.release(self.run.specs[message.number].episode_id)
             case wire.Cancel():
                 self._cancelling = asyncio.get_running_loop().create_task(self._cancel())
+
+    def check_journal(self) -> None:
+        """See `WorkerJournal.check`."""
+        self._journal.check()
 
     async def tell_advanced(self) -> None:
         """Say which episodes have got on since they came here."""
@@ -300,8 +305,11 @@ async def _tell_alive(writer: asyncio.StreamWriter) -> None:
 async def _tell_advanced(host: WorkerHost) -> None:
     while True:
         await asyncio.sleep(ALIVE_S)
-        with contextlib.suppress(StorageError):  # the episodes say so
+        try:
+            host.check_journal()
             await host.tell_advanced()
+        except StorageError as error:  # an episode says so only at its end, which may be far
+            host.run.failed(error)
 
 
 def main() -> None:

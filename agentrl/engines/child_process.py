@@ -14,6 +14,8 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
+from agentrl.core.errors import StorageError
+from agentrl.core.files import remedy
 from agentrl.engines.private_files import VARIABLE, PrivateFiles
 
 if TYPE_CHECKING:
@@ -91,7 +93,12 @@ class ThisMachine:
             errors = None
             if self._log is not None:
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                errors = os.open(self._log, flags, 0o600)
+                try:
+                    errors = os.open(self._log, flags, 0o600)
+                except OSError as error:
+                    raise StorageError(
+                        f"{self._log}: cannot be opened to write ({error.strerror}); {remedy(error)}"
+                    ) from error
                 stack.callback(os.close, errors)
             return await self._start(program, errors)
 

@@ -205,7 +205,8 @@ class House:
             while (body := await wire.receive(reader)) is not None:
                 guest.handle(wire.REQUESTS.decode(body))
         except (ValueError, msgspec.MsgspecError) as error:
-            sys.stderr.write(f"agentrl: a guest of the engine was shown out: {error}\n")
+            with contextlib.suppress(OSError):  # the disk it lies on may be full
+                sys.stderr.write(f"agentrl: a guest of the engine was shown out: {error}\n")
         finally:
             guest.end()
             self._guests.discard(guest)
@@ -229,7 +230,8 @@ class House:
 def _failed(call: int, error: Exception) -> wire.Failed:
     if isinstance(error, AgentRLError):
         return wire.Failed(call=call, kind=type(error).__name__, message=str(error))
-    traceback.print_exception(error)  # a bug: the client hears the message only
+    with contextlib.suppress(OSError):  # a bug: the client hears the message only; the disk may be full
+        traceback.print_exception(error)
     return wire.Failed(call=call, kind="EngineError", message=f"{type(error).__name__}: {error}")
 
 

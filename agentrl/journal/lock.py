@@ -8,6 +8,7 @@ import weakref
 from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.core.errors import RunDirectoryError, StorageError
+from agentrl.core.files import remedy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,15 +33,13 @@ class RunLock:
 
         Raises:
             RunDirectoryError: a live process holds it; the message names its id.
-            StorageError: the file cannot be made.
+            StorageError: the file cannot be made or written.
         """
         path = directory / name
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise StorageError(
-                f"{path}: cannot be opened ({error.strerror}); check that you own the run directory"
-            ) from error
+            raise StorageError(f"{path}: cannot be opened ({error.strerror}); {remedy(error)}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -50,8 +49,12 @@ class RunLock:
                 f"{directory}: process {holder} is writing this run; "
                 "wait for it, stop it, or give the new run another name"
             ) from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            os.close(descriptor)
+            raise StorageError(f"{path}: cannot be written ({error.strerror}); {remedy(error)}") from error
         self._descriptor = descriptor
         _held.add(self)
 

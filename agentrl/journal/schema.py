@@ -116,7 +116,7 @@ def open_to_write(path: Path, kind: Kind, identity: dict[str, str], *, run: str 
         connection = _connect_to_write(path)
     except (OSError, sqlite3.Error) as error:
         raise StorageError(
-            f"{path}: cannot be opened to write ({error}); check its owner and the free space"
+            f"{path}: cannot be opened to write ({error}); check its owner, the free space and the disk"
         ) from error
     try:
         _harden(connection)
@@ -243,4 +243,7 @@ def database_error(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> Jou
     """What to raise where reading `path` failed."""
     if path.exists() and not os.access(path, os.R_OK):  # which SQLite does not say
         return JournalError(f"{path}: cannot be read (Permission denied); let your user read it")
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+        # a reader, too, needs room: for the index of the write-ahead log
+        return JournalError(f"{path}: the disk refused ({error}); free space or mend the disk, then try again")
     return JournalError(f"{path}: cannot be read ({error}); it is damaged, or not a database of agentrl")

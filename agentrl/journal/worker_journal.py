@@ -72,6 +72,10 @@ class WorkerJournal:
         finally:
             run_log.close()
 
+    def check(self) -> None:
+        """See `GroupCommitWriter.check`."""
+        self._writer.check()
+
     async def close(self) -> None:
         """Flush and release. Idempotent."""
         self.log.close_reader()

@@ -65,7 +65,7 @@ class Database:
 
 
 class GroupCommitWriter:
-    """The writer thread of a process. `put`, `wait` and `close` are called from the event loop's thread."""
+    """The writer thread of a process. `put`, `check`, `wait` and `close` are called from the event loop's thread."""
 
     def __init__(self, name: str) -> None:
         self._queue: deque[Sequence[tuple[Target, Any]] | Waiter] = deque()
@@ -85,14 +85,22 @@ class GroupCommitWriter:
         """Queue rows; those of one database come to disk in one transaction."""
         self._queue.append(rows)
 
+    def check(self) -> None:
+        """Look whether the disk has refused, without waiting for it.
+
+        Raises:
+            StorageError: it has; nothing queued since the last success counts as written.
+        """
+        if self._failure is not None:
+            raise self._error()
+
     async def wait(self) -> None:
         """Wait until everything queued before this call is on disk.
 
         Raises:
             StorageError: the disk refused, now or before; nothing queued since the last success counts as written.
         """
-        if self._failure is not None:
-            raise self._error()
+        self.check()
         if self._closing.is_set():
             raise StorageError("the journal is closed; nothing can be written to it any more")
         loop = asyncio.get_running_loop()
