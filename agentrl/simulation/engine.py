@@ -7,7 +7,8 @@ the same amount, one number counts it (`_advanced`), and a call ends when that n
 2. The part of a call's context that is not kept any more is computed first, at `prefill_rate`, one call's after
    another's in the order in which they began. Meanwhile the device does nothing else: nobody advances.
 3. Keys and values of a conversation stay between its turns while there is room; those idle for longest go first. When
-   running calls outgrow the room, the one that began last waits again, and computes its context once more.
+   running calls outgrow the room, the one that began last waits again, and computes its context once more. One that
+   outgrows it alone goes on.
 """
 
 from __future__ import annotations
@@ -301,11 +302,16 @@ class EmulatedEngine:
             self._timer.cancel()
             self._timer = None
         if self._running:
-            rate = self._rate(len(self._running))
-            wait = max(self._ends[0][0] - self._advanced, 0.0) / rate
-            full = max(self._room - self._kept, 0.0) / (rate * len(self._running))
-            seconds = self._computing_seconds + min(wait, full + 1e-6)
-            self._timer = asyncio.get_running_loop().call_at(self._now + seconds, self._settle)
+            self._timer = asyncio.get_running_loop().call_at(self._next_change(), self._settle)
+
+    def _next_change(self) -> float:
+        """When the next call ends, or the memory is full and somebody can go."""
+        rate = self._rate(len(self._running))
+        seconds = max(self._ends[0][0] - self._advanced, 0.0) / rate
+        if self._idle or len(self._running) > 1:  # else whoever outgrows it simply goes on
+            seconds = min(seconds, max(self._room - self._kept, 0.0) / (rate * len(self._running)) + 1e-6)
+        at = self._now + self._computing_seconds + seconds
+        return max(at, math.nextafter(self._now, math.inf))  # so little may be lost in the sum
 
     def _end_those_that_are_due(self) -> None:
         while self._ends:

@@ -103,6 +103,39 @@ def test_what_outgrows_the_memory_waits_and_is_computed_again() -> None:
     assert last == pytest.approx(15.1 + 10.0 + 0.15, abs=0.3)
 
 
+def test_what_outgrows_the_memory_alone_goes_on() -> None:
+    async def main() -> list[float]:
+        served = engine(kv_tokens=120, rate=lambda count: 10.0, prefill_rate=1000.0)
+        calls = [served.open(f"e{n}", "solver").generate(request(f"r{n}", 150, context=100)) for n in range(2)]
+        return [at for _, at in await asyncio.gather(*map(timed, calls))]
+
+    # one after the other: there is no room for a second beside either
+    assert simulate(main, seed=0, max_steps=200) == pytest.approx([15.1, 30.2])
+
+
+def test_time_goes_on_however_late_it_is() -> None:
+    """A token takes less than what the clock can tell from nothing."""
+
+    async def main() -> int:
+        await asyncio.sleep(1e12)
+        served = engine(rate=lambda count: 1e6)
+        return len((await served.open("e", "solver").generate(request("r", 10))).token_ids)
+
+    assert simulate(main, seed=0, max_steps=200) == 10
+
+
+@pytest.mark.parametrize("kv_tokens", [340, 345, 352, 400, 700])
+def test_a_memory_of_about_one_conversation_is_slow_and_no_more(kv_tokens: int) -> None:
+    """Turns are counted as a block at least, so the longest conversation has more blocks than it has room for."""
+    seat = {"tokens": {"p50": 240, "p90": 240, "cap": 240}, "turns": {"p50": 1, "p90": 12, "cap": 40}}
+    settings = {"slots": 8, "rates": {1: 60.0}, "prefill_rate": 5000.0, "kv_tokens": kv_tokens}
+    environments = {"Alone": {"seats": {"solver": seat}, "prompt": 100}}
+    plan = small("group", environments=environments, engine=settings, policies={"solver": {"step_size": 16}})
+    found = measured(plan, steps=4)
+    assert found.waste == 0.0
+    assert found.no_room > 0.5
+
+
 # --- contexts: 100 tokens of them are computed a second; each call samples 10, whoever runs beside it ---
 
 COMPUTING = {"slots": 4, "rate": lambda count: 10.0, "prefill_rate": 100.0}
