@@ -84,8 +84,7 @@ def _asked(options: argparse.Namespace) -> _Asked:
                 "say what is to be simulated: a TOML file, such as examples/07_simulate.toml, or --from RUN"
             )
         plan = load(options.file)
-        skipped = 4 + 2 * max(policy.max_staleness for policy in plan.trained.values())
-        return _Asked(str(options.file), plan, options.steps or STEPS, skipped, None)
+        return _Asked(str(options.file), plan, options.steps or STEPS, plan.filling_steps, None)
     run = _calibrated(options)
     plan = run.plan if options.file is None else load(options.file, over=run.plan)
     steps = options.steps or min(run.steps - run.skipped, 10 * STEPS)

@@ -107,6 +107,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """What a TOML file says. Raises `ConfigError` where it cannot be read, or is none."""
     source = Path(path)
     try:
+        if source.exists() and not (source.is_file() or source.is_dir()):
+            raise ConfigError(f"{source}: is no regular file; a TOML file is wanted here, such as train.toml")
         with source.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:

@@ -19,7 +19,8 @@ from agentrl.core.errors import InputError
 from agentrl.journal.entries import TurnEntry
 from agentrl.orchestrator.tail import tails_of
 from agentrl.simulation.fit import SampledTurn, fitted_rates
-from agentrl.simulation.plan import FURTHEST, Plan
+from agentrl.simulation.plan import Plan
+from agentrl.simulation.tail import FURTHEST
 
 if TYPE_CHECKING:
     from agentrl.inspection.reader import RunReader

@@ -2,98 +2,43 @@
 
     agentrl simulate examples/07_simulate.toml
 
-What a run is configured with goes to production as it is (`Plan.config`), whose checks hold here too.
+What a run is configured with goes to production as it is (`Plan.config`), whose checks hold here too. Beside these
+there are bounds on what a plan may come to: far beyond any real one, and near enough to be simulated in someone's time.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from statistics import NormalDist, fmean
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from agentrl.config.load import read_mapping, read_toml
-from agentrl.config.mistakes import mistakes
+from agentrl.config.mistakes import mistakes, short
 from agentrl.config.run import RunConfig
-from agentrl.config.section import Episodes, MaybeSteps, NonNegative, Positive, Rate, Seconds, Section, Share, Tokens
+from agentrl.config.section import Episodes, MaybeSteps, Positive, Section, Share, Tokens
 from agentrl.core.errors import ConfigError
+from agentrl.rollout.context import MAX_CHILD_DEPTH
 from agentrl.simulation.hardware import GPUS, MODELS, Gpu, GpuName, Model, ModelName, Rates
+from agentrl.simulation.tail import MOST, SCORES, Amount, Tail
 
-FURTHEST = 3.0
-"""Deviations of a normal variable, up to which the ranks of what was measured are kept."""
+BLOCKS = 24
+"""Of a median turn at least, where that has so many tokens: lengths are counted in blocks."""
+MAX_TURNS = 2_000_000
+"""That are simulated until the pipeline is full: they take minutes."""
 MAX_EPISODES = 1_000_000
-"""That a task may come to, with all its children, or a step: more would not be simulated in anyone's time."""
-_NORMAL = NormalDist()
-_Z90 = _NORMAL.inv_cdf(0.9)
-_SCORES = [_NORMAL.inv_cdf((rank + 0.5) / 200) for rank in range(200)]
-"""Equally likely values of a normal variable."""
-
-
-class Tail(Section):
-    """A distribution by its quantiles: of tokens, seconds or turns.
-
-    Example:
-        >>> tail = Tail(p50=32, p90=160, cap=1280)
-        >>> round(tail.value(0.0)), round(tail.value(1.2815515)), round(tail.value(9.0))
-        (32, 160, 1280)
-    """
-
-    p50: Rate
-    p90: Rate
-    cap: Rate
-    """Longer ones are cut off here."""
-    law: Literal["lognormal", "pareto", "measured"] = "lognormal"
-    ranks: tuple[Annotated[float, Field(gt=0)], ...] = ()
-    """With `law = "measured"`: the values whose ranks a normal variable has at equal distances from -3 to 3."""
-
-    @model_validator(mode="after")
-    def _check_order(self) -> Tail:
-        if not self.p50 <= self.p90 <= self.cap:
-            raise ValueError(f"p50 = {self.p50:g}, p90 = {self.p90:g}, cap = {self.cap:g} do not grow")
-        if self.law == "pareto" and not self.p50 < self.p90 < self.cap:
-            raise ValueError("law = 'pareto' needs p50 < p90 < cap")
-        if (self.law == "measured") != (len(self.ranks) > 1) or list(self.ranks) != sorted(self.ranks):
-            raise ValueError("law = 'measured' and ranks, two or more that grow, belong together")
-        return self
-
-    def value(self, z: float) -> float:
-        """The quantile at which a standard normal variable has the value `z`."""
-        if self.law == "lognormal":
-            return min(self.p50 * math.exp(math.log(self.p90 / self.p50) / _Z90 * z), self.cap)
-        if self.law == "measured":
-            place = min(max((z + FURTHEST) / (2 * FURTHEST), 0.0), 1.0) * (len(self.ranks) - 1)
-            below = min(int(place), len(self.ranks) - 2)
-            return self.ranks[below] + (place - below) * (self.ranks[below + 1] - self.ranks[below])
-        cap = self.cap / self.p50
-        alpha = _pareto_index(self.p90 / self.p50, cap)
-        low = _pareto_low(alpha, cap)
-        rank = _NORMAL.cdf(z) * (1 - (low / cap) ** alpha)
-        return float(self.p50 * low * (1 - min(rank, 1 - 1e-12)) ** (-1 / alpha))
-
-    @property
-    def mean(self) -> float:
-        """The mean."""
-        return fmean(map(self.value, _SCORES))
-
-
-def _pareto_low(alpha: float, cap: float) -> float:
-    """Where a Pareto distribution cut off at `cap` begins, for a median of 1."""
-    # 1 - x^a = (1 - (x/cap)^a) / 2  =>  x^a = 1 / (2 - cap^-a)
-    return float((2 - cap**-alpha) ** (-1 / alpha))
-
-
-def _pareto_index(p90: float, cap: float) -> float:
-    """The index with which it has this P90, for a median of 1: by bisection."""
-    low, high = 1e-3, 50.0
-    while high - low > 1e-9:
-        alpha = (low + high) / 2
-        begin = _pareto_low(alpha, cap)
-        rank = 0.9 * (1 - (begin / cap) ** alpha)
-        low, high = (alpha, high) if begin * (1 - rank) ** (-1 / alpha) > p90 else (low, alpha)
-    return low
+"""That a task may come to, with all its children, or a step."""
+MAX_BLOCKS = 1_000_000
+"""Of a conversation."""
+Speed = Annotated[float, Field(ge=1e-3, le=1e15)]
+"""Tokens per second."""
+Count = Annotated[int, Field(gt=0, le=1_000_000)]
+"""Of GPUs, or of calls."""
+Length = Annotated[int, Field(ge=0, le=MOST)]
+"""Tokens."""
 
 
 class SeatPlan(Section):
@@ -109,11 +54,11 @@ class EnvironmentPlan(Section):
     """One kind of episode: its seats take turns one after another, then its children run."""
 
     seats: Annotated[dict[str, SeatPlan], Field(min_length=1)]
-    prompt: Tokens = 256
+    prompt: Annotated[Length, Field(gt=0)] = 256
     """Of each seat's conversation."""
     tool_seconds: Tail | None = None
     """Between two turns of a seat; leave it out where tools take no time."""
-    tool_tokens: NonNegative = 0
+    tool_tokens: Length = 0
     """What a tool's answer adds to the conversation."""
     fan_out: dict[str, Positive] = {}
     """Child episodes that each one starts: a group of their own."""
@@ -134,7 +79,7 @@ class PolicyPlan(Section):
     kind: Literal["trained", "frozen"] = "trained"
     step_size: Episodes = 64
     max_staleness: MaybeSteps = 1
-    step_seconds: Seconds | None = None
+    step_seconds: Amount | None = None
     """Of one of its steps, where that is not in proportion to `trainer.step_seconds`."""
 
 
@@ -148,17 +93,17 @@ class CreditPlan(Section):
 class EnginePlan(Section):
     """Who samples: by the names of model and GPU, or as it was measured."""
 
-    replicas: Positive = 1
-    slots: Positive = 64
+    replicas: Annotated[int, Field(gt=0, le=10_000)] = 1
+    slots: Count = 64
     """Calls that a replica runs at once."""
     model: ModelName | None = None
     """Size of the model, in bf16."""
     gpu: GpuName = "H100"
-    gpus: Positive = 1
+    gpus: Count = 1
     """Of one replica."""
-    rates: dict[Annotated[int, Field(gt=0)], Rate] = {}
+    rates: dict[Count, Speed] = {}
     """Tokens per second of each call, by how many run together; in between, seconds per token are interpolated."""
-    prefill_rate: Rate | None = None
+    prefill_rate: Speed | None = None
     """Tokens of context computed per second."""
     kv_tokens: Tokens | None = None
     """Tokens of context whose keys and values a replica holds."""
@@ -181,11 +126,11 @@ class EnginePlan(Section):
 class TrainerPlan(Section):
     """Who learns: by GPUs, or as it was measured."""
 
-    step_seconds: Seconds | None = None
+    step_seconds: Amount | None = None
     """Of an optimizer step of the first policy that learns; in proportion for steps of other sizes."""
-    gpus: Positive = 8
+    gpus: Count = 8
     """Where `step_seconds` is not given: of the kind and the model that `[engine]` names."""
-    publish_seconds: Annotated[float, Field(ge=0)] = 0.0
+    publish_seconds: Annotated[float, Field(ge=0, le=MOST)] = 0.0
     """Between a step's end and its version's first token."""
 
 
@@ -206,6 +151,8 @@ class Plan(Section):
     @model_validator(mode="after")
     def _check_children(self) -> Plan:
         for name, environment in self.environments.items():
+            if not name.isidentifier() or name.startswith("__"):
+                raise ValueError(f"environments, key {short(name)}: expected a name such as Repair or solve_2")
             for child in environment.fan_out:
                 if child not in self.environments:
                     raise ValueError(f"environments.{name}.fan_out names {child!r}, which is not in [environments]")
@@ -230,6 +177,24 @@ class Plan(Section):
         for name, size in {**sizes, "credit.group_size": self.credit.group_size}.items():
             if size > MAX_EPISODES:
                 raise ValueError(f"{name} = {size:,}: at most {MAX_EPISODES:,} episodes can be simulated")
+        turns = self.filling_steps * self.tasks_per_step() * self.turns_per_task()
+        if turns > MAX_TURNS:
+            raise ValueError(
+                f"{turns:,.0f} turns are to be simulated until the pipeline is full ({self.filling_steps} steps), at "
+                f"most {MAX_TURNS:,} can be: lower step_size, max_staleness, fan_out, credit.group_size or turns"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Plan:
+        for name, environment in self.environments.items():
+            longest = environment.longest_context()
+            if longest > MAX_BLOCKS * self.grain:
+                raise ValueError(
+                    f"environments.{name}: a conversation may have {longest:,.0f} tokens (prompt, "
+                    f"tokens.cap, answers of tools), {self.grain} in a block (1/{BLOCKS} of the shortest median turn), "
+                    f"and at most {MAX_BLOCKS:,} blocks can be simulated: lower the prompt or the caps"
+                )
         return self
 
     @model_validator(mode="after")
@@ -264,7 +229,7 @@ class Plan(Section):
         """How many episodes of each kind a root episode brings."""
         found = dict.fromkeys(self.environments, 0)
         generation = Counter({self.root: 1})
-        for _ in self.environments:
+        for _ in range(MAX_CHILD_DEPTH + 1):
             below = Counter[str]()
             for name, times in generation.items():
                 found[name] += times
@@ -272,8 +237,20 @@ class Plan(Section):
                     below[child] += times * number
             generation = below
         if generation:
-            raise ValueError(f"environments.{next(iter(generation))} is its own child")
+            deepest = next(iter(generation))
+            raise ValueError(f"environments.{deepest}: nests deeper than {MAX_CHILD_DEPTH}, or is its own child")
         return found
+
+    @property
+    def grain(self) -> int:
+        """Tokens of a block."""
+        seats = [seat for environment in self.environments.values() for seat in environment.seats.values()]
+        return max(int(min(seat.tokens.p50 / max(seat.turns.p50, 1) for seat in seats) / BLOCKS), 1)
+
+    @property
+    def filling_steps(self) -> int:
+        """First steps, in which the pipeline fills."""
+        return 4 + 2 * max(policy.max_staleness for policy in self.trained.values())
 
     @property
     def model(self) -> Model | None:
@@ -312,7 +289,7 @@ class Plan(Section):
         for name, times in self.times().items():
             environment = self.environments[name]
             for seat in environment.seats.values():
-                for z in _SCORES:
+                for z in SCORES:
                     tokens = seat.tokens.value(z)
                     answers = (max(seat.turns.value(z), 1.0) - 1) * environment.tool_tokens
                     total += times * tokens * (environment.prompt + (tokens + answers) / 2)
@@ -336,19 +313,41 @@ class Plan(Section):
         """Tokens per second of all replicas with all slots taken."""
         return self.engine.replicas * self.engine.slots * self.rates(self.engine.slots)
 
-    def tokens_per_root(self) -> float:
+    def tokens_per_task(self) -> float:
         """Sampled in a root episode and its children, on average."""
-        return sum(
-            times * sum(seat.tokens.mean for seat in self.environments[name].seats.values())
-            for name, times in self.times().items()
-        )
+        return self._per_task(lambda environment, seat: seat.tokens.mean)
+
+    def turns_per_task(self) -> float:
+        """Of a root episode and its children, on average."""
+        return self._per_task(lambda environment, seat: max(seat.turns.mean, 1.0))
+
+    def _per_task(self, what: Callable[[EnvironmentPlan, SeatPlan], float]) -> float:
+        environments = [(self.environments[name], times) for name, times in self.times().items()]
+        return sum(times * sum(what(each, seat) for seat in each.seats.values()) for each, times in environments)
+
+    def tasks_per_step(self) -> float:
+        """Root episodes that a step of the first policy that learns takes, about; at least a group is played."""
+        size = next(iter(self.trained.values())).step_size
+        return max(size / sum(self.times().values()), self.credit.group_size)
 
     def least_step_seconds(self) -> float:
-        """What a step of the first policy that learns takes the engines, or the trainer, about."""
-        size = next(iter(self.trained.values())).step_size
-        units = max(self.times()[self.root] if len(self.environments) == 1 else sum(self.times().values()), 1)
-        sampling = self.tokens_per_root() * size / units / self.capacity()
-        return max(sampling, self.trainer.step_seconds or 0.0)
+        """What a step of the first policy that learns takes the engines, the trainer, or the tools, about."""
+        first = next(iter(self.trained.values()))
+        tasks = first.step_size / sum(self.times().values())
+        prompts = self._per_task(lambda environment, seat: environment.prompt)
+        rests = (
+            (max(seat.turns.mean, 1.0) - 1) * each.tool_seconds.mean
+            for each in self.environments.values()
+            if each.tool_seconds is not None
+            for seat in each.seats.values()
+        )
+        tools = max(rests, default=0.0) / (first.max_staleness + 2)
+        return max(
+            tasks * self.tokens_per_task() / self.capacity(),
+            tasks * prompts / self.prefill_rate / self.engine.replicas,
+            self.trainer.step_seconds or 0.0,
+            tools,
+        )
 
     def config(self, steps: int) -> RunConfig:
         """As production reads it.

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from agentrl.environment.base import Agent
     from agentrl.simulation.plan import EnvironmentPlan, Plan, SeatPlan
 
-BLOCKS = 24
-"""Of a median turn at least, where that has so many tokens."""
-
 
 class Tasks:
     """Tasks without an end, each with what its episodes have in common."""
@@ -114,7 +111,7 @@ def programs(plan: Plan) -> type[Environment]:
                     "__module__": name,
                     "__doc__": planned.__doc__,
                     "plan": planned,
-                    "grain": grain_of(plan),
+                    "grain": plan.grain,
                     "seats": tuple(planned.seats),
                     "fan_out": dict(planned.fan_out),
                 },
@@ -125,12 +122,6 @@ def programs(plan: Plan) -> type[Environment]:
         sys.modules[name] = module
     found: type[Environment] = getattr(sys.modules[name], plan.root)
     return found
-
-
-def grain_of(plan: Plan) -> int:
-    """Tokens of a block."""
-    turns = [seat.tokens.p50 / seat.turns.p50 for each in plan.environments.values() for seat in each.seats.values()]
-    return max(int(min(turns) / BLOCKS), 1)
 
 
 # --- how an agent is told ---------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from agentrl.engines.replicas import ReplicatedEngine
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.simulation.account import Account, CountingEngine, ObservedJournal
 from agentrl.simulation.measured import Measured, measure
-from agentrl.simulation.program import LengthFormat, Tasks, grain_of, length_of, programs
+from agentrl.simulation.program import LengthFormat, Tasks, length_of, programs
 from agentrl.testing.recording_trainer import RecordingTrainer
 from agentrl.testing.sim import SimLoop
 
@@ -81,7 +81,7 @@ def _no_collections() -> Iterator[None]:
 async def _run(scenario: Scenario) -> Account:
     plan, clock = scenario.plan, LoopClock()
     config = plan.config(scenario.steps if scenario.is_closed else 1 << 20)
-    account = Account(plan, grain_of(plan))
+    account = Account(plan, plan.grain)
     journal = ObservedJournal(account, None if scenario.is_closed else scenario.steps)
     versions = {name: PolicyVersion(name, 0, 0) for name in config.policies}
     trainer = RecordingTrainer(

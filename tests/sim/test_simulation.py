@@ -15,9 +15,10 @@ from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, VersionSpan, WeightsRef
 from agentrl.simulation.engine import EmulatedEngine
 from agentrl.simulation.measured import Measured
-from agentrl.simulation.plan import Plan, Tail
+from agentrl.simulation.plan import Plan
 from agentrl.simulation.program import Tasks, length_of
 from agentrl.simulation.run import Scenario, simulate_run
+from agentrl.simulation.tail import Tail
 from agentrl.testing import simulate
 from benchmarks import scheduling_memory
 

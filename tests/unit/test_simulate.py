@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
@@ -102,7 +103,11 @@ def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("group_size = 4", "group_size = 40", "more than may be in flight"),
         ("[credit]", "max_in_flight = 2\n[credit]", "unknown key policies.solver.max_in_flight"),
         ("group_size = 4", 'group_size = 4\nrelease = "late"\n[policies.x]\nmax_staleness = 0', "x"),
-        ("p50 = 1, p90 = 5, cap = 20", "p50 = 0, p90 = 0, cap = 0", "tool_seconds.p50 = 0: expected greater than 0"),
+        (
+            "p50 = 1, p90 = 5, cap = 20",
+            "p50 = 0, p90 = 0, cap = 0",
+            "tool_seconds.p50 = 0: expected greater than or equal to 0.000001",
+        ),
         ("p50 = 1, p90 = 5, cap = 20", "p50 = 1, p90 = 5, cap = inf", "inf is no number"),
         ("p50 = 1, p90 = 5, cap = 20", "p50 = 1, p90 = 5", "tool_seconds.cap is missing"),
         ("p50 = 1, p90 = 5, cap = 20", "p50 = 9, p90 = 5, cap = 20", "do not grow"),
@@ -139,6 +144,41 @@ def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("prompt = 100", "fan_out = { Solve = 8 }", "names 'Solve', which is not in [environments]"),
         ("prompt = 100", "fan_out = { Repair = 2 }", "is its own child"),
         ("group_size = 4", "group_size = 1_000_000_000", "at most 1,000,000 episodes can be simulated"),
+        ("prompt = 100", "fan_out = { Repair = 1_000_000_000 }", "is its own child"),
+        (
+            "prompt = 100",
+            "prompt = 1_000_000_000",
+            "environments.Repair.prompt = 1000000000: expected less than or equal",
+        ),
+        ("prompt = 100", "prompt = 10_000_000", "and at most 1,000,000 blocks can be simulated: lower the prompt"),
+        (
+            "prompt = 100",
+            "tool_tokens = 1_000_000_000_000",
+            "environments.Repair.tool_tokens = 1000000000000: expected",
+        ),
+        ("cap = 1000 }", "cap = 1e308 }", "solver.tokens.cap = 1e+308: expected less than or equal to 10000000"),
+        ("cap = 1000 }", 'cap = 1000, law = "measured", ranks = [1, 9000] }', "ranks end at 9000, beyond cap = 1000"),
+        ("cap = 6 }", "cap = 1e12 }", "solver.turns.cap = 1000000000000.0: expected less than or equal to 10000000"),
+        ("cap = 20 }", "cap = 1e17 }", "tool_seconds.cap = 1e+17: expected less than or equal to 10000000"),
+        ("step_seconds = 5", "step_seconds = 1e17", "trainer.step_seconds = 1e+17: expected less than or equal to"),
+        ("step_seconds = 5", "step_seconds = 5\npublish_seconds = 1e17", "trainer.publish_seconds = 1e+17: expected"),
+        ("1 = 40", "1 = 1e300", "engine.rates.1 = 1e+300: expected less than or equal to 1000000000000000"),
+        ("1 = 40", "1 = 5e-324", "engine.rates.1 = 5e-324: expected greater than or equal to 0.001"),
+        ("8 = 30", f"{'9' * 400} = 30", "expected less than or equal to 1000000"),
+        (
+            "prefill_rate = 2000",
+            "prefill_rate = 1e-9",
+            "engine.prefill_rate = 1e-09: expected greater than or equal to",
+        ),
+        (
+            "slots = 8",
+            "slots = 8\nreplicas = 1_000_000_000",
+            "engine.replicas = 1000000000: expected less than or equal",
+        ),
+        ("step_size = 16", "step_size = 16\nmax_staleness = 1_000_000", "until the pipeline is full (2000004 steps)"),
+        ("step_size = 16", "step_size = 1_000_000", "turns are to be simulated until the pipeline is full (6 steps)"),
+        ("[environments.Repair", '[environments."a:b"', 'environments, key "a:b": expected a name such as Repair'),
+        ("[environments.Repair", "[environments.__dict__", 'environments, key "__dict__": expected a name'),
         ("slots = 8", 'model = "3B"', 'engine.model = "3B": expected'),
     ],
 )
@@ -197,6 +237,12 @@ def test_a_run_is_simulated_and_shown_beside_itself(
     assert "unknown key policies.solver.staleness" in capsys.readouterr().err
 
 
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "plan.toml")
+    assert main(["simulate", str(tmp_path / "plan.toml")]) == 2
+    assert "plan.toml: is no regular file" in capsys.readouterr().err
+
+
 def test_without_file_and_run_there_is_nothing_to_simulate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate"]) == 2
     assert "--from RUN" in capsys.readouterr().err
@@ -236,7 +282,7 @@ def test_time_is_covered_once() -> None:
 
 
 def test_children_without_number_are_refused_at_once(tmp_path: Path) -> None:
-    """Forty kinds, each the child of all before it: 2^39 episodes, on as many ways."""
+    """Forty kinds, each the child of all before it: as many ways as 2^39."""
     kinds = [
         f"[environments.e{number}]\nfan_out = {{ {', '.join(f'e{child} = 1' for child in range(number + 1, 40))} }}\n"
         f"[environments.e{number}.seats.s]\ntokens = {{ p50 = 1, p90 = 2, cap = 3 }}\n"
@@ -244,5 +290,5 @@ def test_children_without_number_are_refused_at_once(tmp_path: Path) -> None:
     ]
     file = tmp_path / "plan.toml"
     file.write_text("[engine]\nrates = { 1 = 80 }\n[trainer]\nstep_seconds = 1\n" + "".join(kinds))
-    with pytest.raises(ConfigError, match="549,755,813,888 episodes"):
+    with pytest.raises(ConfigError, match="nests deeper than 3"):
         load(file)
