@@ -260,10 +260,10 @@ def figures_page(figures: RunFigures) -> Page:
 def run_timeline_page(line: RunTimeline) -> Page:
     """A run over its seconds: a row each for what ran, a column for each part."""
     page = Page()
-    page.line(f"{number(line.seconds)} s in parts of {line.part:.3g} s")
+    page.line(f"{_small(line.seconds)} s in parts of {line.part:.3g} s")
     rows: list[list[str]] = []
     for name, counts in line.in_flight.items():
-        rows.append([f"in flight: {name}", _shades(counts), f"at most {max(counts):.1f}"])
+        rows.append([f"in flight: {name}", _shades(counts), f"at most {max(counts):.0f}"])
     rows.append(["committed", _shades([float(count) for count in line.committed]), f"{sum(line.committed):,}"])
     rows.append(["dropped", _shades([float(count) for count in line.dropped]), f"{sum(line.dropped):,}"])
     for policy, shares in line.trainers.items():

@@ -131,10 +131,10 @@ def _place(frame: FrameType) -> str:
 
 
 def _user_frames(innermost: FrameType) -> list[FrameType]:
-    """The frames that are neither ours nor a library's, innermost first; the innermost where all are."""
+    """Of what the loop runs, the frames that are neither ours nor a library's, innermost first; else the innermost."""
     frames: list[FrameType] = []
     frame: FrameType | None = innermost
-    while frame is not None:
+    while frame is not None and frame.f_globals.get("__name__") != "asyncio.base_events":  # beyond is who runs the loop
         if is_users(frame.f_code.co_filename):
             frames.append(frame)
         frame = frame.f_back

@@ -82,9 +82,10 @@ def _knobs(plan: Plan) -> Iterator[Knob]:
 def _hardware(plan: Plan) -> Iterator[Knob]:
     for then in (plan.engine.replicas + 1, plan.engine.replicas - 1):
         yield _knob(plan, "engine.replicas", then, costs="hardware")
-    if plan.engine.kv_tokens is not None:
-        for factor in (2.0, 0.5):
-            yield _knob(plan, "engine.kv_tokens", int(plan.engine.kv_tokens * factor), costs="hardware")
+    if plan.kv_tokens is not None:
+        for then in (plan.kv_tokens * 2, plan.kv_tokens // 2):
+            changed = _changed(plan, "engine.kv_tokens", then)
+            yield Knob("engine.kv_tokens", plan.kv_tokens, then, changed, costs="hardware")
     if plan.trainer.step_seconds is None:
         for then in (plan.trainer.gpus * 2, plan.trainer.gpus // 2):
             yield _knob(plan, "trainer.gpus", then, costs="hardware")
@@ -156,7 +157,10 @@ def bottleneck(measured: Measured) -> str:
         (("the engines", measured.engine_busy), ("the trainer", measured.trainer_busy)), key=lambda pair: pair[1]
     )
     if share >= FULL:
-        memory = f"; calls wait for room in their memory for {measured.no_room:.0%}" if measured.no_room > SEEN else ""
+        waits = f"calls wait for room in it for {measured.no_room:.0%} of the time"
+        if measured.no_room >= 0.5:
+            return f"the engines' memory: {waits}, while {measured.slots_busy:.0%} of the slots run"
+        memory = f"; {waits.replace(' in it ', ' in their memory ')}" if measured.no_room > SEEN else ""
         return f"{busiest}: busy for {share:.0%} of the time{memory}"
     idle = f"neither engines ({measured.engine_busy:.0%} busy) nor trainer ({measured.trainer_busy:.0%})"
     held = {reason: part for reason, part in measured.held.items() if reason != "nothing"}

@@ -83,7 +83,7 @@ def assumptions(plan: Plan) -> list[tuple[str, str]]:
 def results(measured: Measured) -> list[tuple[str, str]]:
     """Busy shares, rates, lags and tails, in words."""
     facts = [
-        ("engines", f"{measured.engine_busy:.0%} of their capacity; slots {measured.slots_busy:.0%}"),
+        ("engines", f"{measured.engine_busy:.0%} of their capacity; {measured.slots_busy:.0%} of the slots run"),
         ("trainer", f"{measured.trainer_busy:.0%}"),
         ("steps", ", ".join(f"{rate:.1f} per hour of {name}" for name, rate in measured.steps_per_hour.items())),
         ("tokens", f"{measured.tokens_per_s:,.0f} per second"),

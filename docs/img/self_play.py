@@ -21,7 +21,7 @@ svg { background: #ffffff; } text { font: 11px "DejaVu Sans", sans-serif; fill: 
 .grid { stroke: #dfe3ea; } polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 .c0 { stroke: #2563eb; } circle.c0, text.c0 { fill: #2563eb; } .c1 { stroke: #d9480f; }
 circle.c1, text.c1 { fill: #d9480f; } .c2 { stroke: #98a2b3; stroke-dasharray: 4 3; } text.c2 { fill: #667085; }
-text { stroke: none; }
+text.c0, text.c1, text.c2 { stroke: none; }
 """
 
 

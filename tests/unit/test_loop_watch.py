@@ -57,6 +57,17 @@ def test_an_episode_that_blocks_the_loop_is_named_with_its_stack() -> None:
     assert " in run" in said
 
 
+def test_the_program_that_runs_the_loop_is_not_what_blocks_it() -> None:
+    async def block(heard: threading.Event) -> None:
+        asyncio.get_running_loop().call_soon(heard.wait)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    [said] = told_during(block)
+    assert "no code of yours is in it" in said
+    assert "test_loop_watch.py" not in said
+
+
 def test_the_command_that_starts_a_program_is_nobodys_code() -> None:
     assert not is_users(f"{sysconfig.get_path('scripts')}/agentrl")
     assert is_users(__file__)
