@@ -31,7 +31,7 @@ def two_policies(directory: Path, *, steps: int) -> RunConfig:
         name="run",
         directory=str(directory),
         steps=steps,
-        environment={"id": "environments.propose_and_solve:ProposeAndSolve"},
+        environment={"id": "propose_and_solve"},
         model={"path": "environments.propose_and_solve:model"},
         policies={
             "proposer": {"lora": {"rank": 4, "alpha": 8.0}, "learning_rate": 3e-3, "step_size": 4},
@@ -100,7 +100,7 @@ def test_planted_chance_is_found_at_its_exact_call(
     assert change[0] in source
     path = tmp_path / f"planted_{act.split()[0]}.py"
     path.write_text(source.replace(*change), encoding="utf-8")
-    where = "environment ~ ProposeAndSolve and reward > 0"
+    where = "environment = propose_and_solve and reward > 0"
     before = {each.episode: each for each in replayed(run, where)}
     found = replayed(run, where, environment=f"{path}:ProposeAndSolve")
     assert found
