@@ -24,7 +24,7 @@ from agentrl.cluster import worker_wire as wire
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import AgentRLError, StorageError
+from agentrl.core.errors import AgentRLError
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
 from agentrl.engines.guest import GuestEngine
@@ -308,8 +308,9 @@ async def _tell_advanced(host: WorkerHost) -> None:
         try:
             host.check_journal()
             await host.tell_advanced()
-        except StorageError as error:  # an episode says so only at its end, which may be far
+        except Exception as error:  # noqa: BLE001 - a full disk, which an episode says only at its end, or a bug
             host.run.failed(error)
+            return
 
 
 def main() -> None:

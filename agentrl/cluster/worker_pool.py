@@ -181,6 +181,8 @@ class WorkerPool:
             if placed.process is None:
                 placed.deaths.clear()  # it had no chance to get on
             else:
+                if placed.is_suspect:
+                    placed.process.suspects.add(placed.number)
                 placed.process.tell(wire.Unpark(number=placed.number))
         self._fill()
         return tuple(placed.spec.episode_id for placed in parked[:count])
@@ -273,7 +275,8 @@ class WorkerPool:
         self._deaths += 1
         left = self._leave(process, *sorted(process.episodes))
         for placed in left:
-            placed.deaths.add(self._deaths)
+            if not placed.is_parked:  # those could not get on
+                placed.deaths.add(self._deaths)
             placed.resume = True
         if self._is_cancelling:
             return
@@ -288,8 +291,10 @@ class WorkerPool:
             for each in self.processes:
                 each.suspects = {number for number in each.suspects if self._episodes[number].is_suspect}
             self._commit(killer, dropped_header(killer.spec, "worker_lost"), b"", {}, detail, {})
+            process.supervisor.achieved()  # the cause of its deaths is gone
         for placed in left:
             self._place(placed)
+        self._fill()  # with those that are no suspects any more
 
     def failed(self, error: BaseException) -> None:
         """See `worker_process.Owner`."""

@@ -33,9 +33,17 @@ class WorkerTurnLog(SqliteTurnLog):
     def append(self, entry: JournalEntry) -> None:
         """See `TurnLog.append`."""
         super().append(entry)
-        if entry.episode_id in self._taken_over:
-            self._taken_over.remove(entry.episode_id)
-            self._advanced.append(entry.episode_id)
+        self._gets_on(entry.episode_id)
+
+    def append_partial(self, entry: JournalEntry) -> None:
+        """See `TurnLog.append_partial`."""
+        super().append_partial(entry)
+        self._gets_on(entry.episode_id)
+
+    def _gets_on(self, episode_id: str) -> None:
+        if episode_id in self._taken_over:
+            self._taken_over.remove(episode_id)
+            self._advanced.append(episode_id)
 
     async def advanced(self) -> list[str]:
         """Episodes that were taken over and of which something new is on disk; each is named once.

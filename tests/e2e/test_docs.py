@@ -85,7 +85,8 @@ def test_the_first_ten_minutes(page: Path, workplace: Path) -> None:
     ]
     lines = [line for line in lines if line.startswith(("agentrl ", "cd "))]
     assert len(lines) > 3
-    (workplace / "my_env.py").write_text(python_of(ROOT / "README.md")[0], encoding="utf-8")
+    for name, code in zip(("my_env.py", "squares.py"), python_of(ROOT / "README.md"), strict=True):
+        (workplace / name).write_text(code, encoding="utf-8")
     small = f'case "$1" in train) echo "{SMALL}";; evaluate) echo --tasks=8;; esac'
     agentrl = f'agentrl() {{ "{sys.executable}" -m agentrl.cli "$@" $({small}); }}'
     said = run(workplace, "bash", "-euc", "\n".join([agentrl, *lines]))
