@@ -26,7 +26,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 PINS := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 
-.PHONY: help setup demo test check sim chaos oldest wheel-demo docs-config docs fmt clean
+.PHONY: help setup demo test check sim chaos figures oldest wheel-demo docs-config docs fmt clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -51,6 +51,9 @@ sim: $(DEV_STAMP)  ## the simulated loop over many more seeds (SEEDS=2000)
 
 chaos: $(DEV_STAMP)  ## 1,000 real kills of scripted runs and 100 of the main job, judged one by one; up to two hours
 	@$(BIN)/python -m benchmarks.chaos
+
+figures: $(DEV_STAMP)  ## what benchmarks/bounds.toml promises, as far as two cores measure it in half an hour
+	@$(BIN)/python -m benchmarks.figures
 
 oldest: $(DEV_STAMP)  ## the core at the oldest versions pyproject.toml allows, in an environment of its own
 	@$(BIN)/python -m benchmarks.installation oldest

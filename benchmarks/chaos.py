@@ -3,11 +3,14 @@
     python -m benchmarks.chaos [--quick] [--scripted 1000] [--real 100] [--directory DIR] [--seed 0]
 
 A run lives until it is killed, in one of its processes and at a random instant, recovery included, and goes on until it
-has taken all its steps; then another begins. After each kill an oracle (`chaos_oracle.py`) judges the run directory.
-Now and then the orchestrator is stopped, a second process tries to open its run, and it goes on.
+has taken all its steps; then another begins. After each kill two oracles judge the run directory: `chaos_oracle.py` by
+what was acknowledged, and the tests' second reader of journals (`tests/journal_oracle.py`).
+Now and then the orchestrator is stopped, a second process tries to open its run, and it goes on. In a full run, a
+process of each role stands still for a minute (SIGSTOP, then SIGCONT): it goes on, or it was replaced meanwhile.
 
-Figures: `kills` and by role, `lost`, `twice`, `ledger_errors`, `runs` that got to their end, `pauses` and the second
-writers that were not refused, `reward_rise` of the real runs (mean of the last ten steps less the first five).
+Figures: `kills` and by role, `stops`, `lost`, `twice`, `ledger_errors`, `violations` (of the second reader), `runs`
+that got to their end, `pauses` and the second writers not refused, `reward_rise` of the real runs (mean of the
+last ten steps less the first five).
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from pathlib import Path
 
 from benchmarks.chaos_oracle import Verdict, judge
 from benchmarks.report import Report
+from tests import journal_oracle
 
 ROOT = Path(__file__).parents[1]
 ROLES = {
@@ -35,13 +39,17 @@ ROLES = {
     "trainer": ("chaos_trainer",),
     "rank": ("ray::TrainerRank",),
     "node": ("src/ray/gcs/gcs_server ", "src/ray/raylet/raylet "),
+    "raylet": ("src/ray/raylet/raylet ",),
+    "worker": ("agentrl.app.worker_host",),
 }
 """What the command lines of a role's processes contain."""
+HANGS_S = 900
+"""A run that has nothing acknowledged for so long hangs."""
 GIVEN_UP = 70
 """The exit code of a run whose budget of losses was used up: it is resumed, as its user would."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True, eq=False)
 class Kind:
     """How runs of one kind are killed."""
 
@@ -53,6 +61,11 @@ class Kind:
     """Mean time between two kills."""
     start_s: float
     """About how long a life takes to start: kills of the orchestrator in recovery fall into it."""
+    one_victim: bool = False
+    """Of several processes of a role, whether one is killed; else all are."""
+    after_progress: bool = False
+    """Whether a kill waits until the run has had something acknowledged since the one before, but for kills in
+    recovery; else only for time, which says little where the machine is busy."""
 
 
 SCRIPTED = Kind("scripted", 40, {"orchestrator": 35, "engine": 30, "trainer": 30, "pause": 5}, 1.2, 2.5)
@@ -66,9 +79,12 @@ class Tally:
     kills: Counter[str] = field(default_factory=Counter)
     pauses: int = 0
     second_writers: int = 0
+    stops: int = 0
     given_up: int = 0
     runs: int = 0
     verdict: Verdict = field(default_factory=Verdict)
+    violations: set[str] = field(default_factory=set)
+    """Of the second reader."""
     unexplained: list[str] = field(default_factory=list)
     rises: list[float] = field(default_factory=list)
 
@@ -76,7 +92,10 @@ class Tally:
 class Chaos:
     """Runs of one kind, killed until there were enough kills."""
 
-    def __init__(self, kind: Kind, root: Path, seed: int, tally: Tally) -> None:
+    def __init__(self, kind: Kind, root: Path, seed: int, tally: Tally, *, stop_s: float = 0.0) -> None:
+        self._stop_s = stop_s
+        self._still = [role for role in kind.weights if role != "pause"] if stop_s else []
+        """Roles of which no process has stood still yet."""
         self._kind = kind
         self._root = root
         self._rng = random.Random(f"{kind.name} {seed}")
@@ -92,8 +111,11 @@ class Chaos:
         while self._killed < kills:
             directory = self._root / f"{self._kind.name}-{number}"
             directory.mkdir()
+            before = self._killed
             self._one_run(directory, number, kills)
             number += 1
+            if self._killed == before and self._tally.unexplained:
+                raise SystemExit(f"{directory.name} ended before it could be killed: {_tail(directory)}")
 
     def _one_run(self, directory: Path, number: int, kills: int) -> None:
         resume = False
@@ -124,7 +146,8 @@ class Chaos:
                 stdout=said,
                 stderr=said,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                # Ray's workers have niceness 15 else, and start in minutes where anything else runs
+                env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"},
             )
 
     def _one_life(self, process: subprocess.Popen[bytes], directory: Path, kills: int) -> int:
@@ -132,14 +155,19 @@ class Chaos:
         early = not self._next and self._rng.random() < 0.25
         again = False
         while True:
+            if self._kind.after_progress and not early and not again and not self._progressed(process, directory):
+                return process.wait()
             wait = self._rng.random() * self._kind.start_s if early else self._rng.expovariate(1 / self._kind.calm_s)
             wait = 0.5 if again else wait
-            if self._killed >= kills:
+            if self._killed >= kills and not self._still:
                 return self._to_the_end(process, directory)
             try:
                 return process.wait(timeout=wait)
             except subprocess.TimeoutExpired:
                 pass
+            if self._still:
+                self._stand_still(process, directory, self._still[0])
+                continue
             role = "orchestrator" if early else self._draw()
             early = False
             if role == "pause":
@@ -152,18 +180,31 @@ class Chaos:
                 continue
             self._killed += 1
             self._tally.kills[role] += 1
-            for victim in victims:
+            for victim in [self._rng.choice(victims)] if self._kind.one_victim else victims:
                 _kill(victim, signal.SIGKILL)
             if role == "orchestrator":
                 return process.wait()
             self._judge(directory, ended=False)
+
+    def _progressed(self, process: subprocess.Popen[bytes], directory: Path) -> bool:
+        """Wait until something more is acknowledged; False where the life ended first, or hung and was killed."""
+        before, deadline = _acknowledged(directory), time.monotonic() + HANGS_S
+        while _acknowledged(directory) == before:
+            if process.poll() is not None:
+                return False
+            if time.monotonic() > deadline:
+                self._tally.unexplained.append(f"{directory.name} hung: {_tail(directory)}")
+                process.kill()
+                return False
+            time.sleep(0.05)
+        return True
 
     def _to_the_end(self, process: subprocess.Popen[bytes], directory: Path) -> int:
         """Kill no more; a run that acknowledges nothing for five minutes hangs."""
         while True:
             before = _acknowledged(directory)
             try:
-                return process.wait(timeout=300)
+                return process.wait(timeout=HANGS_S)
             except subprocess.TimeoutExpired:
                 if _acknowledged(directory) == before:
                     self._tally.unexplained.append(f"{directory.name} hung: {_tail(directory)}")
@@ -188,7 +229,24 @@ class Chaos:
         finally:
             _kill(process.pid, signal.SIGCONT)
 
+    def _stand_still(self, process: subprocess.Popen[bytes], directory: Path, role: str) -> None:
+        """Stop the processes of a role for so long that somebody may take them for dead, then let them go on."""
+        victims = [process.pid] if role == "orchestrator" else processes_of(process.pid).get(role, [])
+        if not victims:
+            return
+        self._still.remove(role)
+        for victim in victims:
+            _kill(victim, signal.SIGSTOP)
+        time.sleep(self._stop_s)
+        self._judge(directory, ended=False)
+        for victim in victims:
+            _kill(victim, signal.SIGCONT)
+        self._tally.stops += 1
+        print(f"{directory.name}: {role} stood still for {self._stop_s:g} s", flush=True)
+
     def _judge(self, directory: Path, *, ended: bool) -> None:
+        violations = journal_oracle.judge(directory / "run", ended=ended)
+        self._tally.violations |= {f"{directory.name}: {violation}" for violation in violations}
         verdict = judge(directory, ended=ended)
         if ended and set(verdict.steps.values()) != {self._kind.steps}:
             verdict.lost.add(f"steps at the end: {verdict.steps}")
@@ -197,7 +255,7 @@ class Chaos:
     def _end(self, directory: Path) -> None:
         self._tally.runs += 1
         faults = self._tally.verdict
-        wrong = len(faults.lost) + len(faults.twice) + len(faults.ledger_errors)
+        wrong = len(faults.lost) + len(faults.twice) + len(faults.ledger_errors) + len(self._tally.violations)
         print(f"{directory.name}: at its end after {self._killed} kills in all, {wrong} faults", flush=True)
         connection = sqlite3.connect(directory / "run" / "journal" / "control.db")
         query = "SELECT step, avg(value) FROM metrics WHERE name = 'reward/mean' GROUP BY step ORDER BY step"
@@ -257,6 +315,7 @@ def main() -> int:
     parser.add_argument("--scripted", type=int, default=None)
     parser.add_argument("--real", type=int, default=None)
     parser.add_argument("--real-steps", type=int, default=REAL.steps)
+    parser.add_argument("--stop-s", type=float, default=60.0, help="how long a process stands still; 0: none does")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, default=None, help="where the runs are left, to be looked at")
     options = parser.parse_args()
@@ -268,11 +327,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         root = options.directory or Path(scratch)
         root.mkdir(exist_ok=True)
-        Chaos(SCRIPTED, root, options.seed, tally).run(scripted)
+        stop_s = 0.0 if options.quick else options.stop_s
+        Chaos(SCRIPTED, root, options.seed, tally, stop_s=stop_s).run(scripted)
         tally.rises.clear()
-        Chaos(replace(REAL, steps=options.real_steps), root, options.seed, tally).run(real)
+        Chaos(replace(REAL, steps=options.real_steps), root, options.seed, tally, stop_s=stop_s).run(real)
     faults = tally.verdict
-    for fault in sorted([*faults.lost, *faults.twice, *faults.ledger_errors, *tally.unexplained]):
+    for fault in sorted([*faults.lost, *faults.twice, *faults.ledger_errors, *tally.violations, *tally.unexplained]):
         print(fault)
     report = Report(
         "chaos",
@@ -284,10 +344,12 @@ def main() -> int:
             "lost": len(faults.lost),
             "twice": len(faults.twice),
             "ledger_errors": len(faults.ledger_errors),
+            "violations": len(tally.violations),
             "runs": tally.runs,
             "runs_unexplained": len(tally.unexplained),
             "budgets_used_up": tally.given_up,
             "pauses": tally.pauses,
+            "stops": tally.stops,
             "second_writers": tally.second_writers,
             "reward_rise": min(tally.rises) if tally.rises else None,
             "seconds": time.monotonic() - started,
@@ -295,7 +357,7 @@ def main() -> int:
         },
     )
     report.print()
-    wrong = faults.lost | faults.twice | faults.ledger_errors | set(tally.unexplained)
+    wrong = faults.lost | faults.twice | faults.ledger_errors | tally.violations | set(tally.unexplained)
     return 1 if wrong or tally.second_writers else 0
 
 

@@ -62,11 +62,7 @@ def judge(directory: Path, *, ended: bool) -> Verdict:
         if not control.execute("SELECT 1 FROM sqlite_master WHERE name = 'episodes'").fetchone():
             return verdict
         _judge_promises(promised, control, verdict)
-        if (journal / "turns-0.db").exists():
-            with _open(journal / "turns-0.db") as turns:
-                _judge_entries(control, turns, verdict)
-        elif any(kind == "commit" for kind, *_ in promised):
-            verdict.lost.add("the turns")
+        _judge_entries(control, sorted(journal.glob("turns-*.db")), verdict)
         manifest, state = _newest_checkpoint(directory / "run" / "checkpoints", promised, verdict)
         versions = manifest["versions"] if manifest else {}
         verdict.steps = {policy: step for policy, (_, step) in versions.items()}
@@ -74,6 +70,7 @@ def judge(directory: Path, *, ended: bool) -> Verdict:
         for policy, (lineage, step) in versions.items():
             consumed |= _judge_line(control, policy, lineage, step, state, verdict)
         _judge_units(control, consumed, set(versions), ended=ended, verdict=verdict)
+        _judge_pruned(control, consumed, set(versions), verdict)
     if manifest:
         _judge_ledger(manifest["ledger"], ended=ended, verdict=verdict)
     return verdict
@@ -106,15 +103,19 @@ def _judge_promises(promised: list[list[Any]], control: sqlite3.Connection, verd
             verdict.ledger_errors.add(f"version {policy}@{lineage}.{step} is in the journal with other weights")
 
 
-def _judge_entries(control: sqlite3.Connection, turns: sqlite3.Connection, verdict: Verdict) -> None:
-    query = "SELECT episode, attempt, entries FROM episodes WHERE drop_reason IS NULL"
-    expected = {(episode, attempt): count for episode, attempt, count in control.execute(query)}
-    if not turns.execute("SELECT 1 FROM sqlite_master WHERE name = 'entries'").fetchone():
-        verdict.lost |= {f"entries of {key}" for key in expected}
-        return
-    query = "SELECT episode, attempt, count(*), count(DISTINCT call) FROM entries GROUP BY episode, attempt"
-    found = {(episode, attempt): (count, calls) for episode, attempt, count, calls in turns.execute(query)}
+def _judge_entries(control: sqlite3.Connection, partitions: list[Path], verdict: Verdict) -> None:
+    query = "SELECT partition, episode, attempt, entries FROM episodes WHERE drop_reason IS NULL"
+    expected = {(partition, episode, attempt): count for partition, episode, attempt, count in control.execute(query)}
+    found = {}
+    for path in partitions:
+        with _open(path) as turns:
+            query = "SELECT episode, attempt, count(*), count(DISTINCT call) FROM entries GROUP BY episode, attempt"
+            for episode, attempt, count, calls in turns.execute(query):
+                found[path.name, episode, attempt] = (count, calls)
+    pruned = set(control.execute("SELECT episode, attempt FROM pruned"))
     for key, count in expected.items():
+        if key[1:] in pruned and key not in found:
+            continue
         if found.get(key, (0, 0))[0] != count:
             verdict.lost.add(f"entries of {key}: {found.get(key)} of {count}")
     for key, (count, calls) in found.items():
@@ -219,6 +220,15 @@ def _judge_units(
         ready = {unit for unit in committed - consumed - dropped if unit[2] in policies}
         verdict.lost |= {f"unfinished at the end: {episode}" for episode in unfinished}
         verdict.lost |= {f"ready at the end: {unit}" for unit in ready}
+
+
+def _judge_pruned(control: sqlite3.Connection, consumed: set[Unit], policies: set[str], verdict: Verdict) -> None:
+    """No unit that may still be trained has lost its tokens."""
+    dropped = set(control.execute("SELECT episode, attempt, policy FROM unit_drops"))
+    query = "SELECT t.episode, t.attempt, t.policy FROM pruned p JOIN trajectories t USING (episode, attempt)"
+    for unit in set(control.execute(query)) - consumed - dropped:
+        if unit[2] in policies:
+            verdict.lost.add(f"pruned, and neither trained nor dropped: {unit}")
 
 
 def _judge_ledger(ledger: dict[str, Any], *, ended: bool, verdict: Verdict) -> None:

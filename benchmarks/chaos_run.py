@@ -1,9 +1,11 @@
-"""One life of a chaos run: `python -m benchmarks.chaos_run scripted|real DIRECTORY SEED STEPS [resume]`.
+"""One life of a chaos run: `python -m benchmarks.chaos_run KIND DIRECTORY SEED STEPS [resume]`.
 
 A whole run as `agentrl.train` makes it. `scripted`: the scripted engine and a trainer that digests, each in a process
 of its own, playing a game with child episodes and two policies. `real`: the calculator, the tiny model, the embedded
-engine in a process of its own, Ray. What is acknowledged is appended to `acknowledged.jsonl` beside the run, after the
-acknowledgement, for an oracle that trusts nothing else.
+engine in a process of its own, Ray. Small real runs that start fast and take many steps: `one` has one policy,
+`workers` two worker processes, `two` two policies and child episodes, `ray` all of its processes under Ray. What is
+acknowledged is appended to `acknowledged.jsonl` beside the run, after the acknowledgement, for an oracle that trusts
+nothing else.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.manifest import CheckpointWriter
 from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
+from benchmarks import coevolution_kills
 
 ROOT = Path(__file__).parents[1]
 POLICIES = ["asker", "solver"]
@@ -104,13 +107,14 @@ class PipeTrainer:
             except (ConnectionError, ValueError) as error:
                 raise TrainerLostError(f"the trainer died in {method}") from error
 
-    async def start(self, resume_from: str | None = None) -> None:
+    async def start(self, resume_from: str | None = None) -> tuple[str, ...]:
         command = ["-m", "benchmarks.chaos_trainer", str(os.getpid()), str(self._directory), *POLICIES]
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, *command, stdin=pipe, stdout=pipe, cwd=ROOT, limit=1 << 26
         )
         await self._ask("start", resume_from)
+        return ()
 
     async def forward_backward(self, batch: TrainBatch) -> None:
         units = [[unit.episode_id, unit.attempt] for unit in batch.units]
@@ -187,7 +191,13 @@ async def scripted_engine(
     attempts = config.infrastructure_attempts
     placement = ThisMachine(log)
     return await ProcessEngine(
-        program, versions, placement=placement, attempts=attempts, clock=Hurried(), tell=tell
+        program,
+        versions,
+        placement=placement,
+        silence_s=config.engine.silence_timeout_s,
+        attempts=attempts,
+        clock=Hurried(),
+        tell=tell,
     ).ready()
 
 
@@ -211,11 +221,30 @@ def scripted_config(directory: str, seed: int, steps: int) -> RunConfig:
             "credit": {"group_size": 4},
             "checkpoint": {"every": 2, "keep": 2},
             "evaluation": {"tasks": 0},
+            "journal": {"keep": 2},
+            "engine": {"silence_timeout_s": float(os.environ.get("CHAOS_SILENCE_S", "300"))},
         }
     )
 
 
-def real_config(directory: str, seed: int, steps: int) -> RunConfig:
+TOOL_USE = ROOT / "examples" / "01_tool_use.toml"
+SMALL = ["trainer.kind=in_process", "trainer.probe_contexts=0", "credit.group_size=4", "policies.solver.step_size=8"]
+TWO_WORKERS = ["workers=2", "max_in_flight=24"]
+TWO_POLICIES = [
+    *("deterministic=false", "engine.refresh=token", "engine.max_context=256"),
+    *("credit.group_size=2", "policies.proposer.step_size=2", "policies.solver.step_size=16"),
+]
+REAL: Mapping[str, list[str]] = {
+    "real": ["policies.solver.step_size=32"],
+    "one": [*SMALL, "max_in_flight=16"],
+    "workers": [*SMALL, *TWO_WORKERS],
+    "two": [*SMALL, *TWO_WORKERS, *TWO_POLICIES],
+    "ray": [*SMALL, *TWO_WORKERS, "trainer.kind=ray", "engine.placement=ray"],
+}
+"""By kind, how the configuration differs from the first example's; `two`: from that of `coevolution_kills`."""
+
+
+def real_config(kind: str, directory: str, seed: int, steps: int) -> RunConfig:
     from agentrl.config.load import load
 
     overrides = [
@@ -226,24 +255,23 @@ def real_config(directory: str, seed: int, steps: int) -> RunConfig:
         "engine.placement=process",
         "checkpoint.every=2",
         "evaluation.tasks=0",
-        "policies.solver.step_size=32",
     ]
-    return load(ROOT / "examples" / "01_tool_use.toml", overrides)
+    file = coevolution_kills.job(Path(directory)).config if kind == "two" else TOOL_USE
+    return load(file, [*overrides, *REAL[kind]])
 
 
 def main() -> int:
     kind, directory, seed, steps, *resume = sys.argv[1:]
     acknowledging(Path(directory) / "acknowledged.jsonl")
     environment: type[agentrl.Environment]
-    make: Callable[[str, int, int], RunConfig]
     if kind == "scripted":
-        environment, make = Ask, scripted_config
+        environment, config = Ask, scripted_config(directory, int(seed), int(steps))
         adapters = Adapters(engine=scripted_engine, trainer=PipeTrainer, chat_format=scripted_format, clock=Hurried())
     else:
         from agentrl.environment.registry import resolve
 
-        environment, make, adapters = resolve("calculator"), real_config, Adapters(clock=Hurried())
-    config = make(directory, int(seed), int(steps))
+        config = real_config(kind, directory, int(seed), int(steps))
+        environment, adapters = resolve(config.environment.id), Adapters(clock=Hurried())
     try:
         asyncio.run(run_training(config, environment, adapters=adapters, resume=bool(resume)))
     except AgentRLError as error:

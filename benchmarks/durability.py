@@ -22,6 +22,12 @@ FIGURES = (
     "journal_cost_main",
     "journal_cost_zero_latency",
     "soak_bytes_per_episode",
+    "resume_cpu_s_1e6",
+    "resume_mib_1e6",
+    "list_cpu_s_1e6",
+    "ledger_cpu_s_1e6",
+    "journal_bytes_per_episode",
+    "pruned_bytes_per_episode",
     "sim_seeds",
     "sim_violations",
 )

@@ -3,8 +3,8 @@
     python -m benchmarks.fuzzed RUN FIRST COUNT
 
 RUN is a whole sample run, copied once and damaged COUNT times over, with seeds from FIRST on. Each damage is one of
-`DAMAGES`, and some of all commands are asked about it. Memory is bounded as the figure says, and a command by time. A
-line of JSON says what went wrong; nothing, where each command answered or ended with a named error.
+`DAMAGES`, and some of all commands are asked about it. Memory is bounded as the figure says, and a command by CPU time.
+A line of JSON says what went wrong; nothing, where each command answered or ended with a named error.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import signal
 import sqlite3
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -37,8 +38,10 @@ from agentrl.journal.checksums import entry_checksum, row_checksum
 from agentrl.journal.control import CHECKED
 
 MEMORY_BYTES = 512 << 20
-SECONDS = 120
-"""Of one command; far more than any takes, on a machine that does other things."""
+CPU_SECONDS = 120.0
+"""Of this process, that one command may take: however busy the machine is, it is the same."""
+STILL_S = 600.0
+"""Seconds in which a command uses no CPU time at all: it waits for what will not come."""
 ASKED = 4
 """Commands for each damage."""
 LEFT_OUT = {"run serve", "run import", "episode fork"}
@@ -234,22 +237,48 @@ def damaged_import(folder: Path, whole: Path, draw: Random) -> list[list[str]]:
 
 
 class TooSlowError(BaseException):
-    """A command took longer than any may."""
+    """A command took more CPU time than any may, or stood still."""
+
+
+@contextlib.contextmanager
+def limited(cpu_seconds: float = CPU_SECONDS, still_s: float = STILL_S) -> Iterator[None]:
+    """Within, in the main thread: at most so much CPU time, and no standstill.
+
+    Raises:
+        TooSlowError: where the code within is then.
+    """
+    used = time.process_time()
+
+    def too_slow(*_: object) -> None:
+        raise TooSlowError(f"more than {cpu_seconds:g} s of CPU time")
+
+    def look(*_: object) -> None:
+        nonlocal used
+        before, used = used, time.process_time()
+        if used - before < 0.01:
+            raise TooSlowError(f"no CPU time used in {still_s:g} s")
+
+    signal.signal(signal.SIGPROF, too_slow)
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+    signal.setitimer(signal.ITIMER_REAL, still_s, still_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 def wrong_with(command: list[str]) -> str | None:
     """What a command did that none may; None where it answered, or ended with a named error."""
     out, err = io.StringIO(), io.StringIO()
-    signal.alarm(SECONDS)
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), limited():
             code = main(command)
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 1
     except BaseException:  # noqa: BLE001 - what is looked for
         return traceback.format_exc()
-    finally:
-        signal.alarm(0)
     told = out.getvalue() + err.getvalue()
     if code not in (0, 1, 2, 74) or "Traceback" in err.getvalue() or "not enough memory" in err.getvalue():
         found = re.search(r"/\S*agentrl-error-\S+\.txt", err.getvalue())
@@ -267,7 +296,6 @@ def damaged_run(folder: Path, whole: Path, draw: Random) -> list[list[str]]:
 
 def work(whole: Path, first: int, count: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    signal.signal(signal.SIGALRM, _too_slow)
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     for number in range(first, first + count):
         draw = stream("fuzz", number)
@@ -283,10 +311,6 @@ def work(whole: Path, first: int, count: int) -> None:
                     told = [part.replace(name, "TMP") for part in command]
                     print(json.dumps({"seed": number, "command": told, "wrong": wrong}), flush=True)
         print(json.dumps({"finished": number}), flush=True)
-
-
-def _too_slow(*_: object) -> None:
-    raise TooSlowError
 
 
 if __name__ == "__main__":

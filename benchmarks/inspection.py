@@ -21,6 +21,7 @@ FIGURES = (
     "control_bytes",
     "html_foreign_elements",
     "fuzz_crashes",
+    "fuzz_unrepeated",
 )
 
 if __name__ == "__main__":

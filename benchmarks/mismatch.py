@@ -6,6 +6,10 @@ forwarded by the trainer's own pass, with and without what was recorded. Figures
   routing_differs_with     the same with routing replay
   k3_with_over_without     k3 of the tokens predicted from the former positions, with replay over without
   mask_max_dlogp           largest |trainer logprob - recorded logprob| with kept sets: top-k 20, top-p 0.9, float32
+  refresh_k3_lazy          k3 of the tokens that the weights being trained had sampled, in runs of the calculator's task
+                           with an adapter and a large learning rate: `lazy` refresh, the default
+  refresh_k3_recomputed    the same under `token` refresh, keys and values of older weights computed again
+  refresh_k3_kept          the same, and they are kept (`keep_kv`): what an `engine_mismatch` alarm is about
 The k3 of all tokens, and the bias that kept sets remove, are shown beside. The model is a random Qwen3-MoE (8 experts,
 top 2) whose weights are drawn six times as wide as usual, so that its experts differ as trained ones do.
 
@@ -28,6 +32,7 @@ import numpy as np
 import torch
 import transformers
 
+import agentrl
 from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig
 from agentrl.core.ports import GenerateRequest, SamplingParams
@@ -251,6 +256,55 @@ def masks(model: PolicyModel, rows: Sequence[TrainingSample]) -> float:
     return largest
 
 
+def refreshed(seed: int, engine: dict[str, Any], directory: Path) -> tuple[float, float, float, float]:
+    """A short run: tokens of lag 0, the sum of their k3, the largest difference, the last steps' mean reward."""
+    config = {
+        "name": "run",
+        "directory": str(directory),
+        "seed": seed,
+        "steps": 12,
+        "environment": {"id": "calculator"},
+        "model": {"path": "environments.calculator:model"},
+        "policies": {"solver": {"lora": {"rank": 8}, "learning_rate": 5e-3, "step_size": 64}},
+        "sampling": {"max_tokens": 32, "max_turns": 6},
+        "engine": {"slots": 96, "max_context": 192, **engine},
+        "trainer": {"kind": "in_process"},
+        "evaluation": {"tasks": 0},
+        "checkpoint": {"every": 0},
+    }
+    steps = agentrl.train(RunConfig.model_validate(config), quiet=True).metrics
+    tokens = [step.get("lag_tokens/0", 0.0) for step in steps]
+    total = sum(count * step.get("lag_k3/0", 0.0) for count, step in zip(tokens, steps, strict=True))
+    largest = max(step.get("lag_max_difference/0", 0.0) for step in steps)
+    return sum(tokens), total, largest, statistics.fmean(step["reward/mean"] for step in steps[-4:])
+
+
+def refreshes(seeds: range) -> dict[str, float]:
+    """k3 of lag 0 by refresh, over the runs of all seeds, which are played by turns."""
+    settings: dict[str, dict[str, Any]] = {
+        "lazy": {},
+        "recomputed": {"refresh": "token"},
+        "kept": {"refresh": "token", "keep_kv": True},
+    }
+    found: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in settings}
+    for seed in seeds:
+        for name, engine in settings.items():
+            with tempfile.TemporaryDirectory() as directory:
+                found[name].append(refreshed(seed, engine, Path(directory)))
+    figures = {}
+    for name, runs in found.items():
+        tokens = sum(run[0] for run in runs)
+        figures[f"refresh_k3_{name}"] = sum(run[1] for run in runs) / tokens if tokens else float("nan")
+        each = ", ".join(f"{total / count:.1e}" if count else "none" for count, total, _, _ in runs)
+        print(
+            f"refresh {name}: k3 of {tokens:.0f} tokens of lag 0 {figures[f'refresh_k3_{name}']:.2e} (by run {each}), "
+            f"largest |Δlogp| {max(run[2] for run in runs):.2g}, reward of the last four of 12 steps "
+            f"{', '.join(f'{run[3]:.2f}' for run in runs)}",
+            flush=True,
+        )
+    return figures
+
+
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -274,6 +328,9 @@ def main() -> None:
     report.figures = {name: statistics.median(each[name] for each in figures) for name in figures[0]}
     report.figures["mask_max_dlogp"] = max(each["mask_max_dlogp"] for each in figures)
     report.figures["routing_differs_with"] = max(each["routing_differs_with"] for each in figures)
+    names = ("refresh_k3_lazy", "refresh_k3_recomputed", "refresh_k3_kept")
+    seeds = range(arguments.seed, arguments.seed + 5)
+    report.figures |= dict.fromkeys(names) if arguments.quick else refreshes(seeds)
     report.print()
 
 

@@ -2,7 +2,7 @@
 
 A simulated run of production's loop in which everything that decides is timed: a call's priority, who has a place in
 the engine's memory, which is short, whether a group is admitted and a step taken, what a spawn reserves, when a member
-is released and with which credit, what the tail model learns. The time of the clock's own system calls is within; that
+is released and with which credit. The time of the clock's own system calls is within; that
 of making and running episodes is not.
 """
 
@@ -65,7 +65,6 @@ class Timed:
             (scheduler, ("may_admit", "may_step", "is_starved", "take", "deadline", "pins", "learning", "ended")),
             (buffer, ("admit", "end", "consume")),
             (dispatcher.reservations, ("begin", "spawned", "end")),
-            (dispatcher.tails, ("heard",)),
         ):
             for name in names:
                 setattr(owner, name, self.call(f"{type(owner).__name__}.{name}", getattr(owner, name)))

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from statistics import fmean
 
 from agentrl.rollout import runner
-from agentrl.rollout.room import UNBOUNDED, room_of
+from agentrl.rollout.room import Room, room_of
 from agentrl.simulation.measured import Measured
 from agentrl.simulation.plan import Plan
 from agentrl.simulation.run import Scenario, simulate_run
@@ -86,7 +86,7 @@ def measured(planned: Plan) -> Measured:
 @contextmanager
 def everybody_passing() -> Iterator[None]:
     """Within, no worker looks at the engine's memory."""
-    runner.room_of = lambda _: UNBOUNDED  # type: ignore[assignment]  # the one line that makes the difference
+    runner.room_of = lambda _: Room(None)  # type: ignore[assignment]  # the one line that makes the difference
     try:
         yield
     finally:

@@ -68,6 +68,7 @@ def plan(
     law: str = "lognormal",
     seed: int = 0,
     rates: dict[int, float] | None = None,
+    max_lag: int | None = None,
 ) -> Plan:
     """The survey's jobs; a slot samples a median job in a second."""
     tail = {"p50": MEDIAN, "p90": 5 * MEDIAN, "cap": 40 * MEDIAN, "law": law}
@@ -79,7 +80,10 @@ def plan(
                 "Propose": {"seats": {"proposer": {"tokens": tail}}, "fan_out": {"Solve": RULES[rule].children}},
                 "Solve": {"seats": {"solver": {"tokens": tail}}},
             },
-            "policies": {"solver": {"step_size": 256, "max_staleness": staleness}, "proposer": {"kind": "frozen"}},
+            "policies": {
+                "solver": {"step_size": 256, "max_staleness": staleness, "max_lag": max_lag},
+                "proposer": {"kind": "frozen"},
+            },
             "credit": {"group_size": PROPOSALS, "release": RULES[rule].release},
             "engine": {"slots": slots, "rates": rates or {1: float(MEDIAN)}},
             "trainer": {"step_seconds": 0.8 * JOBS * MEAN / slots},

@@ -1,12 +1,28 @@
-"""Shared by all tests: pytest's own tester for plugins, and the repository's root."""
+"""Shared by all tests: pytest's own tester for plugins, the repository's root, and a judge of the runs they leave."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.journal_oracle import judge
+
 pytest_plugins = ["pytester"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Judge every run under the test's `tmp_path`, unless the test says that it damages them."""
+    tmp_path = getattr(item, "funcargs", {}).get("tmp_path")
+    yield
+    if tmp_path is None or item.get_closest_marker("damages_journal"):
+        return
+    runs = [control.parent.parent for control in tmp_path.rglob("journal/control.db")]
+    found = [f"{run}: {violation}" for run in runs for violation in judge(run)]
+    if found:
+        pytest.fail("a run that this test left does not hold:\n" + "\n".join(found), pytrace=False)
 
 
 @pytest.fixture(scope="session")

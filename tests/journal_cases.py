@@ -154,7 +154,7 @@ async def write_run(directory: Path, *, text: str = "plain", name: str = "demo")
     journal = SqliteJournal(directory / "journal", info={"name": name})
     journal.record_version(weights("policy", 0, 0), None)
     for number in range(6):
-        await _write_episode(journal, number, text)
+        await write_episode(journal, number, text)
     for step in (1, 2):
         row = step_of("policy", 0, step, [spec(2 * step - 2), spec(2 * step - 1)], rewards=True)
         journal.record_version(weights("policy", 0, step), PolicyVersion("policy", 0, step - 1))
@@ -166,7 +166,7 @@ async def write_run(directory: Path, *, text: str = "plain", name: str = "demo")
     await journal.close()
 
 
-async def _write_episode(journal: SqliteJournal, number: int, text: str) -> None:
+async def write_episode(journal: SqliteJournal, number: int, text: str) -> None:
     log = journal.turn_log("w0")
     each = EpisodeSpec(
         episode_id=f"e{number}",

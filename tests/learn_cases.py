@@ -12,9 +12,9 @@ from agentrl.config.policies import AnyPolicy, LoraConfig, PolicyConfig
 from agentrl.config.run import EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
 from agentrl.core.records import DataLocation, Row, Trajectory
 from agentrl.core.training_records import TrainBatch, TrainingSample, TrajectoryCredit, Unit
+from agentrl.credit.samples import ReadUnits
 from agentrl.journal.entries import Begin, JournalEntry, Span, TurnEntry, encode_body
 from agentrl.journal.store import SqliteJournal
-from agentrl.learn.trainer import ReadUnits
 
 VOCABULARY = 48
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -44,7 +44,7 @@ def write_model(directory: Path, *, kind: str = "qwen3") -> Path:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": 512,
         "tie_word_embeddings": True,
         "initializer_range": 0.2,
     }

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 
 from agentrl.credit.advantages import leave_one_out
 from agentrl.credit.release import against, compared_with
@@ -15,29 +16,55 @@ from agentrl.credit.release import against, compared_with
 LONG, SHORT = 1, 0
 SPEED = {LONG: 1.0, SHORT: 5.0}
 """Rates of exponential durations."""
+APART = {LONG: 1.0, SHORT: 1e6}
+"""The same where every short one ends before every long one."""
 REWARD = {LONG: 0.9, SHORT: 0.6}
 """Chance of reward 1."""
+REWARDS = {
+    "long 0.9, short 0.6": REWARD,
+    "long 0.6, short 0.9": {LONG: 0.6, SHORT: 0.9},
+    "the length (1, 0)": {LONG: 1.0, SHORT: 0.0},
+    "the brevity (0, 1)": {LONG: 0.0, SHORT: 1.0},
+}
+"""What is better, by how much."""
 
 Rule = Callable[[Sequence[float]], list[float]]
 """From the rewards of a group in the order of finishing to the advantages, in that order."""
 
 
-def finishing_orders(size: int, share_long: float) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Every sequence of answers in the order in which they finish, with its probability."""
-    for answers in itertools.product((SHORT, LONG), repeat=size):
-        longs = sum(answers)
-        probability = math.comb(size, longs) * share_long**longs * (1 - share_long) ** (size - longs)
-        left = {LONG: longs, SHORT: size - longs}
-        for answer in answers:
-            racing = sum(left[kind] * SPEED[kind] for kind in left)
-            probability *= left[answer] * SPEED[answer] / racing
-            left[answer] -= 1
-        yield answers, probability
+def finishing_orders(
+    size: int, share_long: float, slots: int | None = None, speed: Mapping[int, float] = SPEED
+) -> dict[tuple[int, ...], float]:
+    """The probability of every sequence of answers in the order in which they finish.
+
+    `slots`: how many of the group run at once, where they have slots of their own; None: all, whoever else runs.
+    """
+    states: dict[tuple[tuple[int, ...], int, int], float] = {}
+    running = min(slots or size, size)
+    for longs in range(running + 1):
+        chance = math.comb(running, longs) * share_long**longs * (1 - share_long) ** (running - longs)
+        states[(), longs, running - longs] = chance
+    for ended in range(size):
+        after: dict[tuple[tuple[int, ...], int, int], float] = defaultdict(float)
+        for (order, longs, shorts), probability in states.items():
+            racing = longs * speed[LONG] + shorts * speed[SHORT]
+            for answer, count in ((LONG, longs), (SHORT, shorts)):
+                chance = probability * count * speed[answer] / racing
+                left = (longs - (answer == LONG), shorts - (answer == SHORT))
+                if not count:
+                    continue
+                if ended + running >= size:
+                    after[(*order, answer), *left] += chance
+                else:
+                    after[(*order, answer), left[0] + 1, left[1]] += chance * share_long
+                    after[(*order, answer), left[0], left[1] + 1] += chance * (1 - share_long)
+        states = after
+    return {order: probability for (order, _, _), probability in states.items()}
 
 
-def true_gradient(size: int, share_long: float) -> float:
+def true_gradient(size: int, share_long: float, reward: Mapping[int, float] = REWARD) -> float:
     """Of the mean reward, summed over a group."""
-    return size * share_long * (1 - share_long) * (REWARD[LONG] - REWARD[SHORT])
+    return size * share_long * (1 - share_long) * (reward[LONG] - reward[SHORT])
 
 
 def gradient(answers: Sequence[int], advantages: Sequence[float], share_long: float) -> float:
@@ -45,28 +72,68 @@ def gradient(answers: Sequence[int], advantages: Sequence[float], share_long: fl
     return sum((answer - share_long) * value for answer, value in zip(answers, advantages, strict=True))
 
 
-def gradient_ratio(rule: Rule, size: int = 8, share_long: float = 0.5) -> float:
+def gradient_ratio(
+    rule: Rule,
+    size: int = 8,
+    share_long: float = 0.5,
+    *,
+    slots: int | None = None,
+    reward: Mapping[int, float] = REWARD,
+    speed: Mapping[int, float] = SPEED,
+) -> float:
     """E[Σ score · advantage] over the true gradient; advantages are linear in rewards, so their means are enough."""
     expected = sum(
-        probability * gradient(answers, rule([REWARD[answer] for answer in answers]), share_long)
-        for answers, probability in finishing_orders(size, share_long)
+        probability * gradient(answers, rule([reward[answer] for answer in answers]), share_long)
+        for answers, probability in finishing_orders(size, share_long, slots, speed).items()
     )
-    return expected / true_gradient(size, share_long)
+    return expected / true_gradient(size, share_long, reward)
 
 
-def gradient_variance(rules: Sequence[Rule], size: int = 8, share_long: float = 0.5) -> float:
-    """Var[Σ score · advantage], where each of `rules` is followed as often as the others."""
-    squares = 0.0
-    for answers, probability in finishing_orders(size, share_long):
+def gradient_variance(
+    rules: Sequence[Rule],
+    size: int = 8,
+    share_long: float = 0.5,
+    *,
+    reward: Mapping[int, float] = REWARD,
+    speed: Mapping[int, float] = SPEED,
+) -> float:
+    """Var[Σ score · advantage], where each of `rules` is followed as often as the others.
+
+    A group's gradient is linear in its rewards, which are 0 or 1 with chances that the answers give: its mean and
+    variance follow from the coefficients.
+    """
+    first = second = 0.0
+    for answers, probability in finishing_orders(size, share_long, speed=speed).items():
+        chances = [reward[answer] for answer in answers]
+        for rule in rules:
+            none = gradient(answers, rule([0.0] * size), share_long)
+            units = ([float(at == one) for at in range(size)] for one in range(size))
+            weights = [gradient(answers, rule(unit), share_long) - none for unit in units]
+            mean = none + sum(weight * chance for weight, chance in zip(weights, chances, strict=True))
+            spread = sum(w**2 * chance * (1 - chance) for w, chance in zip(weights, chances, strict=True))
+            first += probability * mean / len(rules)
+            second += probability * (mean**2 + spread) / len(rules)
+    return second - first**2
+
+
+def advantage_squares(
+    rule: Rule,
+    size: int = 8,
+    share_long: float = 0.5,
+    *,
+    reward: Mapping[int, float] = REWARD,
+    speed: Mapping[int, float] = SPEED,
+) -> float:
+    """E[Σ advantage²]: what the metric `advantage/variance_ratio` is made of."""
+    total = 0.0
+    for answers, probability in finishing_orders(size, share_long, speed=speed).items():
         for rewards in itertools.product((0.0, 1.0), repeat=size):
             chance = math.prod(
-                REWARD[answer] if reward else 1 - REWARD[answer]
-                for answer, reward in zip(answers, rewards, strict=True)
+                reward[answer] if given else 1 - reward[answer] for answer, given in zip(answers, rewards, strict=True)
             )
-            for rule in rules:
-                squares += probability * chance * gradient(answers, rule(rewards), share_long) ** 2 / len(rules)
-    mean = sum(gradient_ratio(rule, size, share_long) for rule in rules) / len(rules)
-    return squares - (mean * true_gradient(size, share_long)) ** 2
+            if chance:
+                total += probability * chance * sum(value**2 for value in rule(rewards))
+    return total
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
@@ -85,11 +152,13 @@ def late(early: int, earlier: float | None = None) -> Rule:
     return advantages
 
 
-def late_with_history(early: int, groups: int = 6, size: int = 8, share_long: float = 0.5) -> list[Rule]:
+def late_with_history(
+    early: int, groups: int = 6, size: int = 8, share_long: float = 0.5, reward: Mapping[int, float] = REWARD
+) -> list[Rule]:
     """Late credit where V is the mean of some earlier groups: two values with its mean and variance, equally likely,
     which is exact, since first and second moments of a gradient are all that is asked for.
     """
-    mean = share_long * REWARD[LONG] + (1 - share_long) * REWARD[SHORT]
+    mean = share_long * reward[LONG] + (1 - share_long) * reward[SHORT]
     deviation = math.sqrt(mean * (1 - mean) / (groups * size))
     return [late(early, mean - deviation), late(early, mean + deviation)]
 

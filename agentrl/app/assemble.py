@@ -12,10 +12,12 @@ from agentrl.config.policies import PastPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.baselines import BaselineSet
 from agentrl.core.clock import Clock
+from agentrl.core.errors import StorageError
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
 from agentrl.core.proposals import Proposal
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task, WeightsRef
+from agentrl.core.words import plural
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.credit.history import RewardHistory
 from agentrl.credit.release import ReleaseRule
@@ -23,6 +25,7 @@ from agentrl.credit.role_means import Mean, Role, RoleMeans
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import name_of
 from agentrl.journal.port import JournalStore, RunLog
+from agentrl.observe.alarms import LENGTH_STEPS
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.choice import UNMEASURED, Choice, Measured
 from agentrl.orchestrator.composition import Composition, compositions, compositions_of
@@ -34,16 +37,18 @@ from agentrl.orchestrator.loop import Orchestrator, Plan
 from agentrl.orchestrator.manifest import CheckpointWriter
 from agentrl.orchestrator.opponents import OpponentPool, Opponents
 from agentrl.orchestrator.phases import Phase, Phases
-from agentrl.orchestrator.retention import VersionRetention
+from agentrl.orchestrator.retention import JournalRetention, VersionRetention
 from agentrl.orchestrator.scheduler import Demand, Scheduler
 from agentrl.orchestrator.signal import Signal
 from agentrl.orchestrator.staleness import BoundedStaleness
-from agentrl.orchestrator.tail import Tails, tails_of
 from agentrl.orchestrator.versions import PolicyBoard
 from agentrl.orchestrator.waves import WaveScheduler
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
 
+COMPOSED_STEPS = 4 * LENGTH_STEPS
+"""Steps' worth of the newest episodes from which a resumed run learns what its steps were fed: more than are compared,
+since those that are held back are among them."""
 TURN_LOG = "0"
 """Of the worker in this process."""
 
@@ -73,8 +78,6 @@ class Past:
     """The newest that the run remembers, in order."""
     baselines: Mapping[str, BaselineSet] = field(default_factory=dict)
     """What the members of groups are compared with, by group, where something of them is still to be trained."""
-    tails: Tails = field(default_factory=Tails)
-    """How many tokens agents sampled."""
     history: RewardHistory = field(default_factory=RewardHistory)
     """What rewards used to be, in the groups of which nothing is."""
     compositions: Mapping[str, Composition] = field(default_factory=dict)
@@ -109,8 +112,14 @@ class Parts:
     """The same."""
     disk: Disk = LOCAL
     """Where published versions lie."""
+    journal_size: Callable[[], int] = lambda: 0
+    """Bytes that the run's journal and step columns take on disk; called in a thread."""
     workers: WorkerPool | None = None
     """Processes that play the episodes; None: this one does."""
+    tell: Callable[[str], None] = lambda line: None
+    """Takes a line for people."""
+    code_changes: int = 0
+    """How often the environment's code was another when the run was resumed."""
 
 
 def past_of(
@@ -135,12 +144,18 @@ def past_of(
     log.verify()
     next_number = -(-log.next_number("e") // group_size) * group_size
     unfinished = log.unfinished()
-    open_groups = {spec.group_id for spec, _ in log.ready_units(consumed_through)}
-    open_groups |= {spec.group_id for spec in unfinished}
+    ready = list(log.ready_units(consumed_through))
+    check_not_pruned(log, ready)
+    open_groups = {spec.group_id for spec, _ in ready} | {spec.group_id for spec in unfinished}
+    ended = tuple(log.members(open_groups))
     baselines = log.baselines()
-    resolved = {(policy, name): why for (name, _, policy), why in log.resolved_units(consumed_through).items()}
+    sizes = step_sizes or {}
+    dispatched = list(log.dispatched(COMPOSED_STEPS * sum(sizes.values())))
+    named = {spec.episode_id for spec, _ in (*ended, *dispatched)}
+    found = log.resolved_units(consumed_through, named)
+    resolved = {(policy, name): why for (name, _, policy), why in found.items()}
     return Past(
-        ended=tuple(log.members(open_groups)),
+        ended=ended,
         resolved=resolved,
         unfinished=unfinished,
         ended_children=log.ended_children({spec.episode_id for spec in unfinished}),
@@ -150,10 +165,25 @@ def past_of(
         against=tuple(log.against(opponents)),
         proposals=log.proposals(remembered),
         baselines={name: baselines[name] for name in open_groups & baselines.keys()},
-        tails=tails_of(log.members()),
         history=history_of(log.members(), open_groups) if baselines else RewardHistory(),
-        compositions=compositions_of(step_sizes or {}, log.dispatched(), resolved),
+        compositions=compositions_of(sizes, dispatched, resolved),
     )
+
+
+def check_not_pruned(log: RunLog, ready: Sequence[tuple[EpisodeSpec, EpisodeHeader]]) -> None:
+    """Refuse to go on from where episodes are to be trained whose tokens were given up: a checkpoint is missing.
+
+    Raises:
+        StorageError: some were.
+    """
+    pruned = log.pruned({spec.episode_id for spec, _ in ready})
+    gone = sorted(spec.episode_id for spec, _ in ready if (spec.episode_id, spec.attempt) in pruned)
+    if gone:
+        raise StorageError(
+            f"{plural(len(gone), 'episode')} ({', '.join(gone[:3])}{' …' if len(gone) > 3 else ''}) would be trained "
+            "again from here, and their tokens were pruned after a newer checkpoint, which is missing: put back what "
+            "was removed from checkpoints/, or begin a new run"
+        )
 
 
 def assemble(config: RunConfig, environment: type[Environment], parts: Parts) -> Orchestrator:
@@ -199,10 +229,21 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
             clock=parts.clock,
         ),
         retention=VersionRetention(keep=_kept_versions(config), disk=parts.disk),
+        journal_retention=JournalRetention(
+            parts.store,
+            parts.checkpoints,
+            keep=config.journal.keep,
+            budget_mib=config.journal.budget_mib,
+            size=parts.journal_size,
+            warn=parts.tell,
+            disk=parts.disk,
+        ),
         opponents=opponents,
         choice=choice,
         weights=dict(parts.weights),
         roles=_roles(config, parts.role_means),
+        tell=parts.tell,
+        code_changes=parts.code_changes,
     )
     if parts.workers is not None:
         parts.workers.attach(dispatcher, parts.store, orchestrator.fail)
@@ -310,7 +351,7 @@ def _scheduler(
     config: RunConfig, demand: Demand, dispatcher: Dispatcher, opponents: Opponents, board: PolicyBoard
 ) -> Scheduler:
     bounds = {
-        name: BoundedStaleness(max_staleness=policy.max_staleness, step_size=policy.step_size)
+        name: BoundedStaleness(max_staleness=policy.max_staleness, step_size=policy.step_size, max_lag=policy.max_lag)
         for name, policy in config.trained.items()
     }
     phases = Phases(
@@ -368,7 +409,6 @@ def make_dispatcher(
         next_evaluation=past.next_evaluation,
         ended_children=dict(past.ended_children),
         memory_size=config.credit.memory_size,
-        tails=past.tails,
     )
 
 
@@ -397,5 +437,6 @@ def attach_worker(
         environments={name_of(environment): environment},
         data_attempts=config.data_attempts,
         on_failure=on_failure,
+        admitted=store.flush,
     )
     dispatcher.fail = on_failure

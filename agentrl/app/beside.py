@@ -31,8 +31,7 @@ def with_weights(config: RunConfig, given: Sequence[WeightsRef]) -> RunConfig:
         )
         for weights in given
     }
-    engine = config.engine.model_copy(update={"refresh": "token"})  # any weights will do: none come while it runs
-    return config.model_copy(update={"policies": {**config.policies, **frozen}, "engine": engine})
+    return config.model_copy(update={"policies": {**config.policies, **frozen}})
 
 
 async def play_beside(

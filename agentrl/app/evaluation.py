@@ -4,23 +4,63 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from agentrl.app.beside import play_beside, with_weights
 from agentrl.app.parts import held_out, load_config, make_chat_format, make_engine
 from agentrl.app.weights import given_weights, load_weights, weights_in
+from agentrl.config.policies import OutsidePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import CheckFailedError, InputError, RunDirectoryError
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
 from agentrl.core.words import plural
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import resolve
+from agentrl.inspection.conversation import TurnAct, conversation
+from agentrl.inspection.reader import RunReader
 from agentrl.observe.metrics import JsonlSink
 from agentrl.orchestrator.evaluation import evaluation_metrics, together
 
 Directory = str | Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedEpisode:
+    """How one episode of an evaluation went."""
+
+    id: str
+    parent_id: str | None
+    """Of a child episode."""
+    task: Any
+    """The task's data."""
+    task_id: str
+    reward: float | None
+    """Of all its agents together."""
+    stop_reason: str | None
+    turns: int
+    tokens: int
+    """Sampled tokens; of a remote policy as many as its endpoint says, or else the bytes of its lines."""
+    conversations: Mapping[str, list[dict[str, Any]]]
+    """Messages by agent, such as `solver`, or `solver[1]` for its second; the assistant's as the policy wrote them."""
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages of the agent that acted first."""
+        return next(iter(self.conversations.values()), [])
+
+
+class Evaluation(dict[str, float]):
+    """What an evaluation measured, by metric, and the episodes it was measured on."""
+
+    def __init__(self, metrics: Mapping[str, float], episodes: Sequence[EvaluatedEpisode]) -> None:
+        super().__init__(metrics)
+        self.episodes = list(episodes)
+        """In the order of the tasks, each before its children."""
 
 
 def evaluate(
@@ -30,7 +70,7 @@ def evaluate(
     *,
     environment: type | None = None,
     journal: str | Path | None = None,
-) -> dict[str, float]:
+) -> Evaluation:
     """Mean reward on held-out tasks, each sampled once as in training. Nothing is trained.
 
     Args:
@@ -41,6 +81,10 @@ def evaluate(
         environment: a class, in place of `config.environment.id`.
         journal: a new directory that keeps the episodes for inspection; default: they are not kept.
 
+    Returns:
+        Metrics by name, such as `evaluation/reward`, and as `.episodes` every episode: its conversations, reward and
+        stop reason.
+
     Raises:
         InputError: something given cannot be used.
         CheckFailedError: an episode was dropped.
@@ -49,7 +93,7 @@ def evaluate(
     config = with_weights(config, [weights_in(name, path) for name, path in _by_policy(config, policy).items()])
     given = given_weights(config)
     chosen = resolve(environment if environment is not None else config.environment.id)
-    chosen_tasks = list(tasks) if tasks is not None else held_out(config, chosen)
+    chosen_tasks = list(tasks) if tasks is not None else held_out(config, chosen)[0]
     if not chosen_tasks:
         raise InputError("there are no tasks to evaluate on: evaluation.tasks is 0")
     with tempfile.TemporaryDirectory(prefix="agentrl-evaluate-") as scratch:
@@ -57,6 +101,7 @@ def evaluate(
         if (kept / "journal").exists():
             raise RunDirectoryError(f"{kept} holds a journal already; give evaluate a new directory")
         headers = asyncio.run(_evaluate(config, chosen, given, chosen_tasks, kept / "journal"))
+        episodes = _episodes(config, kept)
     dropped = [header for header in headers if not header.committed]
     if dropped:
         raise CheckFailedError(
@@ -67,7 +112,50 @@ def evaluate(
         with contextlib.closing(JsonlSink(kept / "metrics.jsonl")) as sink:
             for name in config.policies:
                 sink.record(name, 0, evaluation_metrics(headers, name))
-    return together(headers)
+    return Evaluation(together(headers), episodes)
+
+
+def _episodes(config: RunConfig, journal: Path) -> list[EvaluatedEpisode]:
+    """The episodes in the journal of an evaluation."""
+    outside = config.of_kind(OutsidePolicy)
+    reader = RunReader(journal)
+    try:
+        found = []
+        for line in reader.episodes(sort="admitted_at", descending=False, limit=1_000_000):
+            view = conversation(reader, line.episode)
+            said: dict[str, list[dict[str, Any]]] = {}
+            for act in view.acts:
+                if isinstance(act, TurnAct):
+                    name = act.seat if act.index == 0 else f"{act.seat}[{act.index}]"
+                    message = _remote_message(act.text) if act.policy in outside else None
+                    said.setdefault(name, []).extend(
+                        [*act.messages, message or {"role": "assistant", "content": act.text}]
+                    )
+            found.append(
+                EvaluatedEpisode(
+                    id=line.episode,
+                    parent_id=line.parent,
+                    task=view.task,
+                    task_id=line.task,
+                    reward=line.reward,
+                    stop_reason=line.stop_reason,
+                    turns=line.turns or 0,
+                    tokens=line.tokens or 0,
+                    conversations=said,
+                )
+            )
+        return found
+    finally:
+        reader.close()
+
+
+def _remote_message(line: str) -> dict[str, Any] | None:
+    """What a policy that lives outside has said, in OpenAI's form with its `usage`; None where its line is none."""
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return said if isinstance(said, dict) else None
 
 
 def _by_policy(config: RunConfig, policy: Directory | Mapping[str, Directory] | None) -> Mapping[str, Directory]:

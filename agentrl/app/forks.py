@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 from agentrl.app.beside import play_beside, with_weights
 from agentrl.app.parts import Adapters
 from agentrl.app.players import Parent, Players, players
+from agentrl.app.replays import environment_to_run, recorded_code
 from agentrl.app.weights import load_weights
 from agentrl.config.recorded import recorded_config
 from agentrl.config.run import RunConfig
@@ -48,7 +50,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     attempt: int | None = None,
     policy: str | Path | Sequence[str | Path] = (),
     edit: str | Sequence[Mapping[str, Any]] | None = None,
-    environment: type | None = None,
+    environment: type | str | None = None,
     adapters: Adapters | None = None,
 ) -> list[EpisodeHeader]:
     """Play an episode on from one of its turns, which is sampled anew; nothing is trained.
@@ -66,7 +68,8 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
             Default: the policies of the parent, each with its weights as of that turn, if they are still on disk.
         edit: what the policy is told at that turn instead: the content of the last message, or all messages, with
             `role` and `content`.
-        environment: a class, in place of the one the episode names.
+        environment: a class, a name, `module:Class` or a path, in place of what the episode names, which is refused
+            unless it is installed or imported already: a journal is data, and does not say what code is run.
         adapters: who makes the engine and the chat format; default: what the run's configuration asks for.
 
     Returns:
@@ -85,11 +88,18 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
         reader.close()
     parent = edited(find_parent(journal, episode_id, attempt, at), edit)
     config = recorded_config(info)
-    chosen = resolve(environment if environment is not None else parent.begin.environment)
+    chosen = environment_to_run(
+        parent.begin.environment,
+        None if environment is None else resolve(environment),
+        recorded=recorded_code(info),
+        code_hash=parent.begin.code_hash,
+        command=f"agentrl episode fork {shlex.quote(str(path))} {episode_id} --at {at}",
+    )
     where = path if info.get("forks") else path / FORKS
     asked = [policy] if isinstance(policy, str | Path) else policy
     who = players(config, parent, asked)
-    return asyncio.run(_fork(config, chosen, parent, where, n, who, adapters or Adapters()))
+    kept = {"name": f"forks of {where.parent.name}", "forks": True, "code": info.get("code", {})}
+    return asyncio.run(_fork(config, chosen, parent, where, n, who, adapters or Adapters(), kept))
 
 
 def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) -> Parent:
@@ -171,14 +181,14 @@ async def _fork(
     n: int,
     who: Players,
     adapters: Adapters,
+    kept: Mapping[str, Any],
 ) -> list[EpisodeHeader]:
     from agentrl.journal.store import SqliteJournal
 
     config = with_weights(config, who.weights)
     chat_format = adapters.chat_format(config)
     async with contextlib.AsyncExitStack() as stack:
-        info = {"name": f"forks of {where.parent.name}", "forks": True, "config": config.model_dump(mode="json")}
-        store = SqliteJournal(where / "journal", info=info)
+        store = SqliteJournal(where / "journal", info={**kept, "config": config.model_dump(mode="json")})
         stack.push_async_callback(store.close)
         versions = {known: PolicyVersion(known, 0, 0) for known in config.policies}
         engine = await adapters.engine(config, versions, lambda death: None, where / ENGINE_LOG)
@@ -208,6 +218,7 @@ def _entries(journal: Path, episode_id: str, attempt: int | None) -> tuple[str, 
         entries = [] if partition is None else turns.read(partition, episode_id, asked)
         if partition is not None and entries:
             return partition, entries
+        turns.check_pruned(episode_id, asked)
     finally:
         log.close()
         turns.close()

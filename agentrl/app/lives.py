@@ -3,28 +3,53 @@
 A life ends with the run, with an error that ends the run, or with the loss of a process that can be replaced; then the
 next one begins, within a budget. Owns what a life starts and stops: trainer, engine, orchestrator. Journal and observer
 outlive it. Invariant: there is one way to go on, whatever was lost, and it forgets all but what is on disk.
+
+With `workers = 1` environments share the process of the run, and one that kills it kills the run. `ProcessRecord` says
+at the next `--resume` how the process before ended and which episodes ran. Where one of them got nowhere at two deaths
+in a row, or an environment broke the event loop, the run goes on as with `workers = 2`: the pool of worker processes
+finds the episode that kills, and drops it by name.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal as signals
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import traceback
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from agentrl.app.assemble import Parts, assemble
-from agentrl.app.parts import Adapters, make_workers
-from agentrl.app.recovery import Recovery, clear_leftovers
+from agentrl.app.parts import Adapters, make_chat_format, make_workers
+from agentrl.app.recovery import Code, Recovery, begin_life, clear_leftovers
 from agentrl.app.weights import given_weights, load_weights
-from agentrl.config.run import RunConfig
+from agentrl.cluster.worker_pool import NAMED, SUSPECTED
+from agentrl.config.run import Difference, RunConfig
+from agentrl.core import ids
 from agentrl.core.budget import RetryBudget
-from agentrl.core.errors import EngineLostError, TrainerError, TrainerLostError
+from agentrl.core.clock import SteadyLoop
+from agentrl.core.errors import (
+    AgentRLError,
+    EngineLostError,
+    EnvironmentFaultError,
+    InputError,
+    JournalError,
+    StorageError,
+    TrainerError,
+    TrainerLostError,
+)
+from agentrl.core.files import closed_under_us, open_regular, read_at_most
 from agentrl.core.ports import ChatFormat, Trainer
-from agentrl.core.records import Task
-from agentrl.environment.base import Environment, TaskSource
-from agentrl.observe.blocked import watch_loop
+from agentrl.core.records import EpisodeSpec, Task
+from agentrl.environment.base import Environment, TaskSource, described
+from agentrl.journal.run_log import SqliteRunLog
+from agentrl.observe.blocked import is_users, watch_loop
+from agentrl.observe.files import replace_file
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.manifest import CheckpointWriter
@@ -33,9 +58,21 @@ from agentrl.rollout.endings import leave, none_ends_the_process
 if TYPE_CHECKING:
     from types import FrameType
 
+    from agentrl.cluster.worker_pool import WorkerPool
+    from agentrl.core.ports import Engine
+    from agentrl.journal.run_log import Life
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
 
+T = TypeVar("T")
+
+APART = 2
+"""Worker processes of a run whose own process was killed by an episode."""
+DIED = "died"
+ENDED = "ended"
+_LARGEST_RECORD = 16 << 20
+_BOOT = os.urandom(4).hex()
+"""Process ids are used again, in containers by the very next process."""
 INTERRUPTED = 130
 SAME_PRESS_S = 0.5
 """Signals closer together are one: `timeout` and shells send theirs to the process and to its group."""
@@ -54,6 +91,208 @@ class Lasting:
     directory: RunDirectory
     store: SqliteJournal
     observer: RunObserver
+    code: Code
+    changed: Sequence[Difference]
+    """Settings that differ from those of the process before."""
+    began: list[Life] = field(default_factory=list)
+    """In this process."""
+
+
+class Standing(msgspec.Struct, frozen=True, array_like=True):
+    """How far an unfinished episode is on disk, and at how many deaths of the process in a row it got no further."""
+
+    attempt: int
+    entries: int
+    partials: int
+    deaths: int
+
+    def got_on(self, since: Standing) -> bool:
+        """Whether something new of the episode is on disk; the record of its start is nothing new."""
+        return (self.attempt, max(self.entries, 1), self.partials) != (
+            since.attempt,
+            max(since.entries, 1),
+            since.partials,
+        )
+
+
+class ProcessRecord(msgspec.Struct, kw_only=True):
+    """How the process that led a run ended, and the episodes it went on with: `process.json`."""
+
+    process: str = ""
+    workers: int = 1
+    """Of the run's life; 1: episodes ran in the process itself."""
+    end: str = ENDED
+    """`DIED` while it runs; an error that counts as a death, in words, or `ENDED`."""
+    has_killer: bool = False
+    """An episode killed a worker process or broke the event loop: the next one will not run in the run's process."""
+    episodes: dict[str, Standing] = {}
+    """Unfinished training episodes, by id."""
+    evaluated: dict[str, int] = {}
+    """Deaths in a row, by the id of a held-out task; evaluations begin anew in each life."""
+    next_evaluation: int = 0
+    """Number of the first evaluation episode of this life."""
+
+    @staticmethod
+    def read(path: Path) -> ProcessRecord:
+        """The record in a file; where there is none to read, nothing is known of a death."""
+        try:
+            with open_regular(path) as file:
+                return msgspec.json.decode(read_at_most(file, _LARGEST_RECORD), type=ProcessRecord)
+        except (OSError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
+            return ProcessRecord()
+
+    def write(self, path: Path) -> None:
+        """Write the record, whole or not at all.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        try:
+            replace_file(path, msgspec.json.encode(self))
+        except OSError as error:
+            raise StorageError(
+                f"{path}: cannot be written ({error.strerror}); make room or permission there"
+            ) from error
+
+    def running(self, journal: SqliteJournal | SqliteRunLog) -> list[EpisodeSpec]:
+        """Episodes that had not ended when the process did; parents stay with their children."""
+        evaluations = journal.unfinished("evaluate")
+        return [
+            *journal.unfinished(),
+            *(spec for spec in evaluations if ids.root_number(spec.episode_id) >= self.next_evaluation),
+        ]
+
+    def next(self, journal: SqliteJournal) -> ProcessRecord:
+        """The record of a process that goes on with the run; it is written when its episodes start."""
+        is_death = self.end != ENDED and self.workers == 1
+        episodes, evaluated = dict[str, Standing](), dict[str, int]()
+        for spec in self.running(journal):
+            if spec.purpose == "evaluate":
+                evaluated[spec.task.id] = self.evaluated.get(spec.task.id, 0) + 1
+                continue
+            now = Standing(spec.attempt, *journal.progress(spec.episode_id, spec.attempt), 0)
+            before = self.episodes.get(spec.episode_id)
+            deaths = 0 if before is None or now.got_on(before) else before.deaths
+            episodes[spec.episode_id] = msgspec.structs.replace(now, deaths=deaths + is_death)
+        return ProcessRecord(
+            process=_this_process(),
+            end=DIED,
+            has_killer=self.has_killer,
+            episodes=episodes,
+            evaluated=evaluated if is_death else {},
+            next_evaluation=journal.next_number("v"),
+        )
+
+    def is_suspect(self, spec: EpisodeSpec) -> bool:
+        """Whether an unfinished episode may be what kills the process of the run."""
+        if spec.purpose == "evaluate":
+            return self.evaluated.get(spec.task.id, 0) >= SUSPECTED
+        standing = self.episodes.get(spec.episode_id)
+        return standing is not None and standing.deaths >= SUSPECTED
+
+
+def _this_process() -> str:
+    return f"{os.getpid()} {_BOOT}"
+
+
+def _named(specs: Sequence[EpisodeSpec]) -> str:
+    """Episodes with their tasks, for people."""
+    if not specs:
+        return "no episode"
+    names = ", ".join(f"{spec.episode_id} (task {spec.task.id!r})" for spec in specs[:NAMED])
+    return names + (f" and {len(specs) - NAMED} more" if len(specs) > NAMED else "")
+
+
+def lead(main: Coroutine[Any, Any, T], directory: Path) -> T:
+    """Run a run's coroutine to its end, like `asyncio.run`, in a loop that environments share and may break.
+
+    Raises:
+        EnvironmentFaultError: an environment stopped the loop, cancelled the run's tasks, or ended the process from a
+            task of its own.
+    """
+    runner = asyncio.Runner(loop_factory=SteadyLoop)
+    try:
+        task = runner.get_loop().create_task(main, name="run")
+        try:
+            runner.run(_wait(task))
+            if not task.cancelled():
+                return task.result()
+            broken: BaseException = asyncio.CancelledError()
+        except BaseException as error:
+            is_outcome = task.done() and not task.cancelled() and task.exception() is error
+            if is_outcome and not _is_foreign(error):
+                if isinstance(error, Exception) and not isinstance(error, AgentRLError):
+                    error.add_note(f"Episodes that ran: {_running_now(directory)}")
+                raise
+            broken = error
+        is_ctrl_c = isinstance(broken, KeyboardInterrupt) and (
+            signals.getsignal(signals.SIGINT) is signals.default_int_handler
+        )
+        path = RunDirectory(directory).process_record
+        record = ProcessRecord.read(path)
+        running = _running_now(directory)  # some will end while the run is finished
+        _finish(runner.get_loop(), task)
+        if is_ctrl_c or record.process != _this_process() or record.end == ENDED or record.workers > 1:
+            raise broken
+        record.has_killer = True
+        raise _fault(broken, record, path, running) from broken
+    finally:
+        with contextlib.suppress(OSError):  # its descriptors were closed under it
+            runner.close()
+
+
+def _is_foreign(error: BaseException) -> bool:
+    """Whether an error of the run comes from code that is none of its own: from what an environment put in the place of
+    a function, or from its closing of files."""
+    if isinstance(error, AgentRLError):
+        return closed_under_us(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    return closed_under_us(error) or bool(frames and is_users(frames[-1].filename))
+
+
+async def _wait(task: asyncio.Task[Any]) -> None:
+    await asyncio.wait({task})
+
+
+def _finish(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
+    """Cancel the run in a loop that was broken under it, and let it close what it holds."""
+    if not task.done() and not task.cancelling():
+        task.cancel()
+    for _ in range(NAMED):  # whoever stopped the loop may do so again
+        if task.done():
+            break
+        with contextlib.suppress(BaseException):
+            loop.run_until_complete(_wait(task))
+
+
+def _running_now(directory: Path) -> str:
+    """The names of the episodes that are in flight, as far as the journal on disk can tell."""
+    record = ProcessRecord.read(RunDirectory(directory).process_record)
+    try:
+        with contextlib.closing(SqliteRunLog(directory / "journal")) as log:
+            return _named(record.running(log))
+    except JournalError as error:
+        return f"episodes that the journal cannot tell ({error})"
+
+
+def _fault(broken: BaseException, record: ProcessRecord, path: Path, running: str) -> EnvironmentFaultError:
+    """The error of a run whose process an environment broke; noted for the next one."""
+    match broken:
+        case asyncio.CancelledError():
+            what = "cancelled the tasks of the whole run"
+        case KeyboardInterrupt() | SystemExit():
+            what = f"raised {described(broken)} in a task or callback of its own"
+        case RuntimeError() if "Event loop stopped" in str(broken):
+            what = "stopped the event loop of the run"
+        case _:
+            what = f"broke the process of the run ({described(broken)})"
+    what = f"an environment {what}"
+    with contextlib.suppress(StorageError):
+        msgspec.structs.replace(record, end=what).write(path)
+    return EnvironmentFaultError(
+        f"{what} while these episodes ran: {running}. Resume with --resume: episodes are then played in worker "
+        "processes, and one that does so again is dropped by name"
+    )
 
 
 async def lives(lasting: Lasting) -> Orchestrator:
@@ -81,32 +320,39 @@ async def lives(lasting: Lasting) -> Orchestrator:
 
 
 async def _life(lasting: Lasting) -> Orchestrator:
-    config, store, observer, directory = lasting.config, lasting.store, lasting.observer, lasting.directory
+    store, observer, directory = lasting.store, lasting.observer, lasting.directory
     await store.flush()
+    record = _goes_on(lasting)
+    config = lasting.config.model_copy(update={"workers": record.workers})
     recovery = await asyncio.to_thread(Recovery.find, directory.checkpoints)
     await asyncio.to_thread(clear_leftovers, directory.checkpoints, directory.versions)
     for reason in recovery.rejected:
         observer.phase(f"left out: {reason}")
-    if recovery.manifest is not None:
-        steps = ", ".join(f"{name} {version.step}" for name, version in recovery.manifest.versions.items())
-        observer.phase(f"going on from checkpoint {recovery.manifest.directory.name} (steps taken: {steps})")
+    versions = recovery.first_versions(config, store, directory.versions)
+    past = recovery.past(config, store)
+    changed = () if lasting.began else lasting.changed
+    clock = lasting.adapters.clock
+    life, told = begin_life(recovery, config, versions, past, store, code=lasting.code, changed=changed, clock=clock)
+    lasting.began.append(life)
+    if life.lineage:
+        observer.say(". ".join(f"{each[0].upper()}{each[1:]}" for each in told) + ".")
     async with contextlib.AsyncExitStack() as stack:
         trainer = lasting.adapters.trainer(config, directory.path)
         stack.push_async_callback(_close, trainer, observer)
         observer.phase("starting the trainer")
-        await trainer.start(recovery.start_from)
+        for line in await trainer.start(recovery.start_from):
+            observer.say(line)
         observer.phase("loading the engine")
-        versions = recovery.first_versions(config, store, directory.versions)
         engine = await lasting.adapters.engine(config, versions, observer.warn, directory.engine_log)
         stack.push_async_callback(engine.close)
-        workers = make_workers(
-            *(config, lasting.environment, engine, directory.journal),
-            *(observer.warn, directory.workers_log, lasting.adapters.clock),
-        )
+        workers = _workers(config, lasting, engine)
         if workers is not None:
             stack.push_async_callback(workers.close)
+        else:
+            record.workers = 1
         await load_weights(config, engine, store, await asyncio.to_thread(given_weights, config))
         trainable = {name: versions[name] for name in config.trained}
+        store.record_life(life)
         served = await recovery.serve(config, trainable, trainer, engine, store)
         parts = Parts(
             engine=engine,
@@ -122,15 +368,23 @@ async def _life(lasting: Lasting) -> Orchestrator:
             weights=served.weights,
             opponents=served.opponents,
             parents=store.parents(),
-            past=recovery.past(config, store),
+            past=past,
             role_means=recovery.role_means,
             workers=workers,
+            tell=observer.warn,
+            code_changes=sum(bool(each.code_changed) for each in store.lives()),
+            journal_size=directory.journal_size,
             measured=await asyncio.to_thread(recovery.measured, directory.versions),
         )
         orchestrator = assemble(config, lasting.environment, parts)
         lasting.adapters.assembled(orchestrator)
         observer.watch(orchestrator.status)
-        with _interruptible(orchestrator, observer), watch_loop(observer.warn), none_ends_the_process():
+        with (
+            _recorded(record, directory.process_record, workers) as ended,
+            _interruptible(orchestrator, observer, ended),
+            watch_loop(observer.warn),
+            none_ends_the_process(),
+        ):
             try:
                 await orchestrator.run()
             except TrainerLostError as error:
@@ -140,20 +394,85 @@ async def _life(lasting: Lasting) -> Orchestrator:
         return orchestrator
 
 
+def _goes_on(lasting: Lasting) -> ProcessRecord:
+    """The record of this life; says what the process before died of, as far as that is known."""
+    store, configured = lasting.store, lasting.config.workers
+    last = ProcessRecord.read(lasting.directory.process_record)
+    record = last.next(store)
+    running = last.running(store)
+    suspects = [spec for spec in running if record.is_suspect(spec)]
+    can_be_apart = lasting.adapters.chat_format is make_chat_format  # worker processes make that one themselves
+    is_suspicious = bool(suspects) or record.has_killer
+    record.workers = max(configured, APART) if is_suspicious and can_be_apart else configured
+    if last.end != ENDED:
+        ended = "died without a word (killed, crashed, or out of memory)" if last.end == DIED else f"ended: {last.end}"
+        where = "" if last.workers == 1 else ", in worker processes"
+        lasting.observer.warn(
+            f"the process before {ended}. It ran {_named(running)}{where}; they go on where they were"
+        )
+    if is_suspicious and configured == 1:
+        why = f"{_named(suspects)} got nowhere at {SUSPECTED} such deaths in a row" if suspects else "an episode did so"
+        what = (
+            f"episodes are played in {record.workers} worker processes, where one that kills its process is found, "
+            "dropped by name as worker_lost, and kills nothing else"
+            if can_be_apart
+            else "worker processes, which would find it, do not know the chat format that this run was given"
+        )
+        lasting.observer.warn(f"{why}: {what}")
+    return record
+
+
+def _workers(config: RunConfig, lasting: Lasting, engine: Engine) -> WorkerPool | None:
+    """The run's worker processes; none where only a death asked for them, and they cannot be had."""
+    try:
+        return make_workers(
+            *(config, lasting.environment, engine, lasting.directory.journal),
+            *(lasting.observer.warn, lasting.directory.workers_log, lasting.adapters.clock),
+        )
+    except InputError as error:
+        if config.workers == lasting.config.workers:
+            raise
+        lasting.observer.warn(f"no worker processes: {error}. Episodes are played in the process of the run again")
+        return None
+
+
+@contextlib.contextmanager
+def _recorded(record: ProcessRecord, path: Path, workers: WorkerPool | None) -> Iterator[Callable[[], None]]:
+    """Keep on disk that episodes run in this process, until it is known how that ended; yields what says that it ended
+    as it should. What broke the process while they ran counts as a death."""
+
+    def end(how: str = ENDED) -> None:
+        record.end = how
+        record.has_killer |= workers is not None and bool(workers.killers)
+        with contextlib.suppress(StorageError):  # at worst a death is counted that was none
+            record.write(path)
+
+    record.write(path)
+    try:
+        yield end
+    except asyncio.CancelledError:  # nobody cancels a run: `lead` finds out who did
+        raise
+    except BaseException as error:
+        is_ours = isinstance(error, AgentRLError) and not closed_under_us(error)
+        end(ENDED if is_ours else described(error))
+        raise
+    end()
+
+
 async def _close(trainer: Trainer, observer: RunObserver) -> None:
     with observer.closing("stopping the trainer"):
         await trainer.close()
 
 
 @contextlib.contextmanager
-def _interruptible(orchestrator: Orchestrator, observer: RunObserver) -> Iterator[None]:
-    """Ctrl-C once: drain, write a checkpoint, return."""
+def _interruptible(orchestrator: Orchestrator, observer: RunObserver, ended: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C once: drain, write a checkpoint, return. Twice: leave, which is nobody's death."""
 
     def stop() -> None:
         observer.phase("stopping: finishing the step and writing a checkpoint (Ctrl-C again leaves at once)")
         orchestrator.stop()
 
-    with _once(stop):
+    with _once(stop, ended):
         yield
 
 
@@ -180,10 +499,11 @@ def ended_by_ctrl_c() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _once(then: Callable[[], None]) -> Iterator[None]:
+def _once(then: Callable[[], None], at_once: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Have the first signal that ends a run call `then` in the event loop, and the second end the process at once.
 
-    The second does so where an environment blocks the loop, too. A hangup that is ignored (`nohup`) stays so.
+    The second calls `at_once` before, and does so where an environment blocks the loop, too. A hangup that is ignored
+    (`nohup`) stays so.
     """
     loop = asyncio.get_running_loop()
     asked_at: float | None = None
@@ -194,6 +514,7 @@ def _once(then: Callable[[], None]) -> Iterator[None]:
             asked_at = loop.time()
             loop.call_soon_threadsafe(then)
         elif loop.time() - asked_at > SAME_PRESS_S:
+            at_once()
             leave(INTERRUPTED)
 
     numbers = [signals.SIGINT, signals.SIGTERM]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import random
 import re
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -25,12 +26,13 @@ from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.child_process import ThisMachine
 from agentrl.engines.guest import Shared
-from agentrl.engines.outside import RoutedEngine
+from agentrl.engines.outside import NoEngine, RoutedEngine
 from agentrl.engines.placement import EngineProgram, Placement
 from agentrl.engines.process import ProcessEngine
 from agentrl.engines.replicas import ReplicatedEngine
 from agentrl.environment.base import Environment, Split, TaskSource, children_of, described
 from agentrl.environment.registry import load_function, module_of, name_of
+from agentrl.rollout.json_format import JsonFormat
 
 if TYPE_CHECKING:
     from agentrl.engines.outside import Outside
@@ -70,6 +72,8 @@ async def make_engine(
         return await _own_engine(config, versions, tell, log)
     elsewhere = outside(config)
     here = {name: version for name, version in versions.items() if name not in elsewhere}
+    if not here:
+        return RoutedEngine(NoEngine(), elsewhere)
     return RoutedEngine(await _own_engine(config, here, tell, log), elsewhere)
 
 
@@ -111,7 +115,11 @@ def _engine_arguments(config: RunConfig) -> dict[str, Any]:
         "model_path": _absolute(config),
         "slots": section.slots,
         "max_context": section.max_context,
-        "refresh": section.refresh,
+        "refresh": {
+            name: config.refresh_of(name)
+            for name, policy in config.policies.items()
+            if not isinstance(policy, OutsidePolicy)
+        },
         "keep_kv": section.keep_kv,
         "adapter_slots": adapter_places(config),
         "max_rank": largest_rank(config),
@@ -196,12 +204,11 @@ def make_workers(
             f"workers = {config.workers}: the engine takes no calls from other processes (it is in this one, or the "
             "path of TMPDIR is too long for a socket); set workers = 1"
         )
-    known = [environment, *children_of(environment)]
     work = Work(
         number=0,
         config=config.model_dump(mode="json") | {"model": {**config.model.model_dump(), "path": _absolute(config)}},
         journal=str(journal.absolute()),
-        environments={name_of(each): f"{module_of(each)}:{each.__qualname__}" for each in known},
+        environments=code_of(environment),
         paths=tuple(map(os.path.abspath, sys.path)),
         capabilities=engine.capabilities.share(config.workers),
     )
@@ -213,6 +220,16 @@ def make_workers(
         silence_s=config.engine.silence_timeout_s,
     )
     return WorkerPool(settings, engine=shared, placement=_placement(config, log, gpus=False), clock=clock, tell=tell)
+
+
+def code_of(environment: type[Environment]) -> dict[str, str]:
+    """Where the code of an environment and its declared children is, by the name the journal gives them.
+
+    Raises:
+        EnvironmentDefinitionError: it was typed into a shell or a notebook.
+    """
+    known = [environment, *children_of(environment)]
+    return {name_of(each): f"{module_of(each)}:{each.__qualname__}" for each in known}
 
 
 def _absolute(config: RunConfig) -> str:
@@ -258,7 +275,9 @@ def make_trainer(config: RunConfig, directory: Path) -> Trainer:
 
 
 def make_chat_format(config: RunConfig) -> ChatFormat:
-    """The chat format of the configured model."""
+    """The chat format of the configured model; of JSON lines where no policy samples here."""
+    if not config.model.path:
+        return JsonFormat()
     from agentrl.rollout.chat_format import TemplateFormat
 
     return TemplateFormat.load(config.model.path, tool_call_format=config.model.tool_call_format)
@@ -315,9 +334,17 @@ def _own_tasks(config: RunConfig, environment: type[Environment], split: Split) 
         raise InputError(f"{environment.__name__}.tasks({split!r}) raised {described(error)}") from error
 
 
-def held_out(config: RunConfig, environment: type[Environment], tasks: TaskSource | None = None) -> list[Task]:
-    """The first `evaluation.tasks` held-out tasks."""
+def held_out(
+    config: RunConfig, environment: type[Environment], tasks: TaskSource | None = None
+) -> tuple[list[Task], int]:
+    """The held-out tasks to evaluate on, in their order, and how many there are to choose from.
+
+    Where there are more than `evaluation.tasks`, so many are drawn with the run's seed: the first of a list would be a
+    biased sample wherever the list is ordered.
+    """
     if config.evaluation.tasks == 0:
-        return []
+        return [], 0
     source = task_source(config, environment, "held_out", tasks)
-    return [source[index] for index in range(min(config.evaluation.tasks, len(source)))]
+    count = min(config.evaluation.tasks, len(source))
+    drawn = random.Random(f"held-out tasks {config.seed}").sample(range(len(source)), count)
+    return [source[index] for index in sorted(drawn)], len(source)

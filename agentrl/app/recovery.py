@@ -2,7 +2,7 @@
 
 `agentrl.app.training` begins every life of a run here, and so does `agentrl.testing.crash_test`. In order:
 `Recovery.find` chooses the checkpoint; the trainer starts from it; `first_versions` names the weights of this life;
-`serve` publishes them, gives them to the engine and records them. Only then is an episode run.
+`serve` publishes them and gives them to the engine. Only then is an episode run.
 
 Invariant: a version id is never used for other weights, since a lineage is larger than any in the journal or on disk,
 where a life that died before it could record its own may have left files.
@@ -10,28 +10,42 @@ where a life that died before it could record its own may have left files.
 
 from __future__ import annotations
 
+import inspect
+import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from agentrl.app.assemble import Past, past_of, pinned_policies
 from agentrl.app.weights import SPARE
-from agentrl.config.policies import PastPolicy
-from agentrl.config.run import RunConfig
+from agentrl.config.policies import BotPolicy, PastPolicy
+from agentrl.config.run import Difference, RunConfig
+from agentrl.core.clock import Clock
 from agentrl.core.errors import EngineError, JournalError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_leftovers
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.words import plural
 from agentrl.credit.role_means import Mean, Role
-from agentrl.journal.entries import TurnEntry
+from agentrl.environment.base import Environment, children_of
+from agentrl.environment.registry import load_function, name_of
+from agentrl.journal.checksums import code_digest
+from agentrl.journal.entries import Begin, TurnEntry
 from agentrl.journal.partials import decode_partial
 from agentrl.journal.port import JournalStore, RunLog
+from agentrl.journal.reader import EntryKey, TurnReader
+from agentrl.journal.rows import decode_entries
+from agentrl.journal.run_log import Change, Life
 from agentrl.orchestrator.choice import UNMEASURED, Measured
 from agentrl.orchestrator.manifest import Manifest, newest
 from agentrl.orchestrator.opponents import joined_by
 from agentrl.orchestrator.retention import versions_in
-from agentrl.orchestrator.versions import PolicyBoard
+from agentrl.orchestrator.versions import PolicyBoard, publish
+
+if TYPE_CHECKING:
+    from agentrl.journal.store import SqliteJournal
 
 
 class RunJournal(JournalStore, RunLog, Protocol):
@@ -136,7 +150,7 @@ class Recovery:
         engine: Engine,
         journal: RunJournal,
     ) -> Served:
-        """Publish the first versions of the trainable policies, serve and record them; returns once that is on disk.
+        """Publish the first versions of the trainable policies, then serve them.
 
         Those of their past that play are served besides.
         """
@@ -146,11 +160,10 @@ class Recovery:
             older = await serve_older(config, engine, journal, self.manifest.versions, self.manifest.opponents)
         weights = {}
         for name, version in trainable.items():
-            weights[name] = await trainer.publish(name, version)
-            journal.record_version(weights[name], None if self.manifest is None else self.manifest.versions[name])
+            parent = None if self.manifest is None else self.manifest.versions[name]
+            weights[name] = await publish(trainer, journal, version, parent, step=None)
             await engine.update(weights[name], keep=name in pinned)
         opponents = await serve_opponents(config, engine, weights, older)
-        await journal.flush()
         return Served(weights=weights, opponents=opponents)
 
     def past(self, config: RunConfig, journal: RunJournal) -> Past:
@@ -167,6 +180,125 @@ class Recovery:
         if config.checkpoint.dead_lineage == "keep" or not versions:
             return past
         return replace(past, dead=_dead_units(past, versions, journal))
+
+
+def begin_life(
+    recovery: Recovery,
+    config: RunConfig,
+    versions: Mapping[str, PolicyVersion],
+    past: Past,
+    store: SqliteJournal,
+    *,
+    code: Code,
+    changed: Sequence[Difference],
+    clock: Clock,
+) -> tuple[Life, list[str]]:
+    """A life that begins, to be recorded, and what people are told of it, sentence by sentence.
+
+    Args:
+        recovery: what it takes over.
+        config: of the run.
+        versions: where its policies stand.
+        past: what the journal says is left.
+        store: the run's journal.
+        code: of the environments and bots that will run.
+        changed: the settings that differ from those of the life before.
+        clock: for the label of the moment.
+    """
+    steps = {name: versions[name].step for name in config.trained}
+    newest, before = store.newest_steps(), store.lives()
+    known = before[-1].code if before else {}
+    stale = _played_by_other_code(past, store, code)
+    files = {file for file, digest in code.files.items() if known.get(file, digest) != digest} | set(stale)
+    life = Life(
+        lineage=max((versions[name].lineage for name in config.trained), default=0),
+        began_at=clock.wall(),
+        checkpoint="" if recovery.manifest is None else recovery.manifest.directory.name,
+        steps=steps,
+        again={name: newest[name] for name, step in steps.items() if newest.get(name, 0) > step},
+        changed=tuple(Change(each.path, each.before, each.now) for each in changed),
+        code=dict(code.files),
+        code_changed=tuple(sorted(files)),
+    )
+    told = [f"going on from checkpoint {life.checkpoint} (steps taken: {_counted(steps)})"]
+    if recovery.manifest is None:
+        told = ["there is no checkpoint yet: the weights are again those the run was given; its episodes are kept"]
+    for name, step in life.again.items():
+        one = step == steps[name] + 1
+        told.append(f"{f'step {step}' if one else f'steps {steps[name] + 1} to {step}'} of {name} will be taken again")
+    if past.unfinished:
+        told.append(f"{plural(len(past.unfinished), 'unfinished episode')} will go on from what is recorded of them")
+    for change in changed:
+        kept = "; unfinished episodes keep what they began with" if change.rule.rule == "per episode" else ""
+        told.append(f"setting {change}{kept}")
+    if files:
+        on_change = config.environment.on_code_change
+        told.append(f"the code changed in {', '.join(life.code_changed)} (environment.on_code_change = {on_change!r})")
+    if count := sum(map(len, stale.values())):
+        where = shlex.quote(f"(status = ready or status = trained) and committed_at < {life.began_at:.0f}")
+        run = shlex.quote(str(store.directory.parent))
+        given = f" --environment {shlex.quote(config.environment.id)}" if ".py" in config.environment.id else ""
+        told.append(
+            f"{plural(count, 'committed episode')} will be trained with the rewards that the old code gave; to see "
+            f"what the new code gives: `agentrl episode rescore {run} --where {where}{given}`"
+        )
+    return life, told
+
+
+def _counted(steps: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {step}" for name, step in steps.items())
+
+
+def _played_by_other_code(past: Past, store: SqliteJournal, code: Code) -> dict[str, list[str]]:
+    """Committed episodes of which something is still to be trained and that other code has played, by today's file."""
+    keys, environments = [], {}
+    for spec, header in past.ended:
+        policies = {trajectory.policy for trajectory in header.trajectories}
+        if header.location is None or all((policy, spec.episode_id) in past.resolved for policy in policies):
+            continue
+        keys.append(EntryKey(header.location.partition, spec.episode_id, spec.attempt))
+        environments[spec.episode_id] = spec.environment
+    reader, found = TurnReader(store.directory), dict[str, list[str]]()
+    try:
+        for entry in reader.beginnings(keys):
+            begin = decode_entries([entry])[0]
+            file, digest = code.environments.get(environments[entry.episode_id], ("", ""))
+            if isinstance(begin, Begin) and digest and begin.code_hash != digest:
+                found.setdefault(file, []).append(entry.episode_id)
+    finally:
+        reader.close()
+    return found
+
+
+class Code(NamedTuple):
+    """The code of a run that is its user's."""
+
+    files: Mapping[str, str]
+    """Digest by file."""
+    environments: Mapping[str, tuple[str, str]]
+    """File and digest by name."""
+
+    @staticmethod
+    def of(config: RunConfig, environment: type[Environment]) -> Code:
+        """Of the environment, its children, and bots."""
+        environments = {}
+        for each in (environment, *children_of(environment)):
+            environments[name_of(each)] = (_file_of(each), code_digest(each.source()))
+        files = dict(environments.values())
+        for name, bot in config.of_kind(BotPolicy).items():
+            try:
+                program = load_function(bot.id, f"policies.{name}.id")
+                files[_file_of(program)] = code_digest(inspect.getsource(inspect.getmodule(program) or program))
+            except (OSError, TypeError):
+                continue  # it has no source
+        return Code(files, environments)
+
+
+def _file_of(made: Any) -> str:
+    try:
+        return os.path.abspath(inspect.getsourcefile(made) or "")
+    except TypeError:
+        return f"{made.__module__}:{made.__qualname__}"
 
 
 def _dead_units(past: Past, versions: Mapping[str, PolicyVersion], journal: RunJournal) -> frozenset[tuple[str, str]]:

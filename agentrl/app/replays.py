@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
+import linecache
+import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +34,12 @@ from agentrl.core.errors import (
 )
 from agentrl.core.ports import EngineCapabilities
 from agentrl.environment.base import described
-from agentrl.environment.registry import registered, resolve
+from agentrl.environment.registry import loaded, registered, resolve
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.replayed import Outcome, Replayed
 from agentrl.journal.control import ADMISSION_COLUMNS, read_spec
-from agentrl.journal.entries import GatherEntry, JournalEntry, encode_body
+from agentrl.journal.entries import Begin, GatherEntry, JournalEntry, encode_body
+from agentrl.journal.rows import decode_entries
 from agentrl.rollout.replaying import RecordEndedError, ReplayHost, ReplayLog, ReplayRunner, ReplayStoppedError
 
 if TYPE_CHECKING:
@@ -43,6 +48,8 @@ if TYPE_CHECKING:
     from agentrl.environment.base import Environment
     from agentrl.inspection.lines import EpisodeLine
 
+MAX_SHOWN = 200
+"""Characters of a name from a journal that are shown."""
 OWN = ("agentrl.", "environments.")
 """Packages whose environments are run because a journal names them: they came with agentrl."""
 
@@ -114,7 +121,15 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _
             f"episode {line.episode} has no call {asked.until!r}; `agentrl episode replay --step` names them"
         )
     spec = dataclasses.replace(_spec(reader, line), purpose="replay")
-    environment = _environment(spec.environment, asked)
+    begin = decode_entries(own[:1])[0]
+    verb = "rescore" if asked.rescoring else "replay"
+    environment = environment_to_run(
+        spec.environment,
+        asked.environment,
+        recorded=recorded_code(reader.info()),
+        code_hash=begin.code_hash if isinstance(begin, Begin) else "",
+        command=f"agentrl episode {verb} {shlex.quote(str(reader.path))} {line.episode}",
+    )
     if asked.rescoring:
         own = [await _rescored_child(reader, entry, asked) for entry in own]
     acts: list[tuple[str, str]] = []
@@ -237,26 +252,78 @@ def _spec(reader: RunReader, line: EpisodeLine) -> EpisodeSpec:
     return read_spec(reader.log.rows(statement, line.episode, line.attempt)[0])
 
 
-def _environment(name: str, asked: _Asked) -> type[Environment]:
+def environment_to_run(
+    name: str, given: type[Environment] | None, *, recorded: Mapping[str, str], code_hash: str, command: str
+) -> type[Environment]:
     """The class that is run for an episode of an environment.
 
+    Args:
+        name: of the environment, as the journal has it.
+        given: what the user said to run.
+        recorded: where the code of the run's environments was, by name; see `app.parts.code_of`.
+        code_hash: of the environment's module when the episode was played.
+        command: what the user typed, or would, without `--environment`; for the message.
+
     Raises:
-        InputError: only the journal says so.
+        InputError: only the journal says so; the message has the command by which the user says it.
     """
-    given = asked.environment
     if given is not None:
         own = name.rpartition(":")[2].rpartition(".")[2]
         beside = getattr(sys.modules.get(given.__module__), own, None)  # a child's, of the same module
         return beside if isinstance(beside, type) and own != given.__name__ else given
+    found = loaded(name)
+    if found is not None:
+        return found
     if name not in {known.id for known in registered()} and not name.startswith(OWN):
-        raise InputError(
-            f"the journal names {name[:200]!r}, which is not installed under that name: say with --environment what "
-            "code may be run, such as path/to/env.py:Class"
-        )
+        raise InputError(_how_to_name(name, recorded, code_hash, command))
     try:
         return resolve(name)
     except EnvironmentDefinitionError as error:
-        raise InputError(f"{error}; give --environment") from error
+        raise InputError(f"{error}; name the code to run: {command} --environment path/to/env.py:Class") from error
+
+
+def recorded_code(info: Mapping[str, Any]) -> Mapping[str, str]:
+    """Where the code of a run's environments was, by name, as its journal's `info` has it; see `app.parts.code_of`."""
+    code = info.get("code")
+    return {name: where for name, where in code.items() if isinstance(where, str)} if isinstance(code, dict) else {}
+
+
+def _how_to_name(name: str, recorded: Mapping[str, str], code_hash: str, command: str) -> str:
+    """The refusal of code that only a journal names, with the command that names it."""
+    name = name[:MAX_SHOWN]
+    location, _, qualname = name.rpartition(":")
+    if location == "__main__":  # children that nobody declared are of the same file
+        location = next((r.rpartition(":")[0] for n, r in recorded.items() if n.startswith("__main__:")), location)
+    elif name in recorded:
+        location, _, qualname = recorded[name][:MAX_SHOWN].rpartition(":")
+    because = f"the episode was played by {name!r}, and a journal does not decide what code is run here"
+    example = f"{command} --environment path/to/env.py:Class"
+    if "<locals>" in qualname:
+        return (
+            f"{because}. Its class was defined inside a function: move it to the top level of a file, then\n  {example}"
+        )
+    if location in ("", "__main__"):
+        where = "registered under that name by the program that trained" if not location else "typed into a notebook"
+        return f"{because}; it was {where}. Name the file it is in:\n  {example}"
+    if not location.endswith(".py"):
+        reference = shlex.quote(f"{location}:{qualname}")
+        return f"{because}. Where Python finds that module (here, or on PYTHONPATH), say so:\n  {command} " + (
+            f"--environment {reference}"
+        )
+    if not os.path.isfile(location):
+        return (
+            f"{because}, nor is there a file {location} any more. Name the place it has now:\n  {command} "
+            f"--environment NEW/{Path(location).name}:{qualname}"
+        )
+    text = "".join(linecache.getlines(location))
+    notes = ""
+    if hashlib.blake2b(text.encode(), digest_size=8).hexdigest() != code_hash:
+        notes += "\nIt was edited since, so the episode may depart."
+    if name.startswith("__main__:") and "__name__" not in text:
+        notes += "\nFirst put what that script does under `if __name__ == '__main__':`, or it is done again."
+    return f"{because}. If you trust that file, say so:\n  {command} --environment " + (
+        f"{shlex.quote(f'{location}:{qualname}')}{notes}"
+    )
 
 
 class _NoEngine:

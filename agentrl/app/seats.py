@@ -85,6 +85,25 @@ def demands_of(config: RunConfig, environment: type[Environment]) -> Sequence[De
     return demands
 
 
+def split_groups(config: RunConfig, demands: Sequence[Demand]) -> Iterator[str]:
+    """Say of which policies steps end inside a group; nothing is wrong with it, but few mean it.
+
+    Args:
+        config: of the run.
+        demands: `demands_of` it.
+    """
+    for name, policy in config.trained.items():
+        brought = {demand.units[name] for demand in demands if demand.units.get(name)}
+        if config.credit.release == "group" and any(policy.step_size % units for units in brought):
+            units = max(brought)
+            fitting = max(round(policy.step_size / units), 1) * units
+            yield (
+                f"policies.{name}.step_size = {policy.step_size} is no multiple of the {plural(units, 'unit')} that a "
+                f"group brings, so steps end inside groups: the rest of a group is trained a step later, with the same "
+                f"advantages. Set step_size = {fitting} for whole groups"
+            )
+
+
 def _check_fill(size: int, name: str, policy: PolicyConfig, brought: Sequence[int]) -> None:
     """Groups fit the bounds of a policy, and at staleness 0 they fill its steps: only whole ones are let in."""
     most, whole = max(brought), min(brought)
@@ -123,8 +142,9 @@ def check_capabilities(config: RunConfig, capabilities: EngineCapabilities) -> N
         ConfigError: the setting, what it needs, and the engine that lacks it.
     """
     places = adapter_places(config)
+    refreshes = {config.refresh_of(name) for name in config.trained}
     needs = {
-        f"engine.refresh = {config.engine.refresh!r}": config.engine.refresh in capabilities.refresh,
+        **{f"engine.refresh = {refresh!r}": refresh in capabilities.refresh for refresh in sorted(refreshes)},
         "engine.capture_routing": capabilities.expert_routing or not config.engine.capture_routing,
         "sampling.top_k, top_p or min_p (their kept sets)": capabilities.sampling_mask or not config.filtered,
         f"{places} adapters at once (policies.*.lora, opponents, frozen ones)": capabilities.adapters >= places,

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.app.lives import Lasting, ended_by_ctrl_c, lives
-from agentrl.app.parts import Adapters, load_config, task_source
+from agentrl.app.lives import Lasting, ended_by_ctrl_c, lead, lives
+from agentrl.app.parts import Adapters, code_of, load_config, task_source
 from agentrl.app.parts import held_out as held_out_source
-from agentrl.app.seats import demands_of
-from agentrl.config.run import RunConfig, check_unchanged
+from agentrl.app.recovery import Code
+from agentrl.app.seats import demands_of, split_groups
+from agentrl.config.run import Difference, RunConfig, check_unchanged
+from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.ports import Observer
 from agentrl.core.records import Task
 from agentrl.environment.base import Environment, TaskSource
@@ -27,12 +29,12 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
-    from agentrl.observe.run_state import RunState
+    from agentrl.observe.run_state import PolicyState, RunState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A finished (or interrupted) run."""
+    """A run that has finished, or was stopped."""
 
     path: Path
     metrics: list[dict[str, float]]
@@ -44,6 +46,7 @@ class Run:
     summary: dict[str, Any]
     """What `summary.json` holds."""
     interrupted: bool
+    """Whether it was stopped, by Ctrl-C or a signal."""
 
 
 def train(
@@ -73,10 +76,9 @@ def train(
     """
     config = load_config(config)
     chosen = resolve(environment if environment is not None else config.environment.id)
-    demands_of(config, chosen)
-    return asyncio.run(
-        run_training(config, chosen, tasks=tasks, held_out=held_out, observers=observers, resume=resume, quiet=quiet)
-    )
+    demands_of(config, chosen)  # refuses what could never start, before anything is loaded
+    run = run_training(config, chosen, tasks=tasks, held_out=held_out, observers=observers, resume=resume, quiet=quiet)
+    return lead(run, Path(config.directory) / config.name)
 
 
 async def run_training(
@@ -96,10 +98,21 @@ async def run_training(
     started = clock.monotonic()
     chat_format = adapters.chat_format(config)
     source = await asyncio.to_thread(task_source, config, environment, "train", tasks)
-    held_out_tasks = await asyncio.to_thread(held_out_source, config, environment, held_out)
+    held_out_tasks, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
     path = Path(config.directory) / config.name
     directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
-    async with _opened(config, directory, observers, clock, quiet=quiet, resume=resume) as (store, observer):
+    code: dict[str, str] = {}
+    with contextlib.suppress(EnvironmentDefinitionError):  # of a notebook's, which no other process can run
+        code = code_of(environment)
+    info = {"name": config.name, "config": config.model_dump(mode="json"), "code": code}
+    opened = _opened(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
+    async with opened as (store, observer, changed):
+        for line in split_groups(config, demands_of(config, environment)):
+            observer.warn(line)
+        if len(held_out_tasks) < available:
+            observer.say(
+                f"evaluating on {len(held_out_tasks):,} of {available:,} held-out tasks, drawn with seed {config.seed}"
+            )
         lasting = Lasting(
             config=config,
             environment=environment,
@@ -110,6 +123,8 @@ async def run_training(
             directory=directory,
             store=store,
             observer=observer,
+            code=Code.of(config, environment),
+            changed=changed,
         )
         orchestrator = await lives(lasting)
         seconds = clock.monotonic() - started
@@ -156,10 +171,12 @@ async def _opened(
     observers: Sequence[Observer],
     clock: Clock,
     *,
+    info: Mapping[str, Any],
     quiet: bool,
     resume: bool,
-) -> AsyncIterator[tuple[SqliteJournal, RunObserver]]:
-    """What outlives a life of the run, and must be closed again: observer, then journal."""
+) -> AsyncIterator[tuple[SqliteJournal, RunObserver, Sequence[Difference]]]:
+    """What outlives a life of the run, and must be closed again: observer, then journal; and the settings that differ
+    from those of the process before."""
     from agentrl.journal.lock import check_partitions, let_go
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
@@ -169,45 +186,61 @@ async def _opened(
     async with contextlib.AsyncExitStack() as stack:
         if not resume:
             stack.push(directory.forget_if_refused)
-        resolved = config.model_dump(mode="json")
-        store = SqliteJournal(directory.journal, info={"name": config.name, "config": resolved})
+        resolved = info["config"]
+        store = SqliteJournal(directory.journal, info=info)
         stack.push_async_callback(store.close)
-        check_unchanged(store.info().get("config", {}), config)
+        changed = check_unchanged(store.config(), config)
         plan = plan_of(resolved)
         sinks = open_sinks(config.sinks, directory.path, resolved)
         observer = stack.enter_context(RunObserver(directory, plan=plan, others=observers, sinks=sinks, quiet=quiet))
         observer.watch()
         stack.enter_context(ended_by_ctrl_c())
         await let_go(lambda: check_partitions(directory.journal), observer.warn, clock)
-        yield store, observer
+        yield store, observer, [each for each in changed if each.path not in (("name",), ("directory",))]
 
 
 def _summary(
     config: RunConfig, state: RunState, orchestrator: Orchestrator, held_out: int, seconds: float
 ) -> dict[str, Any]:
     """What came of the whole run, all its lives: steps taken again count once. `seconds` are this process's."""
-    policies = list(state.policies.values())
+    policies = [policy for policy in state.policies.values() if policy.steps or policy.evaluations]
     by_step = sorted((step, number) for number, policy in enumerate(policies) for step in policy.steps)
     steps = [policies[number].steps[step] for step, number in by_step]
     evaluations = [(policy.name, *at) for policy in policies for at in sorted(policy.evaluations.items())]
-    evaluated = [policy.series("evaluation/reward")[1] for policy in policies if policy.evaluations]
-    rewards = evaluated[0] if len(evaluated) == 1 else []
+    by_policy = {policy.name: _summary_of(policy) for policy in policies}
+    only = next(iter(by_policy.values())) if len(by_policy) == 1 else dict.fromkeys(_SUMMARY_OF_ONE)
     return {
         "name": config.name,
-        "interrupted": orchestrator.outcome.interrupted,
+        "state": "stopped" if orchestrator.outcome.interrupted else "finished",
         "ended_early": orchestrator.ended_early,
         "best": orchestrator.choice.summary(),
         "steps": len(steps),
-        "reward_start": rewards[0] if rewards else None,
-        "reward_end": rewards[-1] if len(rewards) > 1 else None,
+        **{name: only[name] for name in _SUMMARY_OF_ONE},
+        "policies": by_policy,
         "held_out_tasks": held_out,
         "rl_seconds": max((sum(_column(policy.steps.values(), "step/seconds")) for policy in policies), default=0.0),
         "seconds": seconds,
         "engine_busy_share": _over_time(steps, "engine/busy_share"),
         "trainer_busy_share": _over_time(steps, "trainer/busy_share"),
-        "staleness_mean": sum(_column(steps, "staleness/mean")) / max(len(steps), 1),
-        "rewards": _column(steps, "reward/mean"),
         "evaluations": [{"policy": policy, "step": step, **values} for policy, step, values in evaluations],
+    }
+
+
+_SUMMARY_OF_ONE = ("reward_start", "reward_end", "rewards", "staleness_mean")
+"""Figures of a summary that belong to one policy: beside `policies` at the top where there is but one."""
+
+
+def _summary_of(policy: PolicyState) -> dict[str, Any]:
+    """A policy's part of the summary: held-out reward before and after, training reward and mean lag by step."""
+    _, held_out = policy.series("evaluation/reward")
+    _, rewards = policy.series("reward/mean")
+    _, lags = policy.series("staleness/mean")
+    return {
+        "steps": policy.step,
+        "reward_start": held_out[0] if held_out else None,
+        "reward_end": held_out[-1] if len(held_out) > 1 else None,
+        "rewards": rewards,
+        "staleness_mean": sum(lags) / len(lags) if lags else 0.0,
     }
 
 

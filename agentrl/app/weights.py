@@ -12,6 +12,7 @@ from agentrl.config.policies import FrozenPolicy, PastPolicy, PolicyConfig
 from agentrl.core.errors import EngineError, InputError
 from agentrl.core.files import WEIGHT_FILES, sha256_of
 from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.orchestrator.versions import record_durably
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,11 +92,11 @@ async def load_weights(config: RunConfig, engine: Engine, store: JournalStore, g
         InputError: they do not fit the base model.
     """
     for weights in given:
+        await record_durably(store, weights)
         try:
             await engine.update(weights)
         except EngineError as error:
             raise InputError(f"{weights.path} does not fit {config.model.path}: {error}") from error
-        store.record_version(weights, None)
 
 
 def adapter_places(config: RunConfig) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import itertools
 import socket
 import sys
@@ -23,8 +24,9 @@ from agentrl.app.speech import rollout_settings
 from agentrl.cluster import worker_wire as wire
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
-from agentrl.core.clock import SystemClock
-from agentrl.core.errors import AgentRLError
+from agentrl.core.clock import SteadyLoop, SystemClock
+from agentrl.core.errors import AgentRLError, error_words
+from agentrl.core.files import closed_under_us
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
 from agentrl.engines.guest import GuestEngine
@@ -177,8 +179,15 @@ class Run:
             answer.set_result(message.known)
 
     def failed(self, error: BaseException) -> None:
-        """What no episode can be blamed for ends the run."""
-        tell_failure(self._writer, error)
+        """What no episode can be blamed for ends the run. An unexpected error ends this process: code of an episode
+        may have broken it, and the pool finds out whose."""
+        if isinstance(error, AgentRLError) and not closed_under_us(error):
+            tell_failure(self._writer, error)
+            return
+        self.tell(wire.Told(line=f"a worker process was broken from within: {error_words(error)} (see workers.log)"))
+        with contextlib.suppress(Exception):
+            traceback.print_exception(error)
+        leave(1)
 
     def forget_all(self) -> None:
         """Nothing is in flight here."""
@@ -191,7 +200,7 @@ def tell_failure(writer: asyncio.StreamWriter, error: BaseException) -> None:
     if isinstance(error, AgentRLError):
         send(writer, wire.Failed(kind=type(error).__name__, message=str(error)))
         return
-    send(writer, wire.Failed(kind="AgentRLError", message=f"{type(error).__name__}: {error}"))
+    send(writer, wire.Failed(kind="AgentRLError", message=error_words(error)))
     with contextlib.suppress(OSError):  # a bug: the run hears the message only; the error stream may lie on a full disk
         traceback.print_exception(error)
 
@@ -315,9 +324,11 @@ async def _tell_advanced(host: WorkerHost) -> None:
 
 def main() -> None:
     """Serve the connection that was handed over, until it ends."""
+    faulthandler.enable()  # a crash tells its line of Python, into workers.log
     descriptor, parent = map(int, sys.argv[1:])
     die_with(parent)
-    asyncio.run(_serve_and_leave(socket.socket(fileno=descriptor)))
+    with asyncio.Runner(loop_factory=SteadyLoop) as runner:
+        runner.run(_serve_and_leave(socket.socket(fileno=descriptor)))
 
 
 async def _serve_and_leave(connection: socket.socket) -> None:

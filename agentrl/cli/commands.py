@@ -73,11 +73,16 @@ _POLICY = _argument("--policy", help="of this policy; needed where several took 
 _LINEAGE = _argument("--lineage", type=_whole, help="default: the newest that took it")
 _FOLLOW = _argument("--follow", action="store_true", help="print what is new as it comes, until the run has ended")
 _EPISODE = (_RUN, _ID, _ATTEMPT)
+_ENVIRONMENT = _argument(
+    "--environment",
+    metavar="REF",
+    help="the code to run, such as path/to/env.py:Class; needed where the journal names none that is installed",
+)
 _PLAYED = (
     *_EPISODE,
     _argument("--where", help="all episodes that pass this filter, instead of one"),
     _argument("--limit", type=_whole, default=100_000, help="at most so many of them"),
-    _argument("--environment", metavar="REF", help="the code to run, where the journal names none that is installed"),
+    _ENVIRONMENT,
 )
 
 READING = (
@@ -153,6 +158,23 @@ READING = (
                 (_RUN,),
                 reads=False,
             ),
+            Verb(
+                "prune",
+                "give up old tokens and step columns of a run that nobody writes; rewards, credits and steps stay",
+                "reading:run_prune",
+                (
+                    _RUN,
+                    _argument(
+                        "--keep",
+                        type=_whole,
+                        metavar="STEPS",
+                        help="newest steps of each policy whose tokens stay; 0: what checkpoints need; default: "
+                        "journal.keep",
+                    ),
+                    _argument("--dry-run", action="store_true", help="say what would go, and remove nothing"),
+                ),
+                reads=False,
+            ),
             Verb("winrates", "how policies do against their past versions", "reading:run_winrates", (_RUN,)),
             Verb(
                 "metrics",
@@ -193,8 +215,13 @@ READING = (
                     _argument("--details", action="store_true", help="a line per token, with all that is known of it"),
                 ),
             ),
-            Verb("why", "say why it stands where it stands", "reading:episode_why", _EPISODE),
-            Verb("timeline", "show when it did what", "reading:episode_timeline", _EPISODE),
+            Verb(
+                "why",
+                "explain what it waited for, how it ended, its reward, and the step that trained it",
+                "reading:episode_why",
+                _EPISODE,
+            ),
+            Verb("timeline", "show what it did and when", "reading:episode_timeline", _EPISODE),
             Verb(
                 "diff",
                 "compare two episodes, or a fork with its parent: where they part",
@@ -218,18 +245,19 @@ READING = (
             ),
             Verb(
                 "rescore",
-                "let its program give its rewards anew; exit code 1 if more than rewards differs",
+                "compute its rewards again with the present code, and print both; exit code 1 if anything else differs",
                 "playing:episode_rescore",
                 _PLAYED,
                 reads=False,
             ),
             Verb(
                 "fork",
-                "play it on from one of its turns, again and otherwise",
+                "resample it from one of its turns, or continue from an edited message",
                 "playing:episode_fork",
                 (
                     *_EPISODE,
                     _argument("--at", type=_whole, required=True, metavar="TURN", help="from 0; -1 is the last"),
+                    _ENVIRONMENT,
                     _argument("-n", type=_whole, default=1, metavar="K", help="how many forks (default 1)"),
                     _argument("--edit", type=Path, metavar="FILE", help="what the policy is told there instead"),
                     _argument(
@@ -389,5 +417,19 @@ def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
     _add(verbs, "list", "list the installed environments", "environments:env_list", reads=True)
     parser = _add(verbs, "check", "check that an environment can be trained on", "environments:env_check")
     parser.add_argument("id", help="registered name, module:Class, or path/to/env.py:Class")
+    text = (
+        "build a tiny model that knows an environment's words and tools, from demonstrations, in minutes on two cores"
+    )
+    parser = _add(verbs, "warm-up", text, "environments:env_warm_up")
+    parser.add_argument("id", help="registered name, module:Class, or path/to/env.py:Class")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory for the model")
+    told = "conversations to learn from, a line of JSON each; default: what the environment's `demonstrate` says"
+    parser.add_argument("--demonstrations", type=Path, metavar="FILE.jsonl", help=told)
+    parser.add_argument("--steps", type=_whole, default=600, help="supervised steps, at most (default 600)")
+    told = "of the demonstrations that answer too early, so that something is left to learn by reward (default 0.5)"
+    parser.add_argument("--early", type=float, default=0.5, metavar="SHARE", help=f"share {told}")
+    told = "stop once the held-out reward is this share of the way to the demonstrations' (default 0.8)"
+    parser.add_argument("--until", type=float, default=0.8, metavar="SHARE", help=told)
+    parser.add_argument("--seed", type=_whole, default=0, help="of tasks, weights and everything drawn (default 0)")
     parser = _add(verbs, "new", "write a new environment, with its tests and a configuration", "scaffold:env_new")
     parser.add_argument("name", help="lower-case letters, digits and underscores; the directory must not exist")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.cli.output import print_json_line, print_text
-from agentrl.observe.status import read_status
 
 if TYPE_CHECKING:
     import argparse
@@ -41,8 +40,7 @@ def follow(
     seen: set[Hashable] = set()
     with contextlib.suppress(KeyboardInterrupt):
         while True:
-            status = read_status(reader.path)
-            has_ended = status is None or status.ended or ended()  # asked first: what came before is then on disk
+            has_ended = reader.standing() != "running" or ended()  # asked first: what came before is then on disk
             new = [item for item in ask() if key(item) not in seen]
             seen.update(map(key, new))
             if options.json:

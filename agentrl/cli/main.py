@@ -19,7 +19,7 @@ from importlib import import_module
 
 from agentrl.cli.commands import parser
 from agentrl.cli.output import INTERNAL, INTERRUPTED
-from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError
+from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError, error_words
 from agentrl.core.files import remedy
 from agentrl.core.safe import safe, safe_line
 
@@ -80,6 +80,12 @@ def _report_unexpected(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         _say(f"agentrl: the program was told to end (exit code {error.code}) by {_place_of(error)}\n")
         return CheckFailedError.exit_code
+    if type(error).__name__ == "CancelledError" or "Event loop stopped before" in error_words(error):
+        _say(
+            "agentrl: an environment stopped the event loop of this process, or cancelled tasks that are not its own; "
+            "an episode ends by raising or returning\n"
+        )
+        return CheckFailedError.exit_code
     if isinstance(error, OSError) and error.errno == errno.EBADF:
         _say(
             "agentrl: a file or connection of this process was closed under it, by an environment or a library of its: "
@@ -129,7 +135,9 @@ def _say(text: str) -> None:
 
 
 def _report_bug(error: BaseException) -> int:
-    _say(f"agentrl: internal error: {safe_line(f'{type(error).__name__}: {error}')[:500]}\n")
+    _say(f"agentrl: internal error: {safe_line(error_words(error))[:500]}\n")
+    for note in getattr(error, "__notes__", ()):
+        _say(f"{safe_line(note)}\n")
     _say(f"This is a bug of agentrl, unless `agentrl doctor` finds the machine at fault. {_write_traceback()}\n")
     return INTERNAL
 

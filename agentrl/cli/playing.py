@@ -60,7 +60,7 @@ def episode_rescore(reader: RunReader, options: argparse.Namespace) -> Answer:
 
 @command
 def episode_fork(reader: RunReader, options: argparse.Namespace) -> Answer:
-    """`agentrl episode fork [RUN] [ID] --at TURN [-n K] [--edit FILE] [--policy [SEAT=]WHO]`."""
+    """`agentrl episode fork [RUN] [ID] --at TURN [-n K] [--edit FILE] [--environment REF] [--policy [SEAT=]WHO]`."""
     from agentrl.app.forks import fork
     from agentrl.inspection.forks import fork_tree
     from agentrl.inspection.render_episode import fork_page
@@ -75,6 +75,7 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> Answer:
         attempt=options.attempt,
         policy=options.policy,
         edit=None if options.edit is None else _edit(options.edit),
+        environment=options.environment,
         adapters=_adapters(reader),
     )
     made = {header.episode_id for header in headers}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from agentrl.inspection.lines import EpisodeLine
     from agentrl.inspection.terminal import Page
+    from agentrl.journal.port import Pruned
 
 RUNS = Path("runs")
 _EPISODE = re.compile(r"(forks/)?[a-z]\d+(?![\w-])")
@@ -100,12 +102,62 @@ def run_curve(reader: RunReader, options: argparse.Namespace) -> Answer:
 
 @command
 def run_ledger(reader: RunReader, options: argparse.Namespace) -> Answer:
-    """`agentrl run ledger [RUN]`; 1 if an equation does not hold."""
+    """`agentrl run ledger [RUN]`; 1 if an equation does not hold, or something of a committed episode is missing."""
     from agentrl.inspection.render import ledger_view
+    from agentrl.observe.progress import waiting
 
-    ledger = reader.ledger()
+    with waiting("reading the control log", sys.stderr) as tell:
+
+        def on_read(read: int, of: int) -> None:
+            if read % 1000 == 0:
+                tell(f"reading the entries of committed episodes: {read:,} of {of:,}")
+
+        ledger = reader.ledger(on_read)
     value = {"holds": ledger.holds, **msgspec.to_builtins(ledger)}
     return Answer(value, lambda: ledger_view(ledger), 0 if ledger.holds else CheckFailedError.exit_code)
+
+
+@command
+def run_prune(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl run prune [RUN] [--keep STEPS] [--dry-run]`."""
+    import asyncio
+
+    from agentrl.inspection.render import pruned_page
+    from agentrl.journal.lock import check_partitions
+    from agentrl.journal.port import PruneRule
+    from agentrl.journal.pruning import prune
+    from agentrl.journal.store import SqliteJournal
+    from agentrl.orchestrator.manifest import sealed
+
+    config = reader.info().get("config")
+    section = config.get("journal") if isinstance(config, dict) else None
+    recorded = section.get("keep") if isinstance(section, dict) else None
+    keep = recorded if options.keep is None else options.keep
+    if type(keep) is not int or keep < 0:
+        raise InputError(
+            "choose how much to keep: --keep=20 keeps the newest 20 steps of each policy; --keep=0 keeps only what "
+            "resuming from a checkpoint needs"
+        )
+    rule = PruneRule(keep=keep, sealed=sealed(reader.path / "checkpoints"))
+    if not rule.sealed:
+        raise InputError(
+            f"{reader.path}: there is no checkpoint to resume from, so every episode may be trained again, and nothing "
+            "can be given up"
+        )
+    if options.dry_run:
+        given_up = prune(reader.journal, reader.log, rule, None)
+    else:
+
+        async def work() -> Pruned:
+            journal = SqliteJournal(reader.journal)
+            try:
+                check_partitions(reader.journal)
+                return await journal.prune(rule)
+            finally:
+                await journal.close()
+
+        given_up = asyncio.run(work())
+    return Answer(given_up, lambda: pruned_page(given_up, is_dry=options.dry_run))
 
 
 @command

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import importlib.util
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,14 +35,32 @@ def train(options: argparse.Namespace) -> int:
         return 0
     from agentrl.app.training import train as run_training
 
-    run = run_training(config, resume=options.resume)
+    with contextlib.suppress(ValueError, OSError):  # of a stream without a descriptor
+        faulthandler.enable()  # a crash in native code tells which line of Python called it
+    try:
+        run = run_training(config, resume=options.resume)
+    except KeyboardInterrupt:
+        if (Path(config.directory) / config.name).is_dir():
+            _say_how_to_go_on(options)
+        raise
     policies = {policy: str(path) for policy, path in run.policies.items()}
     if options.json:
         print_json({"path": str(run.path), "summary": run.summary, "metrics": run.metrics, "policies": policies})
     else:
         for policy, path in policies.items():
             sys.stdout.write(f"{safe_line(policy)}: {safe_line(path)}\n")
-    return INTERRUPTED if run.interrupted else 0
+    if run.interrupted:
+        _say_how_to_go_on(options)
+        return INTERRUPTED
+    return 0
+
+
+def _say_how_to_go_on(options: argparse.Namespace) -> None:
+    """The command that resumes a run as it was started here."""
+    model = [] if options.model is None else ["--model", str(options.model)]
+    overrides = [f"--{override.lstrip('-')}" for override in options.overrides]
+    command = shlex.join(["agentrl", "train", str(options.file), *model, *overrides, "--resume"])
+    sys.stderr.write(f"stopped; to continue: {safe_line(command)}\n")
 
 
 def demo(options: argparse.Namespace) -> int:

@@ -124,17 +124,22 @@ class _LocalRay:
         import ray
 
         _LocalRay.current = self
-        ray.init(
-            address="local",
-            # Idle prestarted workers burn CPU; our actors ask for no CPU slots.
-            num_cpus=0,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            # Ray opens its own directory to everyone; the one around it stays private.
-            _temp_dir=str(self._directory / "ray"),
-        )
+        try:
+            ray.init(
+                address="local",
+                # Idle prestarted workers burn CPU; our actors ask for no CPU slots.
+                num_cpus=0,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                # Ray opens its own directory to everyone; the one around it stays private.
+                _temp_dir=str(self._directory / "ray"),
+            )
+        except Exception as error:  # a Ray that was not ready in time raises no narrower one
+            if isinstance(error, OSError | RuntimeError):
+                raise
+            raise RuntimeError(str(error)) from error
         atexit.register(self.end)
         # Ray prints a page on our standard output when one of its processes dies; we say it in a line.
         ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None

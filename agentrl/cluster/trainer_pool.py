@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
+import inspect
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.cluster.session import RaySession, brief, kept_signal_handlers
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import AgentRLError, TrainerError, TrainerLostError
+from agentrl.core.errors import AgentRLError, ConfigError, TrainerError, TrainerLostError
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -34,6 +37,53 @@ PATIENCE_S = 60.0
 
 LOOK_S = 1.0
 """How often a local Ray is looked at: its client ends our process after a minute without Ray's control service."""
+
+
+LEARNING = (
+    "agentrl.learn.losses",
+    "agentrl.learn.logprobs",
+    "agentrl.learn.forward",
+    "agentrl.learn.packing",
+    "agentrl.learn.trainer",
+    "agentrl.credit.samples",
+    "agentrl.credit.fed",
+    "agentrl.journal.rows",
+)
+"""What a rank computes with."""
+
+
+def refuse_patches() -> None:
+    """Refuse functions of ours that this process has replaced: ranks import the installed ones.
+
+    Raises:
+        ConfigError: a function, method or constant of `LEARNING` is not the one of its file.
+    """
+    for name in LEARNING:
+        live = sys.modules.get(name)
+        if live is None or live.__spec__ is None or live.__spec__.loader is None:
+            continue  # nobody imported it here, so nobody replaced anything in it
+        installed = importlib.util.module_from_spec(live.__spec__)
+        live.__spec__.loader.exec_module(installed)
+        for part, ours in vars(installed).items():
+            if not part.startswith("__") and _is_replaced(ours, vars(live).get(part)):
+                raise ConfigError(
+                    f"{name}.{part} was replaced in this process, and trainer.kind = 'ray' trains in processes of its "
+                    "own, with the installed one. Set trainer.kind = 'in_process', where the replacement counts, or "
+                    "leave it out"
+                )
+
+
+def _is_replaced(ours: object, live: object) -> bool:
+    """Whether a name of a module no longer stands for what the module's file says."""
+    if ours is live:
+        return False
+    if inspect.isfunction(ours):
+        code, found = inspect.unwrap(ours).__code__, inspect.unwrap(live) if callable(live) else None
+        return not inspect.isfunction(found) or found.__code__ != code
+    if inspect.isclass(ours):
+        own = [(name, made) for name, made in vars(ours).items() if inspect.isfunction(made)]
+        return not inspect.isclass(live) or any(_is_replaced(made, vars(live).get(name)) for name, made in own)
+    return isinstance(ours, int | float | str | tuple) and ours != live
 
 
 class TrainerRank:
@@ -50,10 +100,10 @@ class TrainerRank:
             ranks = ProcessGroup(Path(rendezvous), rank=rank, size=size, device=device_of(rank))
         self._trainer = PolicyTrainer(RunConfig.model_validate(config), Path(run_directory), ranks=ranks)
 
-    def start(self, resume_from: str | None) -> int:
-        """See `PolicyTrainer.start`; returns the process id."""
-        self._trainer.start(None if resume_from is None else Path(resume_from))
-        return os.getpid()
+    def start(self, resume_from: str | None) -> tuple[int, tuple[str, ...]]:
+        """See `PolicyTrainer.start`; the process id, and what that returns."""
+        lines = self._trainer.start(None if resume_from is None else Path(resume_from))
+        return os.getpid(), lines
 
     def forward_backward(self, batch: TrainBatch) -> None:
         """See `PolicyTrainer.forward_backward`."""
@@ -90,7 +140,11 @@ class RayTrainerPool:
             config: of the run.
             run_directory: where journal, versions and step columns lie; all ranks see it.
             session: the Ray to use, left running by `close`; None: one of its own.
+
+        Raises:
+            ConfigError: see `refuse_patches`.
         """
+        refuse_patches()
         self._config = config
         self._directory = run_directory.resolve()
         self._session = session if session is not None else RaySession()
@@ -103,11 +157,12 @@ class RayTrainerPool:
         self.process_ids: tuple[int, ...] = ()
         """Of the ranks, once started: what a person, or a profiler, looks at."""
 
-    async def start(self, resume_from: str | None = None) -> None:
-        """Start Ray and the ranks.
+    async def start(self, resume_from: str | None = None) -> tuple[str, ...]:
+        """Start Ray and the ranks; see `PolicyTrainer.start`.
 
         Raises:
             ModelError: the model cannot be trained.
+            ConfigError: an adapter is to be on what cannot be both trained and served.
             TrainerError: the checkpoint does not fit.
             TrainerLostError: a rank or Ray died meanwhile, or Ray did not start.
         """
@@ -116,7 +171,9 @@ class RayTrainerPool:
             await asyncio.to_thread(self._start_actors)
         self._lost = loop.create_future()
         self._watch = loop.create_task(self._look_at_ray(self._lost), name="watch Ray")
-        self.process_ids = tuple(await self._all("start", resume_from))
+        started: Sequence[tuple[int, tuple[str, ...]]] = await self._all("start", resume_from)
+        self.process_ids = tuple(process for process, _ in started)
+        return started[0][1]
 
     def _start_actors(self) -> None:
         try:

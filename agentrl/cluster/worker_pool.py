@@ -24,7 +24,9 @@ import msgspec
 
 from agentrl.cluster import worker_wire as wire
 from agentrl.cluster.worker_process import WorkerProcess
+from agentrl.core.errors import AgentRLError, EngineError
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, dropped_header
+from agentrl.core.words import plural
 
 if TYPE_CHECKING:
     from agentrl.core.clock import Clock
@@ -40,6 +42,8 @@ GUILTY = 3
 """It is, where it was at so many deaths more than anything that was with it at the last."""
 SPLIT = 4
 """Each further death makes it so many times fewer suspects that a process takes at once."""
+NAMED = 16
+"""Episodes that a message names, before it counts the rest."""
 CANCEL_S = 10.0
 """How long a process may take to stop all it runs, before it is killed: longer than a stuck program is waited for."""
 
@@ -96,6 +100,8 @@ class WorkerPool:
     ) -> None:
         self.last_failure = ""
         """What the last dropped episode said, for people."""
+        self.killers = 0
+        """Episodes that were dropped because they killed processes."""
         self.processes: list[WorkerProcess] = []
         self._settings = settings
         self._engine = engine
@@ -285,6 +291,8 @@ class WorkerPool:
             detail = (
                 f"{len(killer.deaths)} worker processes died while it ran, and it got nowhere: it is what killed them"
             )
+            self.killers += 1
+            self._tell(f"{_name_of(killer)} is dropped as worker_lost: {detail}")
             for placed in self._episodes.values():
                 if placed is not killer:
                     placed.deaths -= killer.deaths
@@ -296,8 +304,13 @@ class WorkerPool:
             self._place(placed)
         self._fill()  # with those that are no suspects any more
 
-    def failed(self, error: BaseException) -> None:
-        """See `worker_process.Owner`."""
+    def failed(self, error: AgentRLError) -> None:
+        """See `worker_process.Owner`: names the episodes that were with processes when they died."""
+        suspects = sorted((each for each in self._episodes.values() if each.deaths), key=lambda each: -len(each.deaths))
+        if suspects and isinstance(error, EngineError):
+            names = ", ".join(f"{_name_of(each)} {plural(len(each.deaths), 'time')}" for each in suspects[:NAMED])
+            more = f" and {len(suspects) - NAMED} more" if len(suspects) > NAMED else ""
+            error = EngineError(f"{error}. With processes that died, and no further since: {names}{more}")
         self._on_failure(error)
 
     def heard(self, process: WorkerProcess, message: wire.FromWorker) -> None:
@@ -391,6 +404,10 @@ class WorkerPool:
                 self._idle.set()
 
         self._start(commit())
+
+
+def _name_of(placed: Placed) -> str:
+    return f"{placed.spec.episode_id} (task {placed.spec.task.id!r})"
 
 
 def _killer(dead: list[Placed]) -> Placed | None:

@@ -25,17 +25,33 @@ def check_together(config: RunConfig) -> None:
     for key, name in (("name", config.name), *((f"policies.{name}", name) for name in config.policies)):
         if not is_safe_name(name):
             raise ValueError(f"{key}: {name!r} becomes part of a path: letters, digits, '.', '_' and '-' only")
+    _check_model(config)
     _check_credit(config)
     _check_release(config)
     _check_seats(config)
     for name in config.policies:
         _check_sampling(config, name)
+    for name, policy in config.trained.items():
+        if policy.max_lag is not None and policy.max_lag < policy.max_staleness:
+            raise ValueError(
+                f"policies.{name}.max_lag = {policy.max_lag} is below max_staleness = {policy.max_staleness}, which "
+                "bounds the mean of what max_lag limits: raise it, or lower max_staleness"
+            )
     _check_freeze(config)
     _check_best(config)
     _check_full_weights(config)
     if config.deterministic:
         _check_deterministic(config)
     _check_engine(config)
+
+
+def _check_model(config: RunConfig) -> None:
+    here = [name for name, policy in config.policies.items() if not isinstance(policy, OutsidePolicy)]
+    if here and not config.model.path:
+        raise ValueError(
+            f"model.path is needed for {', '.join(f'policies.{name}' for name in here)}: the directory of a local "
+            "Hugging Face model, such as environments.calculator:model. Only remote endpoints and bots need none"
+        )
 
 
 def _check_credit(config: RunConfig) -> None:
@@ -157,7 +173,7 @@ def _check_full_weights(config: RunConfig) -> None:
         if policy.lora is None and config.engine.refresh in ("episode", "lazy"):
             raise ValueError(
                 f"engine.refresh = {config.engine.refresh!r} needs adapters: an engine has one version of full "
-                f"weights. Set policies.{name}.lora, or refresh = 'token' or 'turn'"
+                f"weights. Set policies.{name}.lora, or refresh = 'auto', 'token' or 'turn'"
             )
         if config.deterministic and policy.lora is None and policy.max_staleness:
             raise ValueError(
@@ -194,8 +210,23 @@ def _check_engine(config: RunConfig) -> None:
         raise ValueError(
             "engine.replicas > 1 needs engines in processes of their own: set engine.placement = 'process', or 'ray'"
         )
+    if engine.keep_kv:
+        _check_kept_kv(config)
     if engine.replicas > 1 and config.deterministic:
         raise ValueError("deterministic = true needs engine.replicas = 1: who shares a batch with whom must not vary")
+
+
+def _check_kept_kv(config: RunConfig) -> None:
+    if all(config.refresh_of(name) != "token" for name in config.trained):
+        raise ValueError(
+            "engine.keep_kv = true is for turns that go on under newer weights, and with engine.refresh = "
+            f"{config.engine.refresh!r} none does: leave it out, or set engine.refresh = 'token'"
+        )
+    if config.engine.kind == "vllm" and all(policy.lora is not None for policy in config.trained.values()):
+        raise ValueError(
+            "engine.keep_kv = true: vLLM never serves keys and values of one adapter to another, so a turn that goes "
+            "on under a newer one is computed again. Leave it out"
+        )
 
 
 def _check_vllm(config: RunConfig) -> None:

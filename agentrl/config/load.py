@@ -52,7 +52,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     _check_plain(data, source)
     config = _validated(data, raw, str(source))
     _check_read_as_written(written, config, source)
-    model = config.model.model_copy(update={"path": _beside(source, config.model.path, key="model.path")})
+    path = _beside(source, config.model.path, key="model.path") if config.model.path else ""
+    model = config.model.model_copy(update={"path": path})
     chosen = _code_beside(source, config.environment.id, key="environment.id")
     environment = config.environment.model_copy(update={"id": chosen})
     policies = {name: _policy_beside(source, name, policy) for name, policy in config.policies.items()}

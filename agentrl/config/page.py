@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from agentrl.config.load import dump_toml
 from agentrl.config.mistakes import sections_in
-from agentrl.config.run import EnvironmentConfig, ModelConfig, RunConfig
+from agentrl.config.run import EnvironmentConfig, ModelConfig, RunConfig, on_resume
 from agentrl.config.section import Unit
 
 if TYPE_CHECKING:
@@ -46,8 +46,18 @@ agentrl train run.toml --policies.solver.learning_rate=1e-4
 ```
 
 On the command line a value is JSON, or text where it is not JSON. `--dry-run` prints the configuration as it is
-resolved and stops. An unknown key is refused with the nearest one there is. {count} fields in all; two have no default.
+resolved and stops. An unknown key is refused with the nearest one there is. {count} fields in all; only
+`environment.id` has no default, and `model.path` is empty only where every policy is remote or a bot.
 A reward, a tool or a task source is code: it belongs in an environment, not here.
+
+`--resume` reads the configuration anew. The column *on resume* says what a setting may do between two lives of a run:
+
+* *may differ*: the new value holds from now on.
+* *may differ¹*: likewise, but not of a run with `deterministic = true`.
+* *per episode¹*: the new value holds for episodes that begin from now on, and for every attempt that begins again. An
+  episode that has begun goes on, to its end, with the value that it began with, which its first journal entry has. So
+  no row mixes two temperatures, and a recorded episode is executed again under the limits it was played under.
+* *refused*: another value is another run; `--resume` names the key and both values.
 """
 
 
@@ -82,17 +92,23 @@ def _section(section: type[BaseModel], path: str) -> str:
     if len(tags := get_args(section.model_fields["kind"].annotation) if "kind" in section.model_fields else ()) == 1:
         title += f" with kind = {tags[0]}"
     rows = [
-        f"| `{name}` | {_type(field)} | {_default(field)} | {_unit(field)} | {_flat(field.description or '')} |"
+        f"| `{name}` | {_type(field)} | {_default(field)} | {_unit(field)} | {_rule(field)} "
+        f"| {_flat(field.description or '')} |"
         for name, field in section.model_fields.items()
         if not sections_in(field.annotation)[0]
     ]
-    head = ["| field | type | default | unit | what it does, and why |", "|---|---|---|---|---|"]
+    head = ["| field | type | default | unit | on resume | what it does, and why |", "|---|---|---|---|---|---|"]
     return "\n".join([f"## {title}\n", f"{_flat(section.__doc__ or '')}\n", *(head + rows if rows else []), ""])
+
+
+SLIPS = 10**6
+"""Upper bounds from here on only refuse slips, and are not worth a reader's time."""
 
 
 def _type(field: FieldInfo) -> str:
     signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
-    bounds = [f"{signs[k]} {getattr(mark, k)}" for mark in field.metadata for k in signs if hasattr(mark, k)]
+    found = [(k, getattr(mark, k)) for mark in field.metadata for k in signs if getattr(mark, k, None) is not None]
+    bounds = [f"{signs[k]} {bound:,}" for k, bound in found if bound < SLIPS]
     return " ".join([_name(field.annotation), ", ".join(bounds)]).strip()
 
 
@@ -127,6 +143,11 @@ def _default(field: FieldInfo) -> str:
 
 def _unit(field: FieldInfo) -> str:
     return next((mark.name for mark in field.metadata if isinstance(mark, Unit)), "")
+
+
+def _rule(field: FieldInfo) -> str:
+    declared = on_resume(field)
+    return declared.rule if declared.of_deterministic else f"{declared.rule}¹"
 
 
 def _flat(text: str) -> str:

@@ -12,48 +12,65 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from agentrl.config.locate import package_directory
-from agentrl.config.section import Episodes, MaybeSteps, Positive, Rate, Seconds, Section, Steps, Unit
+from agentrl.config.section import (
+    Episodes,
+    Fixed,
+    Free,
+    MaybeSteps,
+    PerEpisode,
+    Positive,
+    Rate,
+    Seconds,
+    Section,
+    Steps,
+    Unit,
+    WaveFixed,
+)
 
 
 class LoraConfig(Section):
     """Low-rank adapters (Hu et al., 2021, arXiv:2106.09685) instead of full weights."""
 
-    rank: Positive = 16
+    rank: Fixed[Positive] = 16
     """Inner dimension of the adapter: what it can express, and what a published version weighs."""
-    alpha: Rate = 32.0
+    alpha: Fixed[Rate] = 32.0
     """The adapter's output is scaled by alpha / rank."""
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Linear layers that get an adapter; by default all those of a decoder block."""
+    target_modules: Fixed[tuple[str, ...]] = ()
+    """Linear layers that get an adapter, by the last part of their names or the whole; empty: all of the decoder's that
+    can be both trained and served. Which those are, and their share of the weights, is said at start."""
 
 
 class _Sampled(Section):
-    sampling: dict[str, int | float] = {}
+    sampling: PerEpisode[dict[str, int | float]] = {}
     """Settings of `[sampling]` that are others for this policy, such as `temperature` or `max_tokens`."""
 
 
 class PolicyConfig(_Sampled):
     """A policy that learns: an adapter on the base model, or all weights."""
 
-    kind: Literal["trained"] = "trained"
+    kind: Fixed[Literal["trained"]] = "trained"
     """The default: weights that learn."""
-    lora: LoraConfig | None = None
+    lora: Fixed[LoraConfig | None] = None
     """Train an adapter of this shape; null trains all weights."""
-    learning_rate: Rate = 3e-4
+    learning_rate: Free[Rate] = 3e-4
     """Of AdamW, after warm-up."""
-    step_size: Episodes = 64
+    step_size: WaveFixed[Episodes] = 64
     """Units (episodes, as this policy saw them) per optimizer step."""
-    max_staleness: MaybeSteps = 1
+    max_staleness: WaveFixed[MaybeSteps] = 1
     """Bound on the mean policy lag in optimizer steps; 0 is synchronous training."""
-    steps: MaybeSteps = 0
+    max_lag: WaveFixed[MaybeSteps | None] = None
+    """Limit on the lag of every trained token in optimizer steps, kept by admission and never by dropping: while a slow
+    episode could be overtaken more often, nothing new is let in (docs/staleness.md); null: none."""
+    steps: Free[MaybeSteps] = 0
     """How often it is updated, where not as often as the run's `steps` says; 0: as often."""
 
 
 class FrozenPolicy(_Sampled):
     """Weights that never change, for opponents and judges."""
 
-    kind: Literal["frozen"]
+    kind: Fixed[Literal["frozen"]]
     """Weights that no step changes."""
-    path: str = ""
+    path: Fixed[str] = ""
     """A directory of trained weights, an adapter of the base model or all of its weights, such as another run's
     `policies/NAME`, found as `model.path` is; empty: the base model as it is."""
 
@@ -70,18 +87,18 @@ class OutsidePolicy(Section):
 class RemotePolicy(_Sampled, OutsidePolicy):
     """An endpoint that speaks OpenAI's chat completions. What it says is recorded and never trained."""
 
-    kind: Literal["remote"]
+    kind: Fixed[Literal["remote"]]
     """Weights that somebody else holds."""
-    url: str
+    url: Fixed[str]
     """Its base, such as `https://api.example.com/v1`; `/chat/completions` is asked."""
-    model: str
+    model: Fixed[str]
     """What the endpoint calls the model."""
-    api_key_env: str = ""
+    api_key_env: Free[str] = ""
     """The environment variable that holds the key; empty: none is sent. The key itself belongs in no file."""
-    timeout_s: Seconds = 60.0
+    timeout_s: Free[Seconds] = 60.0
     """A request, from its connection to the last byte of its answer; one that takes longer is made again, as after an
     overload: up to eight times, with waits of 1 to 30 s in between."""
-    max_concurrent: Annotated[Positive, Unit("requests")] = 64
+    max_concurrent: Free[Annotated[Positive, Unit("requests")]] = 64
     """Requests made at once; further ones wait, and their `timeout_s` begins when they are made."""
 
     @field_validator("url")
@@ -115,9 +132,9 @@ def _is_loopback(host: str) -> bool:
 class BotPolicy(OutsidePolicy):
     """A program that holds a seat: an opponent that plays by rule, a user that asks from a script."""
 
-    kind: Literal["bot"]
+    kind: Fixed[Literal["bot"]]
     """No weights, but a function."""
-    id: str
+    id: Fixed[str]
     """`module:function`, or `path/to/file.py:function`, in a TOML file relative to that file. It is given the seat's
     conversation, a sequence of `agentrl.Message`, and a `random.Random` of the turn's own, and returns what it says."""
 
@@ -125,15 +142,15 @@ class BotPolicy(OutsidePolicy):
 class PastPolicy(Section):
     """Past versions of a policy that learns, as opponents to it: one is drawn for each group of episodes."""
 
-    kind: Literal["past"]
+    kind: Fixed[Literal["past"]]
     """Weights that another policy had."""
-    of: str
+    of: Fixed[str]
     """The policy whose past versions play."""
-    every: Steps = 10
+    every: Fixed[Steps] = 10
     """Steps of that policy between two versions that join; the one a run starts from is the first."""
-    size: Annotated[int, Field(gt=0), Unit("versions")] = 4
+    size: Free[Annotated[int, Field(gt=0, le=10**4), Unit("versions")]] = 4
     """How many of the newest that joined are played against; each takes a place in the engine."""
-    choose: Literal["uniform", "latest", "prioritised"] = "uniform"
+    choose: Free[Literal["uniform", "latest", "prioritised"]] = "uniform"
     """`uniform`; `latest`: the newest that joined; `prioritised`: more often those that are won against less often, in
     proportion to (1 - win rate)² (PFSP: Vinyals et al., 2019, Nature 575)."""
 

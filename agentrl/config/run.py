@@ -5,19 +5,25 @@ Combinations that make no sense do not parse; values that can be derived are pro
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic_core import to_jsonable_python
 
 from agentrl.config.combinations import check_together
 from agentrl.config.locate import package_directory
 from agentrl.config.policies import AnyPolicy, BotPolicy, OutsidePolicy, PastPolicy, PolicyConfig
 from agentrl.config.section import (
     Episodes,
+    Fixed,
+    Free,
     MaybeSteps,
     NonNegative,
+    OnResume,
+    PerEpisode,
     Positive,
     Rate,
     Seconds,
@@ -27,20 +33,26 @@ from agentrl.config.section import (
     Threads,
     Tokens,
     Unit,
+    WaveFixed,
 )
 from agentrl.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+    from agentrl.core.ports import Refresh
 
 
 class EnvironmentConfig(Section):
     """What the agents do."""
 
-    id: str
+    id: Fixed[str]
     """Registered name, `module:Class`, or `path/to/env.py:Class`, in a TOML file relative to that file."""
-    options: dict[str, Any] = {}
+    options: Fixed[dict[str, Any]] = {}
     """Passed to the environment's task source."""
-    tool_timeout_s: Seconds = 30.0
+    tool_timeout_s: Free[Seconds] = 30.0
     """A tool call longer than this becomes a timeout observation: a hanging tool costs one turn, not the run."""
-    on_code_change: Literal["try", "restart", "drop"] = "try"
+    on_code_change: Free[Literal["try", "restart", "drop"]] = "try"
     """What becomes of an unfinished episode on `--resume` when the environment's file was edited: replay it and begin
     again only where it departs from what was recorded, begin again at once, or drop it."""
 
@@ -48,61 +60,64 @@ class EnvironmentConfig(Section):
 class ModelConfig(Section):
     """The base model all policies start from."""
 
-    path: str
+    path: Fixed[str] = ""
     """A local Hugging Face causal-LM directory with tokenizer and chat template: a path, in a TOML file relative to
-    that file, or `package:directory` for one inside an installed package, such as `environments.calculator:model`."""
-    tool_call_format: Literal["auto", "hermes", "llama"] = "auto"
+    that file, or `package:directory` for one inside an installed package, such as `environments.calculator:model`.
+    Needed unless every policy is remote or a bot."""
+    tool_call_format: Fixed[Literal["auto", "hermes", "llama"]] = "auto"
     """How the model writes tool calls; `auto` reads it off the chat template."""
 
     @field_validator("path")
     @classmethod
     def _find_package_directory(cls, path: str) -> str:
-        return package_directory(path)
+        return package_directory(path) if path else path
 
 
 class EngineConfig(Section):
     """Who samples."""
 
-    kind: Literal["embedded", "vllm"] = "embedded"
+    kind: WaveFixed[Literal["embedded", "vllm"]] = "embedded"
     """`embedded`: our own small engine for any Hugging Face causal LM; `vllm`: vLLM."""
-    placement: Literal["here", "process", "ray"] = "here"
+    placement: Free[Literal["here", "process", "ray"]] = "here"
     """Where it runs: `here`, in the run's process; in a `process` of its own beside it, which is started again when it
     dies and costs some CPU per token; as a child of a `ray` actor, on any node of its cluster, and so do `workers`.
     vLLM, and an engine that several `workers` share, have a process of their own in any case."""
-    replicas: Annotated[Positive, Unit("engines")] = 1
+    replicas: Free[Annotated[Positive, Unit("engines")]] = 1
     """Engines side by side, each in a process of its own; new weights reach them in turn."""
-    slots: Annotated[Positive, Unit("conversations")] = 64
+    slots: WaveFixed[Annotated[Positive, Unit("conversations")]] = 64
     """Conversations whose KV is held at once; more of them share each forward pass."""
-    max_context: Tokens = 512
+    max_context: PerEpisode[Tokens] = 512
     """Longest conversation; memory for the KV grows with it."""
-    refresh: Literal["token", "turn", "episode", "lazy"] = "token"
-    """When a conversation in flight moves to newer weights; full weights: `token` or `turn`."""
-    keep_kv: bool = True
-    """`token` refresh: keep the KV older weights computed (recorded logprobs stay exact), or recompute it."""
-    capture_routing: bool = False
+    refresh: WaveFixed[Literal["auto", "token", "turn", "episode", "lazy"]] = "auto"
+    """When a conversation in flight moves to newer weights. `auto`, by policy: `lazy` for an adapter, `token` for full
+    weights, which can only have `token` or `turn` (docs/engines.md)."""
+    keep_kv: WaveFixed[bool] = False
+    """`token` refresh: keep the KV that older weights computed. That saves computing it again, but the tokens that
+    follow have logprobs that neither version gives alone: the trainer cannot reproduce them (docs/mismatch.md)."""
+    capture_routing: WaveFixed[bool] = False
     """Record which experts each position used, and train through them (mixture-of-experts models)."""
-    threads: Threads = 1
+    threads: WaveFixed[Threads] = 1
     """Torch threads of the engine on CPU; one each for engine and trainer is best on two cores."""
-    silence_timeout_s: Seconds = 300.0
+    silence_timeout_s: Free[Seconds] = 300.0
     """A process of an engine, or of a worker, that gives no sign of life for so long is replaced, whatever it does."""
-    kv_memory: Annotated[NonNegative, Unit("MiB")] = 0
+    kv_memory: Free[Annotated[NonNegative, Unit("MiB")]] = 0
     """`vllm`: memory for keys and values; 0: what `slots` contexts need on CPU, what vLLM finds free on a GPU."""
 
 
 class SamplingConfig(Section):
     """How policies sample."""
 
-    temperature: Rate = 1.0
+    temperature: PerEpisode[Rate] = 1.0
     """Divides the logits, in sampling and in training alike: what is trained is the policy at this temperature."""
-    top_k: Annotated[NonNegative, Unit("tokens")] = 0
+    top_k: PerEpisode[Annotated[NonNegative, Unit("tokens")]] = 0
     """Keep the k likeliest tokens; 0 keeps all. What a filter kept is recorded and trained with."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: PerEpisode[Annotated[float, Field(gt=0, le=1)]] = 1.0
     """Keep the likeliest tokens that hold this share of the probability; 1 keeps all."""
-    min_p: Share = 0.0
+    min_p: PerEpisode[Share] = 0.0
     """Keep tokens at least this likely, relative to the likeliest; 0 keeps all."""
-    max_tokens: Tokens = 64
+    max_tokens: PerEpisode[Tokens] = 64
     """Longest turn; one cut short has finish_reason `length`."""
-    max_turns: Annotated[Positive, Unit("turns")] = 8
+    max_turns: PerEpisode[Annotated[Positive, Unit("turns")]] = 8
     """Longest episode, in turns of one agent; one cut short is truncated."""
 
     @property
@@ -114,21 +129,21 @@ class SamplingConfig(Section):
 class CreditConfig(Section):
     """From rewards to advantages."""
 
-    group_size: Episodes = 8
+    group_size: Fixed[Episodes] = 8
     """Episodes sampled per task, compared with each other."""
-    advantage: Literal["leave_one_out", "group_mean", "group_std", "role_mean", "none"] = "leave_one_out"
+    advantage: Free[Literal["leave_one_out", "group_mean", "group_std", "role_mean", "none"]] = "leave_one_out"
     """What a reward is compared with: the others of its group in the same seat, by `leave_one_out` (RLOO), `group_mean`
-    (Dr. GRPO) or `group_std` (GRPO); `role_mean`: what the policy used to get in that seat (zero-sum games, SPIRAL);
-    `none` (REINFORCE on the raw reward)."""
-    role_decay: Share = 0.95
+    (Dr. GRPO) or `group_std` (GRPO, by n - 1); `role_mean`: what the policy used to get in that seat (zero-sum games,
+    SPIRAL); `none` (REINFORCE on the raw reward)."""
+    role_decay: Free[Share] = 0.95
     """Of `role_mean`: the share of the running mean that stays per reward; 0.95 remembers about twenty rewards."""
-    memory_size: Annotated[Positive, Field(le=1_000_000), Unit("proposals")] = 2000
+    memory_size: WaveFixed[Annotated[Positive, Field(le=1_000_000), Unit("proposals")]] = 2000
     """Proposals the run remembers (`ctx.remember`); the oldest go."""
-    release: Literal["group", "episode", "late"] = "group"
+    release: Fixed[Literal["group", "episode", "late"]] = "group"
     """When episodes may be trained: `group`, when all of their group have ended; `late`, the first half of a group
     together and every later one when it ends, paid in full and compared with the same first ones; `episode`, each when
     it ends, compared with earlier groups alone (docs/scheduling.md)."""
-    turn_credit: Literal["sum", "to_go"] = "sum"
+    turn_credit: Free[Literal["sum", "to_go"]] = "sum"
     """What `agent.reward(x, turn=…)` counts for: `sum`, the agent's whole trajectory; `to_go`, that turn and those
     before it, each turn compared with what the others of the group still got from it on."""
 
@@ -136,30 +151,33 @@ class CreditConfig(Section):
 class PolicyGradientLoss(Section):
     """Truncated importance weights against the recorded logprobs, with a trust region on the probability."""
 
-    kind: Literal["truncated"] = "truncated"
+    kind: Free[Literal["truncated"]] = "truncated"
     """The default: right at any staleness."""
-    max_ratio: Rate = 5.0
+    max_ratio: Free[Rate] = 5.0
     """Cap on the importance weight pi/mu, which carries no gradient (CISPO, arXiv:2506.13585)."""
-    trust_region: Rate = 0.2
+    trust_region: Free[Rate] = 0.2
     """A token whose probability moved further than this in its advantage's direction is masked (DPPO-TV)."""
 
 
 class PpoLoss(Section):
-    """Clipped surrogate against the recorded logprobs (PPO, arXiv:1707.06347)."""
+    """Clipped surrogate against the recorded logprobs (PPO, arXiv:1707.06347), with dual clip (arXiv:1912.09729)."""
 
-    kind: Literal["ppo"] = "ppo"
+    kind: Free[Literal["ppo"]] = "ppo"
     """For comparison with other libraries."""
-    clip_low: Rate = 0.2
+    clip_low: Free[Rate] = 0.2
     """The ratio is not rewarded below 1 - this."""
-    clip_high: Rate = 0.28
+    clip_high: Free[Rate] = 0.28
     """The ratio is not rewarded above 1 + this; larger than the lower bound, which keeps exploration (DAPO,
     arXiv:2503.14476)."""
+    clip_dual: Free[Annotated[float, Field(gt=1)]] = 3.0
+    """A token of negative advantage whose ratio is above this pushes no further (dual clip, arXiv:1912.09729; verl's
+    `clip_ratio_c`): else its gradient grows with the ratio, without bound."""
 
 
 class ReinforceLoss(Section):
     """-A log pi, without correction: right only at staleness 0."""
 
-    kind: Literal["reinforce"] = "reinforce"
+    kind: Free[Literal["reinforce"]] = "reinforce"
     """The plain estimator, to compare with."""
 
 
@@ -169,63 +187,63 @@ LossConfig = Annotated[PolicyGradientLoss | PpoLoss | ReinforceLoss, Field(discr
 class OptimizerConfig(Section):
     """AdamW (arXiv:1711.05101), one per policy."""
 
-    beta1: Share = 0.9
+    beta1: Free[Share] = 0.9
     """Decay of the mean gradient."""
-    beta2: Share = 0.95
+    beta2: Free[Share] = 0.95
     """Decay of the mean squared gradient; below the usual 0.999, since a run has tens of steps."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Free[Annotated[float, Field(ge=0)]] = 0.0
     """Decoupled; 0, since RL starts from weights worth keeping."""
-    max_grad_norm: Rate = 1.0
+    max_grad_norm: Free[Rate] = 1.0
     """A longer gradient is scaled down to this length."""
-    warmup_steps: MaybeSteps = 0
+    warmup_steps: Free[MaybeSteps] = 0
     """Linear learning-rate warm-up."""
-    final_learning_rate_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    final_learning_rate_share: Free[Annotated[float, Field(ge=0, le=1)]] = 1.0
     """The learning rate falls linearly from the warm-up's end to this share of itself at step `steps`."""
 
 
 class TrainerConfig(Section):
     """Who learns."""
 
-    kind: Literal["ray", "in_process"] = "ray"
+    kind: Free[Literal["ray", "in_process"]] = "ray"
     """`ray`: processes of their own, beside the engine; `in_process`: a thread, for debugging and without Ray."""
-    workers: Annotated[Positive, Unit("processes")] = 1
+    workers: Free[Annotated[Positive, Unit("processes")]] = 1
     """Data-parallel ranks; any number gives the same update."""
     loss: LossConfig = PolicyGradientLoss()
-    entropy_bonus: Annotated[float, Unit("per nat")] = 0.0
+    entropy_bonus: Free[Annotated[float, Unit("per nat")]] = 0.0
     """Weight of the trained tokens' entropy, divided by the same constant as the loss; above 0 it slows collapse."""
-    tokens_per_unit: Tokens = 64
+    tokens_per_unit: Free[Tokens] = 64
     """The constant c of the normaliser step_size × c: a typical number of sampled tokens of a unit."""
-    micro_batch_tokens: Tokens = 8192
+    micro_batch_tokens: Free[Tokens] = 8192
     """Padded tokens per forward pass: memory; the update is the same for any value."""
-    probe_contexts: Annotated[int, Field(ge=0, le=64), Unit("contexts")] = 1
+    probe_contexts: Free[Annotated[int, Field(ge=0, le=64), Unit("contexts")]] = 1
     """Contexts whose next tokens' logprobs a version carries, for an engine to find before it samples; 0: none."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    threads: Threads = 1
+    threads: Free[Threads] = 1
     """Torch threads per rank on CPU."""
 
 
 class EvaluationConfig(Section):
     """Held-out tasks at a pinned version, beside training."""
 
-    tasks: Annotated[NonNegative, Unit("tasks")] = 256
-    """Held-out tasks sampled once each; 0: no evaluation."""
-    every: MaybeSteps = 0
+    tasks: Free[Annotated[NonNegative, Unit("tasks")]] = 256
+    """Held-out tasks sampled once each, drawn with the run's `seed` where there are more of them; 0: no evaluation."""
+    every: Free[MaybeSteps] = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
 
 
 class BestConfig(Section):
     """Which versions are the run's best, by the running mean of a metric, and when it ends because of it."""
 
-    metric: str = ""
+    metric: Free[str] = ""
     """A metric of the steps or of the evaluations, whose largest mean is best; with `-` before it, the smallest. Empty:
     none is chosen."""
-    policy: str = ""
+    policy: Free[str] = ""
     """Whose steps it is measured at; empty: those of the first policy that learns."""
-    window: Annotated[Positive, Unit("measurements")] = 5
+    window: Free[Annotated[Positive, Unit("measurements")]] = 5
     """Newest measurements whose mean is taken."""
-    stop_at: float | None = None
+    stop_at: Free[float | None] = None
     """End the run once the mean is as good as this; null: never."""
-    stop_fall: Annotated[float, Field(ge=0)] | None = None
+    stop_fall: Free[Annotated[float, Field(ge=0)] | None] = None
     """End the run once the mean is worse than the best so far by more than this; null: never."""
 
     @property
@@ -237,15 +255,27 @@ class BestConfig(Section):
 class CheckpointConfig(Section):
     """When the run writes a manifest it can resume from."""
 
-    every: MaybeSteps = 10
+    every: Free[MaybeSteps] = 10
     """Steps between checkpoints; one is always written at the end, and that alone where this is 0."""
-    dead_lineage: Literal["keep", "drop"] = "keep"
+    dead_lineage: Free[Literal["keep", "drop"]] = "keep"
     """Units with tokens sampled by weights that a rollback undid: train on them, as their recorded logprobs stay true
     and their staleness is counted from where the lineages part; or drop them."""
-    keep: Annotated[Positive, Unit("checkpoints")] = 2
+    keep: Free[Annotated[Positive, Unit("checkpoints")]] = 2
     """How many of the newest are kept; two, so that a damaged one costs no more than `every` steps."""
-    versions: Annotated[NonNegative, Unit("versions")] = 4
+    versions: Free[Annotated[NonNegative, Unit("versions")]] = 4
     """Published versions of each policy that stay on disk; 0 keeps all."""
+
+
+class JournalConfig(Section):
+    """How much of its past a run keeps on disk."""
+
+    keep: Free[Literal["all"] | Annotated[int, Field(ge=0)]] = "all"
+    """`all`, or a number of optimizer steps: after each checkpoint, the tokens of training episodes, and the columns of
+    steps, that are older than the newest so many steps of their policy are given up, unless a checkpoint that can be
+    resumed from, or a fork, needs them. All records stay: admissions, rewards, credits, steps; and evaluations."""
+    budget_mib: Free[Annotated[NonNegative, Unit("MiB")]] = 0
+    """What `journal/` and `steps/` may take on disk; the run says when it will be reached, and where `keep` cannot make
+    room it writes a checkpoint and ends with exit code 74. 0: no bound."""
 
 
 P = TypeVar("P", bound=Section)
@@ -254,40 +284,42 @@ P = TypeVar("P", bound=Section)
 class RunConfig(Section):
     """One training run."""
 
-    name: str = "run"
+    name: Free[str] = "run"
     """What the run is called, on disk and in `agentrl run list`."""
-    directory: str = "runs"
+    directory: Free[str] = "runs"
     """Where run directories are made; this one is `directory/name`."""
-    seed: int = 0
+    seed: Fixed[int] = 0
     """Of tasks, sampling and the order of everything drawn."""
-    steps: Steps = 40
+    steps: Free[Steps] = 40
     """How often each trainable policy is updated."""
-    max_in_flight: Episodes = 256
+    max_in_flight: Free[Episodes] = 256
     """Episodes running at once, beyond what staleness allows anyway: a bound for memory and for services."""
-    workers: Annotated[Positive, Unit("processes")] = 1
+    workers: Free[Annotated[Positive, Unit("processes")]] = 1
     """Processes that play episodes; 1: the run's own does. More, where environments need more CPU than one core has;
     one that dies costs its calls in flight, since its episodes go on in the others (docs/operations.md)."""
-    episode_timeout_s: Seconds = 600.0
-    """An episode longer than this is dropped (`episode_timeout`), so that a stuck one holds nothing for ever. Time
-    while it is parked, or waits for an engine that was lost, does not count."""
-    data_attempts: Annotated[Positive, Unit("attempts")] = 2
+    episode_timeout_s: Free[Seconds] = 600.0
+    """What an environment's program may take between two turns of its agents, in tools, effects, sleeps and code of its
+    own, so that a stuck one holds nothing for ever; sampling, waiting for the engine or for child episodes, and being
+    parked do not count. Beyond it, an episode whose agents have acted is truncated (`time_limit`) with the
+    environment's penalty; one that hangs before any turn, or outside ctx, is dropped (`episode_timeout`)."""
+    data_attempts: Free[Annotated[Positive, Unit("attempts")]] = 2
     """How often an episode whose environment raises is tried before it is dropped, in one life of the run."""
-    deterministic: bool = False
+    deterministic: Fixed[bool] = False
     """The weights after any number of kills are those of the undisturbed run, bit for bit: episodes in waves, each
     played with the weights of one step, computed in fixed shapes. Several times slower: to find a fault, and to test.
     """
-    infrastructure_attempts: Annotated[Positive, Unit("attempts")] = 5
+    infrastructure_attempts: Free[Annotated[Positive, Unit("attempts")]] = 5
     """How often in a row, with nothing achieved in between, a trainer or an engine process may be lost and replaced
     before the run ends; the wait in between grows from 1 s to 30 s."""
-    sinks: tuple[Literal["trackio", "wandb", "tensorboard"], ...] = ()
+    sinks: Free[tuple[Literal["trackio", "wandb", "tensorboard"], ...]] = ()
     """Where metrics go besides `metrics.jsonl` and the journal; each is an extra of its name."""
     environment: EnvironmentConfig
-    model: ModelConfig
+    model: ModelConfig = ModelConfig()
     policies: dict[str, AnyPolicy] = {"policy": PolicyConfig()}
-    seats: dict[str, str | tuple[str, ...]] = {}
+    seats: Fixed[dict[str, str | tuple[str, ...]]] = {}
     """Which policy holds which seat; a seat not named here is held by the policy of its name, or by the only one. A
     list is gone through group by group, so that sides change: `x = ["player", "past"]`, `o = ["past", "player"]`."""
-    freeze: tuple[tuple[str | tuple[str, ...], Steps], ...] = ()
+    freeze: Free[tuple[tuple[str | tuple[str, ...], Steps], ...]] = ()
     """Who is frozen, and for how many steps of the others named here, in turn and again from the first: with
     `[["solver", 5], ["proposer", 15]]` the proposer takes five steps, then the solver fifteen. A policy not named here
     always learns; empty: all do. A frozen policy plays on with its newest weights."""
@@ -298,6 +330,7 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     best: BestConfig = BestConfig()
+    journal: JournalConfig = JournalConfig()
 
     @field_validator("policies", mode="before")
     @classmethod
@@ -323,6 +356,15 @@ class RunConfig(Section):
     def trained(self) -> dict[str, PolicyConfig]:
         """The policies that learn."""
         return self.of_kind(PolicyConfig)
+
+    def refresh_of(self, policy: str) -> Refresh:
+        """When conversations of a policy that an engine of ours serves move to newer weights."""
+        section = self.policies[policy]
+        if not isinstance(section, PolicyConfig):
+            return "token"  # nothing newer ever comes
+        if self.engine.refresh == "auto":
+            return "token" if section.lora is None else "lazy"
+        return self.engine.refresh
 
     def steps_of(self, policy: str) -> int:
         """How often a policy that learns is updated."""
@@ -372,41 +414,68 @@ class RunConfig(Section):
         )
 
 
-def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> None:
-    """Refuse to resume a run as another one: what its episodes and weights depend on must be as it was.
+class Difference(NamedTuple):
+    """A setting in which a run is resumed otherwise than it was."""
+
+    path: tuple[str, ...]
+    before: Any
+    now: Any
+    rule: OnResume
+
+    @property
+    def key(self) -> str:
+        """As it is written on a command line."""
+        return ".".join(self.path)
+
+    def __str__(self) -> str:
+        return f"{self.key} was {self.before!r} and is {self.now!r}"
+
+
+def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> list[Difference]:
+    """The settings that differ from those of a run that is resumed, each of which its declaration allows to.
 
     Args:
-        before: the configuration the run was started with, as data.
+        before: the configuration the run was started with, as data; empty where it is not known.
         now: the configuration it is to go on with.
 
     Raises:
-        ConfigError: the key, both values, and what to do.
+        ConfigError: some may not differ: their keys, both values, and what to do.
     """
-    after = now.model_dump(mode="json")
-    keys = [
-        "seed",
-        "environment.id",
-        "environment.options",
-        "model.path",
-        "seats",
-        "credit.group_size",
-        "credit.release",
-        "deterministic",
-    ]
-    for name in sorted({*before.get("policies", {}), *after["policies"]}):
-        keys += [f"policies.{name}.{field}" for field in ("kind", "lora", "path", "url", "model", "id", "of", "every")]
-        if now.deterministic:  # which episodes a step trains on follows from these
-            keys += [f"policies.{name}.step_size", f"policies.{name}.max_staleness"]
-    for key in keys:
-        then, today = _at(before, key), _at(after, key)
-        if before and then != today:
-            raise ConfigError(
-                f"{key} was {then!r} and is {today!r}: a run is resumed as it was, with environment and model where "
-                f"they were; restore the value (--{key}={'null' if then is None else '…'}), or change --name"
-            )
+    found = list(_differences(now, now.model_dump(mode="json"), before)) if before else []
+    refused = [each for each in found if not each.rule.allows(deterministic=now.deterministic)]
+    if refused:
+        mend = " ".join(f"--{each.key}={json.dumps(each.before)}" for each in refused)
+        also = " of a deterministic run" if any(each.rule.rule != "refused" for each in refused) else ""
+        raise ConfigError(
+            f"{'; '.join(map(str, refused))}: a run is resumed as it was, with environment and model where they were, "
+            f"and docs/configuration.md says which settings may differ{also}; restore what was ({mend}), or change "
+            "--name"
+        )
+    return found
 
 
-def _at(data: Any, key: str) -> Any:
-    for part in key.split("."):
-        data = data.get(part) if isinstance(data, Mapping) else None
-    return data
+def _differences(
+    section: BaseModel, now: Mapping[str, Any], before: Mapping[str, Any], above: tuple[str, ...] = ()
+) -> Iterator[Difference]:
+    """Leaf by leaf; what an older version did not write was at its default."""
+    for name, field in type(section).model_fields.items():
+        path, value = (*above, name), getattr(section, name)
+        default = None if field.is_required() else to_jsonable_python(field.get_default())
+        then = before.get(name, default)
+        if isinstance(value, BaseModel) and isinstance(then, Mapping):
+            yield from _differences(value, now[name], then, path)
+        elif path == ("policies",) and isinstance(then, Mapping):
+            for policy in {**then, **value}:
+                was, held = then.get(policy), value.get(policy)
+                if isinstance(was, Mapping) and held is not None and was.get("kind") == held.kind:
+                    yield from _differences(held, now[name][policy], was, (*path, policy))
+                else:
+                    kind = was.get("kind") if isinstance(was, Mapping) else None
+                    yield Difference((*path, policy, "kind"), kind, held and held.kind, OnResume("refused"))
+        elif then != now[name]:
+            yield Difference(path, then, now[name], on_resume(field))
+
+
+def on_resume(field: FieldInfo) -> OnResume:
+    """What a setting declares; a test refuses one that declares nothing."""
+    return next((mark for mark in field.metadata if isinstance(mark, OnResume)), OnResume("refused"))

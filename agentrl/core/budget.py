@@ -18,6 +18,8 @@ class RetryBudget:
         (1.0, 2.0, 4.0, None)
     """
 
+    __slots__ = ("_attempts", "_in_a_row")
+
     def __init__(self, attempts: int) -> None:
         self._attempts = attempts
         self._in_a_row = 0

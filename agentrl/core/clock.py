@@ -23,24 +23,21 @@ class Clock(Protocol):
         ...
 
 
-_monotonic, _wall = time.monotonic, time.time
-"""As they are: an environment may put something else in their place for itself."""
-
-
 class SystemClock:
-    """The machine's clock."""
+    """The machine's clock, its functions as they are now: an environment may put others in their place for itself."""
 
-    def monotonic(self) -> float:
-        """Seconds of `time.monotonic`."""
-        return _monotonic()
-
-    def wall(self) -> float:
-        """Seconds of `time.time`."""
-        return _wall()
+    monotonic = staticmethod(time.monotonic)
+    wall = staticmethod(time.time)
 
     async def sleep(self, seconds: float) -> None:
         """`asyncio.sleep`."""
         await asyncio.sleep(seconds)
+
+
+class SteadyLoop(asyncio.SelectorEventLoop):
+    """An event loop whose timers no environment can disturb by replacing `time.monotonic`."""
+
+    time = staticmethod(time.monotonic)
 
 
 class LoopClock:

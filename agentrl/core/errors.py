@@ -6,7 +6,7 @@ The command line maps the tree to exit codes (`exit_code`): 1 a check failed, 2 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class AgentRLError(Exception):
@@ -46,6 +46,13 @@ class RunDirectoryError(InputError):
     """A run directory that exists, is missing, or belongs to a live process."""
 
 
+class EnvironmentFaultError(AgentRLError):
+    """Code of an environment broke the process it shares with the run: it stopped the event loop, say, or cancelled
+    tasks that are not its own. The message names the episodes that ran."""
+
+    exit_code = 1
+
+
 class StorageError(AgentRLError):
     """The disk or a database refused: full, read-only, damaged."""
 
@@ -54,6 +61,28 @@ class StorageError(AgentRLError):
 
 class JournalError(StorageError):
     """A journal that is damaged, of another format version, or of another run."""
+
+
+class EntriesError(JournalError):
+    """The entries of an episode are damaged, or do not fit each other; other episodes can still be read."""
+
+
+class UntrainableUnitsError(EntriesError):
+    """Units of a batch cannot be trained; nothing of the batch was accumulated.
+
+    Args:
+        units: episode and attempt of each, and why.
+    """
+
+    def __init__(self, units: Sequence[tuple[str, int, str]]) -> None:
+        super().__init__("; ".join(f"episode {episode} cannot be trained: {why}" for episode, _, why in units))
+        self.units = tuple(units)
+
+
+class PrunedError(JournalError):
+    """What is asked for was given up on purpose, by a rule of the run: nothing is damaged."""
+
+    exit_code = 2
 
 
 class EngineError(AgentRLError):
@@ -166,6 +195,15 @@ class UnstructuredConcurrencyError(EpisodeError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, reason="unstructured_concurrency")
+
+
+def error_words(error: BaseException) -> str:
+    """A foreign error as `Type: message`; its message is code of its author's, and may fail."""
+    try:
+        message = str(error)
+    except BaseException as second:  # noqa: BLE001 - whatever it raises, the first error is what happened
+        message = f"(its text cannot be made: {type(second).__name__})"
+    return f"{type(error).__name__}: {message}"
 
 
 def _without_init(kind: type[AgentRLError], arguments: tuple[object, ...]) -> AgentRLError:

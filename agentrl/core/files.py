@@ -48,6 +48,15 @@ def open_regular(path: Path) -> BufferedReader:
         raise
 
 
+def closed_under_us(error: BaseException | None) -> bool:
+    """Whether a descriptor of this process was closed by code that does not own it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno == errno.EBADF:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def remedy(error: OSError) -> str:
     """What to do about what the system refused, as a clause."""
     match error.errno:

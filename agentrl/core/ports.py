@@ -234,8 +234,12 @@ class ChatFormat(Protocol):
 class Trainer(Protocol):
     """Who learns. One trainer serves all policies of a run; calls are idempotent by step id."""
 
-    async def start(self, resume_from: str | None = None) -> None:
-        """Load models and, on resume, a checkpoint directory. Versions are the caller's, who calls `publish` next."""
+    async def start(self, resume_from: str | None = None) -> Sequence[str]:
+        """Load models and, on resume, a checkpoint directory. Versions are the caller's, who calls `publish` next.
+
+        Returns:
+            Lines for people about what is trained, such as the layers that an adapter is on.
+        """
         ...
 
     async def forward_backward(self, batch: TrainBatch) -> None:

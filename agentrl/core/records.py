@@ -33,7 +33,7 @@ Purpose = Literal["train", "evaluate", "replay", "fork", "import"]
 FinishReason = Literal["stop", "length", "abort"]
 """Why a completion ended: a stop token, the token limit, or an abort that returned the partial."""
 
-StopReason = Literal["completed", "max_turns", "context_length", "infrastructure", "refused"]
+StopReason = Literal["completed", "max_turns", "context_length", "time_limit", "infrastructure", "refused"]
 """Why an episode ended, if it was committed; a dropped episode has a drop reason instead."""
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -316,8 +316,6 @@ class TrajectoryHeader:
     lineage: int
     turn_rewards: tuple[tuple[int, float], ...] = ()
     """Of `reward`, what was given for single turns: (turn, reward), in order."""
-    remaining: bytes = b""
-    """What was left to do at some turns; see `core.remaining`."""
 
 
 class DataLocation(NamedTuple):
@@ -382,3 +380,19 @@ def dropped_header(spec: EpisodeSpec, reason: str, *, seconds: float = 0.0) -> E
         trajectories=(),
         location=None,
     )
+
+
+def usage_of(said: Mapping[str, Any]) -> dict[str, int]:
+    """The endpoint's own counts of tokens in its answer, or in a remote policy's line; empty: it gave none.
+
+    Example:
+        >>> usage_of({"usage": {"prompt_tokens": 7, "completion_tokens": -1, "cost": 3}})
+        {'prompt_tokens': 7}
+    """
+    usage = said.get("usage")
+    counts = usage if isinstance(usage, dict) else {}
+    return {
+        name: count
+        for name in ("prompt_tokens", "completion_tokens")
+        if isinstance(count := counts.get(name), int) and not isinstance(count, bool) and 0 <= count < 1 << 31
+    }

@@ -8,11 +8,14 @@ is, once: a row whose prefix was routed twice becomes a sample per routing, each
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from agentrl.core.errors import JournalError
+from agentrl.core.errors import EntriesError, UntrainableUnitsError
 from agentrl.core.records import MaskKind, Row, Trajectory
 from agentrl.core.training_records import TrainingSample, TrajectoryCredit, Unit
+
+ReadUnits = Callable[[Sequence[Unit]], Sequence[Sequence[Trajectory]]]
+"""Gives the trajectories of each unit's episode."""
 
 
 def samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[TrainingSample]:
@@ -27,7 +30,7 @@ def samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[TrainingSamp
         One sample per row with a sampled token, or per `RoutingSpan` of it; `row_index` counts the unit's rows.
 
     Raises:
-        JournalError: the journal lacks a trajectory the unit has a credit for.
+        EntriesError: the journal lacks a trajectory the unit has a credit for.
     """
     found = {(item.seat, item.index): item for item in trajectories if item.policy == unit.policy}
     result: list[TrainingSample] = []
@@ -35,7 +38,7 @@ def samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[TrainingSamp
     for credit in sorted(unit.credits, key=lambda item: (item.seat, item.index)):
         trajectory = found.get((credit.seat, credit.index))
         if trajectory is None:
-            raise JournalError(
+            raise EntriesError(
                 f"episode {unit.episode_id} (attempt {unit.attempt}) has a unit of policy {unit.policy!r} with agent "
                 f"{credit.seat}[{credit.index}], but {unit.location.partition} holds no such trajectory; "
                 "the journal is damaged or belongs to another run"
@@ -45,6 +48,28 @@ def samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[TrainingSamp
             result += (sample for sample in parts if sample.loss_mask.any())
             row_index += 1
     return result
+
+
+def read_samples(units: Sequence[Unit], read: ReadUnits) -> list[TrainingSample]:
+    """The samples of several units, in order.
+
+    Raises:
+        UntrainableUnitsError: rows of some cannot be trained, each with the reason.
+        JournalError: a partition cannot be read at all.
+    """
+    try:
+        return [sample for unit, episode in zip(units, read(units), strict=True) for sample in samples(unit, episode)]
+    except EntriesError:
+        found: list[TrainingSample] = []
+        untrainable = []
+        for unit in units:
+            try:
+                found += samples(unit, read([unit])[0])
+            except EntriesError as error:
+                untrainable.append((unit.episode_id, unit.attempt, str(error)))
+        if untrainable:
+            raise UntrainableUnitsError(untrainable) from None
+        return found
 
 
 def _samples(row: Row, credit: TrajectoryCredit, *, episode_id: str, row_index: int) -> Iterator[TrainingSample]:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from agentrl.engines.adapter_files import check_adapter, linear_layer
-from agentrl.engines.weight_files import refusal
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -107,18 +106,11 @@ class AdapterBank:
         return min(self._free) if self._free else None
 
     def check(self, weights: WeightsRef, adapter: AdapterFile) -> None:
-        """Refuse an adapter that does not fit the model or the adapters already served.
+        """Refuse an adapter that does not fit the model.
 
         Raises:
             EngineError: wrong rank, module or shape.
         """
-        if self._layers and set(adapter.matrices) != set(self._layers):
-            different = sorted(set(adapter.matrices) ^ set(self._layers))
-            raise refusal(
-                weights,
-                "all adapters of an engine must have the same target modules; these are in only one of "
-                f"this adapter and those served: {', '.join(different[:4])}",
-            )
         check_adapter(weights, adapter, self._model, max_rank=self.max_rank)
 
     def fill(self, place: int, adapter: AdapterFile) -> None:
@@ -126,11 +118,10 @@ class AdapterBank:
         self._free.remove(place)
         self._filled[place] = adapter
         self._selected, self._narrowed = None, _NOTHING
-        if not self._layers:
-            self._wrap(adapter)
+        wrapped = self._wrap(adapter)
         grown = max(self._rank, adapter.rank)
         needed = (max(self._filled) + 1) * grown
-        if grown > self._rank or needed > next(iter(self._layers.values())).down.shape[0]:
+        if wrapped or grown > self._rank or needed > next(iter(self._layers.values())).down.shape[0]:
             self._rank = grown
             self._allocate(needed)
             for at, filled in self._filled.items():
@@ -143,14 +134,17 @@ class AdapterBank:
         self._free.append(place)
         return self._filled.pop(place)
 
-    def _wrap(self, adapter: AdapterFile) -> None:
-        for name in adapter.matrices:
+    def _wrap(self, adapter: AdapterFile) -> bool:
+        """Give the layers of an adapter that no earlier one was on their share of the bank; whether there are any."""
+        added = [name for name in adapter.matrices if name not in self._layers]
+        for name in added:
             layer = linear_layer(self._model, name)
             assert layer is not None, "checked before"
             parent, _, child = name.rpartition(".")
             wrapped = BankLinear(layer, self)
             setattr(self._model.get_submodule(parent), child, wrapped)
             self._layers[name] = wrapped
+        return bool(added)
 
     def _allocate(self, columns: int) -> None:
         for layer in self._layers.values():
@@ -160,12 +154,13 @@ class AdapterBank:
     def _write(self, place: int, adapter: AdapterFile) -> None:
         first = place * self._rank
         with torch.inference_mode():
-            for name, (down, up) in adapter.matrices.items():
-                layer = self._layers[name]
+            for name, layer in self._layers.items():
                 layer.down[first : first + self._rank] = 0
                 layer.up[first : first + self._rank] = 0
-                layer.down[first : first + adapter.rank] = down
-                layer.up[first : first + adapter.rank] = up.t()
+                if name in adapter.matrices:
+                    down, up = adapter.matrices[name]
+                    layer.down[first : first + adapter.rank] = down
+                    layer.up[first : first + adapter.rank] = up.t()
 
     def select(self, adapters: NDArray[np.int64]) -> None:
         """Say which adapter each row of the next pass uses, `[B]`; -1: none."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
+import torch
 from torch import nn
 
 from agentrl.core.files import WEIGHT_FILES
@@ -163,6 +164,40 @@ def check_adapter(weights: WeightsRef, adapter: AdapterFile, model: PreTrainedMo
             raise refusal(
                 weights, f"{name} has shapes {found}, the layer is {layer.in_features} → {layer.out_features}"
             )
+
+
+def adaptable_layers(model: PreTrainedModel) -> list[str]:
+    """Names of the linear layers that can be served under adapters: those the decoder calls once, over all tokens.
+
+    The output projection is none of them, nor are embeddings, experts whose weights are one tensor, and layers that see
+    a part of the tokens. Tried with the model's own attention, which must be set.
+    """
+    rows, width = 5, 7
+    seen: dict[str, list[tuple[int, ...]]] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+
+            def note(module: nn.Module, inputs: tuple[Tensor, ...], name: str = name) -> None:
+                seen.setdefault(name, []).append(tuple(inputs[0].shape[:-1]))
+
+            hooks.append(module.register_forward_pre_hook(note))
+    ids = torch.arange(rows * width, device=model.device).view(rows, width) % int(
+        model.config.get_text_config().vocab_size
+    )
+    with torch.inference_mode():
+        model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    head = model.get_output_embeddings()
+    return [
+        name
+        for name, shapes in seen.items()
+        if len(shapes) == 1
+        and math.prod(shapes[0]) == rows * width
+        and shapes[0][0] in (rows, rows * width)
+        and model.get_submodule(name) is not head
+    ]
 
 
 def linear_layer(model: PreTrainedModel, name: str) -> nn.Linear | None:

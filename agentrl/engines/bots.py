@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
-from agentrl.core.errors import EpisodeError
+from agentrl.core.errors import EpisodeError, error_words
 from agentrl.core.records import Message
 from agentrl.core.rng import stream
 from agentrl.engines.outside import completion
@@ -49,7 +49,7 @@ class Bot:
         except EpisodeError:
             raise
         except Exception as error:
-            raise self._failed(where, f"raised {type(error).__name__}: {error}") from error
+            raise self._failed(where, f"raised {error_words(error)}") from error
         if not isinstance(said, str):
             raise self._failed(where, f"said {said!r:.200}, which is no text")
         if len(said) > MAX_CHARACTERS:

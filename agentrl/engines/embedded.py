@@ -26,6 +26,7 @@ from agentrl.core.ports import EngineCapabilities
 from agentrl.engines.batcher import Batcher
 from agentrl.engines.calls import Call, EmbeddedSession
 from agentrl.engines.capture import KeptSets, RoutingTap
+from agentrl.engines.leases import needs_adapters
 from agentrl.engines.passes import Pass, PassRunner
 from agentrl.engines.self_check import check_memory, check_rows, check_slots
 from agentrl.engines.serving import ServedModel, VersionTable
@@ -63,7 +64,7 @@ class EmbeddedEngine:
         versions: for each policy, the version that the directory's weights are.
         slots: conversations whose KV is held at once.
         max_context: longest context in tokens, completion included.
-        refresh: when sessions move to newer weights; see `updates.py`.
+        refresh: when sessions move to newer weights, of all policies or by policy; see `updates.py`.
         keep_kv: whether calls in flight keep the KV that older weights computed (refresh `token`).
         capture_routing: record the experts of each position.
         capture_mask: record the kept set of each sampled token.
@@ -147,8 +148,8 @@ class EmbeddedEngine:
         versions: Mapping[str, PolicyVersion],
         slots: int = 64,
         max_context: int = 512,
-        refresh: Refresh = "token",
-        keep_kv: bool = True,
+        refresh: Refresh | Mapping[str, Refresh] = "token",
+        keep_kv: bool = False,
         capture_routing: bool = False,
         capture_mask: bool = False,
         adapter_slots: int = 4,
@@ -167,14 +168,14 @@ class EmbeddedEngine:
             ModelError: the directory holds no model that can serve this.
             EngineCapabilityError: the model or the settings cannot give what was asked for.
         """
-        if refresh in ("episode", "lazy") and adapter_slots == 0:
+        if adapter_slots == 0 and (needing := needs_adapters(refresh)):
             raise EngineCapabilityError(
-                f"engine.refresh = {refresh!r} needs adapters side by side; set adapter_slots, or refresh token or turn"
+                f"engine.refresh = {needing!r} needs adapters side by side; set adapter_slots, or refresh token or turn"
             )
         torch.set_num_threads(threads)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         model = load_model(model_path, max_context=max_context, dtype=getattr(torch, dtype), device=device)
-        check_slots(model, model_path)
+        check_slots(model, model_path, max_context=max_context)
         check_memory(model, slots=slots, max_context=max_context)
         if fixed_shapes:
             check_rows(model, model_path, slots=slots)

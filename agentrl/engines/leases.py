@@ -51,6 +51,12 @@ def probes_of(live: Iterable[LiveVersion]) -> dict[str, Probe]:
 LiveT = TypeVar("LiveT", bound=LiveVersion)
 
 
+def needs_adapters(refresh: Refresh | Mapping[str, Refresh]) -> Refresh | None:
+    """The refresh, of all policies or of one, that several versions must be served side by side for; None: none is."""
+    found = (refresh,) if isinstance(refresh, str) else refresh.values()
+    return next((each for each in found if each in ("episode", "lazy")), None)
+
+
 def newest_of(current: Mapping[str, LiveT], policy: str) -> LiveT:
     """A policy's newest version.
 
@@ -82,7 +88,7 @@ class Leases(Generic[LiveT]):
     """Leases of one engine's sessions.
 
     Args:
-        refresh: when sessions move to newer weights.
+        refresh: when sessions move to newer weights: of all policies, or by policy.
         max_staleness: refresh `lazy`: how many steps a session of a policy may stay behind; 1 where absent.
         current: a policy's newest version.
         ended: called with a version that a lease, pin or call of has ended.
@@ -91,7 +97,7 @@ class Leases(Generic[LiveT]):
     def __init__(
         self,
         *,
-        refresh: Refresh,
+        refresh: Refresh | Mapping[str, Refresh],
         max_staleness: Mapping[str, int],
         current: Callable[[str], LiveT],
         ended: Callable[[LiveT], None],
@@ -102,15 +108,19 @@ class Leases(Generic[LiveT]):
         self._ended = ended
         self._holders: set[Session[LiveT]] = set()
 
+    def refresh_of(self, policy: str) -> Refresh:
+        """When sessions of a policy move to newer weights."""
+        return self._refresh if isinstance(self._refresh, str) else self._refresh[policy]
+
     def resolve(self, session: Session[LiveT]) -> LiveT:
         """The version that samples the next call of `session`, by its pin, its lease, or the refresh."""
         if session.pin is not None:
             return session.pin
-        current = self._current(session.policy)
-        if self._refresh in ("token", "turn"):
+        current, refresh = self._current(session.policy), self.refresh_of(session.policy)
+        if refresh in ("token", "turn"):
             return current
         lease = session.lease
-        if lease is not None and (self._refresh == "episode" or self._is_fresh(session, lease, current)):
+        if lease is not None and (refresh == "episode" or self._is_fresh(session, lease, current)):
             return lease
         self.end(session)
         session.lease = current
@@ -148,12 +158,11 @@ class Leases(Generic[LiveT]):
 
     def revoke(self, live: list[LiveT]) -> bool:
         """Under `lazy`, end the leases of the oldest of these versions that only idle sessions hold on to."""
-        if self._refresh != "lazy":
-            return False
         idle = [
             version
             for version in live
             if version.leases
+            and self.refresh_of(version.version.policy) == "lazy"
             and self._current(version.version.policy) is not version
             and not (version.kept or version.pins or version.calls)
         ]

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from agentrl.core.errors import EngineError
+from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, PolicyVersion, VersionSpan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from agentrl.core.ports import Delta, Engine, EngineCapabilities, EngineSession, GenerateRequest, Sampler
+    from agentrl.core.ports import Delta, Engine, EngineSession, GenerateRequest, Sampler
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, WeightsRef
 
 
@@ -111,6 +113,47 @@ class RoutedEngine(RoutedSampler):
         for outside in self._outside.values():
             await outside.close()
         await self.engine.close()
+
+
+class NoEngine:
+    """See `agentrl.core.ports.Engine`: what stands for one where every policy lives outside."""
+
+    capabilities = EngineCapabilities(
+        name="none", refresh=frozenset(), expert_routing=False, sampling_mask=False, adapters=0, max_context=1 << 20
+    )
+
+    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
+        """Refused: no policy is here."""
+        raise EngineError(f"{session_id}: no engine serves policy {policy!r}: all policies of the run live outside")
+
+    def abort(self, request_id: str) -> None:
+        """Nothing is in flight."""
+
+    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
+        """Refused: nothing here has weights."""
+        raise EngineError(f"no engine takes {weights.path}: all policies of the run live outside")
+
+    def release(self, version: PolicyVersion) -> None:
+        """Nothing is held."""
+
+    async def pause(self) -> None:
+        """Nothing samples."""
+
+    async def resume(self) -> None:
+        """Nothing samples."""
+
+    async def score(
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
+    ) -> Float32Array:
+        """Refused: nothing here has weights."""
+        raise EngineError(f"no engine scores tokens of {version}: all policies of the run live outside")
+
+    def busy_seconds(self) -> float:
+        """Never busy."""
+        return 0.0
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
 def completion(policy: str, said: bytes, reason: FinishReason) -> Completion:

@@ -2,24 +2,27 @@
 
 Owns: the HTTP calls, and what of an answer is kept. The context of a call is the conversation as JSON lines
 (`rollout/json_format.py`), a byte a token; so is what comes back, with logprob 0.
-Invariants: the key is sent to its endpoint, also after redirects to none, and appears in no message of ours; what is
-not there in time, is overloaded or broken is `EngineLostError`, tried again by whoever asked; what is no answer, or is
-refused whatever is said, ends the episode by name; what is refused because of what was said is recorded like a turn
-and truncates the episode, or a policy could void what it loses.
+Invariants: the key is sent to its endpoint, also after redirects to none, and is removed from all that comes back, so
+it stands in no journal and no message of ours; what is not there in time, is overloaded or broken is `EngineLostError`,
+tried again by whoever asked; what is no answer, or is refused whatever is said, ends the episode by name; what is
+refused because of what was said is recorded like a turn and truncates the episode: a policy could else void what it
+loses.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import aiohttp
 
 from agentrl.core.errors import ConfigError, EngineLostError, EpisodeError
-from agentrl.core.records import Completion
+from agentrl.core.records import Completion, usage_of
 from agentrl.engines.outside import completion
 
 if TYPE_CHECKING:
@@ -34,6 +37,11 @@ ABOUT_THE_REQUEST = frozenset({400, 403, 413, 414, 422, 451})
 REFUSED_IN_A_ROW = 8
 """So many of those, and it is not what was said: the endpoint refuses all."""
 REFUSAL_SHOWN = 300
+SHORTEST_KEY = 8
+"""Characters of a key that is removed from what comes back: a shorter one, such as `none`, is no secret but a word."""
+BYTES_PER_TOKEN = 64
+"""An answer is no longer than this for each token that was asked for, besides `MORE_BYTES`: more is no answer."""
+MORE_BYTES = 1 << 16
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -43,6 +51,8 @@ class Endpoint:
     policy: str
     config: RemotePolicy
     _key: str = ""
+    _written_keys: tuple[str, ...] = ()
+    """The key as it is, and as it is written in JSON, in addresses and in base64."""
     _client: aiohttp.ClientSession | None = None
     _refusals_left: int = 0
     """How many more are taken for refusals of what was said; 0: it has not answered lately, or never."""
@@ -54,6 +64,9 @@ class Endpoint:
         self._key = os.environ.get(name, "") if name else ""
         if name and not self._key:
             raise ConfigError(f"policies.{self.policy}.api_key_env: the environment has no variable {name}; set it")
+        if len(self._key) >= SHORTEST_KEY:
+            coded = base64.b64encode(self._key.encode()).decode().rstrip("=")
+            self._written_keys = (self._key, json.dumps(self._key)[1:-1], quote(self._key, safe=""), coded)
         self._places = asyncio.Semaphore(self.config.max_concurrent)
 
     async def generate(self, request: GenerateRequest, where: str) -> Completion:
@@ -85,21 +98,25 @@ class Endpoint:
             raise EngineLostError(f"{here}: status {status}")
         if status != 200 or content is None:
             said = f"more than {MAX_ANSWER_BYTES} bytes" if content is None else content.decode("utf-8", "replace")
-            told = f"{here}: status {status}: {self._without_key(said)[:REFUSAL_SHOWN]}"
+            told = f"{here}: status {status}: {self._without_key(_unescaped(said))[:REFUSAL_SHOWN]}"
             if self._refusals_left and status in ABOUT_THE_REQUEST:
                 self._refusals_left -= 1
                 return _refused(self.policy, told)
             raise EpisodeError(told, reason="remote_refused")
         try:
             message, reason = _answer(content)
+            line = _line(self._stripped(message))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-            raise EpisodeError(
-                f"{here}: its answer is no chat completion ({error!r})", reason="remote_answer"
-            ) from None
+            told = self._without_key(repr(error))[:REFUSAL_SHOWN]
+            raise EpisodeError(f"{here}: its answer is no chat completion ({told})", reason="remote_answer") from None
+        most = BYTES_PER_TOKEN * request.sampling.max_tokens + MORE_BYTES
+        if len(line) > most:
+            told = f"its answer has {len(line)} bytes, too many for the {request.sampling.max_tokens} tokens asked for"
+            raise EpisodeError(f"{here}: {told}", reason="remote_answer")
         self._refusals_left = REFUSED_IN_A_ROW
         if reason == "content_filter":
             return _refused(self.policy, f"{here}: its answer was filtered")
-        return completion(self.policy, _line(message), "length" if reason == "length" else "stop")
+        return completion(self.policy, line, "length" if reason == "length" else "stop")
 
     async def _post(self, request: GenerateRequest, here: str) -> tuple[int, bytes | None]:
         """Status and body; no body where it is longer than anybody needs."""
@@ -134,7 +151,9 @@ class Endpoint:
         sampling = request.sampling
         body: dict[str, Any] = {
             "model": self.config.model,
-            "messages": [line for line in lines if "tools" not in line],
+            "messages": [
+                {key: value for key, value in line.items() if key != "usage"} for line in lines if "tools" not in line
+            ],
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -144,7 +163,19 @@ class Endpoint:
         return body
 
     def _without_key(self, text: str) -> str:
-        return text.replace(self._key, "…") if self._key else text
+        for written in self._written_keys:
+            text = text.replace(written, "…")
+        return text
+
+    def _stripped(self, value: Any) -> Any:
+        """JSON data without the key, wherever it stands."""
+        if isinstance(value, str):
+            return self._without_key(_unescaped(value))
+        if isinstance(value, list):
+            return [self._stripped(item) for item in value]
+        if isinstance(value, dict):
+            return {self._without_key(key): self._stripped(item) for key, item in value.items()}
+        return value
 
 
 async def _limited(response: aiohttp.ClientResponse) -> bytes | None:
@@ -159,14 +190,27 @@ async def _limited(response: aiohttp.ClientResponse) -> bytes | None:
 
 def _answer(content: bytes) -> tuple[dict[str, Any], Any]:
     """The message of an answer, what is ours to keep of it, and why it ended."""
-    choice = json.loads(content)["choices"][0]
+    answer = json.loads(content)
+    choice = answer["choices"][0]
     message = choice["message"]
     said: dict[str, Any] = {"role": "assistant", "content": message.get("content") or ""}
     if message.get("tool_calls"):
         said["tool_calls"] = message["tool_calls"]
     if not isinstance(said["content"], str):
         raise ValueError("its content is no text")
+    if counts := usage_of(answer):
+        said["usage"] = counts
     return said, choice.get("finish_reason")
+
+
+def _unescaped(text: str) -> str:
+    """JSON inside of JSON, such as a call's arguments, with its letters as they are; any other text as it is."""
+    if "\\u" not in text:
+        return text
+    try:
+        return json.dumps(json.loads(text), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _line(message: dict[str, Any]) -> bytes:

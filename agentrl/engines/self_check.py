@@ -1,7 +1,8 @@
 """Whether a model computes over slots what it computes alone: asked once, when it is loaded.
 
 Models differ in how they use a cache, a mask and positions. Rather than keep a list of those that work, the engine lets
-the model prefill two ragged contexts in pieces, decode, and compares with a plain forward pass.
+the model prefill two ragged contexts in pieces, decode, and compares with a plain forward pass: short contexts, and
+those that grow beyond a length at which the model may begin to compute otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from agentrl.core.memory import memory
 from agentrl.engines.passes import Pass, PassRunner
 from agentrl.engines.slot_cache import SlotCache
 from agentrl.engines.slot_columns import SlotColumns
-from agentrl.engines.weight_files import kv_bytes_per_token
+from agentrl.engines.weight_files import kv_bytes_per_token, special_lengths
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,14 +31,20 @@ _PIECES = ((4, 2), (1, 1), (1, 1))
 _ROW_TOKENS = 9
 
 
-def check_slots(model: PreTrainedModel, path: str) -> None:
-    """Refuse a model that computes something else over slots than alone.
+def check_slots(model: PreTrainedModel, path: str, *, max_context: int) -> None:
+    """Refuse a model that computes something else over slots than alone, in contexts of up to `max_context` tokens.
 
     Raises:
         ModelError: it does, or it fails.
     """
+    random, few = np.random.default_rng(0), min(6, int(model.config.get_text_config().vocab_size))
     try:
-        difference = _largest_difference(model)
+        difference = _largest_difference(model, _CONTEXTS, _PIECES)
+        for length in special_lengths(model.config, max_context):
+            grown = min(length + 5, max_context)
+            contexts = (tuple(random.integers(0, few, grown).tolist()), _CONTEXTS[1])
+            pieces = ((length - 1, 2), (grown - length, 1), (1, 1))
+            difference = float(np.maximum(difference, _largest_difference(model, contexts, pieces)))
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ModelError(f"{path}: {type(model).__name__} cannot run in the embedded engine ({error!r})") from error
     if not difference < 1e-2 + 4 * torch.finfo(model.dtype).eps:
@@ -63,27 +70,30 @@ def check_memory(model: PreTrainedModel, *, slots: int, max_context: int) -> Non
         )
 
 
-def _largest_difference(model: PreTrainedModel) -> float:
+def _largest_difference(
+    model: PreTrainedModel, contexts: tuple[tuple[int, ...], ...], pieces: tuple[tuple[int, int], ...]
+) -> float:
     """Relative to the spread of the logits."""
-    longest = max(map(len, _CONTEXTS))
+    longest = max(map(len, contexts))
     cache = SlotCache(slots=2, capacity=longest, layers=model.config.num_hidden_layers)
     columns = SlotColumns(slots=2, capacity=longest)
-    for slot, context in enumerate(_CONTEXTS):
+    for slot, context in enumerate(contexts):
         columns.tokens[slot, : len(context)] = context
         columns.length[slot] = len(context)
     runner = PassRunner(
         cache=cache, columns=columns, device=model.device, dtype=model.dtype, tap=None, kept=None, clock=SystemClock()
     )
     largest = 0.0
-    for counts in _PIECES:
+    for counts in pieces:
         one = Pass(
             model=model, bank=None, slots=np.arange(2), counts=np.array(counts), adapters=np.full(2, -1, np.int64)
         )
         with torch.inference_mode():
             logits = runner.logits(one)
-        for slot, context in enumerate(_CONTEXTS):
+        for slot, context in enumerate(contexts):
             plain = _plain_logits(model, context[: columns.computed[slot]])
-            largest = max(largest, float((logits[slot] - plain).abs().max() / plain.std()))
+            # NumPy's, since that of Python drops a NaN.
+            largest = float(np.maximum(largest, float((logits[slot] - plain).abs().max() / plain.std())))
     return largest
 
 

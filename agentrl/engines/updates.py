@@ -43,7 +43,7 @@ class EmbeddedSettings:
     """How an embedded engine works, beyond what its capabilities say; see `EmbeddedEngine.load`."""
 
     slots: int
-    refresh: Refresh
+    refresh: Refresh | Mapping[str, Refresh]
     keep_kv: bool
     max_rank: int
     max_staleness: Mapping[str, int]
@@ -67,7 +67,6 @@ class WeightUpdates:
         tap: RoutingTap | None,
     ) -> None:
         self._versions = versions
-        self._refresh = settings.refresh
         self._between_passes = between_passes
         self._switch = switch
         self._on_worker = on_worker
@@ -110,12 +109,13 @@ class WeightUpdates:
                 await self._apply_adapter(weights, keep=keep)
 
     async def _apply_full(self, weights: WeightsRef, *, keep: bool) -> None:
-        if self._refresh in ("episode", "lazy"):
+        policy, base = weights.version.policy, self._versions.base
+        refresh = self.leases.refresh_of(policy)
+        if refresh in ("episode", "lazy"):
             raise refusal(
                 weights,
-                f"refresh {self._refresh!r} needs adapters; with full weights set engine.refresh to token or turn",
+                f"refresh {refresh!r} needs adapters; with full weights set engine.refresh to auto, token or turn",
             )
-        policy, base = weights.version.policy, self._versions.base
         loop = asyncio.get_running_loop()
         file = await loop.run_in_executor(None, read_weights, weights)
         read = await loop.run_in_executor(
@@ -124,7 +124,7 @@ class WeightUpdates:
         probe = self._of_the_model(weights, read_probe(weights, file))
         old = self._versions.of_policy(policy)
         try:
-            if self._refresh == "turn":
+            if refresh == "turn":
                 self.held.add(policy)
                 await self._turn_boundary(weights, old)
             await asyncio.shield(self._swap_full(weights, read, probe, keep=keep))
@@ -154,7 +154,7 @@ class WeightUpdates:
                     versions.give_back(served)
                 raise
             versions.promote(new)
-            if self._refresh == "token":
+            if self.leases.refresh_of(weights.version.policy) == "token":
                 self._move_calls(old, new)
 
     async def _turn_boundary(self, weights: WeightsRef, old: Serving) -> None:
@@ -178,7 +178,7 @@ class WeightUpdates:
         probe = self._of_the_model(weights, adapter.probe)
         while (place := bank.free_place()) is None:
             old = self._versions.of_policy(weights.version.policy)
-            if self._refresh == "token" and not old.held and old.adapter != BASE:
+            if self.leases.refresh_of(weights.version.policy) == "token" and not old.held and old.adapter != BASE:
                 break  # nothing holds the old version: its place is filled anew
             if not self.leases.revoke([s for s in self._versions.live.values() if s.adapter != BASE]):
                 self._check_may_free(weights)
@@ -217,7 +217,7 @@ class WeightUpdates:
             if replaced is not None:
                 del versions.live[old.version]
             versions.promote(new)
-            if self._refresh == "token":
+            if self.leases.refresh_of(weights.version.policy) == "token":
                 self._move_calls(old, new)
 
     def _of_the_model(self, weights: WeightsRef, probe: Probe | None) -> Probe | None:

@@ -21,6 +21,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError
 from agentrl.core.ids import key64
 from agentrl.core.ports import EngineCapabilities
+from agentrl.engines.leases import needs_adapters
 from agentrl.engines.sessions import check_request, empty_completion
 from agentrl.engines.vllm_calls import VllmCall, VllmSession
 from agentrl.engines.vllm_capacity import kv_tokens, prefill_rate
@@ -68,10 +69,9 @@ class VllmEngine:
                 f"vLLM serves full weights of one policy, not of {', '.join(sorted(versions))}; give the policies a "
                 "lora section, or set engine.kind to embedded"
             )
-        if adapters == 0 and settings.refresh in ("episode", "lazy"):
+        if adapters == 0 and (needing := needs_adapters(settings.refresh)):
             raise EngineCapabilityError(
-                f"engine.refresh = {settings.refresh!r} needs adapters side by side; with full weights set it to token "
-                "or turn"
+                f"engine.refresh = {needing!r} needs adapters side by side; with full weights set it to token or turn"
             )
         shapes = read_shapes(model_path, max_context=settings.max_context)
         self.capabilities = EngineCapabilities(
@@ -108,8 +108,8 @@ class VllmEngine:
         versions: Mapping[str, PolicyVersion],
         slots: int = 64,
         max_context: int = 512,
-        refresh: Refresh = "token",
-        keep_kv: bool = True,
+        refresh: Refresh | Mapping[str, Refresh] = "token",
+        keep_kv: bool = False,
         adapter_slots: int = 4,
         max_rank: int = 64,
         max_staleness: Mapping[str, int] = MappingProxyType({}),
@@ -123,7 +123,7 @@ class VllmEngine:
             versions: for each policy, the version that the directory's weights are.
             slots: conversations sampled at once (one more while no probe is asked); more wait.
             max_context: longest context in tokens, completion included.
-            refresh: when sessions move to newer weights; see `vllm_updates.py`.
+            refresh: when sessions move to newer weights, of all policies or by policy; see `vllm_updates.py`.
             keep_kv: full weights, refresh `token`: whether calls in flight keep the KV that older weights computed.
             adapter_slots: adapters served side by side; 0: full weights, of one policy.
             max_rank: the largest rank of an adapter.

@@ -38,7 +38,7 @@ class VllmSettings:
 
     slots: int
     max_context: int
-    refresh: Refresh
+    refresh: Refresh | Mapping[str, Refresh]
     keep_kv: bool
     adapter_slots: int
     max_rank: int

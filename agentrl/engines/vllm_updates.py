@@ -99,7 +99,6 @@ class VllmUpdates:
     ) -> None:
         self._control = VllmControl(llm)
         self._model = model
-        self._refresh = settings.refresh
         self._keep_kv = settings.keep_kv
         self._places = settings.adapter_slots
         self._max_rank = settings.max_rank
@@ -214,7 +213,7 @@ class VllmUpdates:
             probe = await asyncio.to_thread(self._copy_checked, weights, copy)
             while len(adapters := [each for each in self._live.values() if each.adapter]) >= self._places:
                 old = self.of_policy(weights.version.policy)
-                if self._refresh == "token" and not old.held and old.adapter:
+                if self.leases.refresh_of(weights.version.policy) == "token" and not old.held and old.adapter:
                     break  # nothing holds the old version: it leaves when its calls have moved
                 if not self.leases.revoke(adapters):
                     self._check_may_free(weights, adapters)
@@ -248,7 +247,7 @@ class VllmUpdates:
             raise refusal(weights, f"vLLM cannot load it ({type(error).__name__}: {error})") from error
         new = VllmVersion(version=weights.version, digest=weights.sha256, probe=probe, kept=int(keep), adapter=adapter)
         old = self._promote(new)
-        if self._refresh == "token":
+        if self.leases.refresh_of(weights.version.policy) == "token":
             await self._switch(old, new)
         old.kept += 1  # until it is known whether it is needed again
         try:
@@ -326,7 +325,7 @@ class VllmUpdates:
         probe = await asyncio.to_thread(self._check_full, weights)
         self._held.add(policy)  # a turn that began now would find the prefixes of the version that leaves
         try:
-            while self._refresh == "turn" and self.of_policy(policy).calls:
+            while self.leases.refresh_of(policy) == "turn" and self.of_policy(policy).calls:
                 if self._control.paused:
                     raise refusal(
                         weights, "the engine is paused in the middle of turns; resume it, or use refresh token"

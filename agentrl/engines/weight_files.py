@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 _ONE_AT_A_TIME = Lock()
 """transformers changes global state while it loads; an update that was cancelled may still be at it."""
 _WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SPECIAL = re.compile("window|chunk|block|topk|original_max_position")
 _LOAD_ERRORS = (
     OSError,
     ValueError,
@@ -61,8 +63,14 @@ def load_model(path: str, *, max_context: int, dtype: torch.dtype, device: str) 
     return ready_to_sample(read_model(path, dtype=dtype, max_context=max_context), device)
 
 
-def read_model(path: str | Path, *, dtype: torch.dtype, max_context: int | None = None) -> PreTrainedModel:
+def read_model(path: str | Path, *, dtype: torch.dtype, max_context: int, to_sample: bool = True) -> PreTrainedModel:
     """Read a local Hugging Face causal LM directory, every weight of it from its safetensors files.
+
+    Args:
+        path: the directory.
+        dtype: of its parameters.
+        max_context: the longest context it is to compute.
+        to_sample: whether it is to sample contexts of that length by the embedded engine; else, to be trained on them.
 
     Nothing that the directory says reaches a stream as it is: transformers is silenced, names are told as literals.
 
@@ -74,7 +82,8 @@ def read_model(path: str | Path, *, dtype: torch.dtype, max_context: int | None 
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        if max_context is not None:
+        _check_rope(config, max_context, path)
+        if to_sample:
             _check_positions(config, max_context, path)
             _check_window(config, max_context, path)
         model, report = load(
@@ -115,6 +124,7 @@ def read_shapes(path: str | Path, *, max_context: int) -> PreTrainedModel:
     except _LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelError(f"{path}: config.json describes no causal LM ({reason})") from error
+    _check_rope(config, max_context, path)
     _check_positions(config, max_context, path)
     return model
 
@@ -180,6 +190,37 @@ def ready_to_sample(model: PreTrainedModel, device: str | torch.device) -> PreTr
     module.to(device).requires_grad_(False).train(False)
     use_grouped_attention(model)
     return model
+
+
+def special_lengths(config: PretrainedConfig, max_context: int) -> list[int]:
+    """Lengths below `max_context` at which a model may begin to compute otherwise, ascending.
+
+    Every whole number of its configuration that is called a window, a chunk, a block, a top-k or original positions:
+    one too many costs a check, one too few would leave it unchecked.
+    """
+    return sorted(
+        {
+            value
+            for name, value in config.get_text_config().to_dict().items()
+            if type(value) is int and _SPECIAL.search(name) and 1 < value < max_context
+        }
+    )
+
+
+def _check_rope(config: PretrainedConfig, max_context: int, path: str | Path) -> None:
+    """Refuse positions that all change once a context is longer than the original ones."""
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    ropes = getattr(text, "rope_parameters", None) or {}
+    for rope in [each for each in (ropes, *ropes.values()) if isinstance(each, dict)]:  # one, or one per kind of layer
+        kind = str(rope.get("rope_type", ""))
+        original = positions if "dynamic" in kind else rope.get("original_max_position_embeddings", positions)
+        if ("dynamic" in kind or kind == "longrope") and original is not None and max_context > original:
+            raise ModelError(
+                f"{path}: positions of rope type {kind!r} are all others in a context of more than {original} tokens, "
+                "so the log-probabilities recorded before it grew that long are not those it is trained with; set "
+                f"engine.max_context (now {max_context}) to at most {original}"
+            )
 
 
 def _check_positions(config: PretrainedConfig, max_context: int, path: str | Path) -> None:

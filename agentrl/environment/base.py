@@ -9,14 +9,16 @@ everything non-deterministic or outside `self` goes through `ctx`.
 from __future__ import annotations
 
 import inspect
+import reprlib
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
-from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError
+from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, RewardError, error_words
 from agentrl.core.proposals import Recollection
 from agentrl.core.records import Message, PolicyVersion, StopReason, Task, Turn
 
@@ -29,7 +31,12 @@ T = TypeVar("T")
 Split = Literal["train", "held_out"]
 Guarantee = Literal["read", "idempotent", "once"]
 Reconcile = Callable[[], "tuple[bool, T | None] | Awaitable[tuple[bool, T | None]]"]
+Reply = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""What a demonstration says in a turn."""
 ResourceLevel = Literal["replay", "snapshot", "pinned"]
+
+LARGEST_REWARD = 1e6
+"""A larger reward, either way, is taken for a mistake."""
 
 
 def system(content: str) -> Message:
@@ -225,7 +232,11 @@ class EpisodeContext(ABC):
     def spawn(
         self, environment: type[Environment], task: Task | Mapping[str, Any], *, n: int = 1
     ) -> tuple[ChildEpisode, ...]:
-        """Start `n` child episodes on one task: a group of their own, each whole in itself."""
+        """Start `n` child episodes on one task: a group of their own, each whole in itself.
+
+        Raises:
+            EpisodeError: with those the attempt has started before they are more than `fan_out` declares; none starts.
+        """
 
     @abstractmethod
     async def remember(self, key: str, structure: str = "") -> Recollection:
@@ -314,8 +325,8 @@ class Environment(ABC):
     seats: ClassVar[tuple[str, ...]] = ("agent",)
     """The roles policies can hold."""
     fan_out: ClassVar[Mapping[str, int]] = {}
-    """Child episodes one episode starts, by class name, so that admission can reserve them; where an episode has
-    more, that is learned."""
+    """Child episodes one episode starts at most, by class name, so that admission can reserve them: a spawn beyond that
+    is refused. Of classes that are not named here, the most that an episode has had is reserved."""
     truncated_reward: ClassVar[float | None] = 0.0
     """What an agent without a reward gets when a limit ends the episode; None drops such episodes."""
     own_random: ClassVar[bool] = False
@@ -330,6 +341,15 @@ class Environment(ABC):
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
         """The tasks of a split. Keyword arguments after `seed` are the environment's options."""
         raise NotImplementedError(f"{cls.__name__} has no task source: override `tasks`, or pass tasks= to train()")
+
+    @classmethod
+    def demonstrate(cls, task: Task, random: random.Random) -> Iterable[Reply] | Generator[Reply, str, None]:
+        """What a good policy says in an episode of a task, turn by turn, for `agentrl env warm-up`.
+
+        A list, or a generator, which is sent what the environment answered to each reply. A reply is text, a tool call
+        as `{"name": …, "arguments": {…}}`, or a list of calls. One that takes `seat=` is told for which seat it speaks.
+        """
+        raise NotImplementedError(f"{cls.__name__} has no demonstrations: override `demonstrate`")
 
     @classmethod
     def load(cls) -> None:
@@ -348,7 +368,7 @@ class Environment(ABC):
 
 def described(error: BaseException) -> str:
     """A foreign error on one line, with the place it was raised at."""
-    return f"{type(error).__name__}: {error}{place_of(error)}"
+    return f"{error_words(error)}{place_of(error)}"
 
 
 def place_of(error: BaseException | None) -> str:
@@ -357,9 +377,37 @@ def place_of(error: BaseException | None) -> str:
     return f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
 
 
+def finite_reward(value: object, where: str) -> float:
+    """A reward as a float: of Python's real numbers, or of numpy's.
+
+    Args:
+        value: the reward an environment gave.
+        where: the agent and turn, for the message.
+
+    Raises:
+        RewardError: it is None, a string, an object that merely converts to a float, NaN, or larger than
+            `LARGEST_REWARD` in either direction.
+    """
+    numpy = sys.modules.get("numpy")  # whoever has a number of numpy has imported it
+    is_number = isinstance(value, Real) or (numpy is not None and isinstance(value, numpy.floating | numpy.bool_))
+    if not is_number or (numpy is not None and isinstance(value, numpy.timedelta64)):  # which calls itself an integer
+        shown = reprlib.repr(value)  # short, whatever the object says of itself
+        raise RewardError(f"{where}: the reward is {shown} ({type(value).__name__}); it must be a finite number")
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (OverflowError, TypeError, ValueError) as error:
+        raise RewardError(f"{where}: the reward {type(value).__name__} is no finite real number ({error})") from error
+    if not abs(number) <= LARGEST_REWARD:  # NaN is not, either
+        raise RewardError(
+            f"{where}: the reward is {number:g}; it must be finite and no larger than {LARGEST_REWARD:g} either way, "
+            "since one such reward would decide the whole step: scale rewards to about 1"
+        )
+    return number
+
+
 def valid_unicode(text: str) -> str:
     """Text without lone surrogates, which file names and models can bring and no database can hold."""
-    return text.encode("utf-8", "replace").decode()
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def children_of(environment: type[Environment]) -> dict[type[Environment], int]:

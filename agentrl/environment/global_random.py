@@ -122,7 +122,8 @@ class NoDraws:
 
     def leave(self) -> bool:
         """Whether they have moved."""
-        return self._places() != self._before
+        before, self._before = self._before, ()
+        return self._places() != before
 
     def release(self) -> None:
         """Nothing is held."""
@@ -163,7 +164,7 @@ async def awaited_under(own: GlobalRandom, function: Callable[..., Any], *argume
     """What a function returns, or what its coroutine does; `own` is swapped out whenever that waits."""
     with own.swapped_in():
         value = function(*arguments, **named)
-    return await Steps(own, value) if inspect.isawaitable(value) else value
+    return await Steps(own, lambda: value) if inspect.isawaitable(value) else value
 
 
 class Steps:
@@ -171,24 +172,29 @@ class Steps:
 
     Args:
         guard: of its steps.
-        awaitable: what is awaited.
+        begin: called in the first step; returns what is awaited.
         on_draw: called after a step that drew what it must not; what is awaited is then cancelled.
     """
 
-    __slots__ = ("_awaitable", "_guard", "_is_outside", "_on_draw")
+    __slots__ = ("_begin", "_guard", "_is_outside", "_on_draw")
 
-    def __init__(self, guard: Guard, awaitable: Awaitable[Any], on_draw: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, guard: Guard, begin: Callable[[], Awaitable[Any]], on_draw: Callable[[], None] | None = None
+    ) -> None:
         self._guard = guard
-        self._awaitable = awaitable
+        self._begin = begin
         self._on_draw = on_draw
         self._is_outside = False
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        steps: Any = self._awaitable.__await__()
+        steps: Any = None
         thrown: BaseException | None = None
         while True:
-            self._enter()
+            if not self._is_outside:
+                self._guard.enter()
             try:
+                if steps is None:
+                    steps = self._begun()
                 waits_for = next(steps) if thrown is None else steps.throw(thrown)
             except StopIteration as end:
                 return end.value
@@ -203,9 +209,20 @@ class Steps:
             except BaseException as error:  # noqa: BLE001 - whatever is thrown in belongs to the coroutine
                 thrown = error
 
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Within, from inside a step: code that the guard does not concern, which may wait.
+    def release(self) -> None:
+        """There are no further steps."""
+        self._guard.release()
+
+    def _begun(self) -> Generator[Any, Any, Any]:
+        begin, self._begin = self._begin, _nothing
+        try:
+            awaitable = begin()
+        except StopIteration as error:  # it is no return from the steps
+            raise RuntimeError("the program raised StopIteration") from error
+        return (awaitable if hasattr(awaitable, "__await__") else _awaited(awaitable)).__await__()
+
+    def go_outside(self) -> None:
+        """From inside a step: until `come_back` runs code that the guard does not concern, and which may wait.
 
         Raises:
             CancelledError: the step has drawn what it must not.
@@ -213,15 +230,11 @@ class Steps:
         if self._leave():
             raise CancelledError
         self._is_outside = True
-        try:
-            yield
-        finally:
-            self._is_outside = False
-            self._enter()
 
-    def _enter(self) -> None:
-        if not self._is_outside:
-            self._guard.enter()
+    def come_back(self) -> None:
+        """The step goes on."""
+        self._is_outside = False
+        self._guard.enter()
 
     def _leave(self) -> bool:
         if self._is_outside or not self._guard.leave():
@@ -230,3 +243,12 @@ class Steps:
         if self._on_draw is not None:
             self._on_draw()
         return True
+
+
+async def _nothing() -> None:
+    """What a program that has begun has left to begin: it is not kept."""
+
+
+async def _awaited(value: Any) -> Any:
+    """What `await` makes of a value without `__await__`: a generator-based coroutine, or a TypeError."""
+    return await value

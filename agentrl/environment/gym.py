@@ -25,6 +25,7 @@ from agentrl.environment.base import (
     Resource,
     Split,
     TaskSource,
+    finite_reward,
     system,
     user,
 )
@@ -193,7 +194,7 @@ class SeededGame:
         return {
             "legal": True,
             "observation": self._observation,
-            "reward": float(reward),
+            "reward": finite_reward(reward, f"step() of {type(environment.env).__name__}"),
             "terminated": bool(terminated),
             "truncated": bool(truncated),
         }

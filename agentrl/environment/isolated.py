@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.core.errors import EnvironmentDefinitionError, error_words
 from agentrl.environment.registry import module_of
 
 LENGTH = struct.Struct("<I")
@@ -112,7 +112,7 @@ class IsolatedObject:
         try:
             await self._ask(first, self._name, more_s=_START_S)
         except IsolatedError as error:
-            self._ended = self._ended or f"{self._name} raised {type(error).__name__}: {error}"
+            self._ended = self._ended or f"{self._name} raised {error_words(error)}"
             self._end()
             raise
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from agentrl.core.records import Task
+from agentrl.environment.base import finite_reward
 from agentrl.environment.games import Game, GameEnvironment, Position, check_players, check_text
 
 Turns = Any
@@ -130,7 +131,7 @@ class _PettingZooGame(Game):
         while env.agents:
             observation, reward, terminated, truncated, info = env.last()
             player = self._player()
-            self._rewards[player] += float(reward)
+            self._rewards[player] += finite_reward(reward, f"player {player!r}")
             if not terminated and not truncated:
                 shown = check_text(self._environment, self._environment.render(observation, info, env))
                 legal = legal_actions(env)

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.core.errors import EnvironmentDefinitionError, error_words
 from agentrl.core.proposals import Recollection
 from agentrl.core.records import Completion, Message, PolicyVersion, Task, ToolCall, ToolSpec, Turn, VersionSpan
 from agentrl.core.rng import stream, uuid4
@@ -29,6 +29,7 @@ from agentrl.environment.base import (
     Resource,
     ResourceLevel,
     ToolCallError,
+    finite_reward,
 )
 
 T = TypeVar("T")
@@ -72,7 +73,7 @@ class PlainAgent(Agent):
 
     def reward(self, value: float, turn: int | None = None) -> None:
         """Add to the agent's rewards."""
-        self.rewards.append(float(value))
+        self.rewards.append(finite_reward(value, f"agent {self.seat!r}"))
 
     def gate(self, accepted: bool, *, penalty: float) -> bool:
         """Add the penalty to the agent's rewards, where it is due."""
@@ -191,7 +192,7 @@ class PlainContext(EpisodeContext):
         except ToolCallError as error:
             return f"error: {error}"
         except Exception as error:  # noqa: BLE001 - a tool is foreign code, and its error is the policy's observation
-            return f"error: {type(error).__name__}: {error}"
+            return f"error: {error_words(error)}"
 
     def truncate(self, limit: LimitReachedError) -> None:
         """A limit cut the episode short."""

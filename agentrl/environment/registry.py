@@ -109,6 +109,15 @@ def _find(reference: str) -> type[Environment]:
     raise _unknown(reference)
 
 
+def loaded(name: str) -> type[Environment] | None:
+    """The environment of a name where this process has it already, so that finding it runs no code; else None."""
+    if name in _registered or name in _found:
+        return _registered.get(name) or _found[name]
+    location, _, attribute = name.rpartition(":")
+    found = getattr(sys.modules.get(location), attribute, None) if attribute.isidentifier() else None
+    return found if isinstance(found, type) and issubclass(found, Environment) else None
+
+
 def name_of(environment: type[Environment]) -> str:
     """The name `resolve` finds a class under: the registered one, else `module:Class`."""
     for name, known in _registered.items():
@@ -178,16 +187,24 @@ def _load(reference: str, where: str) -> type[Environment]:
     module = _imported(location, f"environment {where!r}")
     if attribute:
         if not hasattr(module, attribute):
-            raise EnvironmentDefinitionError(f"environment {where!r}: {location} has no {attribute!r}")
+            own = ", ".join(c.__name__ for c in _environments_in(module)) or "none"
+            raise EnvironmentDefinitionError(
+                f"environment {where!r}: {location} has no {attribute!r}; the environments it defines: {own}"
+            )
         return as_environment(getattr(module, attribute), where=where)
-    own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
-    local = [c for c in own if issubclass(c, Environment)] or [c for c in own if is_trl_class(c)]
+    local = _environments_in(module)
     if len(local) != 1:
         names = ", ".join(c.__name__ for c in local) or "none"
         raise EnvironmentDefinitionError(
             f"environment {where!r}: {location} defines {len(local)} environments ({names}); name one: {location}:Class"
         )
     return as_environment(local[0], where=where)
+
+
+def _environments_in(module: Any) -> list[type]:
+    """The environments that a module defines itself."""
+    own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+    return [c for c in own if issubclass(c, Environment)] or [c for c in own if is_trl_class(c)]
 
 
 def load_module(location: str) -> Any:

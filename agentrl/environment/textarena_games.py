@@ -12,6 +12,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.records import Task
+from agentrl.environment.base import finite_reward
 from agentrl.environment.games import Game, GameEnvironment, Position, check_text
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class _TextArenaGame(Game):
             player=None,
             observation="",
             legal=not illegal,
-            rewards=[float((rewards or {}).get(player, 0.0)) for player in players],
+            rewards=[finite_reward((rewards or {}).get(player, 0.0), f"player {player}") for player in players],
             illegal=illegal,
             truncated=False,
         )

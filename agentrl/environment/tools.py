@@ -54,12 +54,22 @@ def tool(
     Args:
         method: every parameter annotated; the first paragraph of its docstring describes the tool.
         external: it acts outside `self`: journaled and never repeated.
-        timeout_s: longer calls become a timeout observation, in seconds; default `environment.tool_timeout_s`.
+        timeout_s: longer calls become a timeout observation, in seconds; default `environment.tool_timeout_s`. Only for
+            tools that are external or `async def`: nothing can end a plain method, which runs in the event loop.
         guarantee: of an external tool, what another try may do after a crash, as in `ctx.effect`.
     """
     options = ToolOptions(external=external, timeout_s=timeout_s, guarantee=guarantee)
 
     def mark(function: Method) -> Method:
+        if timeout_s is not None and not (timeout_s > 0 and (external or inspect.iscoroutinefunction(function))):
+            mend = (
+                "a number above 0"
+                if not timeout_s > 0
+                else "external=True, or `async def`: nothing can end a plain call"
+            )
+            raise EnvironmentDefinitionError(
+                f"tool {getattr(function, '__qualname__', function)}: @tool(timeout_s={timeout_s!r}) needs {mend}"
+            )
         function.__agentrl_tool__ = options  # type: ignore[attr-defined]
         return function
 
@@ -83,14 +93,14 @@ class BoundTool:
             ValueError: they do not fit; the text is an observation for the policy.
         """
         if not isinstance(arguments, Mapping):
-            raise ValueError("arguments are not a JSON object")
+            raise ValueError("arguments are not a JSON object, each key given once")
         try:
             model = self.arguments.model_validate(arguments, strict=True)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "arguments"
             raise ValueError(f"{where}: {first['msg']}") from None
-        return {name: getattr(model, name) for name in type(model).model_fields}
+        return dict(model.__dict__)
 
 
 def _arguments_model(owner: str, name: str, function: Callable[..., Any]) -> type[BaseModel]:

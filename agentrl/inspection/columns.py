@@ -15,6 +15,7 @@ import msgspec
 
 from agentrl.core.errors import JournalError
 from agentrl.core.files import open_regular, read_at_most
+from agentrl.journal.reader import pruned_file
 
 MAX_HEADER_BYTES = 8 << 20
 MAX_FILE_BYTES = 192 << 20
@@ -61,6 +62,7 @@ def step_rows(run: Path, name: Any) -> list[StepRow]:
         name: of the file, relative to it, as the step's record has it.
 
     Raises:
+        PrunedError: it was given up.
         JournalError: there is no such file, it lies outside the run, or it is damaged.
     """
     path = run / str(name)
@@ -75,7 +77,9 @@ def step_rows(run: Path, name: Any) -> list[StepRow]:
         columns = {key: _tensor(msgspec.convert(value, _Tensor), data) for key, value in header.items()}
         return _rows(described, columns)
     except OSError as error:
-        raise JournalError(f"{path}: cannot be read ({error.strerror}); the step's columns are gone") from error
+        raise pruned_file(run, name) or JournalError(
+            f"{path}: cannot be read ({error.strerror}); the step's columns are gone"
+        ) from error
     except (msgspec.MsgspecError, ValueError, KeyError, TypeError, RecursionError, IndexError) as error:
         raise JournalError(f"{path}: not the columns of a step ({error}); it is damaged") from error
 

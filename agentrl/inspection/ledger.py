@@ -5,7 +5,8 @@
 
 The two sides are counted from different tables, and every row that fits no side is named: an ended episode nobody
 admitted, a unit trained twice, trained and dropped, or trained without having been committed. So is a checkpoint of
-versions the log does not know: it was flushed before the checkpoint was sealed, and has lost its end since.
+versions the log does not know: it was flushed before the checkpoint was sealed, and has lost its end since. And so are
+committed episodes whose entries are not there, or whose tokens name a version that has no row, digest or step.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from agentrl.core.errors import JournalError
 from agentrl.core.files import open_regular, read_at_most
 from agentrl.core.records import PolicyVersion
+from agentrl.core.words import plural
+from agentrl.journal.entries import TurnEntry
+from agentrl.journal.reader import whole_partition
+from agentrl.journal.rows import decode_entries
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from agentrl.journal.run_log import SqliteRunLog
@@ -28,6 +34,9 @@ MAX_PROBLEMS = 20
 """Named one by one; more are counted."""
 
 MAX_MANIFEST_BYTES = 64 << 20
+
+_TURN = b"\xa4turn"
+"""The kind of a turn, after the three bytes that an array of 16 elements or more begins with."""
 
 Key = tuple[str, int]
 """Episode id and attempt."""
@@ -88,24 +97,30 @@ class _Manifest(msgspec.Struct):
     versions: dict[str, tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]]]
 
 
-def run_ledger(log: SqliteRunLog, checkpoints: Path) -> RunLedger:
-    """Count a run's episodes and units. Policies that were never published are frozen and have no units.
+def run_ledger(
+    log: SqliteRunLog, checkpoints: Path, on_read: Callable[[int, int], None] = lambda read, of: None
+) -> RunLedger:
+    """Count a run's episodes and units, and read their entries. Policies that were never published have no units.
 
     Args:
         log: the run's control log.
         checkpoints: the directory of its checkpoints.
+        on_read: told now and then how many committed episodes' entries were read, and of how many.
 
     Raises:
         JournalError: the control log is damaged.
     """
     log.verify()
-    return _Counting(log, _sealed_versions(checkpoints)).ledger()
+    counting = _Counting(log, _sealed_versions(checkpoints))
+    counting.read_entries(log, on_read)
+    return counting.ledger()
 
 
 class _Counting:
     """The tables of one run, read once."""
 
     def __init__(self, log: SqliteRunLog, sealed: Mapping[PolicyVersion, str]) -> None:
+        self._run = str(log.info()["run"])
         self._problems: list[str] = []
         self._more = 0
         self._through = _newest_versions(log)
@@ -134,6 +149,62 @@ class _Counting:
             for episode, attempt, policy, reason in log.rows("SELECT episode, attempt, policy, reason FROM unit_drops")
         }
         self._consumed = self._surviving(log)
+
+    def read_entries(self, log: SqliteRunLog, on_read: Callable[[int, int], None]) -> None:
+        """Look for the entries of every committed episode, and for the versions that its tokens name."""
+        partitions: dict[str, dict[Key, int]] = {}
+        for name, episode, attempt, entries in log.rows(
+            "SELECT partition, episode, attempt, entries FROM episodes"
+            " WHERE purpose = 'train' AND drop_reason IS NULL AND partition IS NOT NULL"
+        ):
+            partitions.setdefault(str(name), {})[episode, attempt] = entries
+        versions = _Versions(log)  # read after the episodes: of a run being written it has all that those name
+        total, before = sum(map(len, partitions.values())), 0
+        for name, expected in sorted(partitions.items()):
+            path = log.path.parent / name
+            if path.is_file():
+                try:
+                    left = self._read_partition(path, expected, versions, lambda read: on_read(before + read, total))  # noqa: B023
+                    self._name_missing(log, name, expected, left)
+                except JournalError as error:
+                    self._problem(f"{error}. What follows in {name} was not read")
+            else:
+                self._problem(
+                    f"{path} is missing, and {plural(len(expected), 'committed episode')} lie in it; put it back"
+                )
+            before += len(expected)
+
+    def _read_partition(
+        self, path: Path, expected: Mapping[Key, int], versions: _Versions, on_read: Callable[[int], None]
+    ) -> dict[Key, int]:
+        """How many entries are missing of each episode."""
+        left = dict(expected)
+        read = 0
+        for entry in whole_partition(path, self._run):
+            key = (entry.episode_id, entry.attempt)
+            if key not in left:
+                continue
+            left[key] -= 1
+            if not left[key]:
+                read += 1
+                on_read(read)
+            if entry.body[3:8] != _TURN:
+                continue
+            for turn in decode_entries([entry]):
+                assert isinstance(turn, TurnEntry)
+                for fault in versions.faults(turn):
+                    self._problem(f"episode {key[0]} attempt {key[1]}, call {entry.call_id}: {fault}")
+        return left
+
+    def _name_missing(self, log: SqliteRunLog, name: str, expected: Mapping[Key, int], left: Mapping[Key, int]) -> None:
+        """Say of which episodes entries are missing, unless all of them were pruned."""
+        missing = {key: count for key, count in left.items() if count}
+        pruned = log.pruned({episode for episode, _ in missing})  # asked after: a run records what it prunes before
+        for (episode, attempt), count in missing.items():
+            there = expected[episode, attempt] - count
+            if there or (episode, attempt) not in pruned:
+                committed = plural(expected[episode, attempt], "entry", "entries")
+                self._problem(f"episode {episode} attempt {attempt}: {committed} were committed, {name} has {there}")
 
     def _surviving(self, log: SqliteRunLog) -> Counter[tuple[Key, str]]:
         """How often each unit was trained along the line that led to the newest versions."""
@@ -218,9 +289,48 @@ class _Counting:
             self._more += 1
 
 
+class _Versions:
+    """What the control log says of the versions that tokens name."""
+
+    def __init__(self, log: SqliteRunLog) -> None:
+        self._digests: dict[PolicyVersion, str] = {}
+        self._first: dict[tuple[str, int], int] = {}
+        for policy, lineage, step, sha256 in log.rows("SELECT policy, lineage, step, sha256 FROM versions"):
+            self._digests[PolicyVersion(policy, lineage, step)] = sha256
+            self._first[policy, lineage] = min(step, self._first.get((policy, lineage), step))
+        self._stepped = {PolicyVersion(*row) for row in log.rows("SELECT policy, lineage, step FROM steps")}
+        self._trained = {policy for policy, lineage in self._first if lineage >= 0}
+        self._judged: dict[PolicyVersion, str | None] = {}
+
+    def faults(self, turn: TurnEntry) -> list[str]:
+        """Why the versions of a turn's tokens are not known, as far as they are not."""
+        policy = turn.weights_of or turn.policy
+        found = (self._fault(PolicyVersion(policy, span.lineage, span.step)) for span in turn.spans)
+        return [fault for fault in found if fault is not None]
+
+    def _fault(self, version: PolicyVersion) -> str | None:
+        if version not in self._judged:
+            self._judged[version] = self._judge(version)
+        return self._judged[version]
+
+    def _judge(self, version: PolicyVersion) -> str | None:
+        policy, lineage, step = version
+        if version not in self._digests:
+            if policy not in self._trained and (lineage, step) == (0, 0):
+                return None  # the base model, an endpoint or a program
+            return f"its tokens are of {version}, which the control log does not know"
+        if not self._digests[version]:
+            return f"its tokens are of {version}, of which the control log has no digest"
+        if lineage >= 0 and step > self._first[policy, lineage] and version not in self._stepped:
+            return f"its tokens are of {version}, and the control log does not know the step that made it"
+        return None
+
+
 def _newest_versions(log: SqliteRunLog) -> dict[str, PolicyVersion]:
-    """The last version of the last lineage of each policy."""
-    rows: list[Any] = log.rows("SELECT policy, lineage, max(step) FROM versions GROUP BY policy, lineage")
+    """The last version of the last lineage of each policy that is trained."""
+    rows: list[Any] = log.rows(
+        "SELECT policy, lineage, max(step) FROM versions WHERE lineage >= 0 GROUP BY policy, lineage"
+    )
     newest: dict[str, PolicyVersion] = {}
     for policy, lineage, step in sorted(rows, key=lambda row: (str(row[0]), row[1])):
         newest[policy] = PolicyVersion(policy, lineage, step)

@@ -131,8 +131,10 @@ class RunLine(msgspec.Struct, frozen=True):
     in_flight: int
     steps: dict[str, int]
     """Newest step of each policy."""
-    reward: float | None
-    """Mean training reward over the last five steps; that of all its episodes where it trained nothing."""
+    rewards: dict[str, float]
+    """Mean reward of each policy over its last five steps; where nothing was trained, over all episodes it acted in."""
+    state: str = ""
+    """See `RunReader.standing`."""
     problem: str | None = None
 
 
@@ -145,6 +147,8 @@ class CurvePoint(msgspec.Struct, frozen=True):
     reward: float | None
     """Mean over the units the step consumed."""
     units: int
+    mark: str = ""
+    """What changed before it: a resume, code, settings."""
 
 
 def converted(kind: type[Any], row: Any) -> Any:

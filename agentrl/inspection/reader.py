@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.core.clock import SystemClock
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.blame import damage_named
@@ -35,13 +36,15 @@ from agentrl.inspection.where import parse
 from agentrl.journal.checksums import row_checksum
 from agentrl.journal.entries import Begin, EntryBody, JournalEntry
 from agentrl.journal.forks import read_prefix
+from agentrl.journal.lock import writer_of
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.rows import decode_entries
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.schema import CONTROL_FILE
+from agentrl.observe.status import SILENT_S, read_status
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 
 class RunReader:
@@ -81,6 +84,7 @@ class RunReader:
         limit: int = 50,
         offset: int = 0,
         among: Collection[str] | None = None,
+        training_first: bool = False,
     ) -> list[EpisodeLine]:
         """Episodes that pass a filter (`where.parse`), sorted by a column; those without a value come last.
 
@@ -91,6 +95,7 @@ class RunReader:
             limit: at most so many.
             offset: after leaving out so many.
             among: of these only, named as `EPISODE.ATTEMPT`: what `search.matches` found.
+            training_first: those of purpose `train` before all others.
 
         Raises:
             InputError: the filter cannot be read, or there is no such column.
@@ -101,7 +106,8 @@ class RunReader:
             raise InputError(f"--sort: {sort!r} is not a column; there are: {', '.join(COLUMNS)}")
         direction = "DESC" if descending else "ASC"
         key = f"({COLUMNS[sort].sql})"
-        order = f"{key} IS NULL, {key} {direction}, a.admitted_at {direction}, a.episode, a.attempt"
+        first = "a.purpose != 'train', " if training_first else ""
+        order = f"{first}{key} IS NULL, {key} {direction}, a.admitted_at {direction}, a.episode, a.attempt"
         statement = f"SELECT a.episode, a.attempt{EPISODES} WHERE {condition} ORDER BY {order} LIMIT ? OFFSET ?"
         return self.lines(self.log.rows(statement, *values, limit, offset))
 
@@ -209,6 +215,7 @@ class RunReader:
     def curve(self) -> list[CurvePoint]:
         """The reward of each step along each policy's surviving line, in order."""
         points = []
+        said = {life.lineage: life.words for life in self.log.lives()}
         newest = "SELECT policy, lineage, max(step) FROM steps WHERE (policy, lineage) IN"
         newest += " (SELECT policy, max(lineage) FROM steps GROUP BY policy) GROUP BY policy ORDER BY policy"
         for policy, lineage, step in self.log.rows(newest):
@@ -219,7 +226,9 @@ class RunReader:
                 " GROUP BY policy, lineage, step, episode, attempt) GROUP BY step ORDER BY step"
             )
             for line in reversed(self.log.surviving(PolicyVersion(policy, lineage, step))):
-                points += [converted(CurvePoint, row) for row in self.log.rows(statement, policy, *line)]
+                marks = {line[0]: said.get(line[0], "resumed")} if line[0] else {}  # of the first step of the lineage
+                rows = self.log.rows(statement, policy, *line)
+                points += [converted(CurvePoint, (*row, marks.pop(row[1], ""))) for row in rows]
         return points
 
     def metric(self, name: str) -> dict[str, list[tuple[int, float | None]]]:
@@ -257,20 +266,18 @@ class RunReader:
         )
         return {str(reason): int(count) for reason, count in self.log.rows(statement)}
 
-    def ledger(self) -> RunLedger:
-        """Every episode and every unit accounted for; raises as `run_ledger`."""
-        return run_ledger(self.log, self.path / "checkpoints")
+    def ledger(self, on_read: Callable[[int, int], None] = lambda read, of: None) -> RunLedger:
+        """Every episode and every unit accounted for; arguments and errors as of `run_ledger`."""
+        return run_ledger(self.log, self.path / "checkpoints", on_read)
 
     def line(self) -> RunLine:
         """The run as a line of a list."""
-        committed = "SELECT count(*), avg(reward) FROM episodes WHERE purpose = ? AND drop_reason IS NULL"
+        committed = "SELECT count(*) FROM episodes WHERE purpose = ? AND drop_reason IS NULL"
         in_flight = f"SELECT count(*){EPISODES} WHERE e.episode IS NULL AND {NEWEST}"
         points = self.curve()
-        last = [point.reward for point in points if point.reward is not None][-5:]
         info = self.info()
         purpose = "evaluate" if "evaluated" in info else "import" if "imported" in info else "train"
-        ((episodes, mean),) = self.log.rows(committed, purpose)
-        reward = mean if purpose != "train" else sum(last) / len(last) if last else None
+        ((episodes,),) = self.log.rows(committed, purpose)
         return RunLine(
             name=name if isinstance(name := info.get("name"), str) else self.path.name,
             path=str(self.path),
@@ -278,8 +285,32 @@ class RunReader:
             episodes=episodes,
             in_flight=self.log.rows(in_flight)[0][0],
             steps={point.policy: point.step for point in points},
-            reward=reward,
+            rewards=_last_rewards(points) if purpose == "train" else self._played_rewards(purpose),
+            state=self.standing(),
         )
+
+    def _played_rewards(self, purpose: str) -> dict[str, float]:
+        """The mean over committed episodes of what each policy got in them."""
+        statement = (
+            "SELECT policy, avg(reward) FROM (SELECT t.policy AS policy, sum(t.reward) AS reward"
+            " FROM trajectories t JOIN episodes e ON e.episode = t.episode AND e.attempt = t.attempt"
+            " WHERE e.purpose = ? AND e.drop_reason IS NULL AND t.reward IS NOT NULL"
+            " GROUP BY t.episode, t.attempt, t.policy) GROUP BY policy ORDER BY policy"
+        )
+        return {str(policy): float(reward) for policy, reward in self.log.rows(statement, purpose)}
+
+    def standing(self) -> str:
+        """How the run stands: `running`, `finished`, `stopped` (Ctrl-C), `failed` (an error), `killed`; empty where
+        nothing says, as of an import.
+        """
+        if writer_of(self.journal) is not None:
+            return "running"
+        status = read_status(self.path)
+        if status is None:
+            return ""
+        if status.ended:
+            return status.outcome or "finished"
+        return "running" if not status.wall or abs(SystemClock().wall() - status.wall) < SILENT_S else "killed"
 
     def _entries(self, line: EpisodeLine) -> tuple[list[JournalEntry], int, list[str]]:
         """What is there of an attempt, how much of it a fork took over, and what could not be read."""
@@ -290,6 +321,8 @@ class RunReader:
         if not located:
             try:
                 partition = self._turns.partition_of(line.episode, line.attempt)
+                if partition is None:
+                    self._turns.check_pruned(line.episode, line.attempt)
             except JournalError as error:
                 return [], 0, [str(error)]
             located = [(partition, None, b"")] if partition is not None else []
@@ -325,6 +358,15 @@ class RunReader:
         return [entries[0], *inherited, *entries[1:]]
 
 
+def _last_rewards(points: Sequence[CurvePoint]) -> dict[str, float]:
+    """Mean reward of the last five steps of each policy."""
+    rewards: dict[str, list[float]] = {}
+    for point in points:
+        if point.reward is not None:
+            rewards.setdefault(point.policy, []).append(point.reward)
+    return {policy: sum(last[-5:]) / len(last[-5:]) for policy, last in rewards.items()}
+
+
 def runs(directory: str | Path) -> list[RunLine]:
     """The runs in a directory, by name; one whose journal cannot be read carries its problem.
 
@@ -347,7 +389,7 @@ def runs(directory: str | Path) -> list[RunLine]:
                 reader.close()
         except (JournalError, OSError) as error:
             problem = str(error)
-            lines.append(RunLine(path.name, str(path), "", 0, 0, {}, None, problem=problem))
+            lines.append(RunLine(path.name, str(path), "", 0, 0, {}, {}, problem=problem))
     return lines
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from agentrl.inspection.steps import StepLine, StepView
     from agentrl.inspection.timelines import RunTimeline
     from agentrl.inspection.winrates import WinRate
+    from agentrl.journal.port import Pruned
 
 EPISODE_COLUMNS = (
     *("episode", "status", "environment", "task", "reward", "stop_reason", "drop_reason"),
@@ -40,9 +41,13 @@ def run_table(lines: Sequence[RunLine]) -> Page:
         steps = ", ".join(
             f"{step}" if len(line.steps) == 1 else f"{policy} {step}" for policy, step in line.steps.items()
         )
-        counts = [str(line.episodes), str(line.in_flight), steps, number(line.reward)]
-        rows.append([line.name, line.purpose, *counts, line.problem or ""])
-    page.table(["run", "purpose", "episodes>", "in_flight>", "steps>", "reward>", ""], rows)
+        rewards = ", ".join(
+            number(reward) if len(line.rewards) == 1 else f"{policy} {number(reward)}"
+            for policy, reward in line.rewards.items()
+        )
+        counts = [str(line.episodes), str(line.in_flight), steps, rewards]
+        rows.append([line.name, line.purpose, line.state, *counts, line.problem or ""])
+    page.table(["run", "purpose", "state", "episodes>", "in_flight>", "steps>", "reward>", ""], rows)
     return page
 
 
@@ -66,6 +71,22 @@ def ledger_view(ledger: RunLedger) -> Page:
         page.line(("the ledger holds: nothing is lost, nothing was trained twice", "green"))
     else:
         page.block("\n".join(["the ledger does NOT hold", *ledger.problems]), "red", indent=0)
+    return page
+
+
+def pruned_page(given_up: Pruned, *, is_dry: bool) -> Page:
+    """What was given up, or would be, and what can no longer be done."""
+    page = Page()
+    verb = "would be removed" if is_dry else "removed"
+    size = f"{given_up.bytes / (1 << 20):.3g} MiB"
+    told = f"{plural(given_up.episodes, 'episode')} and the columns of {plural(given_up.files, 'step')}"
+    page.line(f"{verb}: the tokens of {told}, {size}, rule {given_up.rule}")
+    for policy, step in given_up.last.items():
+        page.line(f"{policy}: the episodes that steps up to {step} trained on, and those dropped before")
+    page.line(
+        "no longer possible: `episode show|tokens|replay|rescore|fork` of these episodes, `step replay` of these steps"
+    )
+    page.line("kept: rewards, credits, steps, ledger, curves, evaluations; every checkpoint can still be resumed from")
     return page
 
 
@@ -135,6 +156,9 @@ def curves(points: Sequence[CurvePoint], *, width: int = 64) -> Page:
         values = [point.reward for point in own if point.reward is not None]
         title = f"reward of {policy}"
         page.block(curve(values, steps=[point.step for point in own], title=title, width=width), indent=0)
+        for point in points:
+            if point.policy == policy and point.mark:
+                page.line((f"step {point.step}: ", "bold"), point.mark)
     return page
 
 

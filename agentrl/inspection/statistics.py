@@ -24,6 +24,8 @@ def run_state(reader: RunReader) -> RunState:
     state = RunState(plan=plan, path=str(reader.path))
     read_metrics(reader.path / "metrics.jsonl", state)
     status = read_status(reader.path) or Status(phase="", ended=bool(state.policies))
+    if not status.ended and reader.standing() == "killed":
+        status = replace(status, ended=True, outcome="killed", waits=())
     try:
         counts = reader.counts()
         state.status = replace(

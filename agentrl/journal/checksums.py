@@ -31,6 +31,11 @@ def row_checksum(table: str, values: Sequence[Any]) -> int:
     return zlib.crc32(_ENCODER.encode(values), zlib.crc32(table.encode()))
 
 
+def code_digest(source: str) -> str:
+    """8-byte blake2b over source code, in hexadecimal."""
+    return hashlib.blake2b(source.encode("utf-8", "replace"), digest_size=8).hexdigest()
+
+
 class EpisodeDigest:
     """16-byte blake2b over call id and body of an attempt's entries, in the order they were appended."""
 
@@ -41,8 +46,7 @@ class EpisodeDigest:
 
     def add(self, entry: JournalEntry) -> None:
         """Take in the next entry."""
-        self._hash.update(entry.call_id.encode())
-        self._hash.update(entry.body)
+        self._hash.update(entry.call_id.encode() + entry.body)
 
     @property
     def value(self) -> bytes:

@@ -27,7 +27,7 @@ from agentrl.journal.inserts import insert_rows
 from agentrl.journal.schema import DAMAGE, database_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from agentrl.core.records import Task
@@ -105,7 +105,10 @@ class ControlTables:
             checksum=True,
             once=True,
         )
+        self.pruned = ControlTable(database, "pruned", "episode attempt rule pruned_at", checksum=True, once=True)
+        self.pruned_files = ControlTable(database, "pruned_files", "file rule pruned_at", checksum=True, once=True)
         self.metrics = ControlTable(database, "metrics", "policy step name value recorded_at")
+        self.meta = ControlTable(database, "meta", "key value", once=True)
 
 
 ADMISSION_COLUMNS = "episode attempt purpose environment task parent group_id spec admitted_at"
@@ -114,7 +117,7 @@ EPISODE_COLUMNS = (
     " drop_reason turns tokens seconds partition entries digest metrics detail committed_at"
     " measured_against"
 )
-TRAJECTORY_COLUMNS = "episode attempt seat agent policy reward tokens oldest_step lineage turn_rewards remaining"
+TRAJECTORY_COLUMNS = "episode attempt seat agent policy reward tokens oldest_step lineage turn_rewards"
 
 
 # --- to rows ----------------------------------------------------------------------------------------------------------
@@ -142,12 +145,31 @@ def not_data(episode_id: str, task: Task, error: Exception) -> InputError:
     )
 
 
+def learning_policies(info: Mapping[str, Any]) -> Collection[str] | None:
+    """The policies that learn, as the configuration in a journal's `info` says; None where it says nothing of it."""
+    config = info.get("config")
+    policies = config.get("policies") if isinstance(config, dict) else None
+    if not isinstance(policies, dict):
+        return None
+    return {name for name, one in policies.items() if isinstance(one, dict) and one.get("kind") == "trained"}
+
+
 def episode_row(
-    spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str, now: float
+    spec: EpisodeSpec,
+    header: EpisodeHeader,
+    digest: bytes,
+    metrics: Mapping[str, float],
+    detail: str,
+    now: float,
+    learning: Collection[str] | None,
 ) -> Sequence[Any]:
-    """`EPISODE_COLUMNS` of a finished episode; of `detail` the first 2,000 characters are kept."""
+    """`EPISODE_COLUMNS` of a finished episode; of `detail` the first 2,000 characters are kept.
+
+    `oldest_step` and `lineage` are of the oldest weights of the `learning` policies: frozen weights do not age.
+    """
     units = header.trajectories
-    oldest = min(units, key=lambda unit: (unit.lineage, unit.oldest_step), default=None)
+    aging = [unit for unit in units if learning is None or unit.policy in learning]
+    oldest = min(aging, key=lambda unit: (unit.lineage, unit.oldest_step), default=None)
     partition, entries = header.location if header.location is not None else (None, None)
     reward = header.reward
     return (
@@ -184,7 +206,7 @@ def trajectory_rows(header: EpisodeHeader) -> Iterable[Sequence[Any]]:
         reward = None if unit.reward is None else float(unit.reward)
         key = (header.episode_id, header.attempt, unit.seat, unit.index)
         turn_rewards = _JSON.encode(unit.turn_rewards).decode() if unit.turn_rewards else None
-        yield (*key, unit.policy, reward, unit.tokens, unit.oldest_step, unit.lineage, turn_rewards, unit.remaining)
+        yield (*key, unit.policy, reward, unit.tokens, unit.oldest_step, unit.lineage, turn_rewards)
 
 
 def baselines_row(baselines: BaselineSet) -> Sequence[Any]:
@@ -274,7 +296,7 @@ def read_header(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]) -> Ep
     units = []
     for trajectory in trajectories:
         _verify("trajectories", trajectory)
-        units.append(TrajectoryHeader(*(*trajectory[2:9], _read_turn_rewards(trajectory), trajectory[10])))
+        units.append(TrajectoryHeader(*(*trajectory[2:9], _read_turn_rewards(trajectory))))
     return EpisodeHeader(
         episode_id=row[0],
         attempt=row[1],
@@ -340,6 +362,8 @@ CHECKED = (
     "versions",
     "steps",
     "step_units",
+    "pruned",
+    "pruned_files",
 )
 """Tables whose rows end with a checksum over all their other columns."""
 
@@ -350,6 +374,20 @@ _STEPS_WITH_HOLES = (
     " GROUP BY s.policy, s.lineage, s.step HAVING count(u.position) < s.fed"
 )
 """A step says how many trajectories it was fed; of a deterministic run it may be none."""
+
+
+UNRESOLVED = (
+    " NOT EXISTS (SELECT 1 FROM unit_drops d WHERE d.episode = t.episode AND d.attempt = t.attempt"
+    " AND d.policy = t.policy) AND NOT EXISTS (SELECT 1 FROM step_units s JOIN line l ON l.policy = s.policy"
+    " AND l.lineage = s.lineage AND s.step > l.first AND s.step <= l.last"
+    " WHERE s.episode = t.episode AND s.attempt = t.attempt AND s.policy = t.policy)"
+)
+"""Of a unit, as a row `t` of `trajectories`: neither dropped nor trained by a step of a `LINE`."""
+LINE = (
+    "line AS (SELECT json_extract(value, '$[0]') AS policy, json_extract(value, '$[1]') AS lineage,"
+    " json_extract(value, '$[2]') AS first, json_extract(value, '$[3]') AS last FROM json_each(?))"
+)
+"""Steps `first < step <= last` of lineages of policies, from a parameter in JSON."""
 
 
 def verify_tables(connection: sqlite3.Connection, path: Path) -> None:
@@ -363,8 +401,9 @@ def verify_tables(connection: sqlite3.Connection, path: Path) -> None:
         raise JournalError(f"{path}: {str(found[0][0])[:200]}; the file is damaged, restore it from a copy")
     for table in CHECKED:
         try:
-            for row in connection.execute(f"SELECT * FROM {table}"):
-                _verify(table, row, f"{path}: ")
+            if not _all_hold(connection, table):
+                for row in connection.execute(f"SELECT * FROM {table}"):
+                    _verify(table, row, f"{path}: ")
         except DAMAGE as error:
             raise database_error(path, error) from error
     for policy, lineage, step in all_rows(connection, path, _STEPS_WITH_HOLES):
@@ -372,6 +411,17 @@ def verify_tables(connection: sqlite3.Connection, path: Path) -> None:
             f"{path}: of the units that step {step} of {policy} (lineage {lineage}) was fed, records are missing: they "
             "would be trained again; restore the file from a copy"
         )
+
+
+def _all_hold(connection: sqlite3.Connection, table: str) -> bool:
+    """Whether every row of a table matches its checksum: the quick way, for millions of them."""
+    tolerant, connection.text_factory = connection.text_factory, str
+    try:
+        return all(row_checksum(table, row[:-1]) == row[-1] for row in connection.execute(f"SELECT * FROM {table}"))
+    except DAMAGE:
+        return False
+    finally:
+        connection.text_factory = tolerant
 
 
 def _verify(table: str, row: Sequence[Any], where: str = "") -> None:

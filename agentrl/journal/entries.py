@@ -37,6 +37,18 @@ class Pause(msgspec.Struct, frozen=True, array_like=True):
     """`parked`, `engine_lost`, or `no_room` in the engine's memory."""
 
 
+class PlayedUnder(msgspec.Struct, frozen=True, array_like=True):
+    """How a seat is sampled and limited, from the episode's first turn to its last."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    max_tokens: int
+    max_turns: int
+    max_context: int
+
+
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     """What the episode is; always the entry at call id `begin`."""
 
@@ -54,6 +66,8 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     """Where its recorded prefix lies."""
     own_random: bool = False
     """Whether its code has global random generators of its own."""
+    settings: dict[str, PlayedUnder] = {}
+    """By seat; under "" those of seats not named, and of `ctx.limits`. Empty: not recorded, by an older version."""
 
 
 class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
@@ -190,6 +204,14 @@ class CancelEntry(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     """The episode cancelled the call while it was in flight: a timeout of its own, or a failing sibling."""
 
 
+class LimitEntry(msgspec.Struct, frozen=True, array_like=True, tag="limit"):
+    """The clock ended the call while it was in flight, or refused a turn after that: it raised `LimitReachedError`."""
+
+    stop_reason: str
+    """`time_limit`."""
+    message: str
+
+
 class PatchEntry(msgspec.Struct, frozen=True, array_like=True, tag="patch"):
     """The branch asked `ctx.patched(id)` where it was not replaying. Its call id: branch, `@`, `id`."""
 
@@ -209,6 +231,7 @@ EntryBody = (
     | RewardEntry
     | OrderEntry
     | CancelEntry
+    | LimitEntry
     | PatchEntry
 )
 
@@ -244,8 +267,7 @@ def encode_body(body: EntryBody) -> bytes:
 
 def asked_hash(*parts: bytes) -> bytes:
     """8-byte blake2b of what was newly asked."""
-    digest = hashlib.blake2b(digest_size=8)
+    framed = b""
     for part in parts:
-        digest.update(len(part).to_bytes(4, "little"))
-        digest.update(part)
-    return digest.digest()
+        framed += len(part).to_bytes(4, "little") + part
+    return hashlib.blake2b(framed, digest_size=8).digest()

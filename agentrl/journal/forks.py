@@ -58,7 +58,10 @@ def read_prefix(journal: str | Path, point: ForkPoint) -> list[JournalEntry]:
     def read(where: str, at: ForkPoint) -> list[JournalEntry]:
         reader = TurnReader(where)
         try:
-            return reader.read(at.partition, at.episode_id, at.attempt)
+            entries = reader.read(at.partition, at.episode_id, at.attempt)
+            if not entries:
+                reader.check_pruned(at.episode_id, at.attempt)
+            return entries
         finally:
             reader.close()
 

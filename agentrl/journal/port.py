@@ -7,13 +7,13 @@ surfaces at the next `flush`/`commit_episode`, which wait until everything befor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.core.ports import Commits
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from agentrl.core.baselines import BaselineSet
     from agentrl.core.proposals import Proposal
@@ -30,6 +30,46 @@ class StepRow:
     version: PolicyVersion
     """The version the step made."""
     batch: TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneRule:
+    """What may go, as far as checkpoints and steps decide."""
+
+    keep: int
+    """Optimizer steps of each policy, the newest before the newest checkpoint, whose tokens and columns stay."""
+    sealed: Sequence[Mapping[str, PolicyVersion]]
+    """Versions of every checkpoint that can be resumed from, newest first."""
+
+    def __str__(self) -> str:
+        return f"keep = {self.keep}"
+
+    @property
+    def last(self) -> dict[str, int]:
+        """By policy, the newest step whose tokens and columns may go."""
+        if not self.sealed:
+            return {}
+        newest = self.sealed[0]
+        steps = {
+            policy: min([version.step - self.keep, *(held[policy].step for held in self.sealed if policy in held)])
+            for policy, version in newest.items()
+        }
+        return {policy: max(step, 0) for policy, step in steps.items()}
+
+
+@dataclass(slots=True, kw_only=True)
+class Pruned:
+    """What a pruning removed, or would remove."""
+
+    rule: str
+    episodes: int = 0
+    """Attempts."""
+    files: int = 0
+    """Of step columns."""
+    bytes: int = 0
+    """Of entries, partials and files; what the file system gets back differs by the pages' slack."""
+    last: Mapping[str, int] = field(default_factory=dict)
+    """See `PruneRule.last`."""
 
 
 class TurnLog(Protocol):
@@ -121,6 +161,14 @@ class JournalStore(Commits, Protocol):
         """Record metric values at a step of a policy."""
         ...
 
+    async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = ...) -> Pruned:
+        """Give up tokens and step columns that a rule lets go; recorded before anything is removed.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        ...
+
     async def flush(self) -> None:
         """Wait until everything recorded is on disk."""
         ...
@@ -161,8 +209,9 @@ class RunLog(Protocol):
         """Committed training episodes of some groups, or all, in order of commit, whatever became of their units."""
         ...
 
-    def dispatched(self) -> Iterator[tuple[EpisodeSpec, EpisodeHeader | None]]:
-        """Training episodes in order of admission, at their newest attempts, with how they ended; None: not yet."""
+    def dispatched(self, newest: int | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader | None]]:
+        """The newest training episodes, or all, in order of admission, at their newest attempts, with how they ended;
+        None: not yet."""
         ...
 
     def baselines(self) -> Mapping[str, BaselineSet]:
@@ -174,9 +223,18 @@ class RunLog(Protocol):
         ...
 
     def resolved_units(
-        self, consumed_through: Mapping[str, PolicyVersion]
+        self, consumed_through: Mapping[str, PolicyVersion], among: Collection[str] | None = None
     ) -> Mapping[tuple[str, int, str], str | None]:
-        """By (episode, attempt, policy): None for units consumed along the surviving lineage, else the drop reason."""
+        """By (episode, attempt, policy): None for units consumed along the surviving lineage, else the drop reason.
+
+        Args:
+            consumed_through: the manifest's version of each trainable policy.
+            among: units of these episodes only.
+        """
+        ...
+
+    def pruned(self, episodes: Collection[str]) -> Collection[tuple[str, int]]:
+        """Attempts of these episodes whose entries were given up."""
         ...
 
     def parents(self) -> Mapping[tuple[str, int], PolicyVersion]:

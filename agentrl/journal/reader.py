@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sqlite3
-from contextlib import suppress
+import time
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agentrl.core.errors import JournalError
+from agentrl.core.errors import EntriesError, JournalError, PrunedError
 from agentrl.core.ids import is_safe_name
 from agentrl.core.words import plural
 from agentrl.journal.checksums import entry_checksum, episode_digest
+from agentrl.journal.control import all_rows
 from agentrl.journal.entries import JournalEntry
-from agentrl.journal.schema import DAMAGE, database_error, open_to_read
+from agentrl.journal.schema import CONTROL_FILE, DAMAGE, database_error, open_to_read
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 _COLUMNS = "SELECT episode, attempt, call, asked, body, checksum"
 _SELECT = _COLUMNS + " FROM entries WHERE episode IN ({}) ORDER BY id"
@@ -49,6 +51,7 @@ class TurnReader:
         """Entries on disk of an episode, in the order they were appended.
 
         Raises:
+            PrunedError: the entries were given up.
             JournalError: the partition cannot be read, an entry does not match its checksum, or the entries are not
                 as many as `entries` or not those of `digest`.
         """
@@ -71,8 +74,21 @@ class TurnReader:
                         rows.append(entry)
         answer = [found[key.partition, key.episode_id, key.attempt] for key in keys]
         for key, rows in zip(keys, answer, strict=True):
+            if key.entries and not rows:
+                self.check_pruned(key.episode_id, key.attempt)
             _check_committed(key, rows)
         return answer
+
+    def beginnings(self, keys: Sequence[EntryKey]) -> list[JournalEntry]:
+        """The first entries of episodes, as far as they can be read; in no order."""
+        wanted = {(key.partition, key.episode_id): key.attempt for key in keys}
+        found = []
+        for (partition, episode_id), attempt in wanted.items():
+            with suppress(JournalError, *DAMAGE):
+                path, connection = self._open(partition)
+                statement = f"{_COLUMNS} FROM entries WHERE episode = ? AND attempt = ? AND call = 'begin'"
+                found += [verified_entry(path, row) for row in connection.execute(statement, (episode_id, attempt))]
+        return found
 
     def partials(self, partition: str, episode_id: str, attempt: int) -> list[JournalEntry]:
         """Whole partials on disk of an episode, in order; what is damaged is left out, and sampled again."""
@@ -95,6 +111,20 @@ class TurnReader:
         Raises:
             JournalError: a partition cannot be read.
         """
+        best = max(self._held(episode_id, attempt), default=(0, 0, ""), key=lambda held: held[:2])
+        return best[2] if best[0] or best[1] else None
+
+    def progress(self, episode_id: str, attempt: int) -> tuple[int, int]:
+        """How many entries and partials of an attempt are on disk.
+
+        Raises:
+            JournalError: a partition cannot be read.
+        """
+        entries, partials, _ = max(self._held(episode_id, attempt), default=(0, 0, ""), key=lambda held: held[:2])
+        return entries, partials
+
+    def _held(self, episode_id: str, attempt: int) -> list[tuple[int, int, str]]:
+        """Entries and partials of an attempt in each partition, with its name."""
         held: list[tuple[int, int, str]] = []
         for name in sorted(path.name for path in self._directory.glob("turns-*.db")):
             path, connection = self._open(name)
@@ -105,9 +135,19 @@ class TurnReader:
                 )
             except DAMAGE as error:
                 raise database_error(path, error) from error
-            held.append((-entries, -partials, name))
-        best = min(held, default=(0, 0, ""))
-        return best[2] if best[0] or best[1] else None
+            held.append((entries, partials, name))
+        return held
+
+    def check_pruned(self, episode_id: str, attempt: int) -> None:
+        """Say why an attempt has no entries, if it is because they were pruned.
+
+        Raises:
+            PrunedError: it is.
+            JournalError: the control log cannot be read.
+        """
+        error = pruned_attempt(self._directory, episode_id, attempt)
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
@@ -121,7 +161,7 @@ class TurnReader:
             for row in connection.execute(_SELECT.format(",".join("?" * len(episodes))), episodes):
                 yield verified_entry(path, row)
         except DAMAGE as error:
-            raise database_error(path, error) from error
+            raise database_error(path, error, damage=EntriesError) from error
 
     def _open(self, partition: str) -> tuple[Path, sqlite3.Connection]:
         if not isinstance(partition, str) or not is_safe_name(partition):  # a row may hold any type
@@ -135,17 +175,33 @@ class TurnReader:
         return path, connection
 
 
+def whole_partition(path: Path, run: str) -> Iterator[JournalEntry]:
+    """Every entry of a partition of a run in the order they were appended, read as they are asked for.
+
+    Raises:
+        JournalError: the partition cannot be read, or an entry does not match its checksum.
+    """
+    connection = open_to_read(path, "turns", run)
+    try:
+        for row in connection.execute(_COLUMNS + " FROM entries ORDER BY id"):
+            yield verified_entry(path, row)
+    except DAMAGE as error:
+        raise database_error(path, error) from error
+    finally:
+        connection.close()
+
+
 def _check_committed(key: EntryKey, rows: Sequence[JournalEntry]) -> None:
     """Refuse entries that are not those of the commit: each may be whole, and one missing or of another time."""
     found = (
         f"episode {key.episode_id} attempt {key.attempt}: {plural(len(rows), 'entry', 'entries')} in {key.partition}"
     )
     if key.entries is not None and len(rows) != key.entries:
-        raise JournalError(
+        raise EntriesError(
             f"{found}, but it was committed with {key.entries}; the partition is damaged or was replaced"
         )
     if key.digest and episode_digest(rows) != key.digest:
-        raise JournalError(
+        raise EntriesError(
             f"{found}, but not those it was committed with, or not in their order: their digest is another; "
             "the partition was altered or replaced"
         )
@@ -155,14 +211,43 @@ def verified_entry(path: Path, row: tuple[str, int, str, bytes, bytes, int]) -> 
     """The entry of a row, whose checksum fits.
 
     Raises:
-        JournalError: it does not.
+        EntriesError: it does not.
     """
     episode, attempt, call, asked, body, checksum = row
     types = (type(episode), type(attempt), type(call), type(asked), type(body))
     if types != (str, int, str, bytes, bytes) or entry_checksum(episode, attempt, call, asked, body) != checksum:
-        raise JournalError(
+        raise EntriesError(
             f"{path}: episode {episode!r}, call {call!r}: the entry does not match its checksum; "
             "it was altered or the disk damaged it; restore the file from a copy. Other episodes can still "
             "be read"
         )
     return JournalEntry(episode, attempt, call, asked, body)
+
+
+def pruned_attempt(journal: Path, episode_id: str, attempt: int) -> PrunedError | None:
+    """What to raise where an attempt has no entries, if it is because they were pruned.
+
+    Raises:
+        JournalError: the control log cannot be read.
+    """
+    statement = "SELECT pruned_at, rule FROM pruned WHERE episode = ? AND attempt = ?"
+    found = _recorded(journal, statement, episode_id, attempt)
+    return None if found is None else PrunedError(f"episode {episode_id} attempt {attempt}: its tokens {found}")
+
+
+def pruned_file(run: Path, name: str) -> PrunedError | None:
+    """The same for a file of step columns, named as the step's record has it."""
+    journal = run / "journal" if (run / "journal").is_dir() else run
+    found = _recorded(journal, "SELECT pruned_at, rule FROM pruned_files WHERE file = ?", name)
+    return None if found is None else PrunedError(f"{name}: the step's columns {found}")
+
+
+def _recorded(journal: Path, statement: str, *key: Any) -> str | None:
+    if not (journal / CONTROL_FILE).is_file():
+        return None
+    with closing(open_to_read(journal / CONTROL_FILE, "control")) as connection:
+        rows = all_rows(connection, journal / CONTROL_FILE, statement, *key)
+    for pruned_at, rule in rows:
+        on = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(pruned_at))
+        return f"were pruned on {on} by the rule journal.{rule}; its records are kept"
+    return None

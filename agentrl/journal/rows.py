@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from agentrl.core.errors import JournalError
+from agentrl.core.errors import EntriesError
 from agentrl.core.records import MaskKind, PolicyVersion, RoutingSpan, Row, SamplingMask, Trajectory, VersionSpan
 from agentrl.journal.entries import Begin, EntryBody, JournalEntry, RewardEntry, TurnEntry
 
@@ -27,14 +27,14 @@ def decode_entries(entries: Iterable[JournalEntry]) -> list[EntryBody]:
     """The bodies of entries, in order.
 
     Raises:
-        JournalError: a body is not of this format; the message names the episode and the call.
+        EntriesError: a body is not of this format; the message names the episode and the call.
     """
     bodies = []
     for entry in entries:
         try:
             bodies.append(entry.decode())
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-            raise JournalError(
+            raise EntriesError(
                 f"episode {entry.episode_id}, call {entry.call_id}: not an entry of this journal format ({error})"
             ) from error
     return bodies
@@ -48,12 +48,12 @@ def trajectories(entries: Iterable[JournalEntry], policy: str | None = None) -> 
         policy: whose; None: everybody's.
 
     Raises:
-        JournalError: the entries are not those of one whole episode: no beginning, a turn twice, tokens missing.
+        EntriesError: the entries are not those of one whole episode: no beginning, a turn twice, tokens missing.
     """
     bodies = decode_entries(entries)
     begin = next((body for body in bodies if isinstance(body, Begin)), None)
     if begin is None:
-        raise JournalError("an episode's entries lack its `begin` entry; the partition is damaged or was cut")
+        raise EntriesError("an episode's entries lack its `begin` entry; the partition is damaged or was cut")
     turns: dict[AgentKey, list[TurnEntry]] = {}
     rewards: dict[AgentKey, list[RewardEntry]] = {}
     for body in bodies:
@@ -88,7 +88,7 @@ def _rows(turns: Sequence[TurnEntry]) -> tuple[Row, ...]:
     numbers: set[int] = set()
     for turn in sorted(turns, key=lambda turn: turn.turn):
         if turn.turn in numbers:
-            raise JournalError(f"{_name(turn)} is in the journal twice; an attempt was run again under the same number")
+            raise EntriesError(f"{_name(turn)} is in the journal twice; an attempt was run again under the same number")
         numbers.add(turn.turn)
         by_row.setdefault(turn.row, []).append(turn)
     return tuple(_row(by_row[number]) for number in sorted(by_row))
@@ -102,9 +102,9 @@ def _row(turns: Sequence[TurnEntry]) -> Row:
     at = 0
     for turn in turns:
         if turn.parent_context not in (0, at):
-            raise JournalError(f"{_name(turn)} continues a row of {turn.parent_context} tokens, but {at} are here")
+            raise EntriesError(f"{_name(turn)} continues a row of {turn.parent_context} tokens, but {at} are here")
         if turn.temperature != turns[0].temperature:
-            raise JournalError(
+            raise EntriesError(
                 f"{_name(turn)} was sampled at another temperature than its row; give it a row of its own"
             )
         try:
@@ -114,9 +114,9 @@ def _row(turns: Sequence[TurnEntry]) -> Row:
             mask_counts = None if turn.mask_counts is None else np.frombuffer(turn.mask_counts, dtype="<i4")
             mask_ids = np.frombuffer(turn.mask_ids or b"", dtype="<i4")
         except ValueError as error:
-            raise JournalError(f"{_name(turn)}: its token columns cannot be read ({error})") from error
+            raise EntriesError(f"{_name(turn)}: its token columns cannot be read ({error})") from error
         if len(behavior) != len(sampled) or (mask_counts is not None and len(mask_counts) != len(sampled)):
-            raise JournalError(f"{_name(turn)}: its token columns differ in length")
+            raise EntriesError(f"{_name(turn)}: its token columns differ in length")
         none = np.full(len(context), MaskKind.NONE, dtype=np.int32)
         tokens += [context, sampled]
         masks += [np.zeros(len(context), dtype=np.bool_), np.ones(len(sampled), dtype=np.bool_)]
@@ -167,7 +167,7 @@ def _routing(turns: Sequence[TurnEntry], length: int) -> tuple[RoutingSpan, ...]
         for start, part in _routing_parts(turn):
             stop = start + len(part)
             if not 0 <= start <= stop <= length or part.shape[1:] != latest.shape[1:]:
-                raise JournalError(f"{_name(turn)}: its expert routing does not fit its row")
+                raise EntriesError(f"{_name(turn)}: its expert routing does not fit its row")
             again = latest[start : min(stop, reached)]
             if reached + 1 > first and ((again >= 0) & (again != part[: len(again)])).any():
                 spans.append(RoutingSpan(first, reached + 1, latest[:reached].copy()))
@@ -188,7 +188,7 @@ def _routing_parts(turn: TurnEntry) -> Iterator[tuple[int, ExpertArray]]:
         begins = [(0, turn.routing_start), *turn.routing_breaks]
         ends = [row for row, _ in turn.routing_breaks] + [len(rows)]
     except (ValueError, IndexError, TypeError) as error:
-        raise JournalError(f"{_name(turn)}: its expert routing cannot be read ({error})") from error
+        raise EntriesError(f"{_name(turn)}: its expert routing cannot be read ({error})") from error
     for (row, position), end in zip(begins, ends, strict=True):
         yield position, rows[row:end]
 

@@ -19,7 +19,9 @@ from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.journal.control import (
     ADMISSION_COLUMNS,
     EPISODE_COLUMNS,
+    LINE,
     TRAJECTORY_COLUMNS,
+    UNRESOLVED,
     all_rows,
     read_baselines,
     read_header,
@@ -33,7 +35,49 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from agentrl.core.baselines import BaselineSet
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, Purpose
+
+LIFE = "life."
+"""Keys of `meta` that tell of a life of the run begin so; its lineage follows."""
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A setting that a life of the run has other than the one before it."""
+
+    path: tuple[str, ...]
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{'.'.join(self.path)} {self.before!r} → {self.now!r}"
+
+
+class Life(msgspec.Struct, frozen=True, kw_only=True):
+    """A process, or what follows the loss of one, that goes on with a run: a lineage of its policies' versions."""
+
+    lineage: int
+    began_at: float
+    """Seconds since the epoch."""
+    checkpoint: str = ""
+    """Its name; empty: it began with the weights the run was given."""
+    steps: dict[str, int] = {}
+    """Where each policy stood."""
+    again: dict[str, int] = {}
+    """The newest step that had been taken before, of policies that had taken more."""
+    changed: tuple[Change, ...] = ()
+    """Settings that differ from those of the life before."""
+    code: dict[str, str] = {}
+    """Digest of the source of environments and bots, by file."""
+    code_changed: tuple[str, ...] = ()
+    """Files whose code differs from that of the life before."""
+
+    @property
+    def words(self) -> str:
+        """What it changed, for a curve's mark."""
+        where = f"resumed from {self.checkpoint}" if self.checkpoint else "begun again without a checkpoint"
+        code = [f"code changed: {', '.join(self.code_changed)}"] if self.code_changed else []
+        return "; ".join([where, *code, *map(str, self.changed)])
+
 
 UnitKey = tuple[str, int, str]
 """Episode id, attempt, policy."""
@@ -47,6 +91,18 @@ _ADMISSION = _columns("a", ADMISSION_COLUMNS)
 _EPISODE = _columns("e", EPISODE_COLUMNS)
 _TRAJECTORY = _columns("t", TRAJECTORY_COLUMNS)
 _ADMISSION_WIDTH = len(_ADMISSION.split(","))
+_CHUNK = 500
+
+_ASKED = "{0}.episode = json_extract(asked.value, '$[0]') AND {0}.attempt = json_extract(asked.value, '$[1]')"
+"""Joins a table to a parameter of keys in JSON."""
+_IN_ORDER_OF_COMMIT = " ORDER BY committed_at, length(episode), episode"
+_NUMBER = "CAST(substr(episode, ?) AS INTEGER)"
+_IS_ROOT = "episode GLOB ? AND substr(episode, ?) NOT GLOB '*[^0-9]*'"
+
+
+def _root(prefix: str) -> tuple[Any, ...]:
+    """Parameters of `_NUMBER`, then of `_IS_ROOT`."""
+    return (len(prefix) + 1, f"{prefix}[0-9]*", len(prefix) + 1)
 
 
 class SqliteRunLog:
@@ -94,26 +150,29 @@ class SqliteRunLog:
 
         Turn logs count because a kill may leave entries of an episode whose admission was not yet on disk.
         """
-        pattern = f"{prefix}[0-9]*"
-        known = {row[0] for row in self.rows("SELECT DISTINCT episode FROM admissions WHERE episode GLOB ?", pattern)}
+        ((highest,),) = self.rows(f"SELECT max({_NUMBER}) FROM admissions WHERE {_IS_ROOT}", *_root(prefix))
+        highest = -1 if highest is None else highest
         for partition in sorted(self.path.parent.glob("turns-*.db")):
             connection = open_to_read(partition, "turns")
             try:
-                statement = "SELECT DISTINCT episode FROM entries WHERE episode GLOB ?"
-                named = {row[0] for row in all_rows(connection, partition, statement, pattern)}
-                for name in named - known:
+                statement = f"SELECT DISTINCT episode FROM entries WHERE {_IS_ROOT} AND {_NUMBER} > ?"
+                found = all_rows(connection, partition, statement, *_root(prefix)[1:], len(prefix) + 1, highest)
+                for (name,) in found:
                     _check_is_there(connection, partition, name)
-                known |= named
+                    highest = max(highest, int(name.removeprefix(prefix)))
             finally:
                 connection.close()
-        numbers = (name.removeprefix(prefix) for name in known)
-        return max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
+        return int(highest) + 1
 
     def lost_numbers(self, prefix: str, stop: int) -> list[int]:
         """Numbers below `stop` of root episodes `<prefix><number>` that were never admitted on disk."""
-        rows = self.rows("SELECT DISTINCT episode FROM admissions WHERE episode GLOB ?", f"{prefix}[0-9]*")
-        numbers = (row[0].removeprefix(prefix) for row in rows)
-        admitted = {int(number) for number in numbers if number.isdecimal()}
+        below = f"{_IS_ROOT} AND {_NUMBER} < ?"
+        values = (*_root(prefix)[1:], len(prefix) + 1, stop)
+        ((known,),) = self.rows(f"SELECT count(DISTINCT episode) FROM admissions WHERE {below}", *values)
+        if known == stop:  # as nearly always: then nothing is listed
+            return []
+        rows = self.rows(f"SELECT DISTINCT episode FROM admissions WHERE {below}", *values)
+        admitted = {int(name.removeprefix(prefix)) for (name,) in rows}
         return [number for number in range(stop) if number not in admitted]
 
     def published(self, version: PolicyVersion) -> WeightsRef | None:
@@ -136,27 +195,26 @@ class SqliteRunLog:
             return WeightsRef(version=version, path=str(here), kind=kind, sha256=sha256)
         return None
 
-    def unfinished(self) -> Sequence[EpisodeSpec]:
-        """Training episodes, children included, whose newest attempt has not ended, in order of admission."""
+    def unfinished(self, purpose: Purpose = "train") -> Sequence[EpisodeSpec]:
+        """Episodes of a purpose, children included, whose newest attempt has not ended, in order of admission."""
         statement = (
-            f"SELECT {_ADMISSION} FROM admissions a WHERE a.purpose = 'train'"
+            f"SELECT {_ADMISSION} FROM admissions a WHERE a.purpose = ?"
             " AND NOT EXISTS (SELECT 1 FROM episodes e WHERE e.episode = a.episode AND e.attempt = a.attempt)"
             " AND NOT EXISTS (SELECT 1 FROM admissions b WHERE b.episode = a.episode AND b.attempt > a.attempt)"
             " ORDER BY a.admitted_at, length(a.episode), a.episode"
         )
-        return [read_spec(row) for row in self.rows(statement)]
+        return [read_spec(row) for row in self.rows(statement, purpose)]
 
     def ended_children(self, parents: Collection[str]) -> dict[str, EpisodeHeader]:
         """How the children of some episodes ended, by id; those still unfinished are left out."""
         if not parents:
             return {}
-        trajectories = self._trajectories()
         statement = (
-            f"SELECT {_EPISODE} FROM episodes e WHERE e.parent IS NOT NULL AND NOT EXISTS"
-            " (SELECT 1 FROM admissions b WHERE b.episode = e.episode AND b.attempt > e.attempt)"
+            "SELECT e.episode, e.attempt FROM episodes e WHERE e.parent IN (SELECT value FROM json_each(?)) AND NOT"
+            " EXISTS (SELECT 1 FROM admissions b WHERE b.episode = e.episode AND b.attempt > e.attempt)"
         )
-        headers = (read_header(row, trajectories.get((row[0], row[1]), [])) for row in self.rows(statement))
-        return {header.episode_id: header for header in headers if header.parent_id in parents}
+        found = self._ended(self.rows(statement, json.dumps(sorted(parents))))
+        return {header.episode_id: header for _, header in found}
 
     def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
         """Committed training episodes with a unit neither consumed along the surviving lineage nor dropped.
@@ -168,42 +226,43 @@ class SqliteRunLog:
         Yields:
             Specs and headers in order of commit; which of an episode's units are ready is what `resolved_units` says.
         """
-        resolved = self.resolved_units(consumed_through)
-        trajectories = self._trajectories()
-        ready = {
-            key
-            for key, rows in trajectories.items()
-            if any(
-                (*key, row[4]) not in resolved and (row[4] in consumed_through or not consumed_through) for row in rows
-            )
-        }
-        for spec, header in self._committed(trajectories):
-            if (spec.episode_id, spec.attempt) in ready:
-                yield spec, header
+        lines = [[policy, *part] for policy, version in consumed_through.items() for part in self.surviving(version)]
+        trainable = " AND t.policy IN (SELECT value FROM json_each(?))" if consumed_through else ""
+        statement = (
+            f"WITH {LINE} SELECT DISTINCT t.episode, t.attempt FROM trajectories t JOIN episodes e"
+            " ON e.episode = t.episode AND e.attempt = t.attempt"
+            f" WHERE e.purpose = 'train' AND e.drop_reason IS NULL{trainable} AND{UNRESOLVED}"
+        )
+        values = [json.dumps(lines), *([json.dumps(sorted(consumed_through))] if consumed_through else [])]
+        yield from self._ended(self.rows(statement, *values))
 
     def members(self, group_ids: Collection[str] | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
         """Committed training episodes of some groups, or all, in order of commit, whatever became of their units.
 
         What is left of a group is compared with all its members again when a run is resumed.
         """
-        for spec, header in self._committed(self._trajectories()):
-            if group_ids is None or spec.group_id in group_ids:
-                yield spec, header
+        statement = "SELECT episode, attempt FROM episodes WHERE purpose = 'train' AND drop_reason IS NULL"
+        if group_ids is None:
+            yield from self._ended(self.rows(statement + _IN_ORDER_OF_COMMIT), ordered=True)
+            return
+        among = " AND group_id IN (SELECT value FROM json_each(?))"
+        yield from self._ended(self.rows(statement + among, json.dumps(sorted(group_ids))))
 
-    def dispatched(self) -> Iterator[tuple[EpisodeSpec, EpisodeHeader | None]]:
-        """Training episodes in order of admission, at their newest attempts, with how they ended; None: not yet."""
-        trajectories = self._trajectories()
+    def dispatched(self, newest: int | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader | None]]:
+        """The newest training episodes, or all, in order of admission, at their newest attempts, with how they ended;
+        None: not yet."""
+        order = "(SELECT min(b.admitted_at) FROM admissions b WHERE b.episode = a.episode)"
         statement = (
-            f"SELECT {_ADMISSION}, {_EPISODE} FROM admissions a"
-            " LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt WHERE a.purpose = 'train'"
+            f"SELECT a.episode, a.attempt FROM admissions a WHERE a.purpose = 'train'"
             " AND NOT EXISTS (SELECT 1 FROM admissions b WHERE b.episode = a.episode AND b.attempt > a.attempt)"
-            " ORDER BY (SELECT min(b.admitted_at) FROM admissions b WHERE b.episode = a.episode),"
-            " length(a.episode), a.episode"
+            f" ORDER BY {order} DESC, length(a.episode) DESC, a.episode DESC LIMIT ?"
         )
-        for row in self.rows(statement):
-            ended = row[_ADMISSION_WIDTH:]
-            rows = trajectories.get((row[0], row[1]), [])
-            yield read_spec(row[:_ADMISSION_WIDTH]), None if ended[0] is None else read_header(ended, rows)
+        keys = self.rows(statement, -1 if newest is None else newest)[::-1]
+        for start in range(0, len(keys), _CHUNK):
+            chunk = keys[start : start + _CHUNK]
+            ended = {(header.episode_id, header.attempt): header for _, header in self._ended(chunk)}
+            for spec in self._specs(chunk):
+                yield spec, ended.get((spec.episode_id, spec.attempt))
 
     def baselines(self) -> dict[str, BaselineSet]:
         """What the members of groups are compared with, by group."""
@@ -213,44 +272,81 @@ class SqliteRunLog:
     def against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
         """Committed training episodes in which one of these policies acted, in order of commit."""
         if policies:
-            for _, header in self._committed(self._trajectories()):
-                if any(trajectory.policy in policies for trajectory in header.trajectories):
-                    yield header
+            statement = (
+                "SELECT episode, attempt FROM episodes WHERE purpose = 'train' AND drop_reason IS NULL AND"
+                " (episode, attempt) IN (SELECT episode, attempt FROM trajectories"
+                " WHERE policy IN (SELECT value FROM json_each(?)))"
+            )
+            found = self.rows(statement + _IN_ORDER_OF_COMMIT, json.dumps(sorted(policies)))
+            for _, header in self._ended(found, ordered=True):
+                yield header
 
-    def _trajectories(self) -> dict[tuple[str, int], list[Any]]:
-        found: dict[tuple[str, int], list[Any]] = {}
-        statement = f"SELECT {_TRAJECTORY} FROM trajectories t ORDER BY t.episode, t.attempt, t.seat, t.agent"
-        for row in self.rows(statement):
-            found.setdefault((row[0], row[1]), []).append(row)
-        return found
+    def _specs(self, keys: Sequence[tuple[str, int]]) -> list[EpisodeSpec]:
+        """What was admitted, in the order of some attempts' keys; no more than `_CHUNK`."""
+        statement = f"SELECT {_ADMISSION} FROM json_each(?) asked JOIN admissions a ON {_ASKED.format('a')}"
+        found = {(row[0], row[1]): row for row in self.rows(statement, json.dumps(keys))}
+        if len(found) < len(keys):
+            raise JournalError(f"{self.path}: an index names admissions that are not there; restore it from a copy")
+        return [read_spec(found[key[0], key[1]]) for key in keys]
 
-    def _committed(
-        self, trajectories: Mapping[tuple[str, int], list[Any]]
+    def _ended(
+        self, keys: Sequence[tuple[str, int]], *, ordered: bool = False
     ) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        statement = (
-            f"SELECT {_ADMISSION}, {_EPISODE} FROM episodes e"
-            " JOIN admissions a ON a.episode = e.episode AND a.attempt = e.attempt"
-            " WHERE e.purpose = 'train' AND e.drop_reason IS NULL ORDER BY e.committed_at, length(e.episode), e.episode"
-        )
-        for row in self.rows(statement):
-            rows = trajectories.get((row[0], row[1]), [])
-            yield read_spec(row[:_ADMISSION_WIDTH]), read_header(row[_ADMISSION_WIDTH:], rows)
+        """Those of some attempts that ended, in order of commit; `ordered`: the keys are."""
+        parts = (keys[start : start + _CHUNK] for start in range(0, len(keys), _CHUNK))
+        if not ordered and len(keys) > _CHUNK:
+            statement = f"SELECT e.episode, e.attempt FROM json_each(?) asked JOIN episodes e ON {_ASKED.format('e')}"
+            whole = self.rows(statement + " ORDER BY e.committed_at, length(e.episode), e.episode", json.dumps(keys))
+            yield from self._ended(whole, ordered=True)
+            return
+        for part in parts:
+            asked = json.dumps(part)
+            trajectories: dict[tuple[str, int], list[Any]] = {}
+            statement = (
+                f"SELECT {_TRAJECTORY} FROM json_each(?) asked JOIN trajectories t ON {_ASKED.format('t')}"
+                " ORDER BY t.episode, t.attempt, t.seat, t.agent"
+            )
+            for row in self.rows(statement, asked):
+                trajectories.setdefault((row[0], row[1]), []).append(row)
+            statement = (
+                f"SELECT {_ADMISSION}, {_EPISODE} FROM json_each(?) asked"
+                f" JOIN episodes e ON {_ASKED.format('e')}"
+                " JOIN admissions a ON a.episode = e.episode AND a.attempt = e.attempt"
+                " ORDER BY e.committed_at, length(e.episode), e.episode"
+            )
+            for row in self.rows(statement, asked):
+                own = trajectories.get((row[0], row[1]), [])
+                yield read_spec(row[:_ADMISSION_WIDTH]), read_header(row[_ADMISSION_WIDTH:], own)
 
-    def resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> dict[UnitKey, str | None]:
-        """None for units consumed along the surviving lineage of `consumed_through`, the reason for dropped ones."""
-        dropped = self.rows("SELECT episode, attempt, policy, reason FROM unit_drops")
+    def resolved_units(
+        self, consumed_through: Mapping[str, PolicyVersion], among: Collection[str] | None = None
+    ) -> dict[UnitKey, str | None]:
+        """None for units consumed along the surviving lineage of `consumed_through`, the reason for dropped ones.
+
+        Args:
+            consumed_through: the manifest's version of each trainable policy.
+            among: units of these episodes only.
+        """
+        asked = [] if among is None else [json.dumps(sorted(among))]
+        of_these = "" if among is None else " AND episode IN (SELECT value FROM json_each(?))"
+        dropped = self.rows(f"SELECT episode, attempt, policy, reason FROM unit_drops WHERE 1{of_these}", *asked)
         resolved: dict[UnitKey, str | None] = {
             (episode, attempt, policy): why for episode, attempt, policy, why in dropped
         }
         for policy, version in consumed_through.items():
-            for lineage, first, last in self.surviving(version):
+            for part in self.surviving(version):
                 statement = (
                     "SELECT DISTINCT episode, attempt FROM step_units"
-                    " WHERE policy = ? AND lineage = ? AND step > ? AND step <= ?"
+                    f" WHERE policy = ? AND lineage = ? AND step > ? AND step <= ?{of_these}"
                 )
-                for episode, attempt in self.rows(statement, policy, lineage, first, last):
+                for episode, attempt in self.rows(statement, policy, *part, *asked):
                     resolved[episode, attempt, policy] = None
         return resolved
+
+    def pruned(self, episodes: Collection[str]) -> set[tuple[str, int]]:
+        """Attempts of these episodes whose entries were given up."""
+        statement = "SELECT episode, attempt FROM pruned WHERE episode IN (SELECT value FROM json_each(?))"
+        return set(map(tuple, self.rows(statement, json.dumps(sorted(episodes)))))
 
     def surviving(self, version: PolicyVersion) -> list[tuple[int, int, int]]:
         """The line of steps that led to `version`, newest first: (lineage, first, last) means steps first < s ≤ last.
@@ -334,11 +430,60 @@ class SqliteRunLog:
                 f"{self.path}: a record in `proposals` cannot be read ({error}); it is damaged"
             ) from error
 
+    def newest_label(self) -> float:
+        """The latest time that admissions, ends, versions and steps carry; 0 before the first."""
+        columns = {
+            "admissions": "admitted_at",
+            "episodes": "committed_at",
+            "versions": "published_at",
+            "steps": "stepped_at",
+        }
+        found = [self.rows(f"SELECT max({column}) FROM {table}")[0][0] for table, column in columns.items()]
+        return max((at for at in found if isinstance(at, float)), default=0.0)
+
     def highest_lineage(self) -> int:
-        """The largest lineage any published version carries; -1 before the first."""
+        """The largest lineage of a published version, or of a life that died before it published any; -1 before the
+        first."""
         ((highest,),) = self.rows("SELECT coalesce(max(lineage), -1) FROM versions")
         self._check_numbers("some policy", highest)
-        return int(highest)
+        return max([int(highest), *(life.lineage for life in self.lives())])
+
+    def newest_steps(self) -> dict[str, int]:
+        """The newest step of each policy in the newest lineage that took any."""
+        statement = (
+            "SELECT policy, max(step) FROM steps s WHERE lineage ="
+            " (SELECT max(lineage) FROM steps o WHERE o.policy = s.policy) GROUP BY policy"
+        )
+        return {str(policy): int(step) for policy, step in self.rows(statement)}
+
+    def lives(self) -> list[Life]:
+        """The lives of the run, in order; those of older versions of agentrl recorded none.
+
+        Raises:
+            JournalError: a record cannot be read.
+        """
+        rows = self.rows("SELECT value FROM meta WHERE key GLOB ?", f"{LIFE}*")
+        try:
+            return sorted((msgspec.json.decode(value, type=Life) for (value,) in rows), key=lambda life: life.lineage)
+        except (msgspec.MsgspecError, TypeError, RecursionError, ValueError) as error:
+            raise JournalError(f"{self.path}: a life of the run cannot be read ({error}); it is damaged") from error
+
+    def config(self) -> dict[str, Any]:
+        """The configuration of the newest life: the recorded one, with what each life changed; as data."""
+        config = self.info().get("config")
+        if not isinstance(config, dict):
+            return {}
+        for life in self.lives():
+            for change in life.changed:
+                if not change.path:
+                    raise JournalError(f"{self.path}: a life of the run cannot be read: {change}; it is damaged")
+                section = config
+                for name in change.path[:-1]:
+                    section = section.setdefault(name, {})
+                    if not isinstance(section, dict):
+                        raise JournalError(f"{self.path}: a life of the run cannot be read: {change}; it is damaged")
+                section[change.path[-1]] = change.now
+        return config
 
     def info(self) -> Mapping[str, Any]:
         """`format`, `run` (an id), and what the journal was made with: the run's name and resolved configuration."""

@@ -1,7 +1,8 @@
 """The two databases: their tables, and how they are opened to write and to read.
 
 Invariants: a database this module opens has exactly the tables below, byte for byte, in this format, or opening it is
-a `JournalError`; so a hostile file brings no view, trigger or virtual table of its own. Nothing newer than SQLite 3.40.
+a `JournalError`; so a hostile file brings no view, trigger or virtual table of its own. Neither it nor its directory is
+a symbolic link. Nothing newer than SQLite 3.40.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _CONTROL = (
     " measured_against TEXT, checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt)) WITHOUT ROWID",
     "CREATE TABLE trajectories (episode TEXT NOT NULL, attempt INTEGER NOT NULL, seat TEXT NOT NULL,"
     " agent INTEGER NOT NULL, policy TEXT NOT NULL, reward REAL, tokens INTEGER NOT NULL, oldest_step INTEGER NOT NULL,"
-    " lineage INTEGER NOT NULL, turn_rewards TEXT, remaining BLOB NOT NULL, checksum INTEGER NOT NULL,"
+    " lineage INTEGER NOT NULL, turn_rewards TEXT, checksum INTEGER NOT NULL,"
     " PRIMARY KEY (episode, attempt, seat, agent)) WITHOUT ROWID",
     "CREATE TABLE unit_drops (episode TEXT NOT NULL, attempt INTEGER NOT NULL, policy TEXT NOT NULL,"
     " reason TEXT NOT NULL, dropped_at REAL NOT NULL, checksum INTEGER NOT NULL,"
@@ -78,6 +79,10 @@ _CONTROL = (
     " checksum INTEGER NOT NULL,"
     " PRIMARY KEY (policy, lineage, step, position)) WITHOUT ROWID",
     "CREATE INDEX step_units_by_episode ON step_units (episode)",
+    "CREATE TABLE pruned (episode TEXT NOT NULL, attempt INTEGER NOT NULL, rule TEXT NOT NULL, pruned_at REAL NOT NULL,"
+    " checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt)) WITHOUT ROWID",
+    "CREATE TABLE pruned_files (file TEXT NOT NULL, rule TEXT NOT NULL, pruned_at REAL NOT NULL,"
+    " checksum INTEGER NOT NULL, PRIMARY KEY (file)) WITHOUT ROWID",
     "CREATE TABLE metrics (id INTEGER PRIMARY KEY, policy TEXT NOT NULL, step INTEGER NOT NULL, name TEXT NOT NULL,"
     " value REAL, recorded_at REAL NOT NULL)",
     "CREATE INDEX metrics_by_name ON metrics (name, step)",
@@ -94,8 +99,10 @@ def private_directory(directory: Path) -> None:
     """Make `directory` for its owner alone (0700), if it is missing; durable in its parent on return.
 
     Raises:
+        JournalError: it is a symbolic link.
         StorageError: it cannot be made.
     """
+    _refuse_links(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         LOCAL.sync(directory.parent)
@@ -107,9 +114,11 @@ def open_to_write(path: Path, kind: Kind, identity: dict[str, str], *, run: str 
     """Open a database, made with `identity` in its meta table if it is missing; for the writer thread only.
 
     Raises:
-        JournalError: it is damaged, of another format, or of another run than `run`, where that is given.
+        JournalError: it is damaged, a symbolic link, of another format, or of another run than `run`, where that is
+            given.
         StorageError: it cannot be opened or made.
     """
+    _refuse_links(path.parent, *_files(path))
     try:
         if not path.exists():
             _make(path, kind, {"format": str(FORMAT), "kind": kind, **identity})
@@ -136,8 +145,9 @@ def open_to_read(path: Path, kind: Kind, run: str | None = None) -> sqlite3.Conn
     """Open a database read-only, also while another process writes it; content and file are taken as hostile.
 
     Raises:
-        JournalError: it is missing, damaged, of another format, or of another run than `run`.
+        JournalError: it is missing, damaged, a symbolic link, of another format, or of another run than `run`.
     """
+    _refuse_links(path.parent, *_files(path))
     if not path.is_file():
         raise JournalError(f"{path}: there is no such file; is this the directory of a run?")
     uri = f"file:{quote(str(path.absolute()))}?mode=ro"
@@ -167,6 +177,21 @@ def open_to_read(path: Path, kind: Kind, run: str | None = None) -> sqlite3.Conn
 def meta(connection: sqlite3.Connection) -> dict[str, str]:
     """The meta table: format, kind, run, and what the run was created with."""
     return dict(connection.execute("SELECT key, value FROM meta"))
+
+
+def _files(path: Path) -> list[Path]:
+    """A database and what SQLite keeps beside it."""
+    return [path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")]
+
+
+def _refuse_links(*places: Path) -> None:
+    """A link could lead to another run's journal, which would be read, or written, as this one's."""
+    for place in places:
+        if place.is_symlink():
+            raise JournalError(
+                f"{place}: a symbolic link, which may lead to another run's journal; a journal is opened only where it "
+                "lies. Put the directory or file itself there; the run's directory as a whole may be a link"
+            )
 
 
 def _connect_to_read(uri: str) -> sqlite3.Connection:
@@ -207,6 +232,7 @@ def _make(path: Path, kind: Kind, values: dict[str, str]) -> None:
     connection = _connect_to_write(partial)
     try:
         _harden(connection)
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # so that pruning gives space back; before any table
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("BEGIN IMMEDIATE")
         for statement in _STATEMENTS[kind]:
@@ -239,11 +265,13 @@ def _check(connection: sqlite3.Connection, path: Path, kind: Kind, run: str | No
         )
 
 
-def database_error(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> JournalError:
-    """What to raise where reading `path` failed."""
+def database_error(
+    path: Path, error: sqlite3.Error | UnicodeDecodeError, *, damage: type[JournalError] = JournalError
+) -> JournalError:
+    """What to raise where reading `path` failed; `damage` where it was neither the disk nor a permission."""
     if path.exists() and not os.access(path, os.R_OK):  # which SQLite does not say
         return JournalError(f"{path}: cannot be read (Permission denied); let your user read it")
     if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
         # a reader, too, needs room: for the index of the write-ahead log
         return JournalError(f"{path}: the disk refused ({error}); free space or mend the disk, then try again")
-    return JournalError(f"{path}: cannot be read ({error}); it is damaged, or not a database of agentrl")
+    return damage(f"{path}: cannot be read ({error}); it is damaged, or not a database of agentrl")

@@ -7,8 +7,10 @@ after a failed write nothing more is written and every later wait raises.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,19 +24,21 @@ from agentrl.journal.checksums import entry_checksum
 from agentrl.journal.forks import read_prefix
 from agentrl.journal.inserts import insert_rows
 from agentrl.journal.lock import RunLock
+from agentrl.journal.pruning import prune
 from agentrl.journal.reader import TurnReader
-from agentrl.journal.run_log import SqliteRunLog, UnitKey
+from agentrl.journal.run_log import LIFE, Life, SqliteRunLog, UnitKey
 from agentrl.journal.schema import CONTROL_FILE, MAX_VALUE_BYTES, meta, open_to_write, private_directory
 from agentrl.journal.writer import Database, GroupCommitWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from agentrl.core.baselines import BaselineSet
     from agentrl.core.proposals import Proposal
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, WeightsRef
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, Purpose, WeightsRef
     from agentrl.journal.entries import JournalEntry
-    from agentrl.journal.port import StepRow
+    from agentrl.journal.port import Pruned, PruneRule, StepRow
+    from agentrl.journal.pruning import AttemptKey
 
 
 _COLUMNS = " (episode, attempt, call, asked, body, checksum) VALUES "
@@ -155,6 +159,25 @@ class SqliteTurnLog:
         self._reader.close()
 
 
+class LabelClock(SystemClock):
+    """The machine's clock, whose wall time never goes back: what a journal is read back by is the order of its labels.
+
+    After a jump ahead and back, labels go on from the latest one, so that they stay ahead of the wall. Not thread-safe.
+
+    Args:
+        latest: the newest label of the processes before.
+    """
+
+    def __init__(self, latest: float) -> None:
+        self._label, self._at = latest, self.monotonic()
+
+    def wall(self) -> float:
+        """At least as much later than the last time as has passed since."""
+        now = self.monotonic()
+        self._label, self._at = max(super().wall(), self._label + now - self._at), now
+        return self._label
+
+
 class SqliteJournal:
     """The journal of a run; implements `JournalStore` and, for resume, `RunLog`."""
 
@@ -166,7 +189,7 @@ class SqliteJournal:
         Args:
             directory: the run's journal directory.
             info: kept where the journal is new, as JSON: the run's name, its resolved configuration.
-            clock: for wall-clock labels.
+            clock: for wall-clock labels; default: the machine's, which here never goes back.
 
         Raises:
             RunDirectoryError: another process is writing this run.
@@ -174,7 +197,6 @@ class SqliteJournal:
             StorageError: the directory or its files cannot be made.
         """
         self.directory = Path(directory)
-        self._clock = clock or SystemClock()
         private_directory(self.directory)
         self._lock = RunLock(self.directory)
         try:
@@ -183,6 +205,7 @@ class SqliteJournal:
             connection = open_to_write(path, "control", identity)
             self._run = meta(connection)["run"]
             self._log = SqliteRunLog(self.directory)
+            self._clock = clock or LabelClock(self._log.newest_label())
         except BaseException:
             self._lock.release()
             raise
@@ -192,6 +215,7 @@ class SqliteJournal:
         self._writer.add(database)
         self._turn_logs: dict[str, SqliteTurnLog] = {}
         self._turns = TurnReader(self.directory)
+        self._learning = control.learning_policies(self._log.info())
 
     def turn_log(self, worker: str) -> SqliteTurnLog:
         """The partition of a worker; made if missing.
@@ -219,7 +243,7 @@ class SqliteJournal:
     ) -> None:
         """Record a committed or dropped episode once its entries are on disk; waits for the disk."""
         tables = self._tables
-        row = control.episode_row(spec, header, digest, metrics, detail, self._clock.wall())
+        row = control.episode_row(spec, header, digest, metrics, detail, self._clock.wall(), self._learning)
         trajectories = [(tables.trajectories, trajectory) for trajectory in control.trajectory_rows(header)]
         self._writer.put((tables.episodes, row), *trajectories)
         await self._writer.wait()
@@ -250,6 +274,36 @@ class SqliteJournal:
         now = self._clock.wall()
         rows = [(policy, step, name, control.finite(value), now) for name, value in values.items()]
         self._writer.put(*[(self._tables.metrics, row) for row in rows])
+
+    def record_life(self, life: Life) -> None:
+        """Record that a life of the run begins."""
+        self._writer.put((self._tables.meta, (f"{LIFE}{life.lineage}", msgspec.json.encode(life).decode())))
+
+    async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> Pruned:
+        """Give up what a rule lets go, in a thread; see `journal.pruning`.
+
+        Raises:
+            JournalError: a database cannot be read.
+            StorageError: the disk refused.
+        """
+        loop = asyncio.get_running_loop()
+
+        def record(attempts: Sequence[AttemptKey], files: Sequence[str]) -> None:
+            asyncio.run_coroutine_threadsafe(self._record_pruned(str(rule), attempts, files), loop).result()
+
+        def work() -> Pruned:
+            with closing(SqliteRunLog(self.directory)) as log:
+                return prune(self.directory, log, rule, record, stopped=stopped)
+
+        return await asyncio.to_thread(work)
+
+    async def _record_pruned(self, rule: str, attempts: Sequence[AttemptKey], files: Sequence[str]) -> None:
+        now, tables = self._clock.wall(), self._tables
+        self._writer.put(
+            *[(tables.pruned, (*key, rule, now)) for key in attempts],
+            *[(tables.pruned_files, (name, rule, now)) for name in files],
+        )
+        await self._writer.wait()
 
     async def flush(self) -> None:
         """Wait until everything recorded is on disk."""
@@ -296,9 +350,9 @@ class SqliteJournal:
         """See `SqliteRunLog.members`."""
         return self._log.members(group_ids)
 
-    def dispatched(self) -> Iterator[tuple[EpisodeSpec, EpisodeHeader | None]]:
+    def dispatched(self, newest: int | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader | None]]:
         """See `SqliteRunLog.dispatched`."""
-        return self._log.dispatched()
+        return self._log.dispatched(newest)
 
     def baselines(self) -> dict[str, BaselineSet]:
         """See `SqliteRunLog.baselines`."""
@@ -308,17 +362,27 @@ class SqliteJournal:
         """See `SqliteRunLog.against`."""
         return self._log.against(policies)
 
-    def resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> dict[UnitKey, str | None]:
+    def resolved_units(
+        self, consumed_through: Mapping[str, PolicyVersion], among: Collection[str] | None = None
+    ) -> dict[UnitKey, str | None]:
         """See `SqliteRunLog.resolved_units`."""
-        return self._log.resolved_units(consumed_through)
+        return self._log.resolved_units(consumed_through, among)
+
+    def pruned(self, episodes: Collection[str]) -> set[tuple[str, int]]:
+        """See `SqliteRunLog.pruned`."""
+        return self._log.pruned(episodes)
 
     def parents(self) -> dict[tuple[str, int], PolicyVersion]:
         """See `SqliteRunLog.parents`."""
         return self._log.parents()
 
-    def unfinished(self) -> Sequence[EpisodeSpec]:
+    def unfinished(self, purpose: Purpose = "train") -> Sequence[EpisodeSpec]:
         """See `SqliteRunLog.unfinished`."""
-        return self._log.unfinished()
+        return self._log.unfinished(purpose)
+
+    def progress(self, episode_id: str, attempt: int) -> tuple[int, int]:
+        """See `TurnReader.progress`."""
+        return self._turns.progress(episode_id, attempt)
 
     def recorded(self, episode_id: str, attempt: int) -> tuple[list[JournalEntry], list[JournalEntry]]:
         """Entries and partials on disk of an attempt, in whichever partition they lie."""
@@ -341,3 +405,15 @@ class SqliteJournal:
     def info(self) -> Mapping[str, Any]:
         """See `SqliteRunLog.info`."""
         return self._log.info()
+
+    def lives(self) -> list[Life]:
+        """See `SqliteRunLog.lives`."""
+        return self._log.lives()
+
+    def config(self) -> dict[str, Any]:
+        """See `SqliteRunLog.config`."""
+        return self._log.config()
+
+    def newest_steps(self) -> dict[str, int]:
+        """See `SqliteRunLog.newest_steps`."""
+        return self._log.newest_steps()

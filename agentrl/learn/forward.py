@@ -12,6 +12,7 @@ the loss, how a router is made to follow the recorded experts (`routing_replay.p
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from agentrl.core.errors import ModelError
 from agentrl.core.training_records import TrainingSample
+from agentrl.engines.weight_files import special_lengths
 from agentrl.learn.logprobs import HeadOutput, KeptSets, logprobs_of
 from agentrl.learn.packing import MicroBatch, pack
 
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 
 ATTENTION = "agentrl_tree"
 """The name under which `tree_attention` is registered; models are loaded with it."""
+
+_TRIED = 11
+"""Tokens at the end of each trial row whose log-probabilities are compared."""
 
 SHARING_TOLERANCE = 2e-3
 """Largest difference of log-probabilities between the model's own forward pass and ours, in nats."""
@@ -215,39 +220,67 @@ def token_logprobs(
     )
 
 
-def shares_prefixes(model: PreTrainedModel) -> bool:
+def shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:
     """Whether the prefix tree reproduces the model's own log-probabilities; if not, padded rows do.
 
-    The model is left with the attention that goes with the answer.
+    Short rows are packed together with one on each side of every length below `max_context` that the model's
+    configuration names (`special_lengths`): windows and chunks are invisible in shorter ones. That costs what a
+    few rows of such a length cost in a step. The model is left with the attention that goes with the answer.
 
     Raises:
-        ModelError: neither does: logits are not a plain projection of the last hidden state.
+        ModelError: neither does: logits are not a plain projection of the last hidden state, say.
     """
     own = "sdpa" if model._supports_sdpa else "eager"
-    draws = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, (3, 12)).astype(np.int32)
-    draws[1, :7] = draws[0, :7]
-    mask = np.arange(12) > 0
-    nothing = np.zeros(12, np.float32)
-    samples = [
-        TrainingSample(token_ids=row, loss_mask=mask, behavior_logprobs=nothing, advantages=nothing) for row in draws
-    ]
+    special = special_lengths(model.config, max_context)
+    around = [row for length in special for row in (length - 1, min(length + 5, max_context))]
+    rows = _trial_rows(model, [12, 12, 12, *around])
+    differences: dict[bool, float] = {}
     with torch.no_grad():
         model.set_attn_implementation(own)
-        expected = model(input_ids=_device_tensor(draws.astype(np.int64), model.device)).logits.float().log_softmax(-1)
+        expected = [_own_logprobs(model, row) for row in rows]
         for shared in (True, False):
-            (batch,) = pack(samples, max_tokens=1 << 20, share=shared)
+            (batch,) = pack(rows, max_tokens=1 << 30, share=shared)
             model.set_attn_implementation(ATTENTION if shared else own)
             try:
                 found = token_logprobs(model, batch, shared=shared).logprob
-            except (ModelError, TypeError, KeyError):
+            except (ModelError, TypeError, KeyError, AttributeError, RuntimeError) as error:
                 if shared:
                     continue
-                raise
-            index = (batch.sample, batch.position - 1, batch.targets)
-            wanted = expected[tuple(_device_tensor(column, model.device) for column in index)]
-            if float((found - wanted).abs().max()) <= SHARING_TOLERANCE:
+                raise ModelError(f"{type(model).__name__} cannot be forwarded by the trainer: {error!r}") from error
+            wanted = [expected[row][at] for row, at in zip(batch.sample.tolist(), batch.position.tolist(), strict=True)]
+            differences[shared] = float((found - torch.tensor(wanted, device=found.device)).abs().max())
+            if differences[shared] <= SHARING_TOLERANCE:
                 return shared
     raise ModelError(
-        f"{type(model).__name__}: log-probabilities recomputed from hidden states differ from the model's own by more "
-        f"than {SHARING_TOLERANCE}; models that change their logits after the output projection cannot be trained"
+        f"{type(model).__name__}: log-probabilities recomputed from hidden states, rows of "
+        f"{', '.join(map(str, sorted({len(row.token_ids) for row in rows})))} tokens together, differ from the model's "
+        f"own by {min(differences.values()):.2g} (allowed: {SHARING_TOLERANCE}), so it cannot be trained; models that "
+        "change their logits after the output projection never can"
+        + (f", for others set engine.max_context to at most {special[0]}" if special else "")
     )
+
+
+def _trial_rows(model: PreTrainedModel, lengths: list[int]) -> list[TrainingSample]:
+    """Random rows, every other one of which begins like the first; the last tokens of each are trained."""
+    draws = np.random.default_rng(0).integers(
+        0, model.config.get_text_config().vocab_size, (len(lengths), max(lengths))
+    )
+    draws[1::2, :7] = draws[0, :7]
+    rows = []
+    for drawn, length in zip(draws.astype(np.int32), lengths, strict=True):
+        nothing = np.zeros(length, np.float32)
+        mask = np.arange(length) >= max(1, length - _TRIED)
+        rows.append(
+            TrainingSample(token_ids=drawn[:length], loss_mask=mask, behavior_logprobs=nothing, advantages=nothing)
+        )
+    return rows
+
+
+def _own_logprobs(model: PreTrainedModel, row: TrainingSample) -> dict[int, float]:
+    """The model's own log-probabilities of a row's trained tokens, by position: the row alone, its own attention."""
+    ids = _device_tensor(row.token_ids.astype(np.int64), model.device)
+    few = {"logits_to_keep": _TRIED + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+    logits = model(input_ids=ids[None], use_cache=False, **few).logits[0, -_TRIED - 1 : -1].float().log_softmax(-1)
+    targets = ids[-len(logits) :]
+    logprobs = logits.gather(1, targets[:, None])[:, 0].tolist()
+    return dict(zip(range(len(ids) - len(logits), len(ids)), logprobs, strict=True))

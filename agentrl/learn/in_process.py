@@ -15,7 +15,8 @@ from typing import ParamSpec, TypeVar
 from agentrl.config.run import RunConfig
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.training_records import StepReport, TrainBatch
-from agentrl.learn.trainer import PolicyTrainer, ReadUnits
+from agentrl.credit.samples import ReadUnits
+from agentrl.learn.trainer import PolicyTrainer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,9 +33,9 @@ class InProcessTrainer:
     async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.wrap_future(self._thread.submit(function, *args, **kwargs))
 
-    async def start(self, resume_from: str | None = None) -> None:
-        """Load models and checkpoint."""
-        await self._call(self._trainer.start, None if resume_from is None else Path(resume_from))
+    async def start(self, resume_from: str | None = None) -> tuple[str, ...]:
+        """See `PolicyTrainer.start`."""
+        return await self._call(self._trainer.start, None if resume_from is None else Path(resume_from))
 
     async def forward_backward(self, batch: TrainBatch) -> None:
         """See `PolicyTrainer.forward_backward`."""

@@ -6,6 +6,11 @@ normaliser (a constant of the step, `TrainBatch.normaliser`), advantages (`credi
 tokens, rows, micro-batches and ranks; `loss_metrics` turns their totals into means.
 
 Symbols: pi = exp(logprobs), mu = exp(behavior_logprobs), A = advantages, w = pi / mu, sg = stop-gradient.
+
+The gradient of a token's loss with respect to its log pi is bounded by |A| times
+truncated   max_ratio, also far from mu: the weight is a constant, cut there
+ppo         max(1 + clip_high, clip_dual): the former where A > 0, the latter where A < 0
+reinforce   1
 """
 
 from __future__ import annotations
@@ -88,16 +93,19 @@ def truncated(
 def ppo(
     logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, section: PpoLoss
 ) -> LossTerms:
-    """Clipped surrogate (PPO, arXiv:1707.06347): -min(w A, clip(w, 1 - l, 1 + h) A).
+    """Clipped surrogate (PPO, arXiv:1707.06347) with dual clip (Ye et al. 2020, arXiv:1912.09729).
 
-    l = `section.clip_low`, h = `section.clip_high` (asymmetric: DAPO, arXiv:2503.14476). Tokens whose gradient the
-    clip removed count as masked. All tensors have one shape, any; `loss_mask` is bool.
+    -min(w A, clip(w, 1 - l, 1 + h) A) where A >= 0, -max(min(w A, clip(w, 1 - l, 1 + h) A), c A) where A < 0.
+    l = `section.clip_low`, h = `section.clip_high` (asymmetric: DAPO, arXiv:2503.14476), c = `section.clip_dual`.
+    Tokens whose gradient a clip removed count as masked. All tensors have one shape, any; `loss_mask` is bool.
     """
     w = log_ratio(logprobs, behavior_logprobs).exp()
     clipped = w.clamp(1 - section.clip_low, 1 + section.clip_high)
-    loss = -torch.minimum(w * advantages, clipped * advantages)
+    objective = torch.minimum(w * advantages, clipped * advantages)
+    objective = torch.where(advantages < 0, torch.maximum(objective, section.clip_dual * advantages), objective)
+    loss = -objective
     with torch.no_grad():
-        masked = clipped * advantages < w * advantages
+        masked = (clipped * advantages < w * advantages) | ((advantages < 0) & (w > section.clip_dual))
     return _terms(
         loss,
         logprobs=logprobs,

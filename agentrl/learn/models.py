@@ -9,20 +9,21 @@ Invariants: the shared base never requires a gradient; a policy's start does not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import peft
 import torch
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from agentrl.config.policies import LoraConfig
 from agentrl.config.run import RunConfig
-from agentrl.core.errors import ModelError
+from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.ids import key64
-from agentrl.engines.adapter_files import read_matrices
+from agentrl.engines.adapter_files import adaptable_layers, read_matrices
 from agentrl.engines.weight_files import match_full_weights, read_model, read_weights
 from agentrl.learn.forward import shares_prefixes
 from agentrl.learn.routing_replay import RoutingReplay
@@ -44,6 +45,7 @@ class PolicyModel:
         adapter: str | None,
         shared: bool,
         replay: RoutingReplay | None = None,
+        described: str = "",
     ) -> None:
         """See `load_models`, which makes these."""
         self.model = model
@@ -52,6 +54,8 @@ class PolicyModel:
         """Whether the model can be forwarded over a prefix tree (`forward.shares_prefixes`)."""
         self.replay = replay
         """Of the model's routers, where the engine records the experts it used."""
+        self.described = described
+        """What the adapter is on, and its share of the model; empty for full weights."""
         self.kind: Literal["full", "adapter"] = "full" if adapter is None else "adapter"
         self.parameters: dict[str, nn.Parameter] = {}
         """What an optimizer step changes, by name."""
@@ -124,42 +128,53 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
     """A model for every policy of the run that learns.
 
     Raises:
-        ModelError: the directory is not a causal LM that can be trained, lacks the modules an adapter names, or has no
-            routers that can follow the routing that is to be recorded.
+        ModelError: the directory is not a causal LM that can be trained, or has no routers that can follow the routing
+            that is to be recorded.
+        ConfigError: an adapter is to be on what cannot be both trained and served.
     """
     path = Path(config.model.path).resolve()
     adapted = {name: policy.lora for name, policy in config.trained.items() if policy.lora is not None}
     result: dict[str, PolicyModel] = {}
     if adapted:
-        base = _load(path, device)
+        base = _load(path, device, config.engine.max_context)
         replay = _replay(base, config)
-        shared = shares_prefixes(base)
+        matrices, can = _matrices(base), _adaptable(base)
+        shared = shares_prefixes(base, config.engine.max_context)
         base.requires_grad_(False)
         peft_model: peft.PeftModel | None = None
         adapters: dict[str, str] = {}
+        described: dict[str, str] = {}
         for index, (name, lora) in enumerate(adapted.items()):
+            targets = _targets(f"policies.{name}.lora", lora, can, base)
+            described[name] = f"{name}: {_described(lora, targets, matrices)}"
             # Names of our own: PEFT matches them as substrings, so a policy called "a" would claim every adapter.
             adapters[name] = f"adapter{index}x"
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(key64(config.seed, name, "adapter") >> 1)
-                peft_model = _add_adapter(base, peft_model, adapters[name], lora, path)
+                peft_model = _add_adapter(base, peft_model, adapters[name], lora, _short(targets, base), path)
         base.requires_grad_(False)
         for name, adapter in adapters.items():
-            result[name] = PolicyModel(model=base, peft_model=peft_model, adapter=adapter, shared=shared, replay=replay)
+            result[name] = PolicyModel(
+                model=base,
+                peft_model=peft_model,
+                adapter=adapter,
+                shared=shared,
+                replay=replay,
+                described=described[name],
+            )
     for name in config.trained:
         if name not in result:
-            model = _load(path, device)
+            model = _load(path, device, config.engine.max_context)
             replay = _replay(model, config)
-            result[name] = PolicyModel(
-                model=model, peft_model=None, adapter=None, shared=shares_prefixes(model), replay=replay
-            )
+            shared = shares_prefixes(model, config.engine.max_context)
+            result[name] = PolicyModel(model=model, peft_model=None, adapter=None, shared=shared, replay=replay)
     for policy_model in result.values():
         policy_model.train()
     return result
 
 
-def _load(path: Path, device: torch.device) -> PreTrainedModel:
-    model = read_model(path, dtype=torch.float32)
+def _load(path: Path, device: torch.device, max_context: int) -> PreTrainedModel:
+    model = read_model(path, dtype=torch.float32, max_context=max_context, to_sample=False)
     module: nn.Module = model
     # No dropout: the ratio to the recorded log-probabilities must not be noise.
     module.train(False)
@@ -171,13 +186,91 @@ def _replay(model: PreTrainedModel, config: RunConfig) -> RoutingReplay | None:
     return RoutingReplay(model) if config.engine.capture_routing else None
 
 
+def _matrices(model: PreTrainedModel) -> dict[str, int]:
+    """Sizes of the weights between embeddings and output projection, by module; norms and biases apart."""
+    ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = {id(each.weight) for each in (*ends, model.get_output_embeddings()) if each is not None}
+    named = model.named_parameters()
+    return {
+        name.removesuffix(".weight"): parameter.numel()
+        for name, parameter in named
+        if parameter.ndim > 1 and id(parameter) not in tables and not name.endswith("bias")
+    }
+
+
+def _adaptable(model: PreTrainedModel) -> list[str]:
+    """Layers that can be served under an adapter, and that PEFT does not take for those of experts."""
+    found, mistaken = adaptable_layers(model), dict[str, bool]()
+    for last in {_last(name) for name in found}:
+        asked = peft.LoraConfig(target_modules=[last])
+        try:
+            convert_peft_config_for_transformers(asked, model, None)
+        except ValueError:  # it would adapt the experts' tensors, and misses the names of the others
+            mistaken[last] = True
+        else:
+            mistaken[last] = set(asked.target_modules or ()) != {last}
+    return [name for name in found if not mistaken[_last(name)]]
+
+
+def _targets(key: str, lora: LoraConfig, can: Sequence[str], model: PreTrainedModel) -> list[str]:
+    """The layers an adapter is on.
+
+    Raises:
+        ConfigError: there are none, or one that was named cannot be trained and served; it names those that can.
+    """
+    kind, known = type(model).__name__, [name for name, _ in model.named_modules()]
+    if not can:
+        raise ConfigError(
+            f"{key}: {kind} has no linear layers that an adapter can be trained and served on. Leave the section out, "
+            "and all weights are trained"
+        )
+    wanted = {
+        target: [name for name in known if name == target or name.endswith(f".{target}")]
+        for target in lora.target_modules
+    }
+    for target, found in wanted.items():
+        strange = [name for name in found if name not in can]
+        if strange or not found:
+            what = f"is {strange[0]}, on which no adapter can be both trained and served" if found else "is no layer"
+            raise ConfigError(
+                f"{key}.target_modules: {target!r} {what} of {kind}; those that can: "
+                f"{', '.join(dict.fromkeys(map(_last, can)))}. Leave target_modules out for all of them"
+            )
+    chosen = {name for found in wanted.values() for name in found} if wanted else set(can)
+    return [name for name in can if name in chosen]
+
+
+def _described(lora: LoraConfig, targets: Sequence[str], matrices: Mapping[str, int]) -> str:
+    adapted, total = sum(matrices[name] for name in targets), sum(matrices.values())
+    without = dict.fromkeys(".".join(name.split(".")[-2:]) for name in matrices if name not in set(targets))
+    return (
+        f"adapters of rank {lora.rank} on {', '.join(dict.fromkeys(map(_last, targets)))}: {adapted:,} of {total:,} "
+        f"linear parameters, {adapted / total:.1%}" + (f"; not on {', '.join(without)}" if without else "")
+    )
+
+
+def _short(targets: Sequence[str], model: PreTrainedModel) -> list[str]:
+    """Targets by their last names, where no other module is called so."""
+    others = {_last(name) for name, _ in model.named_modules() if name not in set(targets)}
+    return list(dict.fromkeys(name if _last(name) in others else _last(name) for name in targets))
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
 def _add_adapter(
-    base: PreTrainedModel, peft_model: peft.PeftModel | None, adapter: str, lora: LoraConfig, path: Path
+    base: PreTrainedModel,
+    peft_model: peft.PeftModel | None,
+    adapter: str,
+    lora: LoraConfig,
+    targets: list[str],
+    path: Path,
 ) -> peft.PeftModel:
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT divides it by the rank; fractions are fine
-        target_modules=list(lora.target_modules),
+        target_modules=targets,
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
@@ -189,6 +282,7 @@ def _add_adapter(
         peft_model.add_adapter(adapter, config)
     except ValueError as error:
         raise ModelError(
-            f"lora.target_modules {sorted(lora.target_modules)} do not fit the model at {path}: {error}"
+            f"{path}: PEFT cannot put an adapter on {', '.join(targets)} ({error}); name fewer of them in "
+            "policies.NAME.lora.target_modules"
         ) from error
     return peft_model

@@ -12,7 +12,7 @@ what is frozen is not here; any number of ranks, micro-batches or rows per unit 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from agentrl.core.errors import NonFiniteError, StorageError, TrainerError
 from agentrl.core.records import PolicyVersion, Trajectory, WeightsRef
 from agentrl.core.training_records import StepReport, TrainBatch, TrainingSample, Unit
 from agentrl.credit.fed import trained_positions
-from agentrl.credit.samples import samples as unit_samples
+from agentrl.credit.samples import ReadUnits, read_samples
 from agentrl.journal.reader import EntryKey, TurnReader
 from agentrl.journal.rows import trajectories
 from agentrl.learn import checkpoint
@@ -40,9 +40,6 @@ from agentrl.learn.probe import ProbeMaker
 from agentrl.learn.publish import Publisher
 from agentrl.learn.ranks import OneRank, Ranks
 from agentrl.learn.writing import writing
-
-ReadUnits = Callable[[Sequence[Unit]], Sequence[Sequence[Trajectory]]]
-"""Gives the trajectories of each unit's episode; the default reads the run's journal."""
 
 _COUNTS = ("samples", "tokens", "skipped_samples", "row_tokens", "forwarded_tokens", "unrouted_tokens")
 _MEASURED = ("loss", "entropy", "kept_mass", *SUMS)
@@ -136,11 +133,15 @@ class PolicyTrainer:
         self._clock = SystemClock()
         self._learners: dict[str, _Learner] = {}
 
-    def start(self, resume_from: Path | None = None) -> None:
+    def start(self, resume_from: Path | None = None) -> tuple[str, ...]:
         """Load the models and, on resume, a checkpoint directory.
+
+        Returns:
+            What each adapter is on, a line each.
 
         Raises:
             ModelError: the model cannot be trained.
+            ConfigError: an adapter is to be on what cannot be both trained and served.
             TrainerError: the checkpoint does not fit the configuration.
         """
         torch.set_num_threads(self._config.trainer.threads)
@@ -158,6 +159,7 @@ class PolicyTrainer:
             for name, learner in self._learners.items():
                 state = checkpoint.load(resume_from / name, learner.model.parameters, learner.optimizer)
                 learner.step, learner.version, learner.report = state.step, state.version, state.report
+        return tuple(model.described for model in models.values() if model.described)
 
     def forward_backward(self, batch: TrainBatch) -> None:
         """Accumulate the gradient of a batch; units already accumulated, or an applied step, change nothing.
@@ -166,7 +168,8 @@ class PolicyTrainer:
 
         Raises:
             TrainerError: the policy does not learn here, or the step is not its next one.
-            JournalError: token data of a unit cannot be read; nothing of the batch is accumulated.
+            UntrainableUnitsError: rows of some units cannot be trained; nothing of the batch is accumulated.
+            JournalError: a partition cannot be read at all; likewise.
         """
         started = self._clock.monotonic()
         learner = self._learner(batch.policy)
@@ -179,8 +182,7 @@ class PolicyTrainer:
         step = learner.open
         units = [unit for unit in batch.units if (unit.episode_id, unit.attempt) not in step.units]
         share = self._ranks.share(units)
-        episodes = zip(share, self._read(share), strict=True)
-        samples = [sample for unit, episode in episodes for sample in unit_samples(unit, episode)]
+        samples = read_samples(share, self._read)
         step.units.update((unit.episode_id, unit.attempt) for unit in units)
         complete = False
         try:

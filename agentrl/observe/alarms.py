@@ -38,6 +38,8 @@ MISMATCH_STEPS = (3, 20)
 """They come from this many of the newest steps, at least and at most: with stale tokens beside them they are few."""
 DROPPED_SHARE = 0.25
 """Share of the ended episodes lost to one reason."""
+TIME_SHARE, TIME_EPISODES = 0.01, 3
+"""Share and number of the ended episodes lost to time, from which on what is trained is quicker than what was begun."""
 MIN_EPISODES = 16
 """Episodes before a share of them means something."""
 FORMAT_EPISODES = 64
@@ -60,15 +62,19 @@ MEANINGS = {
     "of other episodes to be compared with",
     "collapse": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have no advantage, the reward is below its best, the "
     f"entropy below {LOW_ENTROPY:g} nats",
-    "no_signal": "the same, and the reward has never differed",
+    "no_signal": "the same, and the reward has never differed; before that many steps: all of at least "
+    f"{MIN_EPISODES} held-out episodes before training got the same reward, and no step has taught anything yet",
     "nothing_to_learn": "the same, at the best reward so far",
     "staleness": f"the mean lag of {WINDOW} steps is above max_staleness by a quarter of it, at least by 0.25 steps",
+    "max_lag": f"trained tokens older than max_lag in the last {WINDOW} steps, though begun in this life of the run",
     "off_policy": f"k3 above {K3_BOUND:g} nats per token over {WINDOW} steps, of all tokens or of one seat's",
     "engine_mismatch": f"k3 above {MISMATCH_BOUND:g} nats per token sampled by the very weights that were trained: the "
     f"newest {MISMATCH_TOKENS} of them, from {MISMATCH_STEPS[0]} steps or more of the last {MISMATCH_STEPS[1]}",
     "composition": f"over {LENGTH_STEPS} steps, trained units are {COMPOSITION_BOUND:.0%} shorter or longer, in tokens "
     "or seconds, than all that were dispatched, or their groups' rewards differ by "
     f"{COMPOSITION_BOUND:g} standard deviations, or {COMPOSITION_BOUND:.0%} are held back",
+    "dropped_by_time": f"{TIME_SHARE:.0%} of the episodes that ended, at least {TIME_EPISODES}, were dropped because "
+    "their program hung (`episode_timeout`)",
     "dropped": f"{DROPPED_SHARE:.0%} of the episodes that ended, at least {MIN_EPISODES}, were dropped for one reason",
     **coevolution_alarms.MEANINGS,
 }
@@ -77,12 +83,15 @@ EXPECTED_DROPS = {"run_ended", "frozen"}
 
 ADVICE_ON_DROPS = {
     "environment_error": "run `agentrl env check`; `agentrl episode show` of a dropped one gives the exception",
-    "episode_timeout": "raise episode_timeout_s, or lower sampling.max_turns and environment.tool_timeout_s",
+    "episode_timeout": "see with `agentrl episode show` where `run()` hangs, and go through ctx there (a tool, an "
+    "effect), which then ends as truncated; or raise episode_timeout_s",
+    "fan_out": "declare in `fan_out` as many child episodes as an episode starts in all, or start fewer",
     "prompt_too_long": "raise engine.max_context or shorten the first prompt",
     "no_reward": "give every agent a reward on every path through `run()`, or set `truncated_reward`",
     "too_few_children": "see with `agentrl episode list` why child episodes were dropped; start more of them",
     "bad_reward": "return a finite number from `reward`; for a turn, one that has been",
     "nondeterminism": "run `agentrl env check`: randomness, time or the outside world bypasses `ctx`",
+    "untrainable": "`agentrl episode show` of a dropped one says what of its entries is damaged or does not fit",
     "nonfinite_gradient": "lower the learning rate; look at k3 and grad_norm before the first of them",
 }
 
@@ -94,7 +103,10 @@ def alarms(state: RunState) -> list[Alarm]:
         window = newest(policy)
         about_format = [*_format_pays(policy), *_illegal_output(policy, window)]
         found += about_format
-        if len(window) == WINDOW:
+        found += _max_lag(policy, window)
+        if len(window) < WINDOW:
+            found += _nothing_to_tell_apart(policy)
+        else:
             if not about_format:
                 found += _nothing_taught(policy, window)
             found += _staleness(policy, window)
@@ -203,6 +215,22 @@ def _nothing_taught(policy: PolicyState, window: Sequence[Values]) -> Iterator[A
         )
 
 
+def _nothing_to_tell_apart(policy: PolicyState) -> Iterator[Alarm]:
+    """Before enough steps are taken to tell: whether the evaluation before training already showed no signal."""
+    first = policy.evaluations.get(0, {})
+    episodes = first.get("evaluation/episodes", 0.0)
+    taught = [values for values in policy.steps.values() if values.get("advantage/zero_share", 0.0) < 1.0]
+    if episodes >= MIN_EPISODES and first.get("evaluation/reward_deviation") == 0.0 and not taught:
+        yield Alarm(
+            "no_signal",
+            policy.name,
+            f"all {episodes:.0f} held-out episodes before training got reward {first['evaluation/reward']:.3f}: groups "
+            "whose rewards are all equal teach nothing",
+            "easier tasks, a base model that can do some of them, a larger credit.group_size, a higher "
+            "sampling.temperature, or a reward for partial success",
+        )
+
+
 def _staleness(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
     lags, bound = values_of(window, "staleness/mean"), policy.max_staleness
     if lags and bound is not None and mean_of(lags) > bound + max(0.25, 0.25 * bound):
@@ -212,6 +240,20 @@ def _staleness(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]
             f"the mean lag of the last {len(window)} steps is {mean_of(lags):.2f} steps, the bound {bound}",
             "episodes outlive several steps: lower max_in_flight or sampling.max_turns, raise step_size, or allow it "
             "with a larger max_staleness",
+        )
+
+
+def _max_lag(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
+    exceeded = sum(values_of(window, "staleness/exceeded"))
+    if exceeded:
+        largest = max(values_of(window, "staleness/max"))
+        yield Alarm(
+            "max_lag",
+            policy.name,
+            f"{exceeded:.0f} trajectories of the last {len(window)} steps were older than max_lag; the "
+            f"oldest was {largest:.0f} steps old",
+            "admission did not know of them: declare all child episodes in `fan_out`; see with `agentrl episode why` "
+            "whether they began again",
         )
 
 
@@ -233,7 +275,8 @@ def _mismatch(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
             policy.name,
             f"engine and trainer disagree by k3 = {total / tokens:.3f} nats per token (at most {largest:.2f}) about "
             f"tokens that the trained weights themselves had sampled (healthy: below {MISMATCH_BOUND:g})",
-            "if mismatch/k3 is far lower, engine.keep_kv = false; engine.capture_routing = true for a mixture of "
+            "if mismatch/k3 is far lower, engine.keep_kv = false, or engine.refresh = 'lazy' with adapters; "
+            "engine.capture_routing = true for a mixture of "
             "experts; the same dtype and attention on both sides; a kept_mass of 1 with sampling filters: kept sets "
             "were lost; none of these: the engine serves other weights than it records, resume from a checkpoint",
         )
@@ -281,6 +324,15 @@ def _composition(policy: PolicyState) -> Iterator[Alarm]:
 
 def _dropped(reasons: Mapping[str, int], others: int) -> Iterator[Alarm]:
     ended = sum(reasons.values()) + others
+    by_time = reasons.get("episode_timeout", 0)
+    if by_time >= TIME_EPISODES and TIME_SHARE * ended <= by_time < max(DROPPED_SHARE * ended, MIN_EPISODES):
+        yield Alarm(
+            "dropped_by_time",
+            "",
+            f"{by_time:,} of {ended:,} episodes that ended were dropped because their program hung: if what hangs "
+            "depends on what a policy says, the gradient leaves it out",
+            ADVICE_ON_DROPS["episode_timeout"],
+        )
     for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
         if reason in EXPECTED_DROPS or count < MIN_EPISODES or count < DROPPED_SHARE * ended:
             continue

@@ -31,7 +31,11 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 @contextlib.contextmanager
 def watch_loop(
-    tell: Callable[[str], None], *, longest_s: float = BLOCKED_S, repeated_s: float | None = None
+    tell: Callable[[str], None],
+    *,
+    longest_s: float = BLOCKED_S,
+    repeated_s: float | None = None,
+    users_only: bool = False,
 ) -> Iterator[None]:
     """Watch the running loop; `tell` is called once for each place: in the watching thread for one that blocks, in the
     loop for an error of a task or callback that nobody awaits (also after the end of the watch).
@@ -41,8 +45,11 @@ def watch_loop(
         longest_s: the loop is blocked when it does not come round for so long, in seconds.
         repeated_s: so long is enough, in seconds, for a place that does it twice: neither an import at its first use
             nor a starved machine does. None: only `longest_s` counts.
+        users_only: report a blocked loop only where the user's code is on the stack.
     """
-    watch = _Watch(asyncio.get_running_loop(), tell, longest_s, longest_s if repeated_s is None else repeated_s)
+    watch = _Watch(
+        asyncio.get_running_loop(), tell, longest_s, longest_s if repeated_s is None else repeated_s, users_only
+    )
     watch.start()
     try:
         yield
@@ -52,12 +59,18 @@ def watch_loop(
 
 class _Watch:
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, tell: Callable[[str], None], longest_s: float, repeated_s: float
+        self,
+        loop: asyncio.AbstractEventLoop,
+        tell: Callable[[str], None],
+        longest_s: float,
+        repeated_s: float,
+        users_only: bool,
     ) -> None:
         self._loop = loop
         self._tell = tell
         self._longest_s = longest_s
         self._repeated_s = repeated_s
+        self._users_only = users_only
         self._blocked_at: dict[tuple[str, int], float] = {}
         """The mark at which each place blocked first."""
         self._clock = SystemClock()
@@ -104,6 +117,8 @@ class _Watch:
                 continue
             stack = _user_frames(frame)
             place = (stack[0].f_code.co_filename, stack[0].f_lineno)
+            if self._users_only and not is_users(place[0]):
+                continue
             is_blocked = seconds > self._longest_s or self._blocked_at.setdefault(place, mark) < mark
             if is_blocked and place not in self._told:
                 self._told.add(place)
@@ -142,5 +157,5 @@ def _user_frames(innermost: FrameType) -> list[FrameType]:
 
 
 def is_users(file: str) -> bool:
-    """Whether a file of code is neither ours nor a library's."""
-    return not file.startswith((_PACKAGE, *_LIBRARIES, "<frozen"))
+    """Whether a file of code is neither ours nor a library's, nor generated (`<string>`: a dataclass's `__init__`)."""
+    return not file.startswith((_PACKAGE, *_LIBRARIES, "<frozen", "<string>", "<attrs generated"))

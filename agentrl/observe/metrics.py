@@ -41,6 +41,11 @@ METRICS: tuple[Metric, ...] = (
         "the same per agent of one seat, where the policy holds several; of `agentrl.evaluate`, where several policies "
         "play: `<policy>` and `<policy>/<seat>`",
     ),
+    Metric(
+        "evaluation/reward_deviation",
+        "reward",
+        "standard deviation of the policy's held-out rewards over episodes; 0: nothing distinguishes any two of them",
+    ),
     Metric("evaluation/turns", "turns", "mean turns of held-out episodes"),
     Metric("evaluation/tokens", "tokens", "mean sampled tokens of held-out episodes"),
     Metric("evaluation/episodes", "episodes", "how many held-out episodes were committed"),
@@ -49,6 +54,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("evaluation/engine_busy_share", "fraction", "share of that time the engine spent in forward passes"),
     Metric("staleness/mean", "steps", "mean over the step's units of current step minus oldest sampling step"),
     Metric("staleness/max", "steps", "the largest of them"),
+    Metric(
+        "staleness/exceeded",
+        "trajectories",
+        "of the step's, those begun in this life of the run and older than max_lag, where that is set: 0",
+    ),
     Metric("advantage/zero_share", "fraction", "units of the step whose advantages are all 0: they taught nothing"),
     Metric(
         "advantage/alone_share",
@@ -60,12 +70,15 @@ METRICS: tuple[Metric, ...] = (
     Metric("step/seconds", "s", "wall time since the policy's previous step"),
     Metric("step/waited_s", "s", "how long the trainer waited for the step's units"),
     Metric("run/seconds", "s", "wall time since training began"),
+    Metric("run/lineage", "lineages", "lineage of the step's version: where it grows the run was resumed"),
+    Metric("run/code_changes", "changes", "resumes so far with other code of the environment than before"),
     Metric("engine/busy_share", "fraction", "share of the step's wall time the engine spent in forward passes"),
     Metric("trainer/busy_share", "fraction", "share of the step's wall time the trainer was busy"),
     Metric(
         "tokens/sampled_per_s",
         "tokens/s",
-        "sampled tokens of the episodes that ended during the step, whoever sampled them",
+        "sampled tokens of the episodes that have ended since the step before, whoever sampled them, per second since "
+        "then; absent where none has ended, and the next step looks back as far",
     ),
     Metric("episodes/per_s", "episodes/s", "episodes that ended during the step"),
     Metric(
@@ -108,6 +121,19 @@ METRICS: tuple[Metric, ...] = (
     Metric("format/reward_broken", "reward", "mean reward of the episodes with such a turn"),
     Metric("format/reward_kept", "reward", "mean reward of the episodes without one"),
     Metric(
+        "episodes/timed_out",
+        "fraction",
+        "of the episodes that ended since the policy's last step, those ended by `episode_timeout_s`: truncated or "
+        "dropped; absent where none was",
+    ),
+    Metric(
+        "advantage/variance_ratio",
+        "1",
+        "with credit.release = 'late' or 'episode': mean square of the advantages of groups completed since the "
+        "policy's last step, over that of leave-one-out over the same whole groups: what training before a group is "
+        "complete costs in variance (docs/scheduling.md)",
+    ),
+    Metric(
         "composition/length_ratio",
         "1",
         "mean tokens of the trained units over those of all, in the order of dispatch: the newest groups of which all "
@@ -129,16 +155,6 @@ METRICS: tuple[Metric, ...] = (
         "composition/overtaken",
         "steps",
         "the most that a unit of the step was trained after its turn in the order of dispatch",
-    ),
-    Metric(
-        "tail/below_p90",
-        "fraction",
-        "of the newest 500 predictions of tokens, those that stayed below the tail model's P90: 0.9 if it is right",
-    ),
-    Metric(
-        "tail/tools_below_p90",
-        "fraction",
-        "the same of the seconds of tools, by agents whose tools took any",
     ),
     Metric("gate/acceptance", "fraction", "answers of `agent.gate` that were yes"),
     Metric("proposals/made", "proposals", "told to `ctx.remember` since the policy's previous step"),

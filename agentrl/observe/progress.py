@@ -6,20 +6,25 @@ drawn by whoever calls `show`, in the event loop: there is no thread, and nothin
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import shutil
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from agentrl.core.clock import SystemClock
 from agentrl.core.words import plural
-from agentrl.observe.view import plain, view
+from agentrl.observe.view import duration, plain, view
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
+    from agentrl.core.clock import Clock
     from agentrl.core.records import PolicyVersion
     from agentrl.observe.run_state import RunState
 
 
 SEAT_REWARD = "evaluation/reward/"
+PART_S = 2.0
+"""Between two lines of `Part` where there is no terminal, in seconds; the first comes at once."""
 
 
 class Display(Protocol):
@@ -68,8 +73,10 @@ class Lines:
 
     def step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         """Write the step's figures."""
-        name = f"{policy} " if len(self._state.policies) > 1 else ""
-        self.line(f"{name}step {step}/{self._state.plan.steps_of(policy)}  {figures(metrics)}")
+        name, steps = f"{policy} " if len(self._state.policies) > 1 else "", self._state.plan.steps_of(policy)
+        left = self._state.policies[policy].seconds_left(steps) if policy in self._state.policies else None
+        eta = f"  about {duration(left)} left" if left and step < steps else ""
+        self.line(f"{name}step {step}/{steps}  {figures(metrics)}{eta}")
 
     def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
         """Write what was measured."""
@@ -152,18 +159,60 @@ def figures(metrics: Mapping[str, float]) -> str:
     if "trainer/busy_share" in metrics:
         parts.append(f"trainer {metrics['trainer/busy_share']:.0%}")
     if "tokens/sampled_per_s" in metrics:
-        parts.append(f"{metrics['tokens/sampled_per_s']:,.0f} tokens/s")
+        rate = metrics["tokens/sampled_per_s"]
+        parts.append(f"{rate:,.0f} tokens/s" if rate >= 10 else f"{rate:.2g} tokens/s")
     return "  ".join(parts)
 
 
+class Part:
+    """Shows which part of a long piece of work is being done: one line rewritten on a terminal, few lines elsewhere.
+
+    Args:
+        what: is being done, at the beginning of each line.
+        stream: where it is shown.
+    """
+
+    def __init__(self, what: str, stream: TextIO, clock: Clock | None = None) -> None:
+        self._what = what
+        self._stream = stream
+        self._clock = clock or SystemClock()
+        self._shown_at = -PART_S
+
+    def __call__(self, part: str) -> None:
+        """Show a part that begins."""
+        on_terminal = self._stream.isatty()
+        now = self._clock.monotonic()
+        if not on_terminal and now - self._shown_at < PART_S:
+            return
+        self._shown_at = now
+        line = plain(f"{self._what}: {part}")
+        if on_terminal:
+            line = f"\r\x1b[2K{line[: max(shutil.get_terminal_size().columns - 1, 20)]}"
+        self._write(line if on_terminal else f"{line} …\n")
+
+    def close(self) -> None:
+        """Remove the line from a terminal."""
+        if self._stream.isatty():
+            self._write("\r\x1b[2K")
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # whoever closed the stream wants to see nothing
+            self._stream.write(text)
+            self._stream.flush()
+
+
 @contextmanager
-def waiting(text: str, stream: TextIO) -> Iterator[None]:
-    """Show that something is being waited for, with a moving sign on a terminal; nothing elsewhere."""
+def waiting(text: str, stream: TextIO) -> Iterator[Callable[[str], None]]:
+    """Show that something is being waited for, with a moving sign on a terminal; nothing elsewhere.
+
+    Yields:
+        Takes another text, such as how far it is.
+    """
     if not stream.isatty():
-        yield
+        yield lambda text: None
         return
     from rich.console import Console
     from rich.text import Text
 
-    with Console(file=stream).status(Text(plain(text))):
-        yield
+    with Console(file=stream).status(Text(plain(text))) as status:
+        yield lambda text: status.update(Text(plain(text)))

@@ -91,7 +91,8 @@ p { margin: 4px 0; } .dim { color: var(--dim); } .path { overflow-wrap: anywhere
 figure { margin: 0; padding: 12px 14px 6px; } figcaption { display: flex; flex-wrap: wrap; gap: 2px 12px; }
 figcaption span { font-size: 12px; color: var(--dim); } figcaption i { font-style: normal; font-size: 12px; }
 svg { width: 100%; height: auto; display: block; margin-top: 6px; } svg text { font-size: 11px; fill: var(--dim); }
-svg .grid { stroke: var(--line); } polyline { fill: none; stroke-width: 1.7; stroke-linejoin: round; }
+svg .grid { stroke: var(--line); } svg .mark { stroke: var(--dim); stroke-dasharray: 3 3; }
+polyline { fill: none; stroke-width: 1.7; stroke-linejoin: round; }
 COLOURS
 .alarm { padding: 10px 14px; margin: 8px 0; border-left: 4px solid var(--bad); } .alarm b { color: var(--bad); }
 table { border-collapse: collapse; font-size: 14px; } td, th { padding: 3px 18px 3px 0; text-align: left;
@@ -145,9 +146,14 @@ def page(
 
 def _heading(state: RunState, summary: Mapping[str, Any]) -> str:
     plan = state.plan
-    status = "" if summary else "<p><b>The run has not ended, or was killed.</b></p>"
-    if summary.get("interrupted"):
-        status = "<p><b>The run was interrupted; it can be resumed.</b></p>"
+    how = state.status.outcome if state.status is not None else ""
+    status = {
+        "": "" if summary else "<p><b>The run has not ended.</b></p>",
+        "killed": "<p><b>The run was killed; it can be resumed.</b></p>",
+        "failed": "<p><b>The run ended with an error; it can be resumed.</b></p>",
+    }.get(how, "")
+    if summary.get("state") == "stopped" and how in ("", "stopped"):
+        status = "<p><b>The run was stopped; it can be resumed.</b></p>"
     return (
         f'<h1>{_text(plan.name)}</h1><p class="dim path">{_text(plan.environment)} · {_text(plan.model)}<br>'
         f"{_text(state.path)}</p>{status}"
@@ -165,6 +171,9 @@ def _numbers(state: RunState, summary: Mapping[str, Any]) -> str:
         if held_out:
             value = f"{held_out[0]:.3f} → {held_out[-1]:.3f}" if len(held_out) > 1 else f"{held_out[0]:.3f}"
             cells.append((value, f"held-out reward{whose}"))
+        _, lags = policy.series("staleness/mean")
+        if lags:
+            cells.append((f"{sum(lags) / len(lags):.2f}", f"mean staleness{whose}, in steps"))
         _, rewards = policy.series("reward/mean")
         if rewards:
             last = rewards[-5:]
@@ -176,9 +185,6 @@ def _numbers(state: RunState, summary: Mapping[str, Any]) -> str:
         share = _number(summary.get(key))
         if share is not None:
             cells.append((f"{share:.0%}", label))
-    staleness = _number(summary.get("staleness_mean"))
-    if staleness is not None:
-        cells.append((f"{staleness:.2f}", "mean staleness, in steps"))
     if state.status is not None:
         cells.append((f"{state.status.trained:,}", "episodes trained"))
         cells.append((f"{sum(state.status.dropped.values()):,}", "episodes dropped"))
@@ -203,7 +209,8 @@ def _figure(figure: Figure, policy: PolicyState) -> str:
         steps, values = policy.series(name)
         if values:
             lines.append(Line(label, steps, values, colour % COLOURS, dots=name.startswith("evaluation/")))
-    drawn = plot(lines, title=f"{figure.title}, {figure.unit}", low=figure.low, high=figure.high)
+    title = f"{figure.title}, {figure.unit}"
+    drawn = plot(lines, title=title, low=figure.low, high=figure.high, marks=policy.marks())
     if not drawn:
         return ""
     legend = "".join(f'<i class="c{line.colour}">— {_text(line.label)} {line.values[-1]:.4g}</i>' for line in lines)

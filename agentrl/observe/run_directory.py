@@ -4,7 +4,7 @@ config.json      the resolved configuration          journal/       control and 
 metrics.jsonl    one line per optimizer step         versions/      published weights
 summary.json     written at the end                  checkpoints/   what a run resumes from
 policies/NAME    link to a policy's last version     steps/         columns of optimizer steps
-engine.log       what the engine's processes said
+engine.log       what the engine's processes said      process.json   how the process that leads the run ended
 best/NAME        link to its version when the metric was best
 """
 
@@ -50,9 +50,21 @@ class RunDirectory:
         self.journal = path / "journal"
         self.checkpoints = path / "checkpoints"
         self.versions = path / "versions"
+        self.steps = path / "steps"
         self.metrics = path / "metrics.jsonl"
         self.engine_log = path / ENGINE_LOG
         self.workers_log = path / WORKERS_LOG
+        self.process_record = path / "process.json"
+
+    def journal_size(self) -> int:
+        """Bytes of the journal's databases and of the columns of steps."""
+        total = 0
+        for directory in (self.journal, self.steps):
+            for folder, _, names in os.walk(directory):
+                for name in names:
+                    with contextlib.suppress(OSError):  # removed meanwhile
+                        total += os.lstat(os.path.join(folder, name)).st_size
+        return total
 
     @classmethod
     def create(cls, path: Path, config_json: str) -> RunDirectory:

@@ -23,7 +23,7 @@ from agentrl.observe.metrics import JsonlSink, Sink
 from agentrl.observe.plot import curve
 from agentrl.observe.progress import Display, display, waiting
 from agentrl.observe.run_state import RunPlan, RunState, read_metrics
-from agentrl.observe.status import Status, with_engine_share, write_status
+from agentrl.observe.status import Outcome, Status, with_engine_share, write_status
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -76,6 +76,7 @@ class RunObserver:
         self._timer: asyncio.TimerHandle | None = None
         self._busy = (self._started, 0.0)
         self._raised: set[tuple[str, str]] = set()
+        self._outcome: Outcome = "finished"
 
     def __enter__(self) -> RunObserver:
         return self
@@ -90,8 +91,11 @@ class RunObserver:
         self._jsonl.close()
         for sink in list(self._sinks):
             self._safely(sink, sink.close)
+        if kind is not None:
+            self._outcome = "failed" if issubclass(kind, Exception) else "stopped"
         if self.state.status is not None:
-            write_status(self._directory.path, replace(self.state.status, ended=True, waits=()))
+            last = replace(self.state.status, ended=True, waits=(), outcome=self._outcome)
+            write_status(self._directory.path, last)
 
     def watch(self, probe: Callable[[], Status] | None = None) -> None:
         """Look every second from now on, in the running event loop.
@@ -110,6 +114,11 @@ class RunObserver:
             self._set_status(Status(phase=text))
         if not self._quiet:
             self._shown().phase(text)
+
+    def say(self, text: str) -> None:
+        """Say something that stays."""
+        if not self._quiet:
+            self._shown().line(text)
 
     def warn(self, text: str) -> None:
         """Say what is wrong and what to do; may be called from any thread."""
@@ -137,6 +146,7 @@ class RunObserver:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Show the learning curve and what came of it."""
+        self._outcome = summary["state"]
         if self._quiet:
             return
         if self._timer is not None:
@@ -170,7 +180,7 @@ class RunObserver:
         self._stream.write(f"run directory: {safe_line(str(self._directory.given))}\n")
         self._stream.flush()
 
-    def closing(self, text: str) -> AbstractContextManager[None]:
+    def closing(self, text: str) -> AbstractContextManager[object]:
         """Show what is being waited for when nothing else is shown any more."""
         if self._display is not None:
             self._display.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -20,8 +20,12 @@ from agentrl.observe.files import replace_file
 MAX_BYTES = 1 << 20
 """Of a file that anyone may have put there."""
 FILE = "status.json"
+SILENT_S = 15.0
+"""A status older than this is old: a run that goes on writes it every second."""
 Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
 """An integer that a float can hold, and a screen show."""
+Outcome = Literal["", "finished", "stopped", "failed", "killed"]
+"""How a process left a run: by itself, by Ctrl-C or SIGTERM, with an error, without a word."""
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
@@ -50,6 +54,8 @@ class Status:
     """Wall seconds since the run was started; the observer fills it in."""
     ended: bool = False
     """Whether the process has left the run."""
+    outcome: Outcome = ""
+    """How it left; empty until then."""
 
 
 def write_status(directory: Path, status: Status) -> None:

@@ -26,7 +26,14 @@ class Line(NamedTuple):
     """Draw each point: for what is measured rarely."""
 
 
-def plot(lines: Sequence[Line], *, title: str, low: float | None = None, high: float | None = None) -> str:
+def plot(
+    lines: Sequence[Line],
+    *,
+    title: str,
+    low: float | None = None,
+    high: float | None = None,
+    marks: Sequence[tuple[int, str]] = (),
+) -> str:
     """An `<svg>` element; the empty string where there is nothing to draw.
 
     Args:
@@ -34,6 +41,7 @@ def plot(lines: Sequence[Line], *, title: str, low: float | None = None, high: f
         title: for screen readers and as a tooltip.
         low: the axis reaches at least down to it.
         high: the axis reaches at least up to it.
+        marks: steps before which something changed, and what.
     """
     drawn = [line._replace(steps=steps, values=values) for line in lines for steps, values in [_finite(line)] if steps]
     if not drawn:
@@ -56,6 +64,10 @@ def plot(lines: Sequence[Line], *, title: str, low: float | None = None, high: f
     for step in _step_ticks(first, last):
         anchor = "end" if step == last and last > first else "middle"
         parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{step}</text>')
+    for step, what in marks:
+        if first <= step <= last:
+            at = f'x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"'
+            parts.append(f'<line class="mark" {at}><title>{html.escape(f"step {step}: {what}")}</title></line>')
     for line in drawn:
         points = [(x(step), y(value)) for step, value in _thinned(line)]
         path = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)

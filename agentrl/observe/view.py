@@ -17,6 +17,7 @@ from agentrl.observe.alarm_lines import Alarm
 from agentrl.observe.alarms import alarms
 from agentrl.observe.metrics import describe
 from agentrl.observe.plot import curve, sparkline
+from agentrl.observe.status import SILENT_S
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -39,8 +40,6 @@ BY_WORD = (
     ("win_rate/<policy>", "wins against {}", "{:.2f}"),
 )
 """Metrics there is one of for each seat or opponent, with their labels."""
-SILENT_S = 15.0
-"""A status older than this is said to be old."""
 
 
 def view(state: RunState, *, width: int = WIDTH, age_s: float | None = None) -> RenderableType:
@@ -101,7 +100,7 @@ def _heading(state: RunState, width: int, age_s: float | None) -> Text:
         text.append(plain(f"  {plan.environment.rsplit('/', 1)[-1]}"), "cyan")
     if status is None:
         return _cut(text.append("  no status yet", "dim"), width)
-    phase = "ended" if status.ended else status.phase
+    phase = (status.outcome or "ended") if status.ended else status.phase
     text.append(plain(f"  {phase}"), "green")
     if status.progress is not None and not status.ended:
         ended, of = status.progress

@@ -75,6 +75,12 @@ class EpisodeBuffer:
         self._ready: dict[str, deque[ReadyUnit]] = {policy: deque() for policy in self.trainable}
         self._in_flight: Counter[str] = Counter()
         self._late: Counter[str] = Counter()
+        self._consumed: Counter[str] = Counter()
+        """Units trained in this life of the run."""
+        self._begun: dict[tuple[str, str], int] = {}
+        """Of units under way, by policy and episode: `_consumed` when they began."""
+        self._beginnings: dict[str, Counter[int]] = {policy: Counter() for policy in self.trainable}
+        """The same counted: how many began at each."""
         self._unresolved: dict[str, set[str]] = {}
         self._trained: set[str] = set()
         self.ledger = Ledger()
@@ -96,6 +102,8 @@ class EpisodeBuffer:
         self.ledger.in_flight += 1
         for policy in self.policies_of(spec):
             self._in_flight[policy] += 1
+            self._begun[policy, spec.episode_id] = began = self._consumed[policy]
+            self._beginnings[policy][began] += 1
             if policy in self.compositions:
                 self.compositions[policy].dispatched(spec)
 
@@ -110,6 +118,8 @@ class EpisodeBuffer:
             self._commit(header, drops)
         else:
             self.ledger.dropped[header.drop_reason or ""] += 1
+        for policy in policies - {trajectory.policy for trajectory in header.trajectories}:
+            self._forget_beginning(policy, header.episode_id)
         group = self._groups[spec.group_id]
         before = group.late
         group.running -= 1
@@ -123,6 +133,8 @@ class EpisodeBuffer:
         if group.running == 0:
             del self._groups[spec.group_id]
             self._count_pass_rate(group.headers)
+            for policy, (given, whole) in group.squares.items():
+                self.counts.compared(policy, given, whole)
         return drops
 
     def _commit(self, header: EpisodeHeader, drops: list[UnitDrop]) -> None:
@@ -183,6 +195,11 @@ class EpisodeBuffer:
         """Units that may still be trained: of running episodes, of unreleased groups, ready, or in a step now."""
         return self._in_flight[policy] + self.ledger.units_ready[policy]
 
+    def overtaken(self, policy: str) -> int:
+        """Units that were trained since the oldest of those under way began."""
+        beginnings = self._beginnings[policy]
+        return self._consumed[policy] - min(beginnings) if beginnings else 0
+
     def late(self, policy: str) -> int:
         """Units of running episodes, others of whose group were released."""
         return self._late[policy]
@@ -199,9 +216,14 @@ class EpisodeBuffer:
         self._ready[policy] = deque(ready for ready in queue if not wanted(ready))
         return taken
 
+    def give_back(self, policy: str, units: Sequence[ReadyUnit]) -> None:
+        """Taken units wait for a step again, before all others."""
+        self._ready[policy].extendleft(reversed(units))
+
     def consume(self, units: Iterable[ReadyUnit]) -> None:
         """Taken units were trained. Advantage 0 counts as consumed."""
         for ready in units:
+            self._consumed[ready.unit.policy] += 1
             self._resolve(ready.unit.episode_id, ready.unit.policy, reason=None)
 
     def drop(self, units: Iterable[ReadyUnit], reason: str) -> list[UnitDrop]:
@@ -214,6 +236,7 @@ class EpisodeBuffer:
 
     def _resolve(self, episode_id: str, policy: str, *, reason: str | None) -> None:
         self.ledger.units_ready[policy] -= 1
+        self._forget_beginning(policy, episode_id)
         if policy in self.compositions:
             self.compositions[policy].left(episode_id, trained=reason is None)
         if reason is None:
@@ -225,6 +248,13 @@ class EpisodeBuffer:
         unresolved.discard(policy)
         if not unresolved:
             self._leave(episode_id, reason=reason or "")
+
+    def _forget_beginning(self, policy: str, episode_id: str) -> None:
+        """A unit is not under way any more."""
+        beginnings, began = self._beginnings[policy], self._begun.pop((policy, episode_id))
+        beginnings[began] -= 1
+        if not beginnings[began]:
+            del beginnings[began]
 
     def _leave(self, episode_id: str, *, reason: str) -> None:
         del self._unresolved[episode_id]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import pstdev
 from typing import NamedTuple
@@ -68,10 +68,12 @@ class _Group:
     """How many units were dispatched before it."""
     size: int
     members: dict[str, _Member] = field(default_factory=dict)
+    open: int = 0
+    """Members that may still be trained."""
 
     @property
     def is_resolved(self) -> bool:
-        return len(self.members) >= self.size and all(own.trained is not None for own in self.members.values())
+        return not self.open and len(self.members) >= self.size
 
     def settled(self) -> _Settled:
         units = [own for own in self.members.values() if not own.is_absent]
@@ -111,6 +113,7 @@ class Composition:
             return
         group = self._groups.setdefault(spec.group_id, _Group(self._dispatched, spec.group_size))
         group.members[spec.episode_id] = _Member()
+        group.open += 1
         self._group_of[spec.episode_id] = spec.group_id
         self._dispatched += 1
 
@@ -136,6 +139,7 @@ class Composition:
             return
         group = self._groups[self._group_of[episode_id]]
         own.trained = trained
+        group.open -= 1
         if trained:
             self._overtaken = max(self._overtaken or 0.0, (self._left - group.place) / self._step_size)
         self._left += 1
@@ -197,7 +201,7 @@ def compositions(step_sizes: Mapping[str, int]) -> dict[str, Composition]:
 
 def compositions_of(
     step_sizes: Mapping[str, int],
-    dispatched: Iterator[tuple[EpisodeSpec, EpisodeHeader | None]],
+    dispatched: Iterable[tuple[EpisodeSpec, EpisodeHeader | None]],
     resolved: Mapping[tuple[str, str], str | None],
 ) -> dict[str, Composition]:
     """The same, folded from a journal.

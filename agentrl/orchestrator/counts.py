@@ -6,7 +6,6 @@ has been counted since its last one.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,7 +33,7 @@ class Counts:
     """Grow since the run began, or, made by `since`, are the difference of two moments."""
 
     def __init__(self, counts: Mapping[Count, float] | None = None) -> None:
-        self._counts: defaultdict[Count, float] = defaultdict(float, counts or {})
+        self._counts: dict[Count, float] = dict(counts or {})
 
     def since(self, before: Counts) -> Counts:
         """What was counted since then."""
@@ -57,7 +56,8 @@ class Counts:
         return {count.of: n for count, n in self._counts.items() if n and (count.what, count.policy) == (what, policy)}
 
     def _add(self, what: str, value: float = 1.0, of: str = "", policy: str = "") -> None:
-        self._counts[Count(what, of, policy)] += value
+        count = Count(what, of, policy)
+        self._counts[count] = self._counts.get(count, 0.0) + value
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
@@ -65,6 +65,7 @@ class Counts:
         """An episode has ended; `won_by` names the seat where it was a decided game."""
         self._add("episodes")
         self._add("tokens", header.tokens)
+        self._add("timed out", header.stop_reason == "time_limit" or header.drop_reason == "episode_timeout")
         if won_by is not None:
             self._add("won", of=won_by)
 
@@ -99,6 +100,11 @@ class Counts:
         self._add("games", of=opponent)
         self._add("score", score, of=opponent)
 
+    def compared(self, policy: str, given: float, whole: float) -> None:
+        """A group was complete: squares of its advantages, and of those that leave-one-out would have given."""
+        self._add("squares of advantages", given, "given", policy)
+        self._add("squares of advantages", whole, "leave one out", policy)
+
     def solved(self, pass_rate: str) -> None:
         """So much of a group of child episodes, a name of `PASS_RATES`."""
         self._add("groups", of=pass_rate)
@@ -110,8 +116,13 @@ class Counts:
         metrics: dict[str, float] = {}
         if superseded := self.of("superseded"):
             metrics["episodes/superseded"] = superseded
+        if timed_out := self.of("timed out"):
+            metrics["episodes/timed_out"] = timed_out / self.of("episodes")
         for opponent, games in self.each("games").items():
             metrics |= {f"win_rate/{opponent}": self.of("score", opponent) / games, f"games/{opponent}": games}
+        squares = self.each("squares of advantages", policy)
+        if whole := squares.get("leave one out"):
+            metrics["advantage/variance_ratio"] = squares.get("given", 0.0) / whole
         won = self.each("won")
         if decided := sum(won.values()):
             metrics |= {f"won/{seat}": count / decided for seat, count in won.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -27,7 +27,6 @@ from agentrl.orchestrator.drought import Drought
 from agentrl.orchestrator.proposals import ProposalMemory
 from agentrl.orchestrator.reservations import PolicyOf, Reservations
 from agentrl.orchestrator.signal import Signal
-from agentrl.orchestrator.tail import Tails
 
 PREFIX: Mapping[Purpose, str] = {"train": "e", "evaluate": "v", "replay": "p", "fork": "f"}
 LATER: Mapping[Purpose, int] = {"train": 0, "fork": 1, "replay": 1, "evaluate": 2}
@@ -75,16 +74,17 @@ class Dispatcher:
     _sharers: dict[str, list[OnEnd]] = field(default_factory=dict)
     """Forks that wait for a child of their parent."""
     drought: Drought = field(init=False)
-    tails: Tails = field(default_factory=Tails)
-    """What agents have left, of tokens and of their tools' seconds."""
     reservations: Reservations = field(init=False)
     _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
     _evaluated: list[EpisodeHeader] = field(default_factory=list)
     """Of the newest evaluation: the children of its episodes that have ended."""
     _first_evaluated: int = 0
     """Number of its first episode."""
+    _root_end: OnEnd = field(init=False)
+    """`_end_root`, made once."""
 
     def __post_init__(self) -> None:
+        self._root_end = self._end_root
         self.drought = Drought(self.group_size)
         self.govern(self.admission)
         self.reservations = Reservations(self.buffer.trainable, self.policy_of)
@@ -111,8 +111,8 @@ class Dispatcher:
         """Start a root group: `group_size` episodes of one task, which `EpisodeSpec.held_by` kept waiting."""
         first = self.next_number
         self.next_number += self.group_size
-        specs = (self._training_spec(task, number) for number in range(first, self.next_number))
-        self._start([(replace(spec, held_by=held_by), None) for spec in specs])
+        specs = self._training_specs(task, range(first, self.next_number), held_by)
+        self._start([(spec, None) for spec in specs])
 
     def restore(
         self,
@@ -130,7 +130,7 @@ class Dispatcher:
             lost: numbers and tasks of roots whose admission never reached the disk; entries of theirs may have.
             proposals: what it remembered.
         """
-        specs = [self._training_spec(task, number) for number, task in lost]
+        specs = [spec for number, task in lost for spec in self._training_specs(task, (number,))]
         self.store.admit(*specs)
         self.memory.restore(proposals)
         unfinished = [*unfinished, *specs]
@@ -245,11 +245,9 @@ class Dispatcher:
         self.next_evaluation += len(tasks)
         self._evaluated = []
         specs = [
-            replace(
-                self._root_spec(task, "evaluate", first + index, f"v{first + index}", 1, pins),
-                seed=ids.key64(self.run_seed, f"evaluation {index}"),
-            )
+            replace(spec, seed=ids.key64(self.run_seed, f"evaluation {index}"))
             for index, task in enumerate(tasks)
+            for spec in self._root_specs(task, "evaluate", (first + index,), f"v{first + index}", 1, pins)
         ]
         self._evaluating = self._start_to_hear(specs)
         return [*await asyncio.gather(*self._evaluating), *self._evaluated]
@@ -284,22 +282,38 @@ class Dispatcher:
         if spec.purpose == "train":
             self.buffer.counts.committed(header, counted)
 
-    def _root_spec(
-        self, task: Task, purpose: Purpose, number: int, group: str, size: int, pins: Mapping[str, PolicyVersion]
-    ) -> EpisodeSpec:
-        episode_id = ids.episode_id(PREFIX[purpose], number)
-        at = self._group(purpose, episode_id)
-        return EpisodeSpec(
-            episode_id=episode_id,
-            environment=name_of(self.environment),
-            task=task,
-            seed=ids.key64(self.run_seed, episode_id),
-            seats={seat: SeatBinding(self.policy_of(seat, at)) for seat in self.environment.seats},
-            group_id=group,
-            group_size=size,
-            purpose=purpose,
-            deadline=self._deadline(purpose, episode_id),
-        ).pinned(pins)
+    def _root_specs(
+        self,
+        task: Task,
+        purpose: Purpose,
+        numbers: Iterable[int],
+        group: str,
+        size: int,
+        pins: Mapping[str, PolicyVersion],
+        held_by: str = "",
+    ) -> Iterator[EpisodeSpec]:
+        """Root episodes of one group; what is the same for all of them is there once."""
+        environment, pins = name_of(self.environment), dict(pins)
+        seats: dict[str, SeatBinding] = {}
+        for number in numbers:
+            episode_id = ids.episode_id(PREFIX[purpose], number)
+            if not seats:
+                at = self._group(purpose, episode_id)
+                policies = {seat: self.policy_of(seat, at) for seat in self.environment.seats}
+                seats = {seat: SeatBinding(policy, pins.get(policy)) for seat, policy in policies.items()}
+            yield EpisodeSpec(
+                episode_id=episode_id,
+                environment=environment,
+                task=task,
+                seed=ids.key64(self.run_seed, episode_id),
+                seats=seats,
+                group_id=group,
+                group_size=size,
+                purpose=purpose,
+                pins=pins,
+                deadline=self._deadline(purpose, episode_id),
+                held_by=held_by,
+            )
 
     def _deadline(self, purpose: Purpose, episode_id: str) -> int:
         number = ids.root_number(episode_id) if purpose == "train" else self.next_number
@@ -312,10 +326,11 @@ class Dispatcher:
             return number // self.group_size
         return number - self._first_evaluated if purpose == "evaluate" else number
 
-    def _training_spec(self, task: Task, number: int) -> EpisodeSpec:
-        group = f"g{number - number % self.group_size}"
-        pins = self.admission.pins(number // self.group_size)
-        return self._root_spec(task, "train", number, group, self.group_size, pins)
+    def _training_specs(self, task: Task, numbers: Sequence[int], held_by: str = "") -> Iterator[EpisodeSpec]:
+        """Roots of one group."""
+        group = numbers[0] // self.group_size
+        name, pins = f"g{group * self.group_size}", self.admission.pins(group)
+        return self._root_specs(task, "train", numbers, name, self.group_size, pins, held_by)
 
     def _start(self, starting: Sequence[tuple[EpisodeSpec, OnEnd | None]]) -> None:
         """Admit episodes, a whole group at once, and run them: a resumed run must not take a part for the group."""
@@ -325,7 +340,8 @@ class Dispatcher:
             resume = spec.parent_id in self._resumed
             if resume:
                 self._resumed.add(spec.episode_id)
-            self.worker.submit(spec, partial(self._end, spec, on_end), resume=resume)
+            end = self._root_end if on_end is None else partial(self._end, spec, on_end)
+            self.worker.submit(spec, end, resume=resume)
 
     def _start_to_hear(self, specs: Sequence[EpisodeSpec]) -> list[asyncio.Future[EpisodeHeader]]:
         """Start episodes nobody trains on; how each will have ended."""
@@ -333,6 +349,14 @@ class Dispatcher:
         ends: list[asyncio.Future[EpisodeHeader]] = [loop.create_future() for _ in specs]
         self._start([(spec, partial(_settle, end)) for spec, end in zip(specs, ends, strict=True)])
         return ends
+
+    def _end_root(self, header: EpisodeHeader) -> None:
+        """An episode ended whose end nobody else waits for."""
+        spec = self._running.get(header.episode_id)
+        if spec is None:
+            self.buffer.counts.superseded()
+        else:
+            self._end(spec, None, header)
 
     def _end(self, spec: EpisodeSpec, on_end: OnEnd | None, header: EpisodeHeader) -> None:
         running = self._running.get(spec.episode_id)
@@ -351,7 +375,6 @@ class Dispatcher:
                 self.memory.forget(spec.episode_id)
             self._record(self.buffer.end(spec, header))
             self.drop_frozen()
-            self.tails.heard(spec, header)
             self.buffer.counts.ended(header, winner(header))
             self.admission.ended(header)
             self._guard(spec, header)

@@ -47,10 +47,13 @@ class Drought:
         for policy in given:
             self._failed[policy] = self._waiting[policy] = 0
             self._failed_groups.pop(policy, None)
-        in_vain = set(seated) & set(learning) - given
-        self._failed.update(in_vain)
+        not_given = set(learning) - given
+        in_vain = not_given.intersection(seated)
+        for policy in in_vain:
+            self._failed[policy] += 1
         if header.parent_id is None:
-            self._waiting.update(set(learning) - given)
+            for policy in not_given:
+                self._waiting[policy] += 1
         for policy in sorted(in_vain):
             self._failed_groups[policy].add(header.parent_id or header.episode_id)
             of_enough_groups = header.parent_id is None or len(self._failed_groups[policy]) >= FAILED_GROUPS

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -129,7 +130,8 @@ def rewards_of(headers: Sequence[EpisodeHeader], policy: str) -> dict[str, float
     for trajectory in itertools.chain.from_iterable(played):
         by_seat.setdefault(trajectory.seat, []).append(trajectory.reward or 0.0)
     seats = {f"evaluation/reward/{seat}": _mean(by_seat[seat]) for seat in sorted(by_seat)}
-    return {"evaluation/reward": _mean(by_episode)} | (seats if len(seats) > 1 else {})
+    spread = {"evaluation/reward_deviation": statistics.pstdev(by_episode)}
+    return {"evaluation/reward": _mean(by_episode)} | (seats if len(seats) > 1 else {}) | spread
 
 
 def _course(headers: Sequence[EpisodeHeader]) -> dict[str, float]:

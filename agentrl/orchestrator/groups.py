@@ -6,6 +6,7 @@ Members are those of one group; rewards are compared within a policy in a seat. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,7 +15,7 @@ from agentrl.core import ids
 from agentrl.core.baselines import BaselineSet, EarlierMean
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, TrajectoryHeader
 from agentrl.core.training_records import TrajectoryCredit
-from agentrl.credit.advantages import Advantage, AdvantageFunction, advantages_to_go, no_baseline
+from agentrl.credit.advantages import Advantage, AdvantageFunction, advantages_to_go, leave_one_out, no_baseline
 from agentrl.credit.history import Rewarded, RewardHistory
 from agentrl.credit.release import ReleaseRule, against, compared_with
 from agentrl.credit.role_means import Role
@@ -39,6 +40,9 @@ class Group:
     earlier: tuple[EarlierMean, ...] = ()
     """What its policies used to get when it was admitted."""
     frozen: BaselineSet | None = None
+    squares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Once it is complete, by policy: the squares of its advantages added up, and of those that leave-one-out over the
+    whole group would have given."""
 
     @property
     def committed(self) -> list[EpisodeHeader]:
@@ -176,9 +180,29 @@ class FirstFinishers:
         if group.frozen is None or not committed.keys() >= set(group.frozen.finishers):
             return (), {}
         released = group.release()
-        return released, dict(
-            self._credits(released, [committed[name] for name in group.frozen.finishers], group.frozen)
-        )
+        first = [committed[name] for name in group.frozen.finishers]
+        if group.running or not self.compares:
+            return released, dict(self._credits(released, first, group.frozen))
+        credits = dict(self._credits(group.committed, first, group.frozen))
+        group.squares = self._squares(group.committed, credits)
+        return released, credits
+
+    def _squares(self, members: Iterable[EpisodeHeader], credits: Credits) -> dict[str, tuple[float, float]]:
+        """See `Group.squares`."""
+        compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
+        for header in members:
+            for own in rewarded(header, self._trainable):
+                compared.setdefault((own.policy, own.seat), []).append((header.episode_id, own))
+        squares: dict[str, tuple[float, float]] = {}
+        for (policy, _), found in compared.items():
+            whole = leave_one_out([own.reward or 0.0 for _, own in found], [episode_id for episode_id, _ in found])
+            given = (credits[episode_id, own.seat, own.index].advantage for episode_id, own in found)
+            before = squares.get(policy, (0.0, 0.0))
+            squares[policy] = (
+                before[0] + math.fsum(value**2 for value in given),
+                before[1] + math.fsum(advantage.value**2 for advantage in whole),
+            )
+        return squares
 
     def _credits(
         self, released: Sequence[EpisodeHeader], first: Sequence[EpisodeHeader], frozen: BaselineSet

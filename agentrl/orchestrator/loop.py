@@ -26,15 +26,16 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from agentrl.core.clock import Clock
-from agentrl.core.errors import CheckFailedError, NonFiniteError
+from agentrl.core.errors import CheckFailedError, NonFiniteError, UntrainableUnitsError
 from agentrl.core.ports import Engine, Observer, Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.training_records import StepReport, TrainBatch
+from agentrl.core.words import plural
 from agentrl.credit.role_means import RoleMeans
 from agentrl.journal.port import JournalStore, StepRow
 from agentrl.observe.status import Status
@@ -45,11 +46,11 @@ from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.manifest import CheckpointWriter
 from agentrl.orchestrator.opponents import Opponents
-from agentrl.orchestrator.retention import VersionRetention
+from agentrl.orchestrator.retention import JournalRetention, VersionRetention
 from agentrl.orchestrator.scheduler import Demand, Scheduler
 from agentrl.orchestrator.signal import Signal
 from agentrl.orchestrator.step_metrics import StepMetrics
-from agentrl.orchestrator.versions import PolicyBoard
+from agentrl.orchestrator.versions import PolicyBoard, publish
 
 DRAIN_S = 5.0
 """After a stop was asked for, how long episodes in flight may still end by themselves, in seconds."""
@@ -57,8 +58,10 @@ DRAIN_S = 5.0
 
 SKIPPED_IN_A_ROW = 3
 """Steps of a policy skipped one after another, before the run gives up."""
+UNTRAINABLE_IN_A_ROW = 4096
+"""Units of a policy that cannot be trained, with no step in between, before the run gives up."""
 
-NEW_OBJECTS = 10_000
+NEW_OBJECTS = 50_000
 """How many more containers there are before a run looks for cyclic garbage among the newest (Python's own: 700)."""
 
 
@@ -100,12 +103,17 @@ class Orchestrator:
     observer: Observer
     evaluator: Evaluator
     retention: VersionRetention
+    journal_retention: JournalRetention
     opponents: Opponents
     choice: Choice
     weights: dict[str, WeightsRef]
     """Newest published weights of each trainable policy."""
     roles: RoleMeans | None = None
     """What a step's rewards are compared with, where that is not their groups."""
+    tell: Callable[[str], None] = lambda line: None
+    """Takes a line for people."""
+    code_changes: int = 0
+    """See `run/code_changes` of the metrics."""
     outcome: Outcome = field(default_factory=Outcome)
     _trainer_free: asyncio.Lock = field(default_factory=asyncio.Lock)
     _failure: asyncio.Future[None] | None = None
@@ -114,6 +122,7 @@ class Orchestrator:
     _stopping: bool = False
     _checkpointed: Mapping[str, int] = field(default_factory=dict)
     _skipped: Counter[str] = field(default_factory=Counter)
+    _untrainable: Counter[str] = field(default_factory=Counter)
     _metrics: StepMetrics = field(init=False)
     _phase: str = "starting"
     _stepping: dict[str, int] = field(default_factory=dict)
@@ -121,7 +130,12 @@ class Orchestrator:
 
     def __post_init__(self) -> None:
         self._metrics = StepMetrics(
-            engine=self.engine, dispatcher=self.dispatcher, buffer=self.buffer, board=self.board, clock=self.clock
+            engine=self.engine,
+            dispatcher=self.dispatcher,
+            buffer=self.buffer,
+            board=self.board,
+            clock=self.clock,
+            max_lag=self.scheduler.max_lag,
         )
 
     # --- from outside -----------------------------------------------------------------------------------------------
@@ -145,6 +159,7 @@ class Orchestrator:
                     main.cancel()
                     await asyncio.wait({main})
                 await self.dispatcher.worker.cancel()
+                await self.journal_retention.end()
                 self._failure.cancel()
         return self.outcome
 
@@ -212,6 +227,8 @@ class Orchestrator:
             self._drop_leftovers()
         self._phase = "writing the last checkpoint"
         await self._checkpoint()
+        if not self._stopping:
+            await self.journal_retention.wait()
         self._phase = "evaluating after training"
         if self.evaluator.tasks and not self._stopping:
             await self.evaluator.now(self._versions(), self._is_stopping)
@@ -241,10 +258,15 @@ class Orchestrator:
                 continue
             step = self.board.step(policy)
             self.dispatcher.drop_frozen()
-            if plan.checkpoint_every and step % plan.checkpoint_every == 0 and not phases.is_over(policy):
+            is_full = await self.journal_retention.stepped(self._steps_left())
+            if (is_full or (plan.checkpoint_every and step % plan.checkpoint_every == 0)) and not phases.is_over(
+                policy
+            ):
                 await self._checkpoint()
-            is_due = self.evaluator.tasks and plan.evaluate_every and step % plan.evaluate_every == 0
-            if is_due and not phases.is_over(policy) and not self._finished():
+                if is_full:
+                    await self.journal_retention.check()
+            evaluates = self.evaluator.tasks and plan.evaluate_every and step % plan.evaluate_every == 0
+            if evaluates and not phases.is_over(policy) and not self._finished():
                 evaluation = self.evaluator.beside(self.weights, self._is_stopping)
                 loops.create_task(evaluation, name=f"evaluate {self.board.current(policy)}")
         self.signal.notify()
@@ -283,18 +305,21 @@ class Orchestrator:
         except NonFiniteError as error:
             self._skip(policy, taken, error)
             return False
+        except UntrainableUnitsError as error:
+            self._leave_out(policy, taken, error)
+            return False
         finally:
             del self._stepping[policy]
-        self._skipped[policy] = 0
-        weights = await self.trainer.publish(policy, version)
+        self._skipped[policy] = self._untrainable[policy] = 0
+        step = StepRow(report=report, version=version, batch=batch)
+        weights = await publish(self.trainer, self.store, version, self.board.current(policy), step)
         if self.roles is not None:
             self.roles.taken(policy)
-        self.store.record_version(weights, self.board.current(policy))
-        self.store.record_step(StepRow(report=report, version=version, batch=batch))
         self.weights[policy] = weights
         await self.engine.update(weights, keep=self.scheduler.keeps(policy))
         self.buffer.consume(taken)  # not before: it makes room for episodes, which are to begin with the new version
         metrics = self._metrics.of_step(report, taken, waited)
+        metrics |= {"run/lineage": float(version.lineage), "run/code_changes": float(self.code_changes)}
         self.board.advance(version)
         if (outdated := self.scheduler.outdated(policy)) is not None:
             self.engine.release(outdated)
@@ -323,6 +348,23 @@ class Orchestrator:
         if self._skipped[policy] == SKIPPED_IN_A_ROW:
             raise error
 
+    def _leave_out(self, policy: str, taken: Sequence[ReadyUnit], error: UntrainableUnitsError) -> None:
+        """Drop the units of a step whose rows cannot be trained; the others wait for the step again."""
+        why = {(episode, attempt): why for episode, attempt, why in error.units}
+        lost = [ready for ready in taken if (ready.unit.episode_id, ready.unit.attempt) in why]
+        rest = [ready for ready in taken if (ready.unit.episode_id, ready.unit.attempt) not in why]
+        self._untrainable[policy] += len(lost)
+        if not lost or self._untrainable[policy] > UNTRAINABLE_IN_A_ROW:
+            raise error
+        for drop in self.buffer.drop(lost, "untrainable"):
+            self.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
+        self.buffer.give_back(policy, rest)
+        first = lost[0].unit
+        self.tell(
+            f"{plural(len(lost), 'unit')} of {policy} dropped as `untrainable`, and the run goes on; the first is of "
+            f"episode {first.episode_id}: {why[first.episode_id, first.attempt]}"
+        )
+
     async def _train_on(self, batch: TrainBatch) -> StepReport:
         await self.trainer.forward_backward(batch)
         return await self.trainer.optim_step(batch.policy, batch.step_id)
@@ -349,6 +391,7 @@ class Orchestrator:
             self.choice.saved()
             self.opponents.saved()
             self._checkpointed = steps
+        self.journal_retention.checkpointed(self.fail)
 
     # --- ending -----------------------------------------------------------------------------------------------------
 
@@ -358,6 +401,10 @@ class Orchestrator:
     def _needed(self) -> set[PolicyVersion]:
         """Older versions whose files must stay for now."""
         return {*self.evaluator.pinned, *self.opponents.needed(), *self.choice.needed()}
+
+    def _steps_left(self) -> int:
+        phases = self.scheduler.phases
+        return sum(phases.steps[policy] - self.board.step(policy) for policy in self.board.trainable)
 
     def _is_stopping(self) -> bool:
         return self._stopping
@@ -386,8 +433,9 @@ class Orchestrator:
 def _rare_collections() -> Iterator[None]:
     """Within: cyclic garbage is looked for more rarely, and all objects are walked every million of new ones.
 
-    What ends in a run is freed by its reference counts. 10,000 episodes in flight are over a million objects, and to
-    walk them again whenever they have grown by a quarter is a third of what it costs to resume them.
+    What ends in a run is freed by its reference counts: an episode leaves no circle behind. 10,000 episodes in flight
+    are over half a million objects, and to walk them again whenever they have grown by a quarter is a third of what it
+    costs to resume them.
     """
     before = gc.get_threshold()
     if 0 < before[0] < NEW_OBJECTS:

@@ -11,6 +11,7 @@ together with the weights it made, and done again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -103,6 +104,15 @@ class CheckpointWriter:
             ) from error
         return target
 
+    def sealed(self) -> list[Mapping[str, PolicyVersion]]:
+        """See `sealed`; those that were removed are gone for good, so that no power cut brings one back.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        self._disk.sync(self._directory)
+        return sealed(self._directory, disk=self._disk)
+
     def _prune(self, written: Path) -> None:
         """Remove what is older than the newest `keep` that can be resumed from; a damaged one takes nobody's place."""
         whole = 0
@@ -111,6 +121,15 @@ class CheckpointWriter:
                 self._disk.remove_tree(candidate)
             else:
                 whole += _is_whole(candidate, self._disk)
+
+
+def sealed(directory: Path, *, disk: Disk = LOCAL) -> list[Mapping[str, PolicyVersion]]:
+    """The versions of every checkpoint that can be resumed from, newest first; the bytes of its files are not read."""
+    found = []
+    for candidate in _candidates(directory, disk):
+        with contextlib.suppress(StorageError):
+            found.append(_read(candidate, disk)[0].versions)
+    return found
 
 
 def newest(directory: Path, *, disk: Disk = LOCAL) -> tuple[Manifest | None, list[str]]:

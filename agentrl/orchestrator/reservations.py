@@ -3,30 +3,36 @@
 Children are always admitted with their parent. Were they counted only then, a policy that only children feed could be
 ahead of its `max_staleness` by as many parents as may run: who is slow in front of it would decide how stale it is.
 
-An episode reserves what its environment declares in `fan_out`, or the most children an episode of it has had here, if
-that is more. A child takes over its part when it is spawned; what is left is given back when the parent ends.
+An episode reserves what its environment declares in `fan_out` (the context refuses more), or, of what it does not
+declare, the most children an episode of it has had here. A child takes over its part when it is spawned; what is left
+is given back when the parent ends.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from agentrl.environment.base import Environment, children_of
 from agentrl.rollout.context import MAX_CHILD_DEPTH
 
 PolicyOf = Callable[[str, int], str]
 """Which policy holds a seat, by `Env.seat` or bare name, in a root group."""
+_NONE: Mapping[Any, int] = MappingProxyType({})
 
 
 @dataclass(slots=True)
 class _Parent:
+    """What most episodes have none of is empty and shared; it is replaced, never changed."""
+
     environment: type[Environment]
     group: int
-    left: Counter[str]
-    spawned: Counter[type[Environment]] = field(default_factory=Counter)
-    calls: set[str] = field(default_factory=set)
+    left: Mapping[str, int]
+    spawned: Mapping[type[Environment], int]
+    calls: tuple[str, ...] = ()
     """Spawn calls that were made: a parent that is executed again makes them again."""
 
 
@@ -52,8 +58,9 @@ class Reservations:
     def begin(self, episode_id: str, environment: type[Environment], group: int) -> None:
         """An episode of a root group begins, or begins again with another attempt."""
         self.end(episode_id)
-        left = self._below(environment, group, _depth(episode_id))
-        self._parents[episode_id] = _Parent(environment, group, left)
+        has_children = bool(self._children(environment))
+        left = self._below(environment, group, _depth(episode_id)) if has_children else _NONE
+        self._parents[episode_id] = _Parent(environment, group, left, _NONE)
         if left:
             self._sum.update(left)
 
@@ -62,14 +69,16 @@ class Reservations:
         parent = self._parents.get(parent_id)
         if parent is None or spawn_call in parent.calls:
             return
-        parent.calls.add(spawn_call)
-        parent.spawned[environment] += count
+        parent.calls = (*parent.calls, spawn_call)
+        parent.spawned = {**parent.spawned, environment: parent.spawned.get(environment, 0) + count}
         most = self._most.setdefault(parent.environment, Counter())
         most[environment] = max(most[environment], parent.spawned[environment])
         for policy, units in self._of_child(environment, parent.group, _depth(parent_id) + 1).items():
-            taken = min(units * count, parent.left[policy])
-            parent.left[policy] -= taken
-            self._sum[policy] -= taken
+            left = parent.left.get(policy, 0)
+            taken = min(units * count, left)
+            if taken:
+                parent.left = {**parent.left, policy: left - taken}
+                self._sum[policy] -= taken
 
     def end(self, episode_id: str) -> None:
         """An episode ended: it has no more children."""

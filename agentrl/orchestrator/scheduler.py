@@ -80,10 +80,17 @@ class Scheduler:
                 f"the run needs no more units of {', '.join(policy for policy in self._bounds if policy not in frozen)}"
             )
         for policy, units in demand.units.items():
-            if policy in frozen or self.phases.is_over(policy):
+            if self.phases.is_over(policy):
                 continue
-            under_way = self._under_way(policy)
-            if self._bounds[policy].capacity(under_way=under_way, late=self._buffer.late(policy)) < units:
+            bound, under_way, overtaken = self._bounds[policy], self._under_way(policy), self._buffer.overtaken(policy)
+            if bound.window(under_way=under_way, overtaken=overtaken) < units:
+                return (
+                    f"max_lag of {policy}: {under_way} units are under way at step {self._board.step(policy)}, and "
+                    f"{overtaken} were trained since the oldest of them began"
+                )
+            if policy in frozen:
+                continue
+            if bound.capacity(under_way=under_way, late=self._buffer.late(policy)) < units:
                 return f"max_staleness of {policy}: {under_way} units are under way at step {self._board.step(policy)}"
         return None
 
@@ -93,6 +100,10 @@ class Scheduler:
 
     def _has_enough(self, policy: str) -> bool:
         return self._under_way(policy) >= self.phases.left(policy) * self._bounds[policy].step_size
+
+    def max_lag(self, policy: str) -> int | None:
+        """The limit on the lag of a policy's tokens, where there is one."""
+        return self._bounds[policy].max_lag
 
     def take(self, policy: str) -> Sequence[ReadyUnit]:
         """The units of the policy's next step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from agentrl.core.clock import Clock
 from agentrl.core.ports import Engine
@@ -18,17 +18,26 @@ class StepMetrics:
     """Accumulates between steps."""
 
     def __init__(
-        self, *, engine: Engine, dispatcher: Dispatcher, buffer: EpisodeBuffer, board: PolicyBoard, clock: Clock
+        self,
+        *,
+        engine: Engine,
+        dispatcher: Dispatcher,
+        buffer: EpisodeBuffer,
+        board: PolicyBoard,
+        clock: Clock,
+        max_lag: Callable[[str], int | None],
     ) -> None:
         self._engine = engine
         self._dispatcher = dispatcher
         self._buffer = buffer
         self._board = board
         self._clock = clock
+        self._max_lag = max_lag
         self._started = 0.0
         self._last: dict[str, tuple[float, float]] = {}
         self._idle_since: dict[str, float] = {}
         self._counts: dict[str, Counts] = {}
+        self._counted_at: dict[str, float] = {}
 
     def start(self) -> None:
         """Training begins now."""
@@ -53,6 +62,7 @@ class StepMetrics:
         wall = max(now - since, 1e-9)
         trajectories = [trajectory for ready in taken for trajectory in ready.trajectories]
         lags = [float(self._board.staleness(PolicyVersion(policy, t.lineage, t.oldest_step))) for t in trajectories]
+        limit, lineage = self._max_lag(policy), self._board.current(policy).lineage
         rewards = [sum(t.reward or 0.0 for t in ready.trajectories) for ready in taken]
         ended = self._buffer.counts.since(self._counts[policy])
         self._counts[policy] = self._buffer.counts.now()
@@ -65,7 +75,6 @@ class StepMetrics:
             "run/seconds": now - self._started,
             "engine/busy_share": (busy - busy_before) / wall,
             "trainer/busy_share": report.seconds / wall,
-            "tokens/sampled_per_s": ended.of("tokens") / wall,
             "episodes/per_s": ended.of("episodes") / wall,
             "episodes/in_flight": float(ledger.in_flight),
             "episodes/ready": float(ledger.ready),
@@ -82,16 +91,29 @@ class StepMetrics:
                 "advantage/zero_share": _mean([float(_is_zero(ready)) for ready in taken]),
                 "advantage/alone_share": _mean([float(ready.is_alone) for ready in taken]),
             }
+            if limit is not None:  # of an earlier life: what a rollback undid is trained again when its turn comes
+                lives = [trajectory.lineage == lineage for trajectory in trajectories]
+                metrics["staleness/exceeded"] = float(
+                    sum(lag > limit for lag, own in zip(lags, lives, strict=True) if own)
+                )
+        if rate := self._tokens_per_s(policy, now, ended.of("tokens")):
+            metrics["tokens/sampled_per_s"] = rate
         seats = sorted({t.seat for t in trajectories})
         if len(seats) > 1:
             for seat in seats:
                 metrics[f"reward/{seat}"] = _mean([t.reward or 0.0 for t in trajectories if t.seat == seat])
         metrics.update(report.metrics)
         metrics.update(self._buffer.compositions[policy].metrics())
-        metrics |= self._dispatcher.tails.metrics()
         for name, value in ended.metrics(policy, self._dispatcher.memory.structure_entropy()).items():
             metrics.setdefault(name, value)
         return metrics
+
+    def _tokens_per_s(self, policy: str, now: float, tokens: float) -> float:
+        """Tokens of the episodes that ended since a step last saw any end, per second; 0 while none has."""
+        since = self._counted_at.get(policy, self._started)
+        if tokens:
+            self._counted_at[policy] = now
+        return tokens / max(now - since, 1e-9)
 
 
 def _is_zero(ready: ReadyUnit) -> bool:

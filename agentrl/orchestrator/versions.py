@@ -1,14 +1,17 @@
-"""The PolicyBoard: which version of each policy is current, and how old another one is.
+"""The PolicyBoard: which version of each policy is current, and how old another one is; and how versions are published.
 
-Invariants: steps of a lineage only grow; a version is current only after the engine serves it; lineages form a tree
-through the version each one started from, so that a version of a dead lineage is never taken for a fresh one.
+Invariants: weights are known to nobody but the trainer before the journal has their version on disk; steps of a lineage
+only grow; a version is current only after the engine serves it; lineages form a tree through the version each one
+started from, so that a version of a dead lineage is never taken for a fresh one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from agentrl.core.records import PolicyVersion
+from agentrl.core.ports import Trainer
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.journal.port import JournalStore, StepRow
 
 
 class PolicyBoard:
@@ -79,3 +82,40 @@ class PolicyBoard:
                 break
             fork, lineage = min(fork, parent.step), parent.lineage
         return max(current.step - fork, version.step - fork)
+
+
+async def publish(
+    trainer: Trainer, store: JournalStore, version: PolicyVersion, parent: PolicyVersion | None, step: StepRow | None
+) -> WeightsRef:
+    """Publish a policy's weights: write their files, then record the version and the step that made it, on disk.
+
+    No other code asks a trainer for weights. So no engine samples by weights that a crash takes from the journal.
+
+    Args:
+        trainer: has the weights.
+        store: is told of them.
+        version: their id.
+        parent: the version they were made from; None for those a run begins with.
+        step: what made them; None where a life of the run begins with them.
+
+    Raises:
+        TrainerError: the id exists with other weights.
+        StorageError: the disk refused.
+    """
+    weights = await trainer.publish(version.policy, version)
+    await record_durably(store, weights, parent, step)
+    return weights
+
+
+async def record_durably(
+    store: JournalStore, weights: WeightsRef, parent: PolicyVersion | None = None, step: StepRow | None = None
+) -> None:
+    """Record a version and the step that made it; on disk on return, so that an engine may be given the weights.
+
+    Raises:
+        StorageError: the disk refused.
+    """
+    store.record_version(weights, parent)
+    if step is not None:
+        store.record_step(step)
+    await store.flush()

@@ -9,23 +9,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from numbers import Real
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
-
-import numpy as np
 
 from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.ports import SamplingParams
 from agentrl.core.records import Completion, Message, PolicyVersion, ToolSpec, TrajectoryHeader, Turn
-from agentrl.core.remaining import pack
 from agentrl.core.words import plural
-from agentrl.environment.base import Agent, LimitReachedError, valid_unicode
+from agentrl.environment.base import Agent, LimitReachedError, finite_reward, valid_unicode
 from agentrl.journal.entries import RewardEntry, Span, TurnEntry, asked_hash
 from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
-from agentrl.rollout.branches import current_branch
 from agentrl.rollout.conversation import Conversation
+from agentrl.rollout.json_format import JsonFormat
 from agentrl.rollout.recorded_words import shortened
-from agentrl.rollout.room import UNBOUNDED
 from agentrl.rollout.turn_entries import completion_of, message_data, message_of
 from agentrl.rollout.turn_sampler import TurnSampler, rank
 
@@ -33,8 +29,6 @@ if TYPE_CHECKING:
     from agentrl.rollout.calls import Call
     from agentrl.rollout.episode import LiveEpisode
 
-LARGEST_REWARD = 1e30
-"""Either way: what is computed from rewards must fit a 32-bit float."""
 CHARACTERS_PER_TOKEN = 64
 """Longer messages are not even tokenised: no tokenizer packs more text than this into a token."""
 
@@ -51,7 +45,6 @@ class LiveAgent(Agent):
         "_sampled",
         "_sampler",
         "_spoken_to",
-        "_tool_seconds",
         "_turn_rewards",
         "_turns",
         "counts",
@@ -64,21 +57,20 @@ class LiveAgent(Agent):
     def __init__(self, episode: LiveEpisode, seat: str, index: int, tools: Sequence[ToolSpec]) -> None:
         self.seat = seat
         self.index = index
-        self.rewards: list[float] = []
+        self.rewards: tuple[float, ...] = ()
         self.counts: dict[str, float] = {}
         self._episode = episode
         binding = episode.spec.seats[seat]
         self.policy = binding.policy
-        self._spoken_to = episode.services.spoken_to(binding.policy)
+        self._spoken_to = episode.spoken_to(seat)
         self._conversation = Conversation(self._spoken_to.chat_format, tools)
-        room = UNBOUNDED if self._spoken_to.is_outside else episode.services.room
-        place = room.place((episode.spec.environment, seat), weights=(binding.policy, binding.pin))
+        room, place = episode.services.room, None
+        if room.is_bounded and not self._spoken_to.is_outside:
+            place = room.place((episode.spec.environment, seat), weights=(binding.policy, binding.pin))
         self._sampler = TurnSampler(episode, binding, f"{seat}.{index}", place)
         self._turns: list[Turn] = []
-        self._tool_seconds: dict[int, float] = {}
-        """Of tools after a turn."""
         self._sampled = 0
-        self._turn_rewards: dict[int, float] = {}
+        self._turn_rewards: dict[int, float] | None = None
         self._messages: list[Message] = []
         self._pending: tuple[Message, ...] = ()
         self._number = len(episode.agents)
@@ -104,8 +96,6 @@ class LiveAgent(Agent):
             )
         messages, self._pending = tuple(map(_valid, (*self._pending, *messages))), ()
         messages = tuple(map(message_of, self._episode.journal.told_instead())) or messages
-        if sum(len(message.content) for message in messages) > CHARACTERS_PER_TOKEN * limits.max_context:
-            self._full(sum(len(message.content) for message in messages) // CHARACTERS_PER_TOKEN)
         sampling = self._sampling(max_tokens)
         journal = self._episode.journal
         asked = asked_hash(sampling.max_tokens.to_bytes(4, "little"), *self._conversation.question(messages))
@@ -113,39 +103,43 @@ class LiveAgent(Agent):
         if isinstance(known, TurnEntry):
             context = known.context_ids
             self._conversation.ask_again(context)
-        else:
+        elif known is not None:  # it fitted then: a context that is smaller now bounds what is new
             context = self._conversation.ask(messages)
-        if len(self._conversation) >= limits.max_context:
-            self._full(len(self._conversation))
-        call = journal.open(
-            asked,
-            lambda: f"a turn of {self.seat} asked {shortened(' / '.join(message.content for message in messages))}",
-        )
-        await journal.reach(call)
+        else:
+            context = self._ask(messages, limits.max_context)
+        call = journal.open(asked, partial(_asked, self.seat, messages))
+        if journal.must_wait(call):
+            await journal.reach(call)
         recorded = journal.recall(call, TurnEntry)
         if recorded is not None:
             completion = completion_of(recorded)
+            sampled = completion.token_ids.tolist()
         else:
             started = services.clock.monotonic()
+            if journal.is_over_time:
+                journal.refuse_for_time(call)
+            # A turn's time is the engine's, and not the program's, unless a bot or an endpoint takes it.
+            limit = None if self._spoken_to.is_outside else self._episode.limit
             try:
-                with journal.performing(call, "a turn"):
+                with journal.performing(call, "a turn", limit):
                     priority = rank(self._episode.spec, self._sampled)
                     completion = await self._sampler.sample(call, self._conversation.context(), sampling, priority)
             except EngineError as error:
                 journal.fail(error)
                 raise
-            self._write(call, messages, context, before, completion, services.clock.monotonic() - started)
-        if completion.finish_reason == "length":
-            self._episode.metric("turns/length", 1.0, self)
-        current_branch().speaker = self._number
-        message = self._spoken_to.chat_format.parse(completion.token_ids.tolist())
-        self._conversation.answer(completion)
-        self._sampled += len(completion.token_ids)
-        self._messages.extend(messages)
-        self._messages.append(message)
-        turn = Turn(text=message.content, message=message, completion=completion)
-        self._turns.append(turn)
-        return turn
+            sampled = completion.token_ids.tolist()
+            self._write(call, messages, context, before, completion, sampled, services.clock.monotonic() - started)
+        return self._answered(call, messages, completion, sampled)
+
+    def _ask(self, messages: Sequence[Message], max_context: int) -> bytes:
+        """The tokens of new messages, which must fit."""
+        characters = sum([len(message.content) for message in messages])
+        if characters > CHARACTERS_PER_TOKEN * max_context:
+            self._full(characters // CHARACTERS_PER_TOKEN)
+        context = self._conversation.ask(messages)
+        if len(self._conversation) >= max_context:
+            self._full(len(self._conversation))
+        return context
 
     def restart(self, *messages: Message) -> None:
         """Begin a new row; the messages are sent with the next `act`."""
@@ -161,9 +155,10 @@ class LiveAgent(Agent):
         if turn is not None and turn not in range(len(self._turns)):
             raise RewardError(f"{where}: a reward for turn {turn!r}, and there are {len(self._turns)}, counted from 0")
         self._episode.journal.reward(RewardEntry(self.seat, self.index, number, turn))
-        self.rewards.append(number)
+        self.rewards = (*self.rewards, number)
         if turn is not None:
-            self._turn_rewards[turn] = finite_reward(self._turn_rewards.get(turn, 0.0) + number, where)
+            given = self._turn_rewards = self._turn_rewards or {}
+            given[turn] = finite_reward(given.get(turn, 0.0) + number, where)
 
     def gate(self, accepted: bool, *, penalty: float) -> bool:
         """Count the answer; where it is no, journal the penalty as a reward."""
@@ -171,11 +166,6 @@ class LiveAgent(Agent):
         if not accepted:
             self.reward(penalty)
         return accepted
-
-    def waited(self, seconds: float) -> None:
-        """Tools took so long after the newest turn."""
-        turn = len(self._turns) - 1
-        self._tool_seconds[turn] = self._tool_seconds.get(turn, 0.0) + seconds
 
     def suspend(self) -> None:
         """Cut the call in flight and give the engine's KV and slot back: the episode is parked."""
@@ -204,12 +194,33 @@ class LiveAgent(Agent):
             tokens=self._sampled,
             oldest_step=oldest.step if oldest else 0,
             lineage=oldest.lineage if oldest else 0,
-            turn_rewards=tuple(sorted(self._turn_rewards.items())),
-            remaining=pack(
-                [len(turn.completion.token_ids) for turn in self._turns],
-                [self._tool_seconds.get(turn, 0.0) for turn in range(len(self._turns))],
-            ),
+            turn_rewards=tuple(sorted(self._turn_rewards.items())) if self._turn_rewards else (),
         )
+
+    def _tokens_of(self, completion: Completion) -> int:
+        """How many tokens were sampled; by an endpoint, as many as it says, or else the bytes of its line."""
+        chat_format, own = self._spoken_to.chat_format, len(completion.token_ids)
+        if not isinstance(chat_format, JsonFormat):
+            return own
+        return chat_format.usage(completion.token_ids.tolist()).get("completion_tokens", own)
+
+    def _answered(
+        self, call: Call, messages: Sequence[Message], completion: Completion, sampled: Sequence[int]
+    ) -> Turn:
+        """The turn that a call's completion is; the conversation goes on behind it."""
+        if completion.finish_reason == "length":
+            self._episode.metric("turns/length", 1.0, self)
+        assert call.branch is not None
+        call.branch.speaker = self._number
+        self._episode.got_on()
+        message = self._spoken_to.chat_format.parse(sampled)
+        self._conversation.answer(completion)
+        self._sampled += self._tokens_of(completion)
+        self._messages.extend(messages)
+        self._messages.append(message)
+        turn = Turn(text=message.content, message=message, completion=completion)
+        self._turns.append(turn)
+        return turn
 
     def _full(self, tokens: int) -> NoReturn:
         """The conversation does not fit; a first prompt that does not is told apart from a long episode."""
@@ -238,10 +249,10 @@ class LiveAgent(Agent):
         context: bytes,
         before: int,
         completion: Completion,
+        sampled: Sequence[int],
         seconds: float,
     ) -> None:
         services = self._episode.services
-        sampled = completion.token_ids.tolist()
         chat_format = self._spoken_to.chat_format
         drift = chat_format.drift(sampled)
         if drift is not None:
@@ -257,9 +268,9 @@ class LiveAgent(Agent):
             token_ids=completion.token_ids.tobytes(),
             logprobs=completion.logprobs.tobytes(),
             finish_reason=completion.finish_reason,
-            spans=tuple(Span(s.start, s.stop, s.version.lineage, s.version.step) for s in completion.spans),
+            spans=tuple([Span(s.start, s.stop, s.version.lineage, s.version.step) for s in completion.spans]),
             text=chat_format.decode(sampled),
-            messages=tuple(message_data(message) for message in messages),
+            messages=tuple([message_data(message) for message in messages]),
             temperature=self._spoken_to.sampling.temperature,
             seconds=seconds,
             started=services.clock.wall() - seconds,
@@ -273,24 +284,14 @@ class LiveAgent(Agent):
             parent_context=before,
             routing_breaks=completion.routing_breaks,
             weights_of="" if self._sampler.weights_of == self.policy else self._sampler.weights_of,
-            pauses=tuple(self._sampler.pauses),
+            pauses=self._sampler.pauses,
         )
         self._episode.journal.write(call, entry)
         self._episode.partials.ended(call)
 
 
-def finite_reward(value: object, where: str) -> float:
-    """A reward as a float.
-
-    Raises:
-        RewardError: None, a string, NaN, infinite, or anything else that is not a finite real number.
-    """
-    if isinstance(value, str) or not isinstance(value, Real | np.generic):
-        raise RewardError(f"{where}: the reward is {value!r} ({type(value).__name__}); it must be a finite number")
-    number = float(value)
-    if not abs(number) <= LARGEST_REWARD:  # NaN is not, either
-        raise RewardError(f"{where}: the reward is {number}; it must be finite, and no larger than {LARGEST_REWARD:g}")
-    return number
+def _asked(seat: str, messages: Sequence[Message]) -> str:
+    return f"a turn of {seat} asked {shortened(' / '.join(message.content for message in messages))}"
 
 
 def _valid(message: object) -> Message:

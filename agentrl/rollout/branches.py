@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from agentrl.core.errors import UnstructuredConcurrencyError
+from agentrl.core.errors import ReplayMismatchError, UnstructuredConcurrencyError
 from agentrl.core.rng import stream
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from agentrl.environment.global_random import Steps
 
+_NO_PATCHES: Mapping[str, bool] = MappingProxyType({})
 StreamKey = tuple[int, int]
 """Seed and attempt of the episode that made a call."""
 
@@ -41,7 +43,6 @@ class Branch:
         "children",
         "is_blocked",
         "is_dismissed",
-        "is_in_tool",
         "is_open",
         "memoised",
         "owner",
@@ -62,8 +63,6 @@ class Branch:
         self.resources = 0
         self.memoised: str | None = None
         """The effect or external tool the branch is in the middle of: it may make no calls of its own."""
-        self.is_in_tool = False
-        """It is in the middle of a tool: what its calls take is within what the tool takes."""
         self.is_blocked = False
         """Nothing but another branch of the episode can wake it."""
         self.awaits_cancellation = False
@@ -76,7 +75,7 @@ class Branch:
         """What runs it, also before it has begun."""
         self.steps: Steps | None = None
         """Its code, while that runs."""
-        self.patches: dict[str, bool] = {}
+        self.patches: Mapping[str, bool] = _NO_PATCHES
         self.speaker: int | None = None
         """Which of the episode's agents acted last on it, or before it left the branch it comes from."""
         self._key = key
@@ -89,28 +88,32 @@ class Branch:
 
     @contextmanager
     def inside(self, memoised: str | None) -> Iterator[None]:
-        """Within: the branch is in the middle of something that is not run again, if that is named.
+        """Within: the branch is in the middle of something that is not run again, if that is named."""
+        self.go_inside(memoised)
+        try:
+            yield
+        finally:
+            self.come_out(memoised)
+
+    def go_inside(self, memoised: str | None) -> None:
+        """Something begins that is not run again, if it is named.
 
         What that draws from global random generators is not the branch's: it would be missing when it is not run.
-        """
-        if memoised is None:
-            yield
-            return
-        self.memoised = memoised
-        try:
-            with nullcontext() if self.steps is None else self.steps.outside():
-                yield
-        finally:
-            self.memoised = None
 
-    @contextmanager
-    def inside_tool(self) -> Iterator[None]:
-        """Within: the branch is in the middle of a tool."""
-        before, self.is_in_tool = self.is_in_tool, True
-        try:
-            yield
-        finally:
-            self.is_in_tool = before
+        Raises:
+            CancelledError: the branch has drawn from them before.
+        """
+        if memoised is not None:
+            if self.steps is not None:
+                self.steps.go_outside()
+            self.memoised = memoised
+
+    def come_out(self, memoised: str | None) -> None:
+        """It has ended."""
+        if memoised is not None:
+            self.memoised = None
+            if self.steps is not None:
+                self.steps.come_back()
 
     @property
     def key(self) -> StreamKey:
@@ -141,7 +144,11 @@ def current_branch() -> Branch:
     Raises:
         UnstructuredConcurrencyError: the task was not started through the context.
     """
-    branch, task = _branch.get(None), _task()
+    branch = _branch.get(None)
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # in a thread of a tool
+        task = None
     if branch is None or branch.owner is not task:
         who = "a callback" if task is None else f"the task {getattr(task.get_coro(), '__qualname__', task.get_name())}"
         raise UnstructuredConcurrencyError(
@@ -151,17 +158,14 @@ def current_branch() -> Branch:
     return branch
 
 
-def _task() -> asyncio.Task[object] | None:
-    """The running task; None in a callback, and in a thread of a tool."""
-    try:
-        return asyncio.current_task()
-    except RuntimeError:
-        return None
-
-
 def branch_inside() -> Branch | None:
     """The branch whose code is running, None outside episodes; for those who watch what it does."""
     return _branch.get(None)
+
+
+_NO_QUEUE: deque[str] = deque()
+"""The queue of every order with nothing recorded: an own one would take 760 bytes. Nothing is ever added to a queue."""
+_NONE_LEFT: set[str] = set()
 
 
 class ReplayOrder:
@@ -172,20 +176,27 @@ class ReplayOrder:
         stray: makes the error of a recorded call that nobody asks for.
     """
 
-    __slots__ = ("_dismissed", "_left", "_open", "_queue", "_stray", "_waiting")
+    __slots__ = ("_dismissed", "_is_looking", "_left", "_open", "_queue", "_stray", "_waiting")
 
     def __init__(self, recorded: Iterable[str], stray: Callable[[str], Exception]) -> None:
-        self._queue = deque(recorded)
-        self._left = set(self._queue)
-        self._stray = stray
-        self._open: set[Branch] = set()
-        self._dismissed: set[Branch] = set()
+        self._queue = deque(recorded) or _NO_QUEUE
+        self._left = set(self._queue) or _NONE_LEFT
+        self._stray: Callable[[str], Exception] = stray
+        self._open: list[Branch] = []
+        self._dismissed: tuple[Branch, ...] = ()
         self._waiting: dict[Branch, tuple[int, asyncio.Future[None]]] = {}
+        self._is_looking = False
+        """`_release` is about to be called: once for all that changes until then, however many branches there are."""
 
     @property
     def next_id(self) -> str | None:
         """The recorded call that comes back next; None where everything recorded has."""
         return self._queue[0] if self._queue else None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the next call is new and the only open branch makes it: there is nothing to wait for."""
+        return not self._queue and len(self._open) == 1
 
     def has_under(self, path: str) -> bool:
         """Whether something recorded on a branch, or on branches it started, is still to come."""
@@ -200,14 +211,21 @@ class ReplayOrder:
 
     def enter(self, branch: Branch) -> None:
         """A branch begins."""
-        self._open.add(branch)
+        self._open.append(branch)
 
     def leave(self, branch: Branch) -> None:
         """A branch has ended."""
         branch.is_open = False
-        self._open.discard(branch)
-        self._dismissed.discard(branch)
+        if branch in self._open:
+            self._open.remove(branch)
+        self.forgive(branch)
         self.look()
+
+    def close(self) -> None:
+        """Nothing is waited for any more: forget the tasks of those that are open, and whom a stray call concerns."""
+        for branch in self._open:
+            branch.owner = None
+        self._stray = ReplayMismatchError
 
     def dismiss(self, branch: Branch, *, now: bool = False) -> None:
         """Cancel a branch: now, or once what is recorded of it has come back."""
@@ -217,7 +235,7 @@ class ReplayOrder:
         if now or branch.awaits_cancellation or not self.has_under(branch.path):
             self._cancel(branch)
         else:
-            self._dismissed.add(branch)
+            self._dismissed = (*self._dismissed, branch)
             for child in branch.children:
                 self.dismiss(child)
 
@@ -243,7 +261,8 @@ class ReplayOrder:
 
     def forgive(self, branch: Branch) -> None:
         """A branch was cancelled where the journal says so: once is enough."""
-        self._dismissed.discard(branch)
+        if self._dismissed:
+            self._dismissed = tuple(each for each in self._dismissed if each is not branch)
 
     async def wait(self, branch: Branch, number: int) -> None:
         """Wait until call `number` of a branch is due. Where other branches are open, what is ready of them runs first.
@@ -255,11 +274,10 @@ class ReplayOrder:
             if not self.is_due(branch, number):
                 raise self._stray(self._queue[0])
             return
-        loop = asyncio.get_running_loop()
-        due: asyncio.Future[None] = loop.create_future()
+        due: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[branch] = (number, due)
         branch.is_blocked = branch.task is None or not branch.task.cancelling()  # a cancellation is about to wake it
-        loop.call_soon(self._release)
+        self.look()
         try:
             await due
         finally:
@@ -268,11 +286,12 @@ class ReplayOrder:
 
     def look(self) -> None:
         """See, soon, who may go on."""
-        if self._waiting:
+        if self._waiting and not self._is_looking:
+            self._is_looking = True
             asyncio.get_running_loop().call_soon(self._release)
 
     def _cancel(self, branch: Branch) -> None:
-        self._dismissed.discard(branch)
+        self.forgive(branch)
         branch.is_blocked = False
         if branch.task is not None:
             branch.task.cancel()
@@ -280,6 +299,7 @@ class ReplayOrder:
 
     def _release(self) -> None:
         """Wake whoever is due: one branch while there is something recorded, then all; first every branch begins."""
+        self._is_looking = False
         if not all(branch.owner or (branch.task and branch.task.cancelling()) for branch in self._open):
             return
         due = [branch for branch, (number, _) in self._waiting.items() if self.is_due(branch, number)]

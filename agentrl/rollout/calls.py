@@ -15,12 +15,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from agentrl.core import ids
 from agentrl.core.errors import EngineError, GlobalRandomError, ReplayMismatchError, UnstructuredConcurrencyError
+from agentrl.environment.base import LimitReachedError
 from agentrl.journal.checksums import EpisodeDigest
 from agentrl.journal.entries import (
     Begin,
@@ -28,6 +29,7 @@ from agentrl.journal.entries import (
     EntryBody,
     IntentEntry,
     JournalEntry,
+    LimitEntry,
     PatchEntry,
     RewardEntry,
     asked_hash,
@@ -39,6 +41,7 @@ from agentrl.rollout.recorded_words import departure, in_words, on_one_line
 
 if TYPE_CHECKING:
     from agentrl.journal.port import TurnLog
+    from agentrl.rollout.time_limit import TimeLimit
 
 Body = TypeVar("Body")
 
@@ -73,6 +76,7 @@ class CallJournal:
         "_digest",
         "_ended",
         "_episode_id",
+        "_is_cutting",
         "_log",
         "_order",
         "_recorded",
@@ -80,6 +84,7 @@ class CallJournal:
         "code_hash",
         "code_hash_then",
         "failure",
+        "is_over_time",
         "own_random",
         "written",
     )
@@ -104,7 +109,11 @@ class CallJournal:
         self._stopped = False
         self.failure: EngineError | GlobalRandomError | None = None
         """The episode ends with it, whatever its program makes of it."""
-        self._cancelled: list[Call] = []
+        self.is_over_time = False
+        """The clock ended an act of the episode, now or when it was recorded: no turn begins any more."""
+        self._is_cutting = False
+        """The act in flight is being ended by the clock."""
+        self._cancelled: tuple[Call, ...] = ()
         self.code_hash = self.code_hash_then = ""
         """Of the code that runs now, and of the code that wrote what is recorded."""
         self.own_random = False
@@ -112,7 +121,8 @@ class CallJournal:
         self.written = 0
         own = list(recorded)
         self._recorded = RecordedCalls(episode_id, (seed, attempt), own, inherited, edits, answers)
-        self._order = ReplayOrder(self._recorded.numbered(), self._stray)
+        stray = ReplayMismatchError if self._recorded.is_empty else self._stray  # nothing recorded can stray
+        self._order = ReplayOrder(self._recorded.numbered(), stray)
         for entry in own:
             self._count(entry)
 
@@ -149,6 +159,8 @@ class CallJournal:
         number = branch.calls
         branch.calls = number + 1
         call_id = ids.call_id(branch.path, number)
+        if self._recorded.is_empty:
+            return Call(call_id, asked, None, branch, number)
         entry = self._recorded.get(call_id)
         branch.use(self._recorded.key_of(entry))
         if entry is None:
@@ -163,6 +175,8 @@ class CallJournal:
 
     def ahead(self, asked: bytes) -> EntryBody | None:
         """What the journal holds of the calling branch's next call, if just this was asked; the call is not made."""
+        if self._recorded.is_empty:
+            return None
         branch = current_branch()
         entry = self._recorded.get(ids.call_id(branch.path, branch.calls))
         return self._recorded.body(entry) if entry is not None and entry.asked == asked else None
@@ -172,6 +186,10 @@ class CallJournal:
         branch = current_branch() if self._recorded.has_edits else None
         return () if branch is None else self._recorded.told_instead(ids.call_id(branch.path, branch.calls))
 
+    def must_wait(self, call: Call) -> bool:
+        """Whether there may be anything for `reach` to do; False for a new call while no other branch is open."""
+        return call.recorded is not None or not self._order.is_free
+
     async def reach(self, call: Call, *, cancelled: bool = False) -> None:
         """Wait until it is the call's turn: replay has come to it or, where it is new, has come to its end.
 
@@ -179,9 +197,15 @@ class CallJournal:
 
         Raises:
             asyncio.CancelledError: the call is cancelled, now or in the journal.
+            LimitReachedError: the clock ended the call, in the journal.
             ReplayMismatchError: the recorded call that is next is made no more.
         """
         assert call.branch is not None
+        if isinstance(call.recorded, LimitEntry):
+            await self._order.wait(call.branch, call.number)
+            self._take(call.call_id)
+            self.is_over_time = True
+            raise _time_limit(call.recorded)
         if isinstance(call.recorded, CancelEntry):
             await self._reach_cancelled(call, call.branch, cancelled=cancelled)
         try:
@@ -226,16 +250,27 @@ class CallJournal:
         self._take(call.call_id)
         return call.recorded
 
-    @contextlib.contextmanager
-    def performing(self, call: Call, memoised: str | None = None) -> Iterator[None]:
-        """Around an act performed now: notes its cancellation; a `memoised` one may make no calls of its own."""
-        assert call.branch is not None
-        try:
-            with call.branch.inside(memoised):
-                yield
-        except asyncio.CancelledError:
-            self.cancel(call)
-            raise
+    def performing(self, call: Call, memoised: str | None = None, limit: TimeLimit | None = None) -> _Performing:
+        """Around an act performed now: notes its cancellation; a `memoised` one may make no calls of its own.
+
+        Meanwhile `limit` stands still.
+
+        Raises:
+            LimitReachedError: the clock ended it.
+        """
+        return _Performing(self, call, memoised, limit)
+
+    def interrupted(self, call: Call) -> None:
+        """Note that the act of a call was cancelled.
+
+        Raises:
+            LimitReachedError: by the clock.
+        """
+        if self._is_cutting and call.recorded is None and not self._stopped:
+            assert call.branch is not None
+            self.cut(call.branch)
+            self.refuse_for_time(call)
+        self.cancel(call)
 
     def write(self, call: Call, body: EntryBody) -> None:
         """Append the entry of a call that was performed.
@@ -299,8 +334,13 @@ class CallJournal:
             if not known and not self.holds(branch):
                 self.write(call, PatchEntry(name))
                 known = True
-            branch.patches[name] = known
+            branch.patches = {**branch.patches, name: known}
         return known
+
+    @property
+    def forked_from(self) -> Begin | None:
+        """The beginning of what the episode was forked from."""
+        return self._recorded.forked_from
 
     async def flush(self) -> None:
         """Wait until everything written is on disk."""
@@ -345,11 +385,39 @@ class CallJournal:
         """
         replaying = self._order.next_id is not None and call.branch is not None and call.branch.is_dismissed
         if not self._stopped and not replaying:
-            self._cancelled.append(call)
+            self._cancelled = (*self._cancelled, call)
+
+    def end_act(self) -> None:
+        """The clock is about to cancel the program: whatever act is in flight raises `LimitReachedError`."""
+        self.is_over_time = self._is_cutting = True
+
+    @property
+    def is_cutting(self) -> bool:
+        """Whether the clock has cancelled the program, and no act of it has ended by that."""
+        return self._is_cutting
+
+    def cut(self, branch: Branch) -> bool:
+        """The clock's cancellation has reached an act, which answers it; whether it was the clock's."""
+        task = asyncio.current_task()
+        if self._is_cutting and task is not None:
+            task.uncancel()
+            self._is_cutting = branch.path != ids.ROOT_BRANCH  # the root is the last to hear of it
+            return True
+        return False
+
+    def refuse_for_time(self, call: Call) -> NoReturn:
+        """Record that the clock ended a call, or that it begins no more.
+
+        Raises:
+            LimitReachedError: always.
+        """
+        entry = LimitEntry("time_limit", f"episode {self._episode_id} was too long without a turn (episode_timeout_s)")
+        self.write(call, entry)
+        raise _time_limit(entry)
 
     def settle(self) -> None:
         """Record what the episode cancelled: it goes on, so it was not stopped from outside."""
-        cancelled, self._cancelled = self._cancelled, []
+        cancelled, self._cancelled = self._cancelled, ()
         for call in cancelled:
             self.write(call, CancelEntry())
 
@@ -365,7 +433,7 @@ class CallJournal:
         """The episode cannot go on: what is cancelled because of that is no act of its own."""
         self.failure = self.failure or error
         self.stop()
-        self._cancelled.clear()
+        self._cancelled = ()
 
     def finish(self) -> None:
         """The program of the episode has returned.
@@ -378,8 +446,14 @@ class CallJournal:
             raise self._stray(self._order.next_id)
 
     def end(self) -> None:
-        """Refuse further calls."""
+        """Refuse further calls. What the episode held is then freed at once, since nothing of it is a circle."""
         self._ended = True
+        self._order.close()
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether something recorded is still to come back."""
+        return self._order.next_id is not None
 
     @property
     def is_stopped(self) -> bool:
@@ -420,3 +494,37 @@ class CallJournal:
     def _count(self, entry: JournalEntry) -> None:
         self._digest.add(entry)
         self.written += 1
+
+
+def _time_limit(entry: LimitEntry) -> LimitReachedError:
+    return LimitReachedError(entry.message, stop_reason="time_limit")
+
+
+class _Performing:
+    """See `CallJournal.performing`; a class, since every act enters one: a generator takes four times as long."""
+
+    __slots__ = ("_call", "_journal", "_limit", "_memoised")
+
+    def __init__(self, journal: CallJournal, call: Call, memoised: str | None, limit: TimeLimit | None) -> None:
+        self._journal = journal
+        self._call = call
+        self._memoised = memoised
+        self._limit = limit
+
+    def __enter__(self) -> None:
+        assert self._call.branch is not None
+        try:
+            self._call.branch.go_inside(self._memoised)
+        except asyncio.CancelledError:
+            self._journal.interrupted(self._call)
+            raise
+        if self._limit is not None:
+            self._limit.hold()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        assert self._call.branch is not None
+        if self._limit is not None:
+            self._limit.release()
+        self._call.branch.come_out(self._memoised)
+        if isinstance(error, asyncio.CancelledError):
+            self._journal.interrupted(self._call)

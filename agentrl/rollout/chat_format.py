@@ -98,6 +98,8 @@ class TemplateFormat:
         self._parse_text = PARSERS[self.tool_call_format]
         self._openings: dict[object, tuple[_Frame | None, Sequence[ToolSpec]]] = {}
         self._replies: dict[str, _Frame] = {}
+        self._decoded: tuple[list[int], str] = ([], "")
+        """What was decoded last: a turn's text is asked for several times, one after another."""
         roles: tuple[Role, ...] = ("user", "tool")
         for role in roles:
             frame = self._probe_reply(role)
@@ -184,7 +186,11 @@ class TemplateFormat:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special tokens included."""
-        text: str = self._tokenizer.decode(_as_list(token_ids), skip_special_tokens=False)
+        ids = _as_list(token_ids)
+        known, text = self._decoded
+        if ids != known:
+            text = self._tokenizer.decode(ids, skip_special_tokens=False)
+            self._decoded = (list(ids), text)
         return text
 
     def encode(self, text: str) -> list[int]:
@@ -377,6 +383,8 @@ def _unescaped(message: Message) -> dict[str, Any]:
 
 def _as_list(token_ids: Sequence[int]) -> list[int]:
     """Plain integers, also of a numpy array."""
+    if type(token_ids) is list:
+        return token_ids
     convert = getattr(token_ids, "tolist", None)
     return convert() if convert is not None else list(token_ids)
 

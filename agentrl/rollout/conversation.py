@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agentrl.rollout.journaled_data import encode_arguments
+from agentrl.rollout.journaled_data import encode, encode_arguments
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat
@@ -78,5 +78,5 @@ class Conversation:
 def _said(message: Message) -> bytes:
     """A message, to be hashed."""
     calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
-    beside = encode_arguments((message.role, message.tool_call_id, message.name, calls))
+    beside: bytes = (encode_arguments if calls else encode)((message.role, message.tool_call_id, message.name, calls))
     return beside + message.content.encode("utf-8", "replace")

@@ -18,6 +18,7 @@ from agentrl.core.errors import (
     EnvironmentDefinitionError,
     EpisodeError,
     InfrastructureError,
+    error_words,
 )
 from agentrl.core.proposals import Recollection
 from agentrl.journal.entries import EffectEntry, asked_hash
@@ -59,7 +60,6 @@ async def perform_effect(
         seconds = episode.services.clock.monotonic() - started
         entry = EffectEntry(name, guarantee, value, error, seconds, is_out_of_reach)
         journal.write(call, entry)
-    episode.waited(entry.seconds)
     if entry.is_out_of_reach:
         raise out_of_reach(f"effect {name!r}", entry.error or "")
     if entry.error is not None:
@@ -101,11 +101,12 @@ async def insist(episode: LiveEpisode, guarantee: Guarantee, perform: Callable[[
     Raises:
         InfrastructureError: it failed as often in a row as is borne.
     """
-    budget = RetryBudget(episode.services.settings.infrastructure_attempts)
+    budget: RetryBudget | None = None
     while True:
         try:
             return await perform()
         except InfrastructureError:
+            budget = budget or RetryBudget(episode.services.settings.infrastructure_attempts)
             wait = None if guarantee == "once" else budget.lost()
             if wait is None:
                 raise
@@ -166,7 +167,7 @@ def error_text(error: BaseException) -> str:
     """A foreign error as it is recorded."""
     from agentrl.environment.base import valid_unicode
 
-    return valid_unicode(f"{type(error).__name__}: {error}"[:2000])
+    return valid_unicode(error_words(error)[:2000])
 
 
 async def _awaited(value: Any) -> Any:

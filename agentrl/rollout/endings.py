@@ -12,7 +12,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from agentrl.core.errors import EpisodeError
 from agentrl.environment.base import described
@@ -50,16 +50,30 @@ def none_ends_the_process() -> Iterator[None]:
         _loops.discard(asyncio.get_running_loop())
 
 
-def of_the_episode(error: BaseException) -> BaseException:
-    """What came out of an environment's program, as an error that ends no more than its episode.
+def of_the_episode(error: BaseException, task: asyncio.Task[Any] | None) -> BaseException:
+    """An error that came out of an environment's program, as one that ends no more than its episode.
 
-    Cancellations, Ctrl-C and the end of a coroutine are as they were.
+    Cancellations are as they were. A `KeyboardInterrupt` is not Ctrl-C: that is a signal the run handles itself. A
+    `GeneratorExit` while the program's task does not run is not the program's: Python closes a coroutine whose event
+    loop has ended, and it must end.
+
+    Args:
+        error: what was raised.
+        task: the one that the program runs in.
     """
-    if isinstance(error, Exception | asyncio.CancelledError | KeyboardInterrupt | GeneratorExit):
+    is_closed = isinstance(error, GeneratorExit) and _current_task() is not task
+    if isinstance(error, Exception | asyncio.CancelledError) or is_closed:
         return error
     ended = EpisodeError(f"run() raised {described(error)}; raise an exception", reason="environment_error")
     ended.__cause__ = error
     return ended
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs
+        return None
 
 
 def end_if_forked() -> None:

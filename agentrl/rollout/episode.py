@@ -6,13 +6,14 @@ makes one per attempt; `context.py` is what the environment sees of it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from agentrl.core import ids
+from agentrl.journal.entries import PlayedUnder
 from agentrl.rollout.branches import current_branch
 
 if TYPE_CHECKING:
@@ -20,11 +21,15 @@ if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, EpisodeHost, Sampler, SamplingParams
     from agentrl.core.records import EpisodeSpec, PolicyVersion
     from agentrl.environment.base import Limits
+    from agentrl.rollout.branches import Branch
     from agentrl.rollout.calls import CallJournal
     from agentrl.rollout.parking import Parking
     from agentrl.rollout.partials import EpisodePartials
     from agentrl.rollout.room import Room
+    from agentrl.rollout.time_limit import TimeLimit
 
+
+_AS_THE_RUN: Mapping[str, PolicySettings] = MappingProxyType({})
 
 OnCodeChange = Literal["try", "restart", "drop"]
 """What becomes of an episode whose environment was edited since it was recorded."""
@@ -39,6 +44,38 @@ class PolicySettings:
     limits: Limits
     is_outside: bool = False
     """It samples elsewhere than in the engine, and takes none of its memory."""
+
+    @property
+    def recorded(self) -> PlayedUnder:
+        """As the first entry of an episode has it."""
+        sampling, limits = self.sampling, self.limits
+        return PlayedUnder(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            max_tokens=limits.max_tokens,
+            max_turns=limits.max_turns,
+            max_context=limits.max_context,
+        )
+
+    def as_recorded(self, began: PlayedUnder) -> PolicySettings:
+        """The same policy, sampled and limited as when an episode began; a smaller context of now bounds it still."""
+        sampling = replace(
+            self.sampling,
+            temperature=began.temperature,
+            top_k=began.top_k,
+            top_p=began.top_p,
+            min_p=began.min_p,
+            max_tokens=began.max_tokens,
+        )
+        limits = replace(
+            self.limits,
+            max_turns=began.max_turns,
+            max_tokens=began.max_tokens,
+            max_context=min(began.max_context, self.limits.max_context),
+        )
+        return replace(self, sampling=sampling, limits=limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +100,8 @@ class Services:
     """Who serves the episodes of a worker."""
 
     engine: Sampler
-    chat_format: ChatFormat
+    default: PolicySettings
+    """Of policies that are spoken to as the run says."""
     host: EpisodeHost
     clock: Clock
     settings: RolloutSettings
@@ -72,9 +110,7 @@ class Services:
 
     def spoken_to(self, policy: str) -> PolicySettings:
         """How a policy is spoken to."""
-        settings = self.settings
-        own = settings.policies.get(policy)
-        return own or PolicySettings(chat_format=self.chat_format, sampling=settings.sampling, limits=settings.limits)
+        return self.settings.policies.get(policy) or self.default
 
 
 class Sampling(Protocol):
@@ -83,11 +119,7 @@ class Sampling(Protocol):
     seat: str
     policy: str
     counts: dict[str, float]
-    """What of the episode's `metrics` is the agent's doing."""
-
-    def waited(self, seconds: float) -> None:
-        """Tools took so long after its newest turn."""
-        ...
+    """What of the episode's `metrics` is its doing."""
 
     def suspend(self) -> None:
         """Cut the call in flight and give back what the engine holds."""
@@ -106,15 +138,14 @@ class LiveEpisode:
     journal: CallJournal
     services: Services
     partials: EpisodePartials
-    metrics: dict[str, float] = field(default_factory=dict)
+    began_under: Mapping[str, PolicySettings] = field(default_factory=lambda: _AS_THE_RUN)
+    """By seat, and under "" for `ctx.limits`: those it began with, where the run has others now."""
     agents: list[Sampling] = field(default_factory=list)
     """In the order in which the program first asked for them."""
-    limit: asyncio.Timeout | None = None
+    limit: TimeLimit | None = None
     """Of the program, while it runs."""
-    _held: int = 0
-    """How many wait for the machinery: while any does, the limit stands still."""
-    _left_s: float = 0.0
-    """Of the limit, while it stands still."""
+    _counts: dict[str, float] | None = None
+    """What is nobody's doing."""
 
     @property
     def name(self) -> str:
@@ -128,25 +159,45 @@ class LiveEpisode:
         who = "before any turn" if agent is None else f"after a turn of seat {agent.seat!r}, policy {agent.policy!r}"
         return f"episode {self.name}, {who}"
 
+    @property
+    def limits(self) -> Limits:
+        """What `ctx.limits` says."""
+        began = self.began_under.get("")
+        return self.services.settings.limits if began is None else began.limits
+
+    def spoken_to(self, seat: str) -> PolicySettings:
+        """How the policy of a seat is spoken to."""
+        return self.began_under.get(seat) or self.services.spoken_to(self.spec.seats[seat].policy)
+
     def sampling_seed(self, call_id: str) -> int:
         """Of one engine call: the same on every execution of the attempt."""
         return ids.key64(self.spec.seed, self.spec.attempt, call_id)
 
     def metric(self, name: str, value: float, of: Sampling | None = None) -> None:
-        """Add to a number of the episode, and to that of the agent whose doing it is."""
-        self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
+        """Add to a number of the episode, which is that of the agent whose doing it is."""
         if of is not None:
-            of.counts[name] = of.counts.get(name, 0.0) + float(value)
+            counts = of.counts
+        else:
+            counts = self._counts = self._counts or {}
+        counts[name] = counts.get(name, 0.0) + float(value)
 
-    def waited(self, seconds: float) -> None:
-        """A tool, an effect or a sleep took so long, now or when it was recorded: on behalf of whoever acted last."""
-        agent = self.speaker()
-        if agent is not None and not current_branch().is_in_tool:  # else it counts with the tool
-            agent.waited(seconds)
+    @property
+    def metrics(self) -> dict[str, float]:
+        """All that was added up, whosever doing it was."""
+        metrics = dict(self._counts or {})
+        for agent in self.agents:
+            for name, value in agent.counts.items():
+                metrics[name] = metrics.get(name, 0.0) + value
+        return metrics
 
-    def speaker(self) -> Sampling | None:
-        """Who acted last where the program is now."""
-        number = current_branch().speaker
+    def close(self) -> None:
+        """The attempt has ended: its agents are let go, each of which knows its episode; what they counted stays."""
+        self._counts = self.metrics
+        self.agents.clear()
+
+    def speaker(self, branch: Branch | None = None) -> Sampling | None:
+        """Who acted last on a branch; default: where the program is now."""
+        number = (branch or current_branch()).speaker
         return None if number is None else self.agents[number]
 
     def deadline(self) -> float:
@@ -182,14 +233,15 @@ class LiveEpisode:
         finally:
             self._release()
 
+    def got_on(self) -> None:
+        """A turn ended: the program has its time again."""
+        if self.limit is not None:
+            self.limit.restart()
+
     def _hold(self) -> None:
-        self._held += 1
-        limit = self.limit
-        if self._held == 1 and limit is not None and not limit.expired() and (when := limit.when()) is not None:
-            self._left_s = when - asyncio.get_running_loop().time()
-            limit.reschedule(None)
+        if self.limit is not None:
+            self.limit.hold()
 
     def _release(self) -> None:
-        self._held -= 1
-        if not self._held and self.limit is not None and self.limit.when() is None:
-            self.limit.reschedule(asyncio.get_running_loop().time() + self._left_s)
+        if self.limit is not None:
+            self.limit.release()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.core import ids
@@ -28,22 +28,34 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-async def played(program: Awaitable[T], branch: Branch, journal: CallJournal) -> T:
-    """What the code of a branch returns; it has global random generators of its own, or must not draw from them.
+async def played(program: Callable[[], Awaitable[T]], branch: Branch, journal: CallJournal) -> T:
+    """What the code of a branch returns, which `program` begins. It has global random generators of its own, or must
+    not draw from them.
 
     Raises:
         GlobalRandomError: it drew.
     """
-    guard = GlobalRandom(ids.key64("branch", *branch.key, branch.path)) if journal.own_random else NoDraws()
-    branch.steps = Steps(guard, program, journal.drew)
     try:
-        value: T = await branch.steps
+        value: T = await steps_of(program, branch, journal)
         return value
     finally:
-        branch.steps = None
-        guard.release()
+        end_steps(branch)
         if isinstance(journal.failure, GlobalRandomError):
             raise journal.failure
+
+
+def steps_of(program: Callable[[], Awaitable[Any]], branch: Branch, journal: CallJournal) -> Steps:
+    """The steps of a branch's code, to be awaited."""
+    guard = GlobalRandom(ids.key64("branch", *branch.key, branch.path)) if journal.own_random else NoDraws()
+    branch.steps = Steps(guard, program, journal.drew)
+    return branch.steps
+
+
+def end_steps(branch: Branch) -> None:
+    """The code of a branch has ended."""
+    if branch.steps is not None:
+        branch.steps.release()
+        branch.steps = None
 
 
 async def gather(journal: CallJournal, awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
@@ -53,6 +65,8 @@ async def gather(journal: CallJournal, awaitables: Sequence[Awaitable[Any]]) -> 
     cancelled = await gathering.settled()
     if journal.is_stopped and cancelled:
         raise asyncio.CancelledError
+    if cancelled and gathering.is_answered and journal.cut(branch):
+        cancelled = False  # its branches' acts have ended by the clock, as they will on re-execution
     if isinstance(gathering.error, ReplayMismatchError):
         raise gathering.error
     await journal.reach(call, cancelled=cancelled)
@@ -81,7 +95,7 @@ class _Gathering:
             journal.enter(ids.child_branch(branch.path, call.number, index)) for index in range(len(awaitables))
         ]
         for own in self._branches:
-            own.speaker, own.is_in_tool = branch.speaker, branch.is_in_tool
+            own.speaker = branch.speaker
         self.tasks = [
             loop.create_task(self._run(index, awaitable), context=contextvars.copy_context())
             for index, awaitable in enumerate(awaitables)
@@ -92,6 +106,11 @@ class _Gathering:
             branch.children = self._branches
             if branch.is_dismissed:
                 journal.dismiss(self._branches)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether every branch has returned, or one has raised what is none of the gather's doing."""
+        return self.error is not None or not any(task.cancelled() for task in self.tasks)
 
     async def settled(self) -> bool:
         """Wait until all have returned, or one has failed and the others are cancelled; whether this was cancelled."""
@@ -129,13 +148,13 @@ class _Gathering:
         own.begin()
         self._journal.look()
         try:
-            value = await played(awaitable, own, self._journal)
+            value = await played(lambda: awaitable, own, self._journal)
             self.finished.append(index)
             return value
         except asyncio.CancelledError:
             raise
         except BaseException as raised:  # noqa: BLE001 - foreign code: raised again below
-            error = of_the_episode(raised)
+            error = of_the_episode(raised, own.task)
             if self.error is None:
                 self.error = error
             raise error  # noqa: B904 - it is the same one, or has it as its cause

@@ -16,16 +16,17 @@ decode = msgspec.msgpack.Decoder().decode
 
 def plain(arguments: Any) -> Any:
     """Arguments as the journal can hold them: what it cannot (an integer of 80 bits, say) becomes text."""
-    return _plain(arguments)[0]
+    return plain_and_encoded(arguments)[0]
 
 
 def encode_arguments(arguments: Any) -> bytes:
     """Bytes of arguments, to be hashed."""
-    return _plain(arguments)[1]
+    return plain_and_encoded(arguments)[1]
 
 
-def _plain(arguments: Any) -> tuple[Any, bytes]:
-    data = dict(arguments) if isinstance(arguments, Mapping) else arguments
+def plain_and_encoded(arguments: Any) -> tuple[Any, bytes]:
+    """`plain` and `encode_arguments` at once."""
+    data = dict(arguments) if type(arguments) is dict or isinstance(arguments, Mapping) else arguments
     try:
         return data, encode(data)
     except (TypeError, ValueError, OverflowError, RecursionError):

@@ -3,7 +3,8 @@
 Such a policy takes messages and gives a message; what it tokenised is not ours to know. So the context is the
 conversation itself, a line a message in OpenAI's form (the first may hold the tools), and the engine
 (`engines/remote.py`) reads it back. Journal, replay and forks need to know nothing of that. A line with `refused` is no
-message: the endpoint would not answer what was said, which is a limit like the length of a context.
+message: the endpoint would not answer what was said, which is a limit like the length of a context. A line's `usage` is
+the endpoint's own count of tokens, which is sent to nobody.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from agentrl.core.records import Message, ToolCall
+from agentrl.core.records import Message, ToolCall, usage_of
 from agentrl.environment.base import LimitReachedError
+from agentrl.rollout.tool_call_format import json_value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,6 +64,14 @@ class JsonFormat:
             tool_calls=tuple(_call(call) for call in calls if _is_call(call)) if isinstance(calls, list) else (),
         )
 
+    def usage(self, token_ids: Sequence[int]) -> dict[str, int]:
+        """The endpoint's own counts of tokens for a turn; empty where it gave none, or a program said it."""
+        try:
+            said = json.loads(self.decode(token_ids))
+        except (ValueError, RecursionError):
+            return {}
+        return usage_of(said) if isinstance(said, dict) else {}
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """See `core.ports.ChatFormat.decode`."""
         return bytes(token for token in token_ids if 0 <= token < 256).decode("utf-8", "replace")
@@ -108,9 +118,6 @@ def _call(call: Mapping[str, Any]) -> ToolCall:
     """A call as the endpoint wrote it; arguments that are no JSON object stay text."""
     written = call["function"].get("arguments")
     text = written if isinstance(written, str) else json.dumps(written)
-    try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError):
-        parsed = None
+    parsed = json_value(text)
     name = call["function"]["name"]
     return ToolCall(id=str(call.get("id")), name=name, arguments=parsed if isinstance(parsed, dict) else text)

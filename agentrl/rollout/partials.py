@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 FIRST_SECONDS = 0.2
 """How long a call runs before its tokens are put on disk: most turns end first, and cost nothing."""
 
+_NO_PIECES: list[Completion] = []
+"""Of a turn whose first call runs; shared, and never added to, as the next."""
+_NONE_FOUND: dict[str, list[JournalEntry]] = {}
+
 
 class EpisodePartials:
     """The partials of one attempt.
@@ -50,10 +54,10 @@ class EpisodePartials:
         self._attempt = attempt
         self._clock = clock
         self._kept = kept
-        self._found: dict[str, list[JournalEntry]] = {}
+        self._found: dict[str, list[JournalEntry]] = {} if resumed else _NONE_FOUND
         for entry in log.read_partials(episode_id, attempt) if resumed else ():
             self._found.setdefault(entry.call_id, []).append(entry)
-        self._on_disk = set(self._found)
+        self._on_disk = tuple(self._found)
 
     def turn(self, call: Call, policy: str, *, masked: bool) -> PartialTurn:
         """A turn to be sampled, with what an earlier process had of it.
@@ -81,20 +85,21 @@ class EpisodePartials:
                 spans=tuple(Span(s.start, s.stop, s.version.lineage, s.version.step) for s in piece.spans),
             )
         )
-        self._on_disk.add(call.call_id)
+        if call.call_id not in self._on_disk:
+            self._on_disk = (*self._on_disk, call.call_id)
         self._log.append_partial(JournalEntry(self._episode_id, self._attempt, call.call_id, call.asked, body))
 
     def ended(self, call: Call) -> None:
         """The turn is an entry now."""
         if call.call_id in self._on_disk:
-            self._on_disk.discard(call.call_id)
+            self._on_disk = tuple(each for each in self._on_disk if each != call.call_id)
             self._log.remove_partials(self._episode_id, self._attempt, call.call_id)
 
     def forget(self) -> None:
         """The attempt has ended: of turns that were cancelled nothing is needed any more."""
         for call_id in sorted(self._on_disk):
             self._log.remove_partials(self._episode_id, self._attempt, call_id)
-        self._on_disk.clear()
+        self._on_disk = ()
 
     async def flush(self) -> None:
         """Wait until what was appended is on disk."""
@@ -119,15 +124,16 @@ class PartialTurn:
     )
 
     def __init__(self, partials: EpisodePartials, call: Call, clock: Clock, *, masked: bool) -> None:
-        self.pieces: list[Completion] = []
+        self.pieces: list[Completion] = _NO_PIECES
         self.sampled = 0
         """Tokens in `pieces`."""
         self._partials = partials
         self._call = call
         self._clock = clock
         self._masked = masked
-        self._delivered: list[Completion] = []
-        self._unwritten: list[Completion] = []
+        self._delivered: list[Completion] | None = None
+        """None until there is any: most turns of fast engines have none."""
+        self._unwritten: list[Completion] | None = None
         self._written = 0
         self._since = clock.monotonic()
 
@@ -147,6 +153,8 @@ class PartialTurn:
             finish_reason="abort",
             spans=(VersionSpan(0, len(token_ids), version),),
         )
+        self._delivered = self._delivered or []
+        self._unwritten = self._unwritten or []
         self._delivered.append(piece)
         self._unwritten.append(piece)
         if self._clock.monotonic() - self._since >= FIRST_SECONDS:
@@ -156,15 +164,15 @@ class PartialTurn:
         """The running call has returned; if it was cut, what is not on disk goes there at once."""
         self._add(completion)
         if completion.finish_reason == "abort":
-            delivered = sum(len(piece.token_ids) for piece in self._delivered)
-            self._delivered.clear()
+            delivered = sum(len(piece.token_ids) for piece in self._delivered or ())
+            self._delivered = None
             if len(completion.token_ids) > delivered:
-                self._unwritten.append(part(completion, delivered, len(completion.token_ids)))
+                self._unwritten = [*(self._unwritten or ()), part(completion, delivered, len(completion.token_ids))]
             self._write()
 
     def lost(self) -> bool:
         """The running call will never return: what it delivered is kept. Returns whether that was anything."""
-        delivered, self._delivered = self._delivered, []
+        delivered, self._delivered = self._delivered, None
         self._write()
         if delivered:
             self._add(self._without_masks(joined(delivered)))
@@ -181,6 +189,13 @@ class PartialTurn:
         if len(newest.token_ids) and int(newest.token_ids[-1]) in sampling.stop_token_ids:
             return "stop"
         return "length" if self.sampled >= sampling.max_tokens else None
+
+    def completion(self, sampling: SamplingParams, *, routed: bool) -> Completion | None:
+        """The turn as one completion, where it has ended; `routed` ones need the routing of all tokens before."""
+        if not self.pieces:
+            return None
+        reason = self.finish_reason(sampling)
+        return None if reason is None or (routed and self.give_back_last()) else self.whole(reason)
 
     def whole(self, finish_reason: FinishReason) -> Completion:
         """The turn as one completion."""
@@ -207,7 +222,7 @@ class PartialTurn:
         return max((at for at, piece in enumerate(self.pieces) if len(piece.token_ids)), default=0)
 
     def _add(self, piece: Completion) -> None:
-        self.pieces.append(piece)
+        self.pieces = [*self.pieces, piece]
         self.sampled += len(piece.token_ids)
 
     def _write(self) -> None:
@@ -215,7 +230,7 @@ class PartialTurn:
             piece = joined(self._unwritten)
             self._partials.append(self._call, self._written, piece)
             self._written += len(piece.token_ids)
-            self._unwritten.clear()
+            self._unwritten = None
 
     def _without_masks(self, piece: Completion) -> Completion:
         """Kept sets are lost with the call that sampled: such tokens are not trained."""

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 BEGIN = "begin"
 """Call id of the first entry."""
+_NONE: dict[Any, Any] = {}
+"""What of most episodes is not there; only what is there is ever changed."""
 
 
 class RecordedCalls:
@@ -34,7 +36,7 @@ class RecordedCalls:
         answers: recorded calls to be remembered whenever they are asked for, in no order.
     """
 
-    __slots__ = ("_answers", "_decoded", "_edits", "_entries", "_keys", "key")
+    __slots__ = ("_answers", "_decoded", "_edits", "_entries", "_keys", "forked_from", "is_empty", "key")
 
     def __init__(
         self,
@@ -46,21 +48,30 @@ class RecordedCalls:
         answers: Iterable[JournalEntry],
     ) -> None:
         self.key = key
-        self._keys = {episode_id: key}
-        self._edits = dict(edits)
-        self._entries: dict[str, JournalEntry] = {}
+        keys: dict[str, StreamKey] = {}
+        entries: dict[str, JournalEntry] = {}
+        edits = dict(edits)
         self._decoded: tuple[JournalEntry, EntryBody] | None = None
+        self.forked_from: Begin | None = None
+        """The beginning of what the episode was forked from."""
         for entry in inherited:
             if entry.call_id == BEGIN:
                 begin = entry.decode()
                 assert isinstance(begin, Begin)
-                self._keys[entry.episode_id] = (begin.seed, entry.attempt)
-                self._edits |= edits_of(begin.fork)
+                keys[entry.episode_id] = (begin.seed, entry.attempt)
+                edits |= edits_of(begin.fork)
+                self.forked_from = begin
             else:
-                self._entries[entry.call_id] = entry
+                entries[entry.call_id] = entry
         for entry in own:
-            self._entries[entry.call_id] = entry
-        self._answers = {entry.call_id: entry for entry in answers}
+            entries[entry.call_id] = entry
+        self._keys: Mapping[str, StreamKey] = keys or _NONE
+        """Of the ancestors of a fork."""
+        self._edits: Mapping[str, Sequence[Mapping[str, Any]]] = edits or _NONE
+        self._entries = entries or _NONE
+        self._answers = {entry.call_id: entry for entry in answers} or _NONE
+        self.is_empty = not (self._entries or self._answers)
+        """Nothing was recorded before: every call is new."""
 
     def numbered(self) -> Iterator[str]:
         """Ids of the calls that come back in order, in the order they were appended."""
@@ -76,7 +87,7 @@ class RecordedCalls:
 
     def key_of(self, entry: JournalEntry | None) -> StreamKey:
         """Seed and attempt with which a call was made; those of the episode where it is new."""
-        return self.key if entry is None else self._keys[entry.episode_id]
+        return self.key if entry is None else self._keys.get(entry.episode_id, self.key)
 
     def body(self, entry: JournalEntry) -> EntryBody:
         """The body of an entry, decoded once by whoever looks ahead and then makes the call."""

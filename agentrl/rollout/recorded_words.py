@@ -10,6 +10,7 @@ from agentrl.environment.base import valid_unicode
 from agentrl.journal.entries import (
     EffectEntry,
     GatherEntry,
+    LimitEntry,
     OrderEntry,
     ResourceEntry,
     RewardEntry,
@@ -61,6 +62,8 @@ def in_words(body: EntryBody) -> str:
             return f"a reward of {body.value} to {body.seat}"
         case ValueEntry():
             return f"{body.kind} = {shortened(body.value)}"
+        case LimitEntry():
+            return f"the end of the episode's time ({body.stop_reason})"
         case OrderEntry():
             return f"the order in which {len(body.order)} branches ended"
     return f"an entry of kind {type(body).__struct_config__.tag}"

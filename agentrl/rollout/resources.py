@@ -103,7 +103,6 @@ class LiveResource(Resource):
                 state = self._new_state()
         seconds = clock.monotonic() - started
         recorded = journal.recall(call, ResourceEntry)
-        self._episode.waited(seconds if recorded is None else recorded.seconds)
         if recorded is None:
             journal.write(
                 call,
@@ -122,7 +121,6 @@ class LiveResource(Resource):
     def _remembered(self, call: Call, where: str) -> Any:
         recorded = self._episode.journal.recall(call, ResourceEntry)
         assert recorded is not None
-        self._episode.waited(recorded.seconds)
         if recorded.state is not None:
             self._restore, self._state = recorded.state, encode(recorded.state)
         if recorded.error is not None:

@@ -65,6 +65,11 @@ class Room:
         self._timer: asyncio.TimerHandle | None = None
 
     @property
+    def is_bounded(self) -> bool:
+        """Whether a place can ever be refused: whether the engine says what it holds."""
+        return not math.isinf(self._budget)
+
+    @property
     def waiting(self) -> int:
         """Calls that wait for a place, about."""
         return len(self._waiting)
@@ -351,7 +356,3 @@ class _Costs:
 def room_of(engine: EngineCapabilities) -> Room:
     """What an engine says it has."""
     return Room(engine.kv_tokens, engine.prefill_rate, shares_prefixes=engine.shares_prefixes)
-
-
-UNBOUNDED = Room(None)
-"""Of conversations that take nothing of the engine's memory."""

@@ -12,8 +12,8 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from agentrl.core import ids
@@ -28,18 +28,20 @@ from agentrl.core.records import (
     dropped_header,
 )
 from agentrl.environment.base import Environment, LimitReachedError, valid_unicode
-from agentrl.journal.entries import Begin, JournalEntry
+from agentrl.journal.checksums import code_digest
+from agentrl.journal.entries import Begin, JournalEntry, PlayedUnder
 from agentrl.journal.forks import edits_of
 from agentrl.journal.port import TurnLog
 from agentrl.rollout.branches import current_branch
 from agentrl.rollout.calls import CallJournal
 from agentrl.rollout.context import LiveContext
 from agentrl.rollout.endings import end_if_forked, of_the_episode
-from agentrl.rollout.episode import LiveEpisode, RolloutSettings, Services
-from agentrl.rollout.gathering import played
+from agentrl.rollout.episode import LiveEpisode, PolicySettings, RolloutSettings, Services
+from agentrl.rollout.gathering import end_steps, steps_of
 from agentrl.rollout.parking import Parking
 from agentrl.rollout.partials import EpisodePartials
 from agentrl.rollout.room import room_of
+from agentrl.rollout.time_limit import TimeLimit
 
 GRACE_S = 5.0
 """How long a program that was cancelled may take to end, before it is left behind."""
@@ -65,7 +67,7 @@ class EpisodeRunner:
         self.room = room_of(engine.capabilities)
         self._services = Services(
             engine=engine,
-            chat_format=chat_format,
+            default=PolicySettings(chat_format=chat_format, sampling=settings.sampling, limits=settings.limits),
             host=host,
             clock=clock,
             settings=settings,
@@ -75,12 +77,15 @@ class EpisodeRunner:
         self._store = store
         self._log = log
         self._code_hashes: dict[type[Environment], str] = {}
-        self._running: dict[tuple[str, int], LiveContext] = {}
+        self._run_settings = self._services.spoken_to("").recorded
+        self._own_settings = {policy: own.recorded for policy, own in settings.policies.items()}
+        self._running: dict[str, LiveContext] = {}
+        """The newest attempt of each episode."""
 
     def stop(self, spec: EpisodeSpec) -> None:
         """Say that a running attempt is about to be cancelled to go on another time: it did not cancel itself."""
-        context = self._running.get((spec.episode_id, spec.attempt))
-        if context is not None:
+        context = self._running.get(spec.episode_id)
+        if context is not None and context.episode.spec.attempt == spec.attempt:
             context.episode.journal.stop()
 
     async def run(
@@ -90,12 +95,12 @@ class EpisodeRunner:
         recorded: Iterable[JournalEntry] = (),
         *,
         answers: Iterable[JournalEntry] = (),
-        on_stuck: Callable[[], None] | None = None,
+        on_stuck: Callable[[asyncio.Task[Any]], None] | None = None,
     ) -> EpisodeHeader:
         """Run one attempt to its commit; `recorded` entries of an earlier execution are replayed first.
 
         `answers` are what the outside world would say if it were asked again; see `CallJournal`. `on_stuck` is called
-        when the program swallows the cancellation at its deadline and goes on.
+        with the task when the program swallows the cancellation at its deadline and goes on.
 
         Must be called in a task of its own: the task owns the episode's root branch.
 
@@ -111,12 +116,12 @@ class EpisodeRunner:
         journal = self._journal_of(spec, recorded, answers)
         resumed = journal.written > 0
         journal.enter(ids.ROOT_BRANCH).begin()
-        self._begin(journal, spec, environment)
+        began_under = self._begin(journal, spec, environment)
         partials = EpisodePartials(
             self._log, spec.episode_id, spec.attempt, clock=self.clock, kept=spec.purpose == "train", resumed=resumed
         )
-        episode = LiveEpisode(spec, journal, self._services, partials)
-        context = self._running[spec.episode_id, spec.attempt] = LiveContext(episode)
+        episode = LiveEpisode(spec, journal, self._services, partials, began_under)
+        context = self._running[spec.episode_id] = LiveContext(episode, environment)
         try:
             try:
                 await self._play(environment, context, on_stuck or _nobody)
@@ -140,6 +145,8 @@ class EpisodeRunner:
 
     def _header(self, context: LiveContext, stop_reason: StopReason, seconds: float) -> EpisodeHeader:
         spec, agents = context.episode.spec, context.agents.values()
+        # By seat and index, as the journal gives them back: a step's rows are in one order in every life of a run.
+        trajectories = tuple(agent.header() for _, agent in sorted(context.agents.items()) if agent.turns)
         return EpisodeHeader(
             episode_id=spec.episode_id,
             group_id=spec.group_id,
@@ -149,23 +156,27 @@ class EpisodeRunner:
             stop_reason=stop_reason,
             drop_reason=None,
             turns=sum(len(agent.turns) for agent in agents),
-            tokens=sum(len(turn.completion.token_ids) for agent in agents for turn in agent.turns),
+            tokens=sum(trajectory.tokens for trajectory in trajectories),
             seconds=seconds,
-            # By seat and index, as the journal gives them back: a step's rows are in one order in every life of a run.
-            trajectories=tuple(agent.header() for _, agent in sorted(context.agents.items()) if agent.turns),
+            trajectories=trajectories,
             location=DataLocation(self._log.name, context.episode.journal.written),
-            measured_against=tuple(sorted(context.measured_against.values())),
+            measured_against=tuple(sorted((context.measured_against or {}).values())),
         )
 
     def leave(self, spec: EpisodeSpec) -> None:
         """Take everything from an attempt that ended, or is to count as ended: nothing it still does is heard."""
-        context = self._running.pop((spec.episode_id, spec.attempt), None)
-        if context is not None:
+        context = self._running.get(spec.episode_id)
+        if context is not None and context.episode.spec.attempt == spec.attempt:
+            del self._running[spec.episode_id]
             context.close()
-            context.episode.agents.clear()  # each knows its episode: without the circle both are freed at once
+            context.episode.close()
 
     def finished(self, context: LiveContext) -> None:
         """Called when a program has returned, before its commit: for who compares executions."""
+
+    async def flush(self) -> None:
+        """Wait until what episodes did here is on disk."""
+        await self._log.flush()
 
     async def recorded(self, spec: EpisodeSpec) -> list[JournalEntry]:
         """What the journal holds of an attempt, which goes on here, whoever began it.
@@ -201,31 +212,46 @@ class EpisodeRunner:
             answers=answers,
         )
 
-    async def _play(self, environment: type[Environment], context: LiveContext, on_stuck: Callable[[], None]) -> None:
-        """The program of the episode, within its time. The commit is outside: what is on disk is what is told."""
-        limit = self._services.settings.episode_timeout_s
+    async def _play(
+        self, environment: type[Environment], context: LiveContext, on_stuck: Callable[[asyncio.Task[Any]], None]
+    ) -> None:
+        """The program of the episode, within its time; where the episode failed under it, it ends with that, caught or
+        not. The commit is outside: what is on disk is what is told.
+        """
+        episode, journal, branch = context.episode, context.episode.journal, current_branch()
+        watch = episode.limit = _Watch(context, self._services.settings.episode_timeout_s, on_stuck)
         try:
-            async with asyncio.timeout(limit) as deadline:
-                overdue = _Overdue(deadline, on_stuck)
-                try:
-                    context.episode.limit = deadline
-                    self.parking.begin(context.episode.spec.episode_id, context.episode)
-                    await _program(environment, context)
-                finally:
-                    context.episode.limit = None
-                    overdue.cancel()
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-        if deadline.expired():  # also where the program swallowed the cancellation and returned
-            raise EpisodeError(f"the episode took longer than {limit:g} s", reason="episode_timeout")
+            self.parking.begin(episode.spec.episode_id, episode)
+            await steps_of(partial(_begun, environment, context), branch, journal)
+            end_if_forked()
+        except BaseException as error:  # noqa: BLE001 - foreign code: raised again below, if it says how that ended
+            end_if_forked()
+            ended = _ended_with(error, journal, watch)
+            if ended is not None:
+                raise ended  # noqa: B904 - it is the same one, or has it as its cause
+        finally:
+            end_steps(branch)
+            episode.limit = None
+            watch.end()
+        if isinstance(journal.failure, GlobalRandomError):
+            environment.own_random = True
+        if journal.failure is not None:
+            raise journal.failure
+        if journal.is_stopped:  # the program swallowed it: another time it goes on where it was
+            raise asyncio.CancelledError
+        if watch.has_given_up:  # also where the program swallowed the cancellation and returned
+            raise EpisodeError(watch.told, reason="episode_timeout")
 
-    def _begin(self, journal: CallJournal, spec: EpisodeSpec, environment: type[Environment]) -> None:
+    def _begin(
+        self, journal: CallJournal, spec: EpisodeSpec, environment: type[Environment]
+    ) -> Mapping[str, PolicySettings]:
+        """Journal or recall what the episode is; the settings it began with, where the run has others now."""
         code_hash = self._code_hashes.get(environment)
         if code_hash is None:
-            code_hash = hashlib.blake2b(environment.source().encode(), digest_size=8).hexdigest()
+            code_hash = code_digest(environment.source())
             self._code_hashes[environment] = code_hash
-        journal.begin(
+        settings = self._settings(spec)
+        began = journal.begin(
             lambda: Begin(
                 environment=spec.environment,
                 code_hash=code_hash,
@@ -240,6 +266,7 @@ class EpisodeRunner:
                 fork=spec.fork,
                 # A fork's recorded part may have them, and can do without them only where it drew nothing.
                 own_random=environment.own_random or spec.fork is not None,
+                settings=settings if journal.forked_from is None else _inherited(settings, journal.forked_from, spec),
             )
         )
         policy = self._services.settings.on_code_change
@@ -250,6 +277,38 @@ class EpisodeRunner:
                 reason="code_changed",
                 begin_again=policy == "restart",
             )
+        return {} if began.settings in ({}, settings) else self._began_under(spec, began)
+
+    def _settings(self, spec: EpisodeSpec) -> dict[str, PlayedUnder]:
+        """As the run has them now, for `Begin.settings`."""
+        own = self._own_settings
+        return {"": self._run_settings} | {
+            seat: own[binding.policy] for seat, binding in spec.seats.items() if binding.policy in own
+        }
+
+    def _began_under(self, spec: EpisodeSpec, began: Begin) -> Mapping[str, PolicySettings]:
+        """How an episode goes on that began under other settings than the run has now.
+
+        Raises:
+            EpisodeError: the engine of now cannot give what they need; it begins again under those of now.
+        """
+        services, settings = self._services, began.settings
+        run = settings.get("")
+        found = {} if run is None else {"": services.spoken_to("").as_recorded(run)}
+        for seat, binding in spec.seats.items():
+            recorded = settings.get(seat, run)
+            if recorded is None:
+                continue
+            found[seat] = own = services.spoken_to(binding.policy).as_recorded(recorded)
+            needs_masks = own.sampling.is_filtered and not own.is_outside and spec.purpose == "train"
+            if needs_masks and not services.engine.capabilities.sampling_mask:
+                raise EpisodeError(
+                    f"episode {spec.episode_id} was sampled through top_k, top_p or min_p, and the run's engine does "
+                    "not record any more what they keep",
+                    reason="settings_changed",
+                    begin_again=True,
+                )
+        return found
 
     def _reward_truncated(self, context: LiveContext, environment: type[Environment]) -> None:
         value = environment.truncated_reward
@@ -259,56 +318,103 @@ class EpisodeRunner:
                     agent.reward(value)
 
 
-def _nobody() -> None:
+def _inherited(now: Mapping[str, PlayedUnder], begin: Begin, spec: EpisodeSpec) -> dict[str, PlayedUnder]:
+    """The settings of a fork: in seats that the same policy holds, those of what it was forked from."""
+    recorded = begin.settings
+    kept = {
+        seat: recorded.get(seat, recorded[""]) if begin.seats.get(seat) == binding.policy else now.get(seat, now[""])
+        for seat, binding in spec.seats.items()
+        if "" in recorded
+    }
+    return {**now, **({"": recorded[""], **kept} if kept else {})}
+
+
+def _nobody(task: asyncio.Task[Any]) -> None:
     """Nobody minds a stuck program."""
 
 
-async def _program(environment: type[Environment], context: LiveContext) -> None:
-    """The environment's program; where the episode failed under it, it ends with that, caught or not."""
-    journal = context.episode.journal
+def _begun(environment: type[Environment], context: LiveContext) -> Awaitable[None]:
+    return environment().run(context)
 
-    async def program() -> None:
-        await environment().run(context)
 
-    try:
-        await played(program(), current_branch(), journal)
-        end_if_forked()
-    except BaseException as error:
-        end_if_forked()
-        task = asyncio.current_task()
-        if journal.failure is None and isinstance(error, asyncio.CancelledError) and task and not task.cancelling():
-            raise EpisodeError(
-                "run() raised CancelledError, and nobody had cancelled it", reason="environment_error"
-            ) from error
-        if journal.failure is None or isinstance(error, KeyboardInterrupt | GeneratorExit):
-            raise of_the_episode(error)  # noqa: B904 - it is the same one, or has it as its cause
-    if isinstance(journal.failure, GlobalRandomError):
-        environment.own_random = True
+def _ended_with(error: BaseException, journal: CallJournal, watch: _Watch) -> BaseException | None:
+    """What an episode ends with whose program raised; None where that is known otherwise: the episode had failed under
+    it, or was given up."""
     if journal.failure is not None:
-        raise journal.failure
-    if journal.is_stopped:  # the program swallowed it: another time it goes on where it was
-        raise asyncio.CancelledError
+        return None
+    if isinstance(error, asyncio.CancelledError):
+        if watch.has_given_up and not journal.is_stopped:
+            return None
+        if not watch.is_cancelled:
+            ended = EpisodeError("run() raised CancelledError, and nobody had cancelled it", reason="environment_error")
+            ended.__cause__ = error
+            return ended
+    return of_the_episode(error, watch.task)
 
 
-class _Overdue:
-    """Calls `on_stuck` when a deadline, which may be put off, has passed by `GRACE_S`; until it is cancelled."""
+class _Watch(TimeLimit):
+    """Ends a program that takes too long without a turn.
 
-    def __init__(self, deadline: asyncio.Timeout, on_stuck: Callable[[], None]) -> None:
-        self._deadline = deadline
+    Where its agents have acted, the act in flight raises `LimitReachedError`, and the episode is truncated like one
+    that has no turn left. Where none has, where the program hangs in code of its own or goes on without end, it has
+    failed. One that swallows its cancellation is left behind.
+    """
+
+    __slots__ = ("_context", "_grace", "_has_given_up", "_on_stuck", "task")
+
+    def __init__(self, context: LiveContext, seconds: float, on_stuck: Callable[[asyncio.Task[Any]], None]) -> None:
+        super().__init__(seconds)
+        task = asyncio.current_task()
+        assert task is not None
+        self._context = context
         self._on_stuck = on_stuck
-        self._loop = asyncio.get_running_loop()
-        self._look()
+        self.task = task
+        self._grace: asyncio.TimerHandle | None = None
+        self._has_given_up = False
 
-    def _look(self) -> None:
-        now, when = self._loop.time(), self._deadline.when()
-        if when is not None and now >= when + GRACE_S:
-            self._on_stuck()
-            return
-        self._timer = self._loop.call_at((now if when is None else when) + GRACE_S, self._look)
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether somebody has cancelled the program's task."""
+        return bool(self.task.cancelling())
 
-    def cancel(self) -> None:
-        """Look no more."""
-        self._timer.cancel()
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the program was cancelled, and no act of it answered."""
+        return self._has_given_up or self._context.episode.journal.is_cutting
+
+    @property
+    def told(self) -> str:
+        """What happened, for people."""
+        turns = sum(len(agent.turns) for agent in self._context.agents.values())
+        where = "in code of its own, where ctx cannot end it as truncated" if turns else "before any turn"
+        return f"the episode took longer than {self._seconds:g} s without a turn, {where}"
+
+    def end(self) -> None:
+        """The program has ended."""
+        self.stop()
+        if self.has_given_up:
+            self.task.uncancel()
+        if self._grace is not None:
+            self._grace.cancel()
+
+    def expired(self) -> None:
+        """Too long without a turn: end the act in flight, or give the program up."""
+        journal = self._context.episode.journal
+        acted = any(agent.turns for agent in self._context.agents.values())
+        if acted and not (journal.is_over_time or journal.is_replaying):
+            journal.end_act()
+            self.restart()
+        else:
+            self._has_given_up = True
+        self.task.cancel()
+        if self._grace is not None:
+            self._grace.cancel()
+        self._grace = asyncio.get_running_loop().call_later(GRACE_S, self._look_again)
+
+    def _look_again(self) -> None:
+        if self.has_given_up:
+            self.stop()
+            self._on_stuck(self.task)
 
 
 async def _whatever_happens(commit: Coroutine[Any, Any, None]) -> None:

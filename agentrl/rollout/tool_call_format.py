@@ -54,7 +54,16 @@ def _int64(text: str) -> int:
     return value
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite, parse_int=_int64)
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a key is given twice")
+    return value
+
+
+_DECODER = json.JSONDecoder(
+    parse_constant=_refuse_constant, parse_float=_finite, parse_int=_int64, object_pairs_hook=_unique
+)
 
 
 def _is_deep(value: Any, levels: int = MAX_CALL_DEPTH) -> bool:
@@ -65,10 +74,11 @@ def _is_deep(value: Any, levels: int = MAX_CALL_DEPTH) -> bool:
     )
 
 
-def _load(text: str) -> Any:
-    """The JSON value `text` holds, or None where it holds none that can be kept.
+def json_value(text: str) -> Any:
+    """The JSON value in `text`; None where there is none, or none that can be kept.
 
-    Refused are NaN, numbers beyond float64 and int64, lone surrogates, and what is too long or too deep.
+    Refused are NaN, numbers beyond float64 and int64, lone surrogates, objects with a key twice (nobody can know which
+    of the two values is meant), and text that is too long or too deep.
     """
     if len(text) > MAX_CALL_CHARACTERS:
         return None
@@ -111,7 +121,7 @@ def parse_hermes(text: str) -> Parsed:
         end = text.find(CLOSE, start)
         after = len(text) if end < 0 else end + len(CLOSE)
         raw = text[start : end if end >= 0 else len(text)].strip()
-        calls.append(_call(len(calls), raw, _load(raw), ("arguments", "parameters")))
+        calls.append(_call(len(calls), raw, json_value(raw), ("arguments", "parameters")))
         at = text.find(OPEN, after)
         content.append(text[after : at if at >= 0 else len(text)])
     if at >= 0:
@@ -131,7 +141,7 @@ def parse_llama(text: str) -> Parsed:
     raw = stripped[len(PYTHON_TAG) :].strip() if tagged else stripped
     if not tagged and not raw.startswith("{"):
         return text, ()
-    value = _load(raw)
+    value = json_value(raw)
     parts = [(raw, value)] if value is not None else _split(raw)
     if (
         not tagged
@@ -146,7 +156,7 @@ def parse_llama(text: str) -> Parsed:
 def _split(raw: str) -> list[tuple[str, Any]]:
     """Calls separated by `;`; one malformed part where they do not parse."""
     parts = raw.split(";", MAX_CALLS) if len(raw) <= MAX_CALL_CHARACTERS else [raw]
-    values = [_load(part.strip()) for part in parts]
+    values = [json_value(part.strip()) for part in parts]
     if len(parts) == 1 or len(parts) > MAX_CALLS or any(value is None for value in values):
         return [(raw, None)]
     return list(zip((part.strip() for part in parts), values, strict=True))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from agentrl.core.ports import EngineSession, SamplingParams
-    from agentrl.core.records import Completion, EpisodeSpec, FinishReason, Int32Array, SeatBinding
+    from agentrl.core.records import Completion, EpisodeSpec, Int32Array, SeatBinding
     from agentrl.rollout.calls import Call
     from agentrl.rollout.episode import LiveEpisode
     from agentrl.rollout.partials import PartialTurn
@@ -51,14 +51,15 @@ def rank(spec: EpisodeSpec, sampled: int) -> int:
 
 
 class TurnSampler:
-    """Samples the turns of one agent; `name` is the agent's, for messages, `place` its conversation's."""
+    """Samples the turns of one agent; `name` is the agent's, for messages, `place` its conversation's in the engine's
+    memory, None where that is not counted."""
 
-    __slots__ = ("_binding", "_episode", "_in_flight", "_name", "_place", "_session", "pauses", "turn", "weights_of")
+    __slots__ = ("_agent", "_binding", "_episode", "_in_flight", "_place", "_session", "pauses", "turn", "weights_of")
 
-    def __init__(self, episode: LiveEpisode, binding: SeatBinding, name: str, place: Place) -> None:
+    def __init__(self, episode: LiveEpisode, binding: SeatBinding, name: str, place: Place | None) -> None:
         self._episode = episode
         self._binding = binding
-        self._name = f"{episode.name}:{name}"
+        self._agent = name
         self._place = place
         self.weights_of = binding.policy if binding.pin is None else binding.pin.policy
         """The policy whose versions sample: another than the seat's where a past version of it is pinned."""
@@ -66,7 +67,7 @@ class TurnSampler:
         self._in_flight: str | None = None
         self.turn: PartialTurn | None = None
         """The turn that is being sampled."""
-        self.pauses: list[Pause] = []
+        self.pauses: tuple[Pause, ...] = ()
         """Of the turn that is being sampled, or was last."""
 
     async def sample(self, call: Call, context: Int32Array, sampling: SamplingParams, priority: int) -> Completion:
@@ -76,21 +77,43 @@ class TurnSampler:
             EngineLostError: the engine was gone for too long.
             EpisodeError: the engine returned a logprob that is not finite.
         """
-        episode = self._episode
-        capabilities = episode.services.engine.capabilities
-        masked = capabilities.sampling_mask and sampling.is_filtered
+        episode, place = self._episode, self._place
+        services = episode.services
+        capabilities = services.engine.capabilities
+        masked, routed = capabilities.sampling_mask and sampling.is_filtered, capabilities.expert_routing
         turn = self.turn = episode.partials.turn(call, self.weights_of, masked=masked)
-        self.pauses = []
+        self.pauses = ()
+        budget: RetryBudget | None = None
+        completion = turn.completion(sampling, routed=routed)
         try:
-            reason = await self._sample(turn, call, context, sampling, priority)
+            while completion is None:
+                if services.parking.is_parked(episode.spec.episode_id):
+                    await self._passage(turn, call)
+                if place is not None and not place.take(len(context) + turn.sampled, context):
+                    await self._wait_for_place(turn, place, priority)
+                    continue  # it may have been parked meanwhile
+                try:
+                    request = self._request(turn, call, context, sampling, priority)
+                    self._in_flight = request.request_id
+                    sampled = await self._open().generate(request, turn.on_delta)
+                    if turn.pieces or sampled.finish_reason == "abort":
+                        turn.ended(sampled)
+                        completion = turn.completion(sampling, routed=routed)
+                    else:
+                        completion = sampled
+                except EngineLostError as error:
+                    self._in_flight = None
+                    budget = await self._lost(error, turn, budget)
+                finally:
+                    self._in_flight = None
         except BaseException:
-            self._place.leave()
+            self._leave_place()
             raise
-        self._place.rest(len(context) + turn.sampled)
+        if place is not None:
+            place.rest(len(context) + len(completion.token_ids))
         self.turn = None
         if len(turn.pieces) > 1:
             episode.metric("turns/interrupted", 1.0)
-        completion = turn.whole(reason)
         if not np.isfinite(completion.logprobs).all():
             raise EpisodeError(
                 f"the engine returned a non-finite logprob for {self._name}, call {call.call_id}",
@@ -98,39 +121,36 @@ class TurnSampler:
             )
         return completion
 
-    async def _sample(
-        self, turn: PartialTurn, call: Call, context: Int32Array, sampling: SamplingParams, priority: int
-    ) -> FinishReason:
-        """As many engine calls as it takes; why the turn ended."""
-        episode = self._episode
-        expert_routing = episode.services.engine.capabilities.expert_routing
-        budget = RetryBudget(LOST_IN_A_ROW)
-        while (reason := turn.finish_reason(sampling)) is None or (expert_routing and turn.give_back_last()):
-            if episode.services.parking.is_parked(episode.spec.episode_id):
-                with self._pausing(turn, "parked"):
-                    await self._passage(call)
-            if not self._place.take(len(context) + turn.sampled, context):
-                with episode.standing_still(), self._pausing(turn, "no_room"):
-                    await self._place.wait(priority)
-                episode.metric("no_room_s", self.pauses[-1].seconds)
-                continue  # it may have been parked meanwhile
-            try:
-                turn.ended(await self._ask(turn, call, context, sampling, priority))
-            except EngineLostError:
-                self._session = None
-                self._place.leave()
-                if turn.lost():
-                    budget.achieved()
-                wait = budget.lost()
-                if wait is None:
-                    raise
-                with episode.standing_still(), self._pausing(turn, "engine_lost"):
-                    await episode.services.clock.sleep(wait)
-        return reason
+    @property
+    def _name(self) -> str:
+        return f"{self._episode.name}:{self._agent}"
+
+    async def _wait_for_place(self, turn: PartialTurn, place: Place, priority: int) -> None:
+        with self._episode.standing_still(), self._pausing(turn, "no_room"):
+            await place.wait(priority)
+        self._episode.metric("no_room_s", self.pauses[-1].seconds)
+
+    async def _lost(self, error: EngineLostError, turn: PartialTurn, budget: RetryBudget | None) -> RetryBudget:
+        """The engine was lost in the middle of a call: wait before the next.
+
+        Raises:
+            EngineLostError: `error`, when it was lost too often.
+        """
+        self._session = None
+        self._leave_place()
+        budget = budget or RetryBudget(LOST_IN_A_ROW)
+        if turn.lost():
+            budget.achieved()
+        wait = budget.lost()
+        if wait is None:
+            raise error
+        with self._episode.standing_still(), self._pausing(turn, "engine_lost"):
+            await self._episode.services.clock.sleep(wait)
+        return budget
 
     def restart(self) -> None:
         """The conversation begins anew: nothing of it is worth keeping."""
-        self._place.leave()
+        self._leave_place()
 
     def suspend(self) -> None:
         """Give the engine back what it holds; a call in flight is cut, and gives it back when it returns."""
@@ -141,7 +161,7 @@ class TurnSampler:
 
     def close(self) -> None:
         """Give KV, slot and lease back. Idempotent."""
-        self._place.leave()
+        self._leave_place()
         if self._session is not None:
             self._session.close()
             self._session = None
@@ -152,26 +172,29 @@ class TurnSampler:
         clock = self._episode.services.clock
         since = clock.monotonic()
         yield
-        self.pauses.append(Pause(turn.sampled, clock.monotonic() - since, why))
+        self.pauses = (*self.pauses, Pause(turn.sampled, clock.monotonic() - since, why))
 
-    async def _passage(self, call: Call) -> None:
+    def _leave_place(self) -> None:
+        if self._place is not None:
+            self._place.leave()
+
+    async def _passage(self, turn: PartialTurn, call: Call) -> None:
         """While the episode is parked: hold nothing, have everything on disk, wait."""
-        self.close()
-        await self._episode.partials.flush()
-        await self._episode.services.parking.passage(self._episode.spec.episode_id, call.call_id)
+        with self._pausing(turn, "parked"):
+            self.close()
+            await self._episode.partials.flush()
+            await self._episode.services.parking.passage(self._episode.spec.episode_id, call.call_id)
 
-    async def _ask(
+    def _request(
         self, turn: PartialTurn, call: Call, context: Int32Array, sampling: SamplingParams, priority: int
-    ) -> Completion:
+    ) -> GenerateRequest:
         """One engine call, for what the turn lacks."""
         sampled = turn.sampled
         if sampled:
             context = np.concatenate([context, *(piece.token_ids for piece in turn.pieces)])
             sampling = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - sampled)
-        episode, binding = self._episode, self._binding
-        if self._session is None:
-            self._session = episode.services.engine.open(self._name, self.weights_of, pin=binding.pin)
-        request = GenerateRequest(
+        episode = self._episode
+        return GenerateRequest(
             request_id=f"{episode.name}.{call.call_id}",
             token_ids=context,
             sampling=sampling,
@@ -179,8 +202,9 @@ class TurnSampler:
             sampled_before=sampled,
             priority=priority,
         )
-        self._in_flight = request.request_id
-        try:
-            return await self._session.generate(request, turn.on_delta)
-        finally:
-            self._in_flight = None
+
+    def _open(self) -> EngineSession:
+        if self._session is None:
+            engine = self._episode.services.engine
+            self._session = engine.open(self._name, self.weights_of, pin=self._binding.pin)
+        return self._session

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
 from agentrl.core.errors import (
     EngineError,
@@ -32,6 +33,9 @@ MAX_ATTEMPTS = 8
 """Attempts of an episode over all lives of a run, where what ends them is no fault of its environment: a resource died
 with its process, the code changed."""
 
+MAX_STRAYS = 3
+"""Cancellations of an episode's task by code that does not own it, before the episode is dropped."""
+
 OnEnd = Callable[[EpisodeHeader], None]
 
 
@@ -43,6 +47,8 @@ class AsyncioWorker:
         environments: classes by name; names not here are resolved by the registry.
         data_attempts: how often an episode whose environment raises is tried.
         on_failure: called with an error no episode can be blamed for (storage, engine); the run should end.
+        admitted: waits until the admission of what was submitted is on disk. No code of an episode runs before: if it
+            kills this process, the journal knows that it was there.
     """
 
     def __init__(
@@ -52,14 +58,20 @@ class AsyncioWorker:
         environments: dict[str, type[Environment]],
         data_attempts: int,
         on_failure: Callable[[BaseException], None],
+        admitted: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._runner = runner
+        self._admitted = admitted
         self._environments = dict(environments)
         self._loaded: set[str] = set()
         self._data_attempts = data_attempts
         self._on_failure = on_failure
-        self._tasks: dict[asyncio.Task[None], EpisodeSpec] = {}
-        """With the attempt each is at."""
+        self._tasks: dict[asyncio.Task[None], tuple[EpisodeSpec, OnEnd]] = {}
+        """With the attempt each is at, and whom its end is told."""
+        self._on_end, self._on_stuck = self._ended, self._stuck  # made once, and not for each episode
+        self._is_cancelling = False
+        self._strays = Counter[str]()
+        """How often the task of an episode was cancelled by code that does not own it."""
         self._reading = asyncio.Lock()
         self.last_failure = ""
         """What the last dropped episode said, for people."""
@@ -71,8 +83,7 @@ class AsyncioWorker:
 
     def submit(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool = False) -> None:
         """Start an episode in a task of its own."""
-        self._runner.parking.admit(spec.episode_id)
-        self._start(spec, self._run(spec, on_end, resume=resume))
+        self._start(spec, on_end, self._run(spec, on_end, resume=resume))
 
     def park(self, episode_id: str) -> bool:
         """See `core.ports.Worker.park`."""
@@ -89,40 +100,59 @@ class AsyncioWorker:
 
     async def cancel(self) -> None:
         """Stop what is in flight. Nothing is reported or dropped: the journal knows them as unfinished."""
-        for task, spec in list(self._tasks.items()):
-            self._runner.stop(spec)
-            task.cancel()
-        if self._tasks:
-            _, stuck = await asyncio.wait(self._tasks, timeout=GRACE_S)
-            for task in stuck:
-                self._leave_behind(task)
+        self._is_cancelling = True
+        try:
+            for task, (spec, _) in list(self._tasks.items()):
+                self._runner.stop(spec)
+                task.cancel()
+            if self._tasks:
+                _, stuck = await asyncio.wait(self._tasks, timeout=GRACE_S)
+                for task in stuck:
+                    self._leave_behind(task)
+        finally:
+            self._is_cancelling = False
 
-    def _start(self, spec: EpisodeSpec, work: Coroutine[None, None, None]) -> None:
+    def _start(self, spec: EpisodeSpec, on_end: OnEnd, work: Coroutine[None, None, None]) -> None:
+        self._runner.parking.admit(spec.episode_id)
         task = asyncio.get_running_loop().create_task(work, name=spec.episode_id)
-        self._tasks[task] = spec
-        task.add_done_callback(self._ended)
-
-    async def _run(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool) -> None:
-        header = await self._attempts(spec, on_end, resume=resume)
-        if header is not None and asyncio.current_task() in self._tasks:  # else it was left behind, perhaps committing
-            on_end(header)
+        self._tasks[task] = (spec, on_end)
+        task.add_done_callback(self._on_end)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._runner.parking.leave(task.get_name())
-        if self._tasks.pop(task, None) is None:
+        known = self._tasks.pop(task, None)
+        if known is None:
             task.cancelled() or task.exception()  # it was left behind: nobody wants to know
-        elif not task.cancelled() and (error := task.exception()) is not None:
+        elif task.cancelled():
+            # With all tasks cancelled the event loop ends, and would not run what is started now. Listing them takes
+            # long where there are many, so `cancel`, which ends thousands, does not ask.
+            if not self._is_cancelling and not all(other.cancelling() for other in asyncio.all_tasks()):
+                spec, on_end = known
+                self._start(spec, on_end, self._go_on(spec, on_end))
+        elif (error := task.exception()) is not None:
             self._on_failure(error)
 
+    async def _go_on(self, spec: EpisodeSpec, on_end: OnEnd) -> None:
+        """Go on from the journal: code that does not own the episode's task cancelled it."""
+        self._strays[spec.episode_id] += 1
+        if self._strays[spec.episode_id] < MAX_STRAYS:
+            await self._runner.flush()
+            await self._run(spec, on_end, resume=True)
+            return
+        detail = f"the task of its run() was cancelled {MAX_STRAYS} times, and not by agentrl: an environment did it"
+        self.last_failure = detail
+        on_end(await self._runner.drop(spec, "environment_error", detail, 0.0))
+
     def _leave_behind(self, task: asyncio.Task[None]) -> None:
-        self._runner.leave(self._tasks.pop(task))
+        spec, _ = self._tasks.pop(task)
+        self._runner.leave(spec)
         asyncio._unregister_task(task)  # else the end of the event loop would wait for it
 
-    def _stuck(self, task: asyncio.Task[None], on_end: OnEnd) -> None:
+    def _stuck(self, task: asyncio.Task[None]) -> None:
         """The program of an episode was cancelled at its deadline, and goes on."""
-        spec = self._tasks[task]
+        spec, on_end = self._tasks[task]
         self._leave_behind(task)
-        self._start(spec, self._drop_stuck(spec, on_end))
+        self._start(spec, on_end, self._drop_stuck(spec, on_end))
 
     async def _drop_stuck(self, spec: EpisodeSpec, on_end: OnEnd) -> None:
         detail = (
@@ -137,11 +167,13 @@ class AsyncioWorker:
             await asyncio.sleep(0)
         return recorded
 
-    async def _attempts(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool) -> EpisodeHeader | None:
-        """Attempts until one commits or the episode is dropped; None where it was left behind.
+    async def _run(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool) -> None:
+        """Attempts until one commits, the episode is dropped or it is left behind.
 
         A killed process may have written entries of a further attempt whose admission never reached the disk.
         """
+        if self._admitted is not None:
+            await self._admitted()
         started = self._runner.clock.monotonic()
         environment = self._environment(spec.environment)
         task = asyncio.current_task()
@@ -151,7 +183,8 @@ class AsyncioWorker:
             begin_again = False
             try:
                 recorded = await self._recorded(spec) if resume else ()
-                return await self._runner.run(spec, environment, recorded, on_stuck=lambda: self._stuck(task, on_end))
+                header = await self._runner.run(spec, environment, recorded, on_stuck=self._on_stuck)
+                break
             except EngineLostError as error:
                 reason, detail = "engine_lost", str(error)
             except (StorageError, EngineError, EnvironmentDefinitionError):
@@ -163,7 +196,7 @@ class AsyncioWorker:
                 reason, detail = "environment_error", f"{described(error)}{_noted(error)}"
             self._runner.forget(spec)
             if task not in self._tasks:
-                return None
+                return
             if begin_again:
                 begin_again = spec.fork is None and spec.attempt + 1 < MAX_ATTEMPTS
             elif reason == "environment_error":
@@ -171,10 +204,13 @@ class AsyncioWorker:
                 begin_again = failures < self._data_attempts
             if not begin_again:
                 self.last_failure = detail
-                return await self._runner.drop(spec, reason, detail, self._runner.clock.monotonic() - started)
+                header = await self._runner.drop(spec, reason, detail, self._runner.clock.monotonic() - started)
+                break
             spec = _next_attempt(spec)
-            self._tasks[task] = spec
+            self._tasks[task] = (spec, on_end)
             self._runner.host.readmit(spec)
+        if task in self._tasks:  # else it was left behind, perhaps committing
+            on_end(header)
 
     def _environment(self, name: str) -> type[Environment]:
         environment = self._environments.get(name)

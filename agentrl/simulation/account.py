@@ -77,6 +77,8 @@ class Account:
         """Steps, by policy."""
         self.wasted = 0
         """Sampled for units that were dropped."""
+        self.exceeded = 0.0
+        """Trajectories trained beyond `max_lag`."""
 
     def busy(self) -> tuple[float, float, float, float]:
         """See `Step.engine`."""
@@ -143,6 +145,10 @@ class ObservedJournal(BriefJournal):
         account.taken[policy] = row.version.step
         if self._is_over() and self.orchestrator is not None:
             self.orchestrator.stop()
+
+    def record_metrics(self, policy: str, step: int, values: Mapping[str, Any]) -> None:
+        """Note what a limit on lag did not keep."""
+        self._account.exceeded += values.get("staleness/exceeded", 0.0)
 
     def _is_over(self) -> bool:
         return self._steps is not None and self._account.taken[self._first] >= self._steps

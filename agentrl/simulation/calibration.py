@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from statistics import NormalDist, fmean, median
+from statistics import NormalDist, fmean, median, pstdev
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,12 +17,12 @@ import msgspec
 from agentrl.config.load import read_mapping
 from agentrl.core.errors import InputError
 from agentrl.journal.entries import TurnEntry
-from agentrl.orchestrator.tail import tails_of
 from agentrl.simulation.fit import SampledTurn, fitted_rates
 from agentrl.simulation.plan import Plan
 from agentrl.simulation.tail import FURTHEST
 
 if TYPE_CHECKING:
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec
     from agentrl.inspection.reader import RunReader
 
 MOST = 3000
@@ -136,7 +136,7 @@ def calibrated(reader: RunReader) -> Calibration:
 def _policy(policy: Mapping[str, Any], steps: Sequence[tuple[Any, ...]], name: str) -> dict[str, Any]:
     if policy["kind"] != "trained":
         return {"kind": "frozen"}
-    found = {key: policy[key] for key in ("step_size", "max_staleness")}
+    found = {key: policy.get(key) for key in ("step_size", "max_staleness", "max_lag")}
     seconds, units = (sum(step[column] for step in steps if step[0] == name) for column in (1, 2))
     if units:
         found["step_seconds"] = max(seconds / units * policy["step_size"], 1e-6)
@@ -206,7 +206,7 @@ def _environments(reader: RunReader, seen: Mapping[str, _Seen]) -> dict[str, Any
             roots[name] += count
         else:
             fan_out[str(parent).rpartition(":")[2]][name] += count
-    likeness = tails_of(reader.log.members()).tokens.likeness
+    likeness = likeness_of(reader.log.members())
     made = {}
     for name in sorted(seen, key=lambda name: -roots[name]):
         found = seen[name]
@@ -225,6 +225,27 @@ def _environments(reader: RunReader, seen: Mapping[str, _Seen]) -> dict[str, Any
         if found.gaps:
             made[name]["tool_seconds"] = _tail([max(gap, 1e-4) for gap in found.gaps])
     return made
+
+
+def likeness_of(members: Iterable[tuple[EpisodeSpec, EpisodeHeader]]) -> float:
+    """The correlation of siblings' log-tokens: the mean product of their deviations, over the pairs of all groups."""
+    logs: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for spec, header in members:
+        for own in header.trajectories:
+            if own.tokens:
+                logs[spec.environment, own.seat][spec.group_id].append(math.log(own.tokens))
+    pairs, products = 0, 0.0
+    for groups in logs.values():
+        known = [log for group in groups.values() for log in group]
+        mean, deviation = fmean(known), pstdev(known)
+        if not deviation:
+            continue
+        for group in groups.values():
+            total = math.fsum((log - mean) / deviation for log in group)
+            squares = math.fsum(((log - mean) / deviation) ** 2 for log in group)
+            products += (total**2 - squares) / 2
+            pairs += len(group) * (len(group) - 1) // 2
+    return min(max(products / pairs, 0.0), 0.95) if pairs else 0.0
 
 
 def _tail(values: Sequence[float]) -> dict[str, Any]:

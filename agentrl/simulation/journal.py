@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from agentrl.journal.port import Pruned
 
 if TYPE_CHECKING:
     from agentrl.core.baselines import BaselineSet
     from agentrl.core.proposals import Proposal
     from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, WeightsRef
     from agentrl.journal.entries import JournalEntry
-    from agentrl.journal.port import StepRow
+    from agentrl.journal.port import PruneRule, StepRow
 
 
 class BriefTurnLog:
@@ -83,6 +85,10 @@ class BriefJournal:
 
     def record_metrics(self, policy: str, step: int, values: Mapping[str, Any]) -> None:
         """Metrics."""
+
+    async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> Pruned:
+        """Nothing is kept."""
+        return Pruned(rule=str(rule))
 
     async def flush(self) -> None:
         """Nothing is written."""

@@ -42,6 +42,8 @@ class Measured:
     lag_p99: float
     """Of the trained units: steps taken between admission and training."""
     lag_max: float
+    max_lag_exceeded: int
+    """Trajectories trained beyond `max_lag`, of all steps."""
     length_ratio: float
     """Mean length of what was trained over that of all that was begun."""
     waste: float
@@ -93,6 +95,7 @@ def measure(plan: Plan, account: Account, skipped: int, cpu_seconds: float) -> M
         older=sum(count for name, lag, count in lags if lag > plan.trained[name].max_staleness) / tokens,
         lag_p99=quantiles(units, n=100)[-1],
         lag_max=max(units),
+        max_lag_exceeded=int(account.exceeded),
         length_ratio=fmean(account.lengths[name] for name in own_units) / mean,
         waste=waste,
         episodes=len(account.asked),

@@ -79,6 +79,7 @@ class PolicyPlan(Section):
     kind: Literal["trained", "frozen"] = "trained"
     step_size: Episodes = 64
     max_staleness: MaybeSteps = 1
+    max_lag: MaybeSteps | None = None
     step_seconds: Amount | None = None
     """Of one of its steps, where that is not in proportion to `trainer.step_seconds`."""
 
@@ -356,7 +357,7 @@ class Plan(Section):
             ConfigError: what production refuses.
         """
         policies: dict[str, dict[str, object]] = {
-            name: {"step_size": policy.step_size, "max_staleness": policy.max_staleness}
+            name: policy.model_dump(include={"step_size", "max_staleness", "max_lag"})
             if policy.kind == "trained"
             else {"kind": "frozen"}
             for name, policy in self.policies.items()
@@ -367,13 +368,13 @@ class Plan(Section):
                     "steps": steps,
                     "seed": self.seed,
                     "max_in_flight": self.max_in_flight,
-                    "episode_timeout_s": 1e12,
-                    "environment": {"id": self.root, "tool_timeout_s": 1e12},
+                    "episode_timeout_s": 1e9,
+                    "environment": {"id": self.root, "tool_timeout_s": 1e9},
                     "model": {"path": "simulated"},
                     "policies": policies,
                     "seats": self.seats,
                     "credit": self.credit.model_dump(),
-                    "sampling": {"max_tokens": 1 << 30, "max_turns": 1 << 30},
+                    "sampling": {"max_tokens": 10**8, "max_turns": 10**6},
                     "checkpoint": {"every": 0, "versions": 0},
                     "evaluation": {"tasks": 0},
                 }

@@ -11,9 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
+import subprocess
+import sys
+import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -22,7 +27,7 @@ from agentrl.core.records import EpisodeSpec, SeatBinding, Task
 from agentrl.core.words import plural
 from agentrl.engines.scripted import Script
 from agentrl.environment.base import Environment, ResourceLevel, described
-from agentrl.environment.registry import name_of, resolve
+from agentrl.environment.registry import module_of, name_of, resolve
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.journal.entries import (
     EffectEntry,
@@ -38,7 +43,7 @@ from agentrl.rollout.recorded_words import REMEDY, shortened
 from agentrl.testing.execution import POLICY, RESOURCE_LOST, Executed, execute
 from agentrl.testing.format_check import TASKS as FORMAT_TASKS
 from agentrl.testing.format_check import Outcome, format_findings
-from agentrl.testing.outside import seen_outside
+from agentrl.testing.outside import MODEL_ADVICE, asks_model, seen_outside
 from agentrl.testing.random_policy import random_policy
 from agentrl.testing.sim import simulate
 from agentrl.testing.suspects import suspects
@@ -75,6 +80,8 @@ class EnvironmentReport:
     """Those it never came to call: nothing is known of them."""
     own_random: bool = False
     """Whether it was seen, or says, to draw from the global random generators."""
+    on_progress: Callable[[str], None] = field(default=lambda part: None, repr=False, compare=False)
+    """Told of what is tried next, before it is tried."""
 
     @property
     def passed(self) -> bool:
@@ -102,7 +109,13 @@ class EnvironmentReport:
 
 
 def check_environment(
-    environment: str | type, *, tasks: Sequence[Task] | None = None, episodes: int = 4, seed: int = 0
+    environment: str | type,
+    *,
+    tasks: Sequence[Task] | None = None,
+    episodes: int = 4,
+    seed: int = 0,
+    on_progress: Callable[[str], None] | None = None,
+    hash_order: bool = False,
 ) -> EnvironmentReport:
     """Check an environment; never raises for what the environment does.
 
@@ -111,13 +124,19 @@ def check_environment(
         tasks: tasks to play; default: the first training tasks.
         episodes: how many; more while the policy has not come to call every tool.
         seed: of the random policy.
+        on_progress: told what is tried next, in words.
+        hash_order: play its first training task in another process too, in which strings hash otherwise, as after
+            `--resume`; that process must find the class by its module.
     """
     report = EnvironmentReport(environment=environment if isinstance(environment, str) else environment.__qualname__)
+    report.on_progress = on_progress or report.on_progress
+    report.on_progress("importing it")
     try:
         found = resolve(environment)
     except AgentRLError as error:
         report.findings.append(str(error))
         return report
+    report.on_progress("listing its tasks")
     chosen = list(tasks) if tasks is not None else _tasks(found, max(episodes, FORMAT_TASKS), report)
     for number, task in _games(found, chosen[:episodes], report):
         told: list[str] = []  # by the watch on the loop, some of it only when the loop is closed
@@ -130,7 +149,47 @@ def check_environment(
     report.own_random = found.own_random
     if report.passed:
         _check_format(found, chosen, seed, report)
+    if report.passed and hash_order:
+        _check_hash_order(found, report)
     return report
+
+
+def _check_hash_order(found: type[Environment], report: EnvironmentReport) -> None:
+    """Play a task once more in a process in which strings hash otherwise, as after `--resume`, and compare."""
+    name = f"{module_of(found)}:{found.__qualname__}"
+    task = _tasks(found, 1, report)[0]
+    first = asyncio.run(execute(found, _spec(found, task, 0, 0), random_policy(found)))
+    if isinstance(first, str):
+        return  # it was said before, of the same task
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    with tempfile.TemporaryDirectory(prefix="agentrl-check-") as scratch:
+        asked, told = Path(scratch, "answers"), Path(scratch, "entries")
+        asked.write_bytes(msgspec.msgpack.encode([entry for entry in first.entries if _is_from_outside(entry)]))
+        command = [sys.executable, "-m", "agentrl.testing.check", name, str(asked), str(told)]
+        environ = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+        subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
+        if not told.exists():
+            return  # it ended its process, which is nothing of hashes
+        try:
+            again = msgspec.msgpack.decode(told.read_bytes(), type=str | list[JournalEntry])
+        except msgspec.MsgspecError:
+            return  # it ended its process while that wrote
+    problem = again if isinstance(again, str) else _differing_call(first.entries, again)
+    if problem:
+        report.findings.append(
+            f"task {task.id!r}, played in a process with PYTHONHASHSEED={seed}: {problem}. The code goes by the order "
+            "of a set or by hash(), which differ from process to process, so that no other process could resume the "
+            "episode: iterate over sorted(…), or use a list or a dict"
+        )
+
+
+def _play_here(name: str, asked: Path, told: Path) -> None:
+    """Be the other process of `_check_hash_order`."""
+    found = resolve(name)
+    task = _tasks(found, 1, EnvironmentReport(environment=name))[0]
+    answers = msgspec.msgpack.decode(asked.read_bytes(), type=list[JournalEntry])
+    again = asyncio.run(execute(found, _spec(found, task, 0, 0), random_policy(found), answers=answers))
+    told.write_bytes(msgspec.msgpack.encode(again if isinstance(again, str) else again.entries))
 
 
 def _games(
@@ -197,6 +256,7 @@ def replay_always(
 
 def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: int, report: EnvironmentReport) -> None:
     def play(task: Task, number: int, script: Script) -> Outcome | str:
+        report.on_progress(f"whether a broken chat format pays: game {number + 1} on task {task.id!r}")
         spec = _spec(environment, task, number, seed)
         outcome = asyncio.run(execute(environment, spec, script))
         if isinstance(outcome, str):
@@ -245,11 +305,15 @@ async def _check_episode(
 ) -> None:
     spec = _spec(environment, task, number, seed)
     script = random_policy(environment)
-    with watch_loop(told.append, repeated_s=REPEATED_S), seen_outside() as reached:
+    report.on_progress(f"episode {number + 1}, task {task.id!r}: playing it")
+    with watch_loop(told.append, repeated_s=REPEATED_S, users_only=True), seen_outside(environment) as seen:
         first = await execute(environment, spec, script)
-    report.findings += [f"task {task.id!r}: {text}" for text in reached]
+    report.findings += [f"task {task.id!r}: {text}" for text in seen.findings.values()]
+    if seen.asked_model:
+        told.clear()  # the loop was blocked by the model's answer, and that call is not to be awaited but replaced
     if isinstance(first, str):
-        report.findings.append(f"task {task.id!r}: {first}")
+        hint = f". By its imports or addresses {MODEL_ADVICE}" if asks_model(seen.source) and not seen.findings else ""
+        report.findings.append(f"task {task.id!r}: {first}{hint}")
         return
     report.episodes += 1
     report.called |= {body.name for entry in first.entries if isinstance(body := entry.decode(), ToolEntry)}
@@ -261,17 +325,27 @@ async def _check_episode(
     report.rewards.append(first.header.reward or 0.0)
     if told:  # what blocks would block once more for every entry
         return
-    problem = await resume_everywhere(environment, spec, script, first, report)
+    part = f"episode {number + 1}, task {task.id!r}: "
+    problem = await resume_everywhere(environment, spec, script, first, report, part)
     if problem:
         report.findings.append(f"task {task.id!r}, {problem}")
 
 
 async def resume_everywhere(
-    environment: type[Environment], spec: EpisodeSpec, script: Script, first: Executed, report: EnvironmentReport
+    environment: type[Environment],
+    spec: EpisodeSpec,
+    script: Script,
+    first: Executed,
+    report: EnvironmentReport,
+    part: str = "",
 ) -> str | None:
-    """Kill an episode at every entry, resume and compare; what differed, in words."""
+    """Kill an episode at every entry, resume and compare; what differed, in words. `part` begins what is told of it."""
     entries = first.entries
-    for cut in _cuts(len(entries)):
+    cuts = _cuts(len(entries))
+    for before, cut in enumerate(cuts):
+        report.on_progress(
+            f"{part}killed after entry {cut} of {len(entries)} and resumed ({before} of {len(cuts)} kills)"
+        )
         answers = [entry for entry in entries[cut:] if _is_from_outside(entry)]
         again = await execute(environment, spec, script, entries[:cut], answers=answers)
         report.resumptions += 1
@@ -312,6 +386,16 @@ def _difference(first: Executed, again: Executed) -> str | None:
     before, after = first.header, again.header
     if before.reward != after.reward or before.stop_reason != after.stop_reason:
         return f"reward {after.reward} ({after.stop_reason}) instead of {before.reward} ({before.stop_reason})"
+    problem = _differing_call(first.entries, again.entries)
+    if problem:
+        return problem
+    for name, state in first.states.items():
+        if again.states.get(name) != state:
+            return f"{name} ends as {shortened(again.states.get(name))} instead of {shortened(state)}"
+    return None
+
+
+def _differing_call(first: Sequence[JournalEntry], again: Sequence[JournalEntry]) -> str | None:
     then, now = _acts(first), _acts(again)
     for call_id in sorted(then.keys() | now.keys()):
         if call_id not in now or call_id not in then:
@@ -321,15 +405,12 @@ def _difference(first: Executed, again: Executed) -> str | None:
         was, came = _result(then[call_id]), _result(now[call_id])
         if was != came:
             return f"call {call_id} returned {shortened(came)} instead of {shortened(was)}"
-    for name, state in first.states.items():
-        if again.states.get(name) != state:
-            return f"{name} ends as {shortened(again.states.get(name))} instead of {shortened(state)}"
     return None
 
 
-def _acts(executed: Executed) -> dict[str, JournalEntry]:
+def _acts(entries: Sequence[JournalEntry]) -> dict[str, JournalEntry]:
     """Entries by call id; the intent of an act is none of its own, and not written where its answer is given."""
-    return {entry.call_id: entry for entry in executed.entries if not isinstance(entry.decode(), IntentEntry)}
+    return {entry.call_id: entry for entry in entries if not isinstance(entry.decode(), IntentEntry)}
 
 
 def _result(entry: JournalEntry) -> object:
@@ -360,3 +441,7 @@ def _cuts(entries: int) -> list[int]:
     if entries <= MAX_CUTS:
         return list(range(1, entries + 1))
     return sorted({round(index * entries / MAX_CUTS) for index in range(1, MAX_CUTS + 1)})
+
+
+if __name__ == "__main__":
+    _play_here(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

@@ -5,9 +5,11 @@ Each check returns sentences, one for each violation; the word in front of the c
 * `acknowledged`: a commit that was reported is there after the crash.
 * `resumed`: the run goes on by itself, from a checkpoint none of which is damaged.
 * `sampled`: a turn that was on disk at the crash is not sampled again.
+* `served`: an engine is given no version before the journal has it, and the step that made it, on disk.
 * `finished`: every policy has taken its steps, and nothing is in flight or ready at the end.
 * `once`: what the last weights were trained on is what the journal says was consumed on the way to them, once each.
-* `entries`: the log holds of each committed episode the entries its header names, and no others.
+* `entries`: the log holds of each committed episode the entries its header names, and no others; or they were pruned.
+* `pruned`: of what any checkpoint makes ready again, every entry is there.
 * `ledger`: episodes: admitted = trained + dropped; units: committed = consumed + dropped; never two of these.
 * `versions`: no version id was recorded with two different weights.
 * `dropped`, `rewards`: no episode was dropped, and none rewarded, otherwise than in the run nothing happened to.
@@ -22,12 +24,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.journal.entries import ResourceEntry, TurnEntry
-from agentrl.orchestrator.manifest import newest
+from agentrl.orchestrator.manifest import newest, sealed
 from agentrl.testing.crash_scenario import CHECKPOINTS
 from agentrl.testing.memory_journal import Admission, EpisodeEnd, Publication, UnitDrop
 from agentrl.testing.recording_trainer import TRAINED_FILE
@@ -66,6 +68,17 @@ def lost(acknowledged: Iterable[tuple[str, int]], survivor: Machine) -> list[str
     return [f"acknowledged: the commit of {key} is gone" for key in acknowledged if key not in ended]
 
 
+def needed(machine: Machine) -> list[str]:
+    """Entries that were pruned and that a checkpoint makes ready again: it may be the one the run goes on from."""
+    violations = []
+    for versions in sealed(CHECKPOINTS, disk=machine.disk):
+        for _, header in machine.journal.ready_units(versions):
+            entries, _ = machine.journal.recorded(header.episode_id, header.attempt)
+            if header.location is not None and len(entries) < header.location.entries:
+                violations.append(f"pruned: {header.episode_id} is ready again at {dict(versions)}, and it is gone")
+    return violations
+
+
 def turns_on_disk(machine: Machine) -> frozenset[str]:
     """Request ids of the turns a machine holds."""
     return frozenset(
@@ -79,6 +92,11 @@ def turns_on_disk(machine: Machine) -> frozenset[str]:
 def sampled_again(recorded: Iterable[str], machine: Machine) -> list[str]:
     """Turns that were on disk when a life began, and were sampled in it all the same."""
     return [f"sampled: {call} again" for call in sorted(set(recorded) & set(machine.sampled))]
+
+
+def served_unknown(machine: Machine) -> list[str]:
+    """Versions that an engine was given before they were on disk."""
+    return [f"served: {version} before it was on disk" for version, is_known in machine.served if not is_known]
 
 
 def finished(machine: Machine, *, steps: int, trainable: Sequence[str]) -> Finished:
@@ -198,16 +216,19 @@ def _versions(machine: Machine) -> list[str]:
     return violations
 
 
-def _entries(machine: Machine, headers: Iterable[EpisodeHeader]) -> list[str]:
+def _entries(machine: Machine, headers: Collection[EpisodeHeader]) -> list[str]:
     found = Counter(
         (log.name, entry.episode_id, entry.attempt)
         for log in machine.journal.turn_logs.values()
         for entry in log.entries[: log.on_disk]
     )
+    pruned = machine.journal.pruned({header.episode_id for header in headers})
     violations = []
     for header in headers:
         assert header.location is not None
         there = found[header.location.partition, header.episode_id, header.attempt]
+        if not there and (header.episode_id, header.attempt) in pruned:
+            continue
         if there != header.location.entries:
             violations.append(f"entries: {header.episode_id} has {there}, and {header.location.entries} were committed")
     return violations

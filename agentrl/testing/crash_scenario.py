@@ -18,10 +18,12 @@ from agentrl.app.recovery import Recovery, clear_leftovers
 from agentrl.app.seats import castings
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
-from agentrl.core.records import PolicyVersion, Task
+from agentrl.core.records import PolicyVersion, Task, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.journal.port import StepRow
 from agentrl.orchestrator.manifest import CheckpointWriter
 from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
+from agentrl.testing.memory_journal import Publication
 from agentrl.testing.recording_trainer import RecordingTrainer
 from agentrl.testing.sim import SimLoop
 from agentrl.testing.sim_disk import SimDisk, SimulatedCrashError
@@ -49,6 +51,8 @@ class Machine:
     journal: SimJournal
     sampled: list[str] = field(default_factory=list)
     """Request ids of the engine calls of this process, in order."""
+    served: list[tuple[PolicyVersion, bool]] = field(default_factory=list)
+    """Versions this process gave an engine, in order, and whether the journal had them on disk by then."""
     rejected: Sequence[str] = ()
     """Checkpoints this process found damaged."""
     life: int = 0
@@ -154,7 +158,8 @@ class CrashScenario:
         )
         await trainer.start(recovery.start_from)
         versions = recovery.first_versions(self.config, journal, VERSIONS, disk=disk)
-        engine = ScriptedEngine(self._witnessed(machine), versions=versions, seconds_per_token=0.05)
+        engine = _WitnessedEngine(self._witnessed(machine), versions=versions, seconds_per_token=0.05)
+        engine.machine = machine
         first = {name: versions[name] for name in self.trainable}
         served = await recovery.serve(self.config, first, trainer, engine, journal)
         parts = Parts(
@@ -211,6 +216,25 @@ class CrashScenario:
             return self.says(machine, request, policy, version)
 
         return script
+
+
+class _WitnessedEngine(ScriptedEngine):
+    """A scripted engine that looks at the disk when it is given a version."""
+
+    machine: Machine
+
+    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
+        """See `Engine.update`."""
+        version, on_disk = weights.version, self.machine.journal.on_disk()
+        lineage = {
+            record.weights.version.step
+            for record in on_disk
+            if isinstance(record, Publication) and record.weights.version[:2] == version[:2]
+        }
+        made = any(isinstance(record, StepRow) and record.version == version for record in on_disk)
+        is_known = version.step in lineage and (made or version.step == min(lineage))
+        self.machine.served.append((version, is_known))
+        await super().update(weights, keep=keep)
 
 
 class _Unheard:

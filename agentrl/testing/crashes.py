@@ -229,12 +229,14 @@ def _after(
     machine = point.survivors[first].after_crash("kill")  # a copy: this point is crashed at again
     machine.life = 1
     yield from crash_oracle.lost(point.acknowledged, machine)
+    yield from crash_oracle.needed(machine)
     for life in range(_MAX_LIVES):
         recorded = crash_oracle.turns_on_disk(machine)
         if second is not None:
             _crash_at(machine, second.operation)
         ended = scenario.run(machine, seed=(salt + life) % (1 << 31))
         yield from crash_oracle.sampled_again(recorded, machine)
+        yield from crash_oracle.served_unknown(machine)
         yield from (f"resumed: a checkpoint is damaged: {reason}" for reason in machine.rejected)
         if ended is None:
             break

@@ -110,6 +110,8 @@ async def execute(
         return f"run() raised {described(error)}"
     if failures:
         return f"a child episode failed: {failures[0]}"
+    if dispatcher.worker.last_failure:
+        return f"a child episode was dropped: {dispatcher.worker.last_failure}"
     entries = log.read(spec.episode_id, spec.attempt)
     return Executed(header, entries, runner.states[spec.episode_id], dispatcher.buffer.counts)
 

@@ -17,14 +17,15 @@ from agentrl.core.baselines import BaselineSet
 from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.proposals import Proposal
 from agentrl.core.records import PolicyVersion
-from agentrl.journal.port import StepRow
+from agentrl.journal.port import Pruned, StepRow
 from agentrl.testing.memory_turn_log import MemoryTurnLog, fullest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from agentrl.core.records import EpisodeHeader, EpisodeSpec, WeightsRef
     from agentrl.journal.entries import JournalEntry
+    from agentrl.journal.port import PruneRule
 
 R = TypeVar("R")
 
@@ -74,7 +75,16 @@ class MetricRow:
     values: Mapping[str, float]
 
 
-ControlRecord = Admission | EpisodeEnd | UnitDrop | Proposal | BaselineSet | Publication | StepRow | MetricRow
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruning:
+    """The entries of an attempt are given up."""
+
+    episode_id: str
+    attempt: int
+    rule: str
+
+
+ControlRecord = Admission | EpisodeEnd | UnitDrop | Proposal | BaselineSet | Publication | StepRow | MetricRow | Pruning
 
 
 class MemoryJournal:
@@ -172,6 +182,47 @@ class MemoryJournal:
         """Record metric values at a step of a policy."""
         self._record(MetricRow(policy=policy, step=step, values=dict(values)))
 
+    async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> Pruned:
+        """Give up what a rule lets go, a partition after the other."""
+        given_up = Pruned(rule=str(rule), last=rule.last)
+        settled = self._settled(rule)
+        for log in self.turn_logs.values():
+            attempts = settled & {(entry.episode_id, entry.attempt) for entry in log.entries[: log.on_disk]}
+            if attempts and not stopped():
+                given_up.episodes += len(attempts)
+                self._record(*[Pruning(episode_id=name, attempt=number, rule=str(rule)) for name, number in attempts])
+                await self.flush()
+                self._remove(log, attempts)
+        return given_up
+
+    def _settled(self, rule: PruneRule) -> set[tuple[str, int]]:
+        """Attempts none of whose units a checkpoint that is kept makes ready again, fed to no step that is kept."""
+        if not rule.sealed:
+            return set()
+        kept = {
+            (unit.episode_id, unit.attempt)
+            for row in self.on_disk()
+            if isinstance(row, StepRow) and row.version.step > rule.last.get(row.version.policy, 0)
+            for unit in row.batch.units
+        }
+        newest = {record.spec.episode_id: record.spec.attempt for record in self.of_kind(Admission)}
+        settled = {
+            (record.spec.episode_id, record.spec.attempt)
+            for record in self.on_disk()
+            if isinstance(record, Admission) and record.spec.attempt < newest[record.spec.episode_id]
+        }
+        settled |= {
+            (record.spec.episode_id, record.spec.attempt)
+            for record in self.on_disk()
+            if isinstance(record, EpisodeEnd) and record.spec.purpose == "train"
+        }
+        for versions in rule.sealed:
+            settled -= {(header.episode_id, header.attempt) for _, header in self.ready_units(versions)}
+        return settled - kept
+
+    def _remove(self, log: MemoryTurnLog, attempts: Collection[tuple[str, int]]) -> None:
+        log.remove(attempts)
+
     async def flush(self) -> None:
         """Yield, then put everything recorded before the call on disk."""
         reached = len(self.records)
@@ -235,8 +286,9 @@ class MemoryJournal:
             if group_ids is None or record.spec.group_id in group_ids:
                 yield record.spec, record.header
 
-    def dispatched(self) -> Iterator[tuple[EpisodeSpec, EpisodeHeader | None]]:
-        """Training episodes in order of admission, at their newest attempts, with how they ended; None: not yet."""
+    def dispatched(self, newest: int | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader | None]]:
+        """The newest training episodes, or all, in order of admission, at their newest attempts, with how they ended;
+        None: not yet."""
         specs: dict[str, EpisodeSpec] = {}
         ends: dict[tuple[str, int], EpisodeHeader] = {}
         for record in self.on_disk():
@@ -244,7 +296,7 @@ class MemoryJournal:
                 specs[record.spec.episode_id] = record.spec
             elif isinstance(record, EpisodeEnd):
                 ends[record.spec.episode_id, record.spec.attempt] = record.header
-        for spec in specs.values():
+        for spec in list(specs.values())[0 if newest is None else max(len(specs) - newest, 0) :]:
             yield spec, ends.get((spec.episode_id, spec.attempt))
 
     def baselines(self) -> dict[str, BaselineSet]:
@@ -354,8 +406,15 @@ class MemoryJournal:
                 f"{header.location.partition}, {found} are there"
             )
 
-    def resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> dict[tuple[str, int, str], str | None]:
-        """None for units consumed along the surviving lineage, the reason for dropped ones."""
+    def pruned(self, episodes: Collection[str]) -> set[tuple[str, int]]:
+        """Attempts of these episodes whose entries were given up."""
+        found = (record for record in self.on_disk() if isinstance(record, Pruning))
+        return {(record.episode_id, record.attempt) for record in found if record.episode_id in episodes}
+
+    def resolved_units(
+        self, consumed_through: Mapping[str, PolicyVersion], among: Collection[str] | None = None
+    ) -> dict[tuple[str, int, str], str | None]:
+        """None for units consumed along the surviving lineage, the reason for dropped ones; of all or some episodes."""
         rows = [r for r in self.on_disk() if isinstance(r, StepRow)]
         parents: dict[PolicyVersion, PolicyVersion] = {
             r.weights.version: r.parent for r in self.on_disk() if isinstance(r, Publication) and r.parent is not None
@@ -374,4 +433,4 @@ class MemoryJournal:
         for row in rows:
             if row.version in surviving:
                 resolved.update(((unit.episode_id, unit.attempt, unit.policy), None) for unit in row.batch.units)
-        return resolved
+        return {key: why for key, why in resolved.items() if among is None or key[0] in among}

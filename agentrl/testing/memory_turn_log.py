@@ -110,6 +110,12 @@ class MemoryTurnLog:
                 found = [entry for entry in found if item[2] not in (None, entry.call_id)]
         return found
 
+    def remove(self, attempts: Collection[tuple[str, int]]) -> None:
+        """Give up what is on disk of some attempts."""
+        kept = [e for e in self.entries[: self.on_disk] if (e.episode_id, e.attempt) not in attempts]
+        self.entries[: self.on_disk] = kept
+        self.on_disk = len(kept)
+
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
         """The entries before a fork point of this partition."""
         return prefix_of(".", point, lambda _, at: self.read(at.episode_id, at.attempt))

@@ -6,47 +6,98 @@ external tools and other resources may do as they like. C extensions that raise 
 
 from __future__ import annotations
 
+import linecache
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agentrl.environment.base import valid_unicode
+from agentrl.observe.blocked import is_users
 from agentrl.rollout.branches import branch_inside
 
 if TYPE_CHECKING:
     from types import FrameType
 
+    from agentrl.environment.base import Environment
+
 _STARTS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "pty.spawn"}
 _TALKS = {"socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo"}
 _CHANGES = {"os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod"}
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
+_MODEL_CLIENTS = {
+    *("openai", "anthropic", "litellm", "mistralai", "cohere", "groq", "together", "ollama", "fireworks", "replicate"),
+    *("google.genai", "google.generativeai", "vllm", "sglang", "aisuite", "instructor", "dspy", "pydantic_ai"),
+    *("langchain", "langchain_core", "langchain_openai", "langchain_anthropic", "llama_index"),
+}
+"""Packages that ask a language model."""
+_MODEL_WORDS = re.compile(
+    rf"^\s*(?:import|from)\s+(?:{'|'.join(map(re.escape, sorted(_MODEL_CLIENTS)))})\b"
+    r"|/chat/completions|/v1/(?:completions|messages|responses)\b|/api/(?:generate|chat)\b|:generateContent"
+    r"|api\.(?:openai|anthropic|mistral|groq|together|deepseek|cohere)\.",
+    re.MULTILINE,
+)
+"""Lines by which code shows that it asks a model itself: an import of a client, or the address of an endpoint."""
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PYTHON = (os.path.dirname(os.__file__) + os.sep, "<frozen")
 
-_watching: dict[tuple[str, str], str] | None = None
+_ADVICE = (
+    "and would again on re-execution; make it an external tool (`@tool(external=True)`), `ctx.effect`, or a `snapshot` "
+    "or `pinned` resource"
+)
+MODEL_ADVICE = (
+    "it asks a language model itself, whose tokens are then neither recorded as turns nor trained: go through "
+    "`ctx.agent(seat).act(…)` instead, and let a policy hold the seat, one that learns or an endpoint "
+    '(`[policies.NAME] kind = "remote"`). Only a model that is no agent of the episode, such as a search service of '
+    "yours, belongs into an external tool or `ctx.effect`"
+)
+
+
+@dataclass(slots=True)
+class Seen:
+    """What an environment's code was seen to do outside."""
+
+    source: str
+    """Text of the environment's module."""
+    findings: dict[tuple[str, str], str] = field(default_factory=dict)
+    """In words, by event and place."""
+    asked_model: bool = False
+
+
+_watching: Seen | None = None
 _installed = False
 
 
 @contextmanager
-def seen_outside() -> Iterator[list[str]]:
-    """Within: environments are watched; what they did is in the list afterwards, in words."""
+def seen_outside(environment: type[Environment]) -> Iterator[Seen]:
+    """Within: episodes of an environment are watched, and what they do outside is noted."""
     global _watching, _installed
     if not _installed:
         sys.addaudithook(_hook)  # it cannot be removed, and costs next to nothing while nobody watches
         _installed = True
-    found: list[str] = []
-    _watching = {}
+    _watching = Seen(environment.source())
     try:
-        yield found
+        yield _watching
     finally:
-        found += _watching.values()
         _watching = None
 
 
+def asks_model(source: str) -> bool:
+    """Whether code looks as if it asked a language model itself.
+
+    Example:
+        >>> asks_model("import openai"), asks_model("url = base + '/chat/completions'"), asks_model("import math")
+        (True, True, False)
+    """
+    return _MODEL_WORDS.search(source) is not None
+
+
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if _watching is None:
+    seen = _watching
+    if seen is None:
         return
     act = _act(event, arguments)
     if act is None:
@@ -54,13 +105,24 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     branch = branch_inside()
     if branch is None or not branch.is_open or branch.memoised is not None:
         return
-    place = _place(sys._getframe(1))
-    if place is not None:
-        _watching.setdefault(
-            (event, place),
-            f"{place} {act}, and would again on re-execution; make it an external tool (`@tool(external=True)`), "
-            "`ctx.effect`, or a `snapshot` or `pinned` resource",
-        )
+    frame = sys._getframe(1)
+    place = _place(frame)
+    if place is not None and (event, place) not in seen.findings:
+        model = event in _TALKS and _is_for_model(frame, seen.source)
+        seen.asked_model |= model
+        seen.findings[event, place] = f"{place} {act}: {MODEL_ADVICE}" if model else f"{place} {act}, {_ADVICE}"
+
+
+def _is_for_model(frame: FrameType | None, source: str) -> bool:
+    """Whether the environment's part of the stack has a model's client on it, or code that looks like one."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        name = str(frame.f_globals.get("__name__"))
+        if not _MODEL_CLIENTS.isdisjoint({name.partition(".")[0], ".".join(name.split(".")[:2])}):
+            return True
+        if is_users(frame.f_code.co_filename) and asks_model("".join(linecache.getlines(frame.f_code.co_filename))):
+            return True
+        frame = frame.f_back
+    return asks_model(source)
 
 
 def _act(event: str, arguments: tuple[Any, ...]) -> str | None:

@@ -81,14 +81,14 @@ class RecordingTrainer:
         self._accumulated: dict[str, list[TrainBatch]] = {policy: [] for policy in policies}
         self._reports: dict[str, StepReport] = {}
 
-    async def start(self, resume_from: str | None = None) -> None:
+    async def start(self, resume_from: str | None = None) -> tuple[str, ...]:
         """With `resume_from`, take over the counters that `save` wrote there.
 
         Raises:
             TrainerError: the directory holds other policies.
         """
         if resume_from is None:
-            return
+            return ()
         directory = Path(resume_from)
         saved = self._read(directory / STATE_FILE)
         if set(saved) != set(self._steps):
@@ -97,6 +97,7 @@ class RecordingTrainer:
             self._steps[policy] = step
             self._versions[policy] = PolicyVersion(policy, lineage, step)
             self._trained[policy] = [tuple(unit) for unit in self._read(directory / policy / TRAINED_FILE)]
+        return ()
 
     async def forward_backward(self, batch: TrainBatch) -> None:
         """Remember a batch for the step it names; ignored where that step was applied already.

@@ -18,7 +18,7 @@ from agentrl.testing.memory_turn_log import MemoryTurnLog
 from agentrl.testing.sim_disk import SimDisk
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from agentrl.core.records import EpisodeHeader, EpisodeSpec
     from agentrl.journal.entries import JournalEntry
@@ -79,6 +79,8 @@ class SimJournal(MemoryJournal):
         self._round: asyncio.TimerHandle | None = None
         self._landing: str | None = None
         self._failure: str | None = None
+        self._removing: tuple[str, Collection[tuple[str, int]]] | None = None
+        """The transaction of a pruning that is under way."""
 
     def turn_log(self, worker: str) -> SimTurnLog:
         """The partition of a worker; created if missing."""
@@ -113,6 +115,17 @@ class SimJournal(MemoryJournal):
         self.round_within(LINGER_SECONDS)
         await future
 
+    def _remove(self, log: MemoryTurnLog, attempts: Collection[tuple[str, int]]) -> None:
+        self._removing = (log.name, attempts)
+        try:
+            self._disk.operate(f"prune {log.name}")
+        except OSError as error:
+            raise StorageError(
+                f"{log.name}: could not be pruned ({error.strerror}); free space, then resume"
+            ) from error
+        super()._remove(log, attempts)
+        self._removing = None
+
     async def close(self) -> None:
         """Flush; later records are refused. Idempotent."""
         await self.flush()
@@ -130,7 +143,8 @@ class SimJournal(MemoryJournal):
     def after_crash(self, fate: Fate = "kill", disk: SimDisk | None = None, *, seed: int = 0) -> SimJournal:
         """The journal another process opens, on the disk it finds; `seed` draws whether a transaction landed."""
         survivor = type(self)(disk or SimDisk(), flush_seconds=self.flush_seconds)
-        lands = self._landing if fate != "kill" and stream("landed", seed).random() < 0.5 else None
+        may_land = fate != "kill" and stream("landed", seed).random() < 0.5
+        lands = self._landing if may_land else None
         survivor.records = self.records[: None if lands == _CONTROL else self._on_disk]
         survivor._on_disk = len(survivor.records)
         ends = (record for record in survivor.records if isinstance(record, EpisodeEnd))
@@ -140,6 +154,8 @@ class SimJournal(MemoryJournal):
             kept = log.entries[: None if landed else log.on_disk]
             partials = log.partials[: None if landed else log.partials_on_disk]
             survivor.turn_logs[worker] = survivor._turn_log(log.name, kept, partials)
+            if may_land and self._removing is not None and self._removing[0] == log.name:
+                survivor.turn_logs[worker].remove(self._removing[1])
         return survivor
 
     def _turn_log(

@@ -3,6 +3,8 @@
     python docs/img/episode_tokens.py RUN EPISODE OUT.svg
 
 Grey tokens are context (prompts and tool results), which is never trained. Needs the run's model for its tokenizer.
+A turn of several versions needs full weights, or `engine.refresh = "token"`: under `lazy`, the default for adapters,
+a conversation changes its version between two turns only.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from agentrl.core.records import Message
 from agentrl.core.rng import stream
 from agentrl.environment.gym import SeededGame
+from agentrl.learn import tiny_model
 from agentrl.rollout.chat_format import TemplateFormat
-from environments import tiny_model
 from environments.frozen_lake.env import MOVES, FrozenLake
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     )
     tasks = FrozenLake.tasks("train", seed=seed)
     rows = (game_row(chat, tasks[n], stream("warm-up", seed, n)) for n in count())
-    tiny_model.warm_up(model, rows, steps=steps)
+    tiny_model.warm_up(model, rows, steps=steps, on_step=tiny_model.shown("warm-up", steps))
     tiny_model.save(model, directory, stop_tokens=[end, *(chat.encode(move)[0] for move in MOVES)])
 
 

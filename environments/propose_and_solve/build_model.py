@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 import agentrl
 from agentrl.core.records import Message
 from agentrl.core.rng import stream
+from agentrl.learn import tiny_model
 from agentrl.rollout.chat_format import TemplateFormat
-from environments import tiny_model
 from environments.calculator import build_model as calculator
 from environments.calculator.demonstrations import call_text, observation
 from environments.propose_and_solve.env import PROMPT, Solve, Sum, drawn_sum
@@ -41,7 +41,7 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     """Write tokenizer, template, configuration and warmed-up weights into `directory`."""
     source = Path(calculator.__file__).parent / "model"
     tiny_model.write_chat_template(
-        directory, calculator.TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=calculator.CONTEXT
+        directory, tiny_model.TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=calculator.CONTEXT
     )
     shutil.copyfile(source / "tokenizer.json", directory / "tokenizer.json")
     vocabulary = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab_size()
@@ -52,7 +52,7 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     )
     tools = [bound.spec for bound in Solve.tool_table().values()]
     rows = (shown_row(chat, tools, stream("warm-up", seed, number)) for number in count())
-    tiny_model.warm_up(model, rows, steps=steps)
+    tiny_model.warm_up(model, rows, steps=steps, on_step=tiny_model.shown("warm-up", steps))
     tiny_model.save(model, directory, stop_tokens=stop)
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import agentrl
 from agentrl.core.rng import stream
+from agentrl.learn import tiny_model
 from agentrl.rollout.chat_format import TemplateFormat
-from environments import tiny_model
 from environments.frozen_lake.build_model import TEMPLATE, byte_tokenizer
 from environments.tictactoe.env import FREE, LINES, OTHER, OWN, TicTacToe, random_player
 

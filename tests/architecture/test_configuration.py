@@ -1,4 +1,4 @@
-"""The budget of knobs: few enough to read, and each of them read by something."""
+"""Every setting is read by something, and explained."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pydantic import BaseModel
 
 from agentrl.config.run import RunConfig
 from tests.architecture.sources import sources
-
-MAX_FIELDS = 99
 
 
 def models_in(annotation: object) -> Iterator[type[BaseModel]]:
@@ -32,11 +30,10 @@ def leaves(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, st
             yield from leaves(inner, f"{prefix}{name}." + (f"{inner.__name__}." if len(nested) > 1 else ""))
 
 
-def test_there_are_few_enough_fields() -> None:
+def test_the_fields_of_nested_sections_and_unions_are_found() -> None:
     fields = [path for path, _ in leaves(RunConfig)]
     assert "trainer.loss.PpoLoss.clip_low" in fields
     assert "policies.PolicyConfig.lora.rank" in fields
-    assert len(fields) <= MAX_FIELDS
 
 
 def test_every_field_is_read_somewhere() -> None:

@@ -16,7 +16,6 @@ import msgspec
 import agentrl
 from agentrl.core.ids import child_episode_id
 from agentrl.core.records import DataLocation, PolicyVersion
-from agentrl.core.remaining import pack
 from agentrl.testing import make_episode_header, make_spec
 from tests.architecture.sources import Source, sources
 
@@ -70,8 +69,6 @@ def test_a_header_of_one_agent_fits_into_256_bytes() -> None:
         seconds=3601.123,
         location=DataLocation("turns-worker-0123.sqlite", 512),
     )
-    agents = [dataclasses.replace(agent, remaining=pack([9000] * 64, [60.0] * 64)) for agent in header.trajectories]
-    header = dataclasses.replace(header, trajectories=tuple(agents))
     encoded = msgspec.msgpack.encode(dataclasses.astuple(header))
     assert len(encoded) <= MAX_HEADER_BYTES
     against = (PolicyVersion("another_policy_name", 12, 123_456),)

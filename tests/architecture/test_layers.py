@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.architecture.sources import sources
 
 HEAVY = ("numpy", "torch", "ray", "vllm", "transformers", "peft", "gymnasium", "rich", "aiohttp", "pydantic")
 
@@ -32,6 +35,24 @@ def modules_after(statement: str) -> set[str]:
 
 def test_import_agentrl_loads_nothing_heavy() -> None:
     assert not modules_after("import agentrl").intersection(HEAVY)
+
+
+def test_a_version_is_published_in_one_place_which_waits_for_the_disk() -> None:
+    """Else an engine might sample by weights that a crash takes from the journal."""
+    calls = {
+        (source.path, node.func.attr)
+        for source in sources("agentrl/app", "agentrl/orchestrator")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if node.func.attr in ("record_version", "record_step")
+        or (node.func.attr == "publish" and "trainer" in ast.unparse(node.func.value))
+    }
+    place = "agentrl/orchestrator/versions.py"
+    assert calls == {(place, "publish"), (place, "record_version"), (place, "record_step")}
+
+
+def test_the_second_reader_of_journals_imports_nothing_of_agentrl() -> None:
+    assert "agentrl" not in modules_after("import tests.journal_oracle")
 
 
 def test_the_pytest_plugin_loads_nothing_heavy() -> None:

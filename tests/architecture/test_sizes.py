@@ -1,4 +1,4 @@
-"""Rooms without too much in them."""
+"""A file is as long as its subject, a function as long as its idea."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import ast
 
 from tests.architecture.sources import sources
 
-MAX_FILE_LINES = 450
-MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 800
+MAX_FUNCTION_LINES = 80
 
 EVERYTHING = ("agentrl", "environments", "examples", "benchmarks", "tests")
 

@@ -26,7 +26,7 @@ WORDS = (
         "JournalEntry",
     ),
     *("replay", "resume", "park", "fork", "effect", "resource", "Engine", "Trainer", "Scorer", "Scheduler"),
-    *("straggler", "tail model"),
+    "straggler",
 )
 
 BANNED_WORDS = {"done", "utils", "util", "helpers", "manager", "helper", "misc"}
@@ -43,7 +43,6 @@ BANNED_NAMES = {
     "model_version",
     "param_version",
     "num_generations",
-    "max_lag",
     "off_policy_steps",
     "data_proto",
 }

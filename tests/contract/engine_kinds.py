@@ -54,6 +54,18 @@ _ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: transformers.MixtralConfig(
         **_SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     ),
+    "phi3": lambda: transformers.Phi3Config(**_SHAPE, pad_token_id=0),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **_SHAPE,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        decoder_sparse_step=1,
+    ),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(
+        **{name: value for name, value in _SHAPE.items() if name not in ("num_key_value_heads", "head_dim")}
+    ),
     "bloom": lambda: transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=VOCABULARY),
     "gpt2": lambda: transformers.GPT2Config(
         n_embd=64, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=512, initializer_range=0.2

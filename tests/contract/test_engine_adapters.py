@@ -250,13 +250,27 @@ def test_spoilt_adapters_are_refused_and_the_old_version_serves(zoo: ModelZoo, t
     asyncio.run(check_refused(load_engine(zoo), zoo, weights, message))
 
 
-def test_adapters_of_different_targets_are_refused(zoo: ModelZoo, tmp_path: Path) -> None:
+def test_adapters_on_different_layers_are_served_side_by_side(zoo: ModelZoo, tmp_path: Path) -> None:
+    """Also where one takes the place that another, on other layers, has left."""
+
     async def main() -> None:
-        engine = load_engine(zoo)
-        await engine.update(write_adapter(tmp_path / "1", version(1), zoo.load(), seed=1))
-        other = write_adapter(tmp_path / "2", version(2), zoo.load(), seed=1, targets=("q_proj", "k_proj"))
-        with pytest.raises(EngineError, match="same target modules"):
-            await engine.update(other)
+        engine = load_engine(zoo, adapter_slots=2)
+        targets = [("q_proj", "v_proj"), ("q_proj", "k_proj"), ("down_proj",), ("v_proj",)]
+        context, policies = prompt(14), ["solver", "proposer"]
+        served = {}
+        for step, names in enumerate(targets, start=1):
+            policy = policies[step % 2]
+            place = tmp_path / f"{step}"
+            served[policy] = write_adapter(
+                place, version((step + 1) // 2, policy), zoo.load(), seed=step, rank=1 + step, targets=names
+            )
+            await engine.update(served[policy])
+            calls = [
+                engine.open(f"{step} {name}", name).generate(request(f"{step} {name}", context)) for name in policies
+            ]
+            for name, completion in zip(policies, await asyncio.gather(*calls), strict=True):
+                expected = with_adapter(zoo, served[name]) if name in served else zoo.load()
+                check_logprobs(expected, context, completion)
         await engine.close()
 
     asyncio.run(main())

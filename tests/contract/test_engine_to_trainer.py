@@ -1,23 +1,27 @@
-"""What the engine sampled, as the trainer sees it: with kept sets and experts the recorded logprobs come back."""
+"""What the engine sampled, as the trainer sees it: kept sets, experts and adapters give back the recorded logprobs."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 
-from agentrl.config.policies import PolicyConfig
+from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig
+from agentrl.core.errors import ConfigError
 from agentrl.core.records import DataLocation, MaskKind, RoutingSpan, Row, SamplingMask, Trajectory
 from agentrl.core.training_records import TrainingSample, TrajectoryCredit, Unit
 from agentrl.credit.samples import samples
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack
-from tests.contract.engine_kinds import ModelZoo, load_engine, prompt, request
+from agentrl.learn.publish import Publisher
+from tests.contract.engine_kinds import ModelZoo, check_logprobs, load_engine, prompt, request, version
 
 PROMPT, TOKENS = 12, 40
 
@@ -117,3 +121,109 @@ def test_a_bf16_engine_s_experts_are_replayed(zoo: ModelZoo) -> None:
     wrong = [at for at in found if abs(without[at] - found[at]) > 1e-3]
     assert wrong, "rounding changed no expert"
     assert sum(found[at] ** 2 for at in wrong) < 0.5 * sum(without[at] ** 2 for at in wrong)
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+_ATTENTION = "q_proj, k_proj, v_proj, o_proj"
+_SAID = {
+    "llama": f"{_ATTENTION}, gate_proj, up_proj, down_proj: 86,016 of 86,016 linear parameters, 100.0%",
+    "phi3": "qkv_proj, o_proj, gate_up_proj, down_proj: 86,016 of 86,016 linear parameters, 100.0%",
+    "gpt_neox": "query_key_value, dense, dense_h_to_4h, dense_4h_to_h: 57,344 of 57,344 linear parameters, 100.0%",
+    "mixtral": f"{_ATTENTION}: 49,152 of 197,120 linear parameters, 24.9%; "
+    "not on mlp.gate, experts.gate_up_proj, experts.down_proj",
+    "qwen3_moe": f"{_ATTENTION}: 49,152 of 148,480 linear parameters, 33.1%; "
+    "not on experts.gate_up_proj, experts.down_proj, mlp.gate",
+    "qwen2_moe": f"{_ATTENTION}, gate_proj, up_proj, down_proj, shared_expert_gate: "
+    "61,568 of 111,232 linear parameters, 55.4%; not on mlp.gate, experts.gate_up_proj, experts.down_proj",
+}
+
+
+def lora_model(zoo: ModelZoo, architecture: str, *targets: str) -> PolicyModel:
+    config = RunConfig(
+        environment=EnvironmentConfig(id="test"),
+        model=ModelConfig(path=str(zoo.directory(architecture))),
+        policies={"solver": PolicyConfig(lora=LoraConfig(rank=4, target_modules=targets))},
+    )
+    return load_models(config, torch.device("cpu"))["solver"]
+
+
+@pytest.mark.parametrize("architecture", sorted(_SAID))
+def test_an_adapter_on_all_it_can_be_on_is_served_as_it_is_trained(
+    zoo: ModelZoo, tmp_path: Path, architecture: str
+) -> None:
+    """Fused projections and shared experts too; what is left out is said."""
+    model, random = lora_model(zoo, architecture), torch.Generator().manual_seed(1)
+    assert model.described.startswith("solver: adapters of rank 4 on " + _SAID[architecture])
+    with torch.no_grad():
+        for name, parameter in model.parameters.items():
+            if "lora_B" in name:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=random))
+    weights = Publisher(tmp_path, zoo.directory(architecture)).publish(version(1), model)
+    context = prompt(PROMPT)
+
+    async def main() -> None:
+        engine = load_engine(zoo, architecture)
+        base = await engine.open("base", "solver").generate(request("base", context))
+        await engine.update(weights)
+        completion = await engine.open("s", "solver").generate(request("r", context))
+        assert completion.token_ids.tolist() != base.token_ids.tolist()
+        check_logprobs(PeftModel.from_pretrained(zoo.load(architecture), weights.path).eval(), context, completion)
+        blank = np.zeros(PROMPT, np.float32)
+        row = TrainingSample(
+            token_ids=np.concatenate([context, completion.token_ids]),
+            loss_mask=np.arange(PROMPT + len(completion.token_ids)) >= PROMPT,
+            behavior_logprobs=np.concatenate([blank, completion.logprobs]),
+            advantages=np.ones(PROMPT + len(completion.token_ids), np.float32),
+        )
+        assert max(map(abs, difference(model, row, replay=False).values())) < 2e-4
+        await engine.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets", "message"),
+    [
+        ("llama", ["embed_tokens"], r"'embed_tokens' is model.embed_tokens, on which no adapter can be"),
+        ("llama", ["q_proj", "embed_tokens"], r"'embed_tokens' is model.embed_tokens"),
+        ("llama", ["lm_head"], r"'lm_head' is lm_head, on which no adapter"),
+        ("llama", ["q_proj", "querry"], r"'querry' is no layer of LlamaForCausalLM; those that can: q_proj, k_proj"),
+        ("llama", ["norm"], r"'norm' is model.norm"),
+        ("phi3", ["q_proj", "o_proj"], r"'q_proj' is no layer of Phi3.*those that can: qkv_proj, o_proj, gate_up_proj"),
+        (
+            "qwen3_moe",
+            ["gate_proj"],
+            r"'gate_proj' is no layer of Qwen3Moe.*that can: q_proj, k_proj, v_proj, o_proj\.",
+        ),
+        ("mixtral", ["experts"], r"'experts' is model.layers.0.mlp.experts, on which no adapter"),
+        ("mixtral", ["gate"], r"'gate' is model.layers.0.mlp.gate, on which no adapter"),
+        ("gpt2", [], r"GPT2LMHeadModel has no linear layers that an adapter can be trained and served on. Leave the"),
+    ],
+)
+def test_what_cannot_be_trained_and_served_is_refused_with_what_can(
+    zoo: ModelZoo, architecture: str, targets: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"policies\.solver\.lora.*{message}"):
+        lora_model(zoo, architecture, *targets)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "model.layers.1.mlp.down_proj"], ["self_attn.v_proj"]])
+def test_layers_are_named_by_the_end_of_their_names(zoo: ModelZoo, targets: list[str]) -> None:
+    model = lora_model(zoo, "llama", *targets)
+    adapted = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in model.published()}
+    assert {name for name in adapted if not any(name.endswith(f".{target}") for target in targets)} <= set(targets)
+    assert len(adapted) == (3 if "q_proj" in targets else 2)
+
+
+def test_two_policies_have_adapters_on_layers_of_their_own(zoo: ModelZoo) -> None:
+    lora = {"one": LoraConfig(rank=2, target_modules=("q_proj",)), "all": LoraConfig(rank=4)}
+    config = RunConfig(
+        environment=EnvironmentConfig(id="test"),
+        model=ModelConfig(path=str(zoo.directory("llama"))),
+        policies={name: PolicyConfig(lora=each) for name, each in lora.items()},
+    )
+    models = load_models(config, torch.device("cpu"))
+    layers = {name: {key.split(".lora_")[0] for key in model.published()} for name, model in models.items()}
+    assert {name: len(found) for name, found in layers.items()} == {"one": 2, "all": 14}
+    assert models["one"].described.startswith("one: adapters of rank 2 on q_proj: 16,384 of 86,016 linear parameters")

@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from agentrl.app.parts import make_engine
+from agentrl.config.run import RunConfig
 from agentrl.core.errors import EngineError
+from agentrl.core.records import PolicyVersion
+from agentrl.engines.embedded import EmbeddedEngine
 from tests.contract.engine_kinds import (
     START,
     ModelZoo,
@@ -25,6 +29,7 @@ from tests.contract.engine_kinds import (
     until,
     update_after,
     version,
+    write_adapter,
     write_full,
 )
 
@@ -48,7 +53,7 @@ def test_a_full_update_serves_the_new_weights(zoo: ModelZoo, architecture: str) 
 
 def test_old_kv_never_serves_a_new_version_between_turns(zoo: ModelZoo) -> None:
     async def main() -> None:
-        engine = load_engine(zoo, clock=StepClock())
+        engine = load_engine(zoo, keep_kv=True, clock=StepClock())
         session, context = engine.open("s", "solver"), prompt(30)
         running = asyncio.ensure_future(session.generate(request("a", context, max_tokens=60)))
         await update_after(engine, 20, zoo.full(version(1)))
@@ -81,6 +86,40 @@ def test_tokens_after_an_update_come_from_the_new_weights_over_kept_or_recompute
         recomputed = bool(np.allclose(mixed.logprobs[boundary:], new[boundary:], atol=2e-4))
         assert recomputed is not keep_kv
         assert not np.allclose(mixed.logprobs[boundary:], old[boundary:], atol=2e-4)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_by_default_every_token_has_the_logprob_that_its_version_alone_gives(zoo: ModelZoo, tmp_path: Path) -> None:
+    """An adapter and full weights in one engine, started as a run starts it, both updated while they sample."""
+    config = RunConfig.model_validate(
+        {
+            "environment": {"id": "none"},
+            "model": {"path": str(zoo.directory())},
+            "policies": {"solver": {"lora": {"rank": 4}}, "proposer": {}},
+        }
+    )
+    full = replace(zoo.full(version(1)), version=PolicyVersion("proposer", 0, 1))
+    adapter = write_adapter(tmp_path / "1", version(1), zoo.load(), seed=1)
+
+    async def main() -> None:
+        engine = await make_engine(config, START, lambda line: None)
+        assert isinstance(engine, EmbeddedEngine)
+        context, found = prompt(30), {}
+        for policy in START:
+            session = engine.open(policy, policy)
+            found[policy] = asyncio.ensure_future(session.generate(request(policy, context, max_tokens=200)))
+        await update_after(engine, 20, full)
+        await update_after(engine, 20, adapter)
+        solver, proposer = await found["solver"], await found["proposer"]
+        assert [span.version.step for span in solver.spans] == [0], "an adapter's turn ends on its version"
+        assert [span.version.step for span in proposer.spans] == [0, 1], "full weights change within a turn"
+        check_logprobs(zoo.load(), context, solver)
+        by_version = [token_logprobs(zoo.load(seed=seed), context, proposer) for seed in (0, 1)]
+        for span, expected in zip(proposer.spans, by_version, strict=True):
+            part = slice(span.start, span.stop)
+            np.testing.assert_allclose(proposer.logprobs[part], expected[part], atol=2e-4)
         await engine.close()
 
     asyncio.run(main())

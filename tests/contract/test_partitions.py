@@ -132,6 +132,7 @@ def test_a_reader_finds_an_episode_that_has_moved_once(tmp_path: Path, *, commit
     assert find_parent(tmp_path / "journal", "e0", None, 0).point.partition == "turns-1.db"
 
 
+@pytest.mark.damages_journal
 def test_damage_to_what_is_to_be_taken_over_is_an_error_by_name(tmp_path: Path) -> None:
     asyncio.run(moved(tmp_path, committed=False))
     with sqlite3.connect(tmp_path / "journal" / "turns-1.db") as connection:

@@ -26,7 +26,7 @@ def figures_of(repository: Path, *arguments: str) -> dict[str, float]:
 
 
 def test_fifty_kills_lose_nothing_and_train_nothing_twice(repository: Path) -> None:
-    figures = figures_of(repository, "--scripted=50", "--real=0")
+    figures = figures_of(repository, "--scripted=50", "--real=0", "--stop-s=0")
     assert figures["kills"] == 50
     assert figures["runs"] >= 1
     assert min(figures[f"kills_{role}"] for role in ("orchestrator", "engine", "trainer")) > 0
@@ -35,7 +35,7 @@ def test_fifty_kills_lose_nothing_and_train_nothing_twice(repository: Path) -> N
 
 @pytest.mark.ray
 def test_three_kills_of_the_main_job_lose_nothing(repository: Path) -> None:
-    figures = figures_of(repository, "--scripted=0", "--real=3", "--real-steps=40")
+    figures = figures_of(repository, "--scripted=0", "--real=3", "--real-steps=40", "--stop-s=0")
     assert figures["kills"] == 3
     assert figures["runs"] >= 1
     assert len([name for name in figures if name.startswith("kills_")]) == 3

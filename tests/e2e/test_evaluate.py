@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -125,3 +127,87 @@ def test_the_command_takes_one_directory_or_names(
     capsys.readouterr()
     assert main([*given, "indifferent", "--policy", "solver=indifferent"]) == 2
     assert "write NAME=DIR where there are several" in capsys.readouterr().err
+
+
+class Helped(agentrl.ToolEnvironment):
+    """An endpoint that calls a tool, then answers."""
+
+    @agentrl.tool
+    def double(self, a: int) -> int:
+        """Twice as much."""
+        return 2 * a
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return float(episode.answer == task.data["answer"])
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        return [agentrl.Task(id=f"{n}", data={"question": f"2 * {n}", "answer": str(2 * n)}) for n in range(4)]
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    """Doubles with the tool, answers with what it said, and counts its tokens; task 3 it gets wrong."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        *_, last = asked["messages"]
+        message: dict[str, object] = {"role": "assistant", "content": last["content"]}
+        if last["role"] == "user":
+            number = int(last["content"][-1])
+            call = {"name": "double", "arguments": json.dumps({"a": number if number < 3 else 0})}
+            message |= {"content": None, "tool_calls": [{"id": "c", "type": "function", "function": call}]}
+        usage = {"prompt_tokens": 20, "completion_tokens": 5 if last["role"] == "user" else 2}
+        body = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_endpoint_is_evaluated_without_a_model_and_its_episodes_come_back() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        remote = {"kind": "remote", "url": f"http://127.0.0.1:{server.server_address[1]}/v1", "model": "m"}
+        config = agentrl.RunConfig.model_validate({"environment": {"id": "helped"}, "policies": {"teacher": remote}})
+        scored = agentrl.evaluate(config, environment=Helped)
+        server.shutdown()
+    assert scored["evaluation/reward"] == 0.75
+    assert scored["evaluation/tokens"] == 7, "as the endpoint counts them"
+    assert [(episode.task_id, episode.reward, episode.stop_reason, episode.tokens) for episode in scored.episodes] == [
+        *((f"{n}", 1.0, "completed", 7) for n in range(3)),
+        ("3", 0.0, "completed", 7),
+    ]
+    asked, called, told, answered = scored.episodes[1].conversation
+    assert (asked["role"], asked["content"]) == ("user", "2 * 1")
+    assert called["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert (told["role"], told["content"]) == ("tool", "2")
+    assert (answered["content"], answered["usage"]) == ("2", {"prompt_tokens": 20, "completion_tokens": 2})
+
+
+def test_episodes_of_trained_policies_come_back_too(base: Path) -> None:
+    scored = agentrl.evaluate(config_of(base), environment=Pair)
+    assert [episode.task_id for episode in scored.episodes] == ["0", "1"]
+    assert list(scored.episodes[0].conversations) == ["first", "second"]
+    asked, answered = scored.episodes[0].conversation
+    assert asked["content"] == "1 + 2 ="
+    assert answered["role"] == "assistant"
+    assert scored.episodes[0].tokens > 0
+    assert dict(scored).keys() >= {"evaluation/reward", "evaluation/tokens"}
+
+
+def test_the_command_needs_no_model_where_nobody_samples_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('environment.id = "calculator"\nevaluation.tasks = 3\npolicies.teacher.kind = "bot"\n')
+    with file.open("a") as config:
+        config.write('policies.teacher.id = "bots.py:seven"\n')
+    (tmp_path / "bots.py").write_text("def seven(conversation, random):\n    return '7'\n")
+    assert main(["evaluate", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["evaluation/episodes"] == 3
+    file.write_text('environment.id = "calculator"\n')
+    assert main(["evaluate", str(file)]) == 2
+    assert "model.path is needed for policies.policy: the directory of a local" in capsys.readouterr().err

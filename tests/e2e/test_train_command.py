@@ -137,7 +137,7 @@ def test_a_trained_policy_can_be_evaluated(repository: Path, trained: Path, work
     assert 0.0 <= metrics["evaluation/reward"] <= 1.0
     (listed,) = json.loads(run(workplace, "run", "list", "evaluations", "--json").stdout)
     assert (listed["name"], listed["purpose"], listed["episodes"]) == ("first", "evaluate", 16)
-    assert listed["reward"] == pytest.approx(metrics["evaluation/reward"])
+    assert listed["rewards"]["solver"] == pytest.approx(metrics["evaluation/reward"])
     assert (
         json.loads(run(workplace, "run", "metrics", "evaluations/first", "--json").stdout)["solver"].items()
         >= metrics.items()
@@ -163,12 +163,17 @@ def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(repository: Path, tmp_pat
         _, said = process.communicate(timeout=120)
     assert process.returncode == 130, said
     summary = json.loads((tmp_path / "runs/long/summary.json").read_text())
-    assert summary["interrupted"]
+    assert summary["state"] == "stopped"
+    went_on = shlex.join(["agentrl", *arguments, "--resume"])
+    assert f"stopped; to continue: {went_on}\n" in said
+    assert json.loads(run(tmp_path, "run", "list", "--json").stdout)[0]["state"] == "stopped"
     reached = summary["steps"]
     assert (tmp_path / "runs/long/checkpoints" / f"step_{reached:06d}-0" / "manifest.json").is_file()
 
     arguments[arguments.index("--steps=400")] = f"--steps={reached + 2}"
-    run(tmp_path, *arguments, "--resume")
+    told = run(tmp_path, *arguments, "--resume").stderr
+    assert f"Going on from checkpoint step_{reached:06d}-0 (steps taken: solver {reached})." in told
+    assert f"Setting steps was 400 and is {reached + 2}." in told
     resumed = json.loads((tmp_path / "runs/long/summary.json").read_text())
     assert resumed["steps"] == len(resumed["rewards"]) == reached + 2
     steps = [json.loads(line)["step"] for line in (tmp_path / "runs/long/metrics.jsonl").read_text().splitlines()]

@@ -83,7 +83,7 @@ def test_another_process_sees_the_run_while_it_is_written(watched: Watched) -> N
 def test_the_finished_run_has_its_screen_its_metrics_and_its_report(watched: Watched) -> None:
     workplace = watched.directory.parents[1]
     screen = agentrl(workplace, "run", "view", "seen", "--once")
-    assert "seen  calculator  ended" in screen
+    assert "seen  calculator  finished" in screen
     assert "96 trained" in screen
     assert 'agentrl_reward_mean{run="seen",policy="solver"}' in agentrl(
         workplace, "run", "metrics", "seen", "--prometheus"

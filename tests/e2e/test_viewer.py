@@ -178,6 +178,45 @@ def test_a_file_filters_and_sorts_as_the_query_layer(tab: Tab, sample_file: str,
     reader.close()
 
 
+@pytest.mark.parametrize("address", ["#/nothing", "#/episode/e999999", "#/step/nobody/0/1", "#/%ff/%00"])
+def test_an_address_that_names_nothing_leads_back_to_the_episodes(tab: Tab, sample_file: str, address: str) -> None:
+    show(tab, sample_file + address)
+    assert text(tab, ".problem")
+    assert text(tab, "#top nav")
+    tab.evaluate("document.querySelector('#main a[href=\"#/episodes\"]').click()")
+    tab.wait("document.querySelector('#main tr[data-to]')")
+
+
+def test_what_was_trained_is_listed_before_what_was_evaluated(tab: Tab, sample_file: str, sample_run: Path) -> None:
+    reader = RunReader(sample_run)
+    purposes = {line.episode: line.purpose for line in reader.episodes(limit=10_000)}
+    reader.close()
+    assert len(set(purposes.values())) > 1
+    show(tab, sample_file + "#/episodes")
+    listed = tab.evaluate("[...document.querySelectorAll('#main tr[data-to] .of-episode')].map(cell => cell.innerText)")
+    assert [purposes[one.split()[0]] for one in listed[:20]] == ["train"] * 20
+
+
+def test_a_turn_that_calls_a_tool_shows_the_call_and_the_tokens_on_demand(
+    tab: Tab, sample_file: str, sample_run: Path
+) -> None:
+    reader = RunReader(sample_run)
+    wanted = [line.episode for line in reader.episodes("environment ~ Calc or tokens > 20", limit=1_000)]
+    called = next(
+        (episode, entry)
+        for episode in wanted
+        for _, entry in reader.episode(episode).entries
+        if isinstance(entry, TurnEntry) and "<tool_call>" in entry.text and "</tool_call>" in entry.text
+    )
+    reader.close()
+    show(tab, f"{sample_file}#/episode/{called[0]}")
+    name = json.loads(called[1].text.split("<tool_call>")[1].split("</tool_call>")[0])["name"]
+    assert name in text(tab, ".calls")
+    assert "<tool_call>" not in text(tab, ".calling")
+    tab.evaluate("document.querySelector('details.sampled').open = true")
+    assert "tool_call" in text(tab, "details.sampled .token, details.sampled")
+
+
 def test_a_wrong_filter_says_what_is_wrong(tab: Tab, sample_file: str) -> None:
     for where in ("rewrd < 0", "reward <", "(reward < 0", "reward < x", "reward ! 0"):
         show(tab, f"{sample_file}#/episodes?where={quote(where)}")
@@ -221,7 +260,7 @@ def test_a_served_run_shows_every_view_and_keeps_its_token_out_of_the_address(ta
         tab.open(address)
         tab.wait(READY)
         assert "token" not in tab.evaluate("location.href")
-        tab.wait("document.getElementById('live').innerText === 'ended'")
+        tab.wait("document.getElementById('live').innerText === 'finished'")
         for name, view in VIEWS.items():
             tab.evaluate(f"document.querySelector('#main').removeAttribute('data-view'), location.hash = {view!r}")
             tab.wait(READY)
@@ -324,6 +363,7 @@ def test_the_page_escapes_the_characters_that_a_terminal_does_not_get(tab: Tab) 
     ]
 
 
+@pytest.mark.damages_journal
 def test_what_is_damaged_is_named_and_the_rest_is_shown(tab: Tab, sample_run: Path, tmp_path: Path) -> None:
     shutil.copytree(sample_run, tmp_path / "run")
     for database, statement in (

@@ -129,6 +129,7 @@ def test_weights_are_found_wherever_they_are_kept(copied: Path) -> None:
     assert found["solver@0.2"].same is None
 
 
+@pytest.mark.damages_journal
 def test_weights_that_were_altered_are_not_computed_with(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(copied / "checkpoints")
     for file in copied.glob("versions/*/0.1/*model.safetensors"):

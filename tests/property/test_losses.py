@@ -36,6 +36,8 @@ def naive_truncated(lp: float, mu: float, advantage: float, section: PolicyGradi
 def naive_ppo(lp: float, mu: float, advantage: float, section: PpoLoss) -> tuple[float, float]:
     w = clamped_ratio(lp, mu)
     clipped = min(max(w, 1 - section.clip_low), 1 + section.clip_high)
+    if advantage < 0 and w > section.clip_dual:
+        return -section.clip_dual * advantage, 0.0
     if clipped * advantage < w * advantage:
         return -clipped * advantage, 0.0
     return -w * advantage, -w * advantage if abs(lp - mu) < 20 else 0.0
@@ -48,6 +50,7 @@ def naive_reinforce(lp: float, mu: float, advantage: float, section: ReinforceLo
 CASES: list[tuple[LossConfig, Callable[..., tuple[float, float]]]] = [
     (PolicyGradientLoss(max_ratio=1.5, trust_region=0.1), naive_truncated),
     (PpoLoss(), naive_ppo),
+    (PpoLoss(clip_low=0.1, clip_high=0.5, clip_dual=1.2), naive_ppo),
     (ReinforceLoss(), naive_reinforce),
 ]
 
@@ -109,6 +112,69 @@ def test_metrics_are_those_of_the_naive_loop(rows: Tokens) -> None:
         assert metrics["masked_fraction"] == pytest.approx(sum(masked) / count)
     expected = sum(ratios) ** 2 / (count * sum(w * w for w in ratios))
     assert metrics["effective_sample_fraction"] == pytest.approx(expected)
+
+
+BOUNDS: list[tuple[LossConfig, float]] = [
+    (PolicyGradientLoss(), 5.0),
+    (PolicyGradientLoss(max_ratio=2.0, trust_region=0.01), 2.0),
+    (PpoLoss(), 3.0),
+    (PpoLoss(clip_high=4.0), 5.0),
+    (PpoLoss(clip_dual=1.5), 1.5),
+    (ReinforceLoss(), 1.0),
+]
+"""Of the gradient by log pi, in units of |A|: those of the module's docstring and of docs/staleness.md."""
+
+
+@pytest.mark.parametrize(("section", "bound"), BOUNDS)
+def test_the_gradient_is_finite_and_within_its_bound_at_any_ratio(section: LossConfig, bound: float) -> None:
+    sizes = [
+        0.0,
+        1e-12,
+        0.1,
+        0.19,
+        0.21,
+        0.25,
+        0.3,
+        0.4,
+        1.0,
+        1.0986,
+        1.1,
+        1.6,
+        3.0,
+        9.99,
+        10.0,
+        19.99,
+        20.0,
+        20.01,
+        80.0,
+        1e4,
+    ]
+    ratios = [sign * size for size in sizes for sign in (1.0, -1.0)]
+    cases = [(at, ratio, a) for ratio in ratios for at in (-1e-9, -1.0, -50.0, -1e4) for a in (-3.0, -1.0, 0.0, 2.0)]
+    rows = [(at, at - ratio, a, True) for at, ratio, a in cases]
+    rows += [(mu + ratio, mu, a, True) for mu, ratio, a in cases]
+    lp, mu, advantages, mask = columns(rows)
+    terms = make_loss(section)(lp, mu, advantages, mask)
+    terms.loss.sum().backward()
+    assert lp.grad is not None
+    assert bool(terms.loss.isfinite().all())
+    assert bool(lp.grad.isfinite().all())
+    assert bool(terms.sums.isfinite().all())
+    share = lp.grad.abs() / advantages.abs().clamp(min=1e-300)
+    assert bool((share[advantages == 0] == 0).all())
+    assert float(share.max()) <= bound * (1 + 1e-9)
+    assert float(share.max()) > 0.9 * bound, "the bound is reached"
+
+
+def test_the_gradient_of_ppo_at_a_large_ratio_is_that_of_the_dual_clip() -> None:
+    """At A = -1 and log w = 10 the single clip's gradient is e^10 = 22,026."""
+    for section, expected in ((PpoLoss(), 0.0), (PpoLoss(clip_dual=1e9), math.exp(10))):
+        lp, mu, advantages, mask = columns([(-1.0, -11.0, -1.0, True)])
+        terms = make_loss(section)(lp, mu, advantages, mask)
+        terms.loss.sum().backward()
+        assert lp.grad is not None
+        assert lp.grad.item() == pytest.approx(expected, rel=1e-12)
+        assert loss_metrics(terms.sums)["masked_fraction"] == float(expected == 0.0)
 
 
 def test_a_masked_token_may_hold_anything() -> None:

@@ -12,7 +12,20 @@ from hypothesis import strategies as st
 
 from agentrl.credit.advantages import leave_one_out
 from agentrl.credit.release import ReleaseRule, against, compared_with
-from tests.release_toy import Rule, all_that_were_there, dropping_the_late, gradient_ratio, late
+from tests.release_toy import (
+    APART,
+    REWARDS,
+    SPEED,
+    Rule,
+    all_that_were_there,
+    complete,
+    dropping_the_late,
+    finishing_orders,
+    gradient_ratio,
+    gradient_variance,
+    late,
+    late_with_history,
+)
 
 
 @pytest.mark.parametrize("earlier", [None, 0.2])
@@ -58,3 +71,36 @@ def test_a_group_waits_for_two_at_least_and_for_all_at_most(share: float, size: 
 
 def test_alone_and_without_a_past_nothing_is_learned() -> None:
     assert against(3.0, [], None) == (0.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("speed", "reward", "without", "with_history"),
+    [
+        (SPEED, "long 0.9, short 0.6", 1.30, 0.97),
+        (SPEED, "the length (1, 0)", 2.40, 0.62),
+        (APART, "long 0.9, short 0.6", 1.45, 1.00),
+        (APART, "the length (1, 0)", 3.76, 0.96),
+    ],
+)
+def test_the_variance_is_what_the_docs_say(
+    speed: dict[int, float], reward: str, without: float, with_history: float
+) -> None:
+    """docs/scheduling.md, m = 4."""
+    full = gradient_variance([complete], reward=REWARDS[reward], speed=speed)
+    assert gradient_variance([late(4)], reward=REWARDS[reward], speed=speed) / full == pytest.approx(without, abs=0.005)
+    history = late_with_history(4, reward=REWARDS[reward])
+    assert gradient_variance(history, reward=REWARDS[reward], speed=speed) / full == pytest.approx(
+        with_history, abs=0.005
+    )
+
+
+@pytest.mark.parametrize("slots", range(1, 9))
+def test_a_group_on_slots_of_its_own_loses_little_of_the_gradient_and_none_where_they_are_one_or_all(
+    slots: int,
+) -> None:
+    orders = finishing_orders(8, 0.3, slots)
+    assert sum(orders.values()) == pytest.approx(1.0)
+    assert gradient_ratio(complete, slots=slots) == pytest.approx(1.0)
+    assert 0.98 < gradient_ratio(late(4), slots=slots) < 1.0 + 1e-9
+    assert 0.95 < gradient_ratio(late(4), slots=slots, speed=APART) < 1.0 + 1e-9
+    assert (gradient_ratio(late(4), slots=slots) == pytest.approx(1.0, abs=1e-12)) == (slots in (1, 8))

@@ -109,7 +109,7 @@ class Stage:
             counted, versions={"policy": PolicyVersion("policy", 0, 0)}, seconds_per_token=self.seconds_per_token
         )
         settings = settings_of(max_turns=100, max_context=1 << 16, tool_timeout_s=60.0, episode_timeout_s=3600.0)
-        _, runner = wired(self.environment, engine, journal, settings, [])
+        _, runner = wired(self.environment, engine, journal, settings, [], policy="policy")
         for entry in recorded:
             log.append(entry)
         spec = self.spec

@@ -11,7 +11,6 @@ import pytest
 
 import agentrl
 from agentrl.core.errors import EffectError
-from agentrl.core.remaining import Remaining, unpack
 from agentrl.journal.entries import EffectEntry, IntentEntry, ResourceEntry, ToolEntry
 from agentrl.rollout.plain_format import STOP_TOKEN
 from tests.replay.executions import Execution, Stage, digits_among_draws, resumed_everywhere, told
@@ -165,7 +164,6 @@ class Counter:
         return self.log[-1:]
 
     async def later(self, value: int) -> tuple[float, ...]:
-        import asyncio
 
         self.applied += 1
         first = random.random()
@@ -274,67 +272,3 @@ def test_a_tool_entry_names_the_arguments() -> None:
 
     assert plain({"n": huge}) == str({"n": huge})
     assert ToolEntry("t", plain({"n": huge}), "", "ok", False, 0.0).arguments == "{'n': 1208925819614629174706176}"
-
-
-class Waiting(agentrl.Environment):
-    """Its tools take time after both turns, and some before the first."""
-
-    async def run(self, ctx: agentrl.EpisodeContext) -> None:
-        agent = ctx.agent("agent")
-        await ctx.sleep(5.0)
-        await agent.act(agentrl.user("go"))
-        await ctx.sleep(1.0)
-        await ctx.effect("read", lambda: asyncio.sleep(2.0), guarantee="read")
-        await agent.act(agentrl.user("go on"))
-        clock = ctx.resource(Slow, level="replay")
-        await clock.call("tick")
-        agent.reward(1.0)
-
-
-class Slow:
-    """Takes four seconds."""
-
-    async def tick(self) -> None:
-        await asyncio.sleep(4.0)
-
-
-def left_wherever_resumed(environment: type[agentrl.Environment]) -> list[tuple[Remaining, ...]]:
-    left = []
-    for execution in resumed_everywhere(Stage(environment=environment)):
-        assert execution.header is not None, execution.error
-        (agent,) = execution.header.trajectories
-        left.append(tuple(unpack(agent.remaining)))
-    return left
-
-
-def test_what_tools_took_is_the_same_wherever_an_episode_is_resumed() -> None:
-    ((first, second),) = set(left_wherever_resumed(Waiting))
-    assert (first.tool_seconds, second.tool_seconds) == (pytest.approx(7.0, rel=0.05), pytest.approx(4.0, rel=0.05))
-
-
-class Nested(agentrl.Environment):
-    """A tool that sleeps, reads, and does both on branches of its own."""
-
-    async def run(self, ctx: agentrl.EpisodeContext) -> None:
-        async def look() -> str:
-            await ctx.sleep(1.0)
-            await ctx.effect("read", lambda: asyncio.sleep(2.0), guarantee="read")
-            await ctx.gather(ctx.sleep(4.0), ctx.sleep(5.0))
-            await ctx.call_tool("wait", {}, wait, external=False, timeout_s=None)
-            return "seen"
-
-        async def wait() -> str:
-            await ctx.sleep(6.0)
-            return "waited"
-
-        agent = ctx.agent("agent")
-        await agent.act(agentrl.user("go"))
-        await ctx.call_tool("look", {}, look, external=False, timeout_s=60.0)
-        await ctx.sleep(0.5)
-        agent.reward(1.0)
-
-
-def test_what_a_tool_waits_for_counts_once() -> None:
-    seconds = [left.tool_seconds for (left,) in left_wherever_resumed(Nested)]
-    whole = pytest.approx(1.0 + 2.0 + 5.0 + 6.0 + 0.5, rel=0.05)
-    assert (seconds[0], seconds[-1], max(seconds)) == (whole, whole, whole)

@@ -20,7 +20,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import EngineError
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import GenerateRequest, Trainer
-from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion
+from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
 from agentrl.credit.role_means import RoleMeans
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.port import RunLog
@@ -221,6 +221,26 @@ class RewardOnInfrastructureError(FailingEngine):
         worker._runner = ForgivingRunner(worker._runner, machine)  # type: ignore[assignment]
 
 
+class HastyJournal(SimJournal):
+    """Does not wait for the disk after a version was recorded."""
+
+    is_hasty = False
+
+    def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
+        super().record_version(weights, parent)
+        self.is_hasty = True
+
+    async def flush(self) -> None:
+        if not self.is_hasty:
+            await super().flush()
+        self.is_hasty = False
+
+
+class ServeBeforeRecord(CrashScenario):
+    def new_journal(self, disk: SimDisk) -> SimJournal:
+        return HastyJournal(disk, flush_seconds=0.01)
+
+
 MUTANTS: dict[type[CrashScenario], str] = {
     AcknowledgeBeforeCommit: "acknowledged",
     CursorInItsOwnFile: "ledger",
@@ -228,5 +248,6 @@ MUTANTS: dict[type[CrashScenario], str] = {
     GlobalCallCounter: "dropped",
     VersionReuse: "resumed",
     RewardOnInfrastructureError: "rewards",
+    ServeBeforeRecord: "served",
 }
 """Each breaks one rule of the protocol; the check of `agentrl.testing.crash_oracle` that notices it."""

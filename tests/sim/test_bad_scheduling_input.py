@@ -184,8 +184,6 @@ def test_tools_that_take_no_time_are_tools(release: str) -> None:
     run = run_of(Wordy, "at_once", credit={"group_size": 4, "release": release})
     assert len(run.trainer.batches) == 4
     assert ends(run)["completed"] > 0
-    newest = run.seen.steps[-1][2]
-    assert newest["tail/below_p90"] > 0.5
 
 
 @pytest.mark.parametrize("release", ["group", "late"])
@@ -200,7 +198,7 @@ def test_a_tool_that_never_returns_costs_a_turn(release: str) -> None:
     assert ends(run).keys() <= {"completed", "max_turns", "run_ended"}
     entries = [entry.decode() for entry in run.journal.turn_log("0").entries]
     said = {(entry.outcome, entry.observation) for entry in entries if isinstance(entry, ToolEntry)}
-    assert said == {("timeout", "error: timed out after 3 s")}
+    assert said == {("timeout", "error: timed out after 3 s (environment.tool_timeout_s or @tool(timeout_s=…))")}
 
 
 def test_one_that_nobody_can_cancel_costs_its_episode() -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import ClassVar
 
 import pytest
 
 import agentrl
 from agentrl.core.errors import StorageError
+from agentrl.core.records import PolicyVersion
+from agentrl.orchestrator.manifest import CheckpointWriter
 from agentrl.testing import CrashScenario, Fault, crash_everywhere, crash_test
 from agentrl.testing.crash_oracle import compared, finished
+from agentrl.testing.crash_scenario import CHECKPOINTS, Machine
 from tests.sim.crash_cases import MUTANTS, FailingEngine, RoundsAnywhere, Talk
 from tests.sim.small_run import TASKS, Ask, guess
 
@@ -110,9 +114,40 @@ def test_a_mutant_of_the_protocol_is_noticed(mutant: type[CrashScenario]) -> Non
     assert {violation.what.split(":")[0] for violation in report.violations} == {MUTANTS[mutant]}, report
 
 
+KEEP_NOTHING = {"journal": {"keep": 0}}
+
+
+@pytest.mark.parametrize("where", ["prune turns-0.db", "remove /run/checkpoints", "rename /run/checkpoints"])
+def test_a_run_that_dies_while_it_prunes_has_all_it_needs(where: str) -> None:
+    scenario = CrashScenario(Talk, changes=KEEP_NOTHING)
+    report = crash_everywhere(scenario, where=where)
+    assert report.operations.count("prune turns-0.db") >= 2
+    assert report.crashes
+    assert not report.violations, report
+
+
+class NewestAlone(CheckpointWriter):
+    """Takes the newest checkpoint for the only one."""
+
+    def sealed(self) -> list[Mapping[str, PolicyVersion]]:
+        return super().sealed()[:1]
+
+
+class PrunesTooMuch(CrashScenario):
+    """Gives up what an older checkpoint, that is kept, makes ready again."""
+
+    def checkpoints(self, machine: Machine) -> CheckpointWriter:
+        return NewestAlone(CHECKPOINTS, keep=self.config.checkpoint.keep, disk=machine.disk)
+
+
+def test_a_pruning_that_forgets_an_older_checkpoint_is_noticed() -> None:
+    report = crash_everywhere(PrunesTooMuch(Talk, changes=KEEP_NOTHING), share=5, enough=1)
+    assert {violation.what.split(":")[0] for violation in report.violations} == {"pruned"}, report
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_full_disk_ends_the_run_by_name_and_nothing_is_lost(seed: int) -> None:
-    scenario = CrashScenario(Talk)
+    scenario = CrashScenario(Talk, changes=KEEP_NOTHING if seed else None)
     undisturbed = scenario.new_machine()
     assert scenario.run(undisturbed, seed=seed) is None
     expected = finished(undisturbed, steps=3, trainable=scenario.trainable)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 from collections import Counter
 from typing import Any, ClassVar
 
 import pytest
 
 import agentrl
-from agentrl.core.errors import CheckFailedError
-from agentrl.core.records import PolicyVersion
-from agentrl.testing.memory_journal import EpisodeEnd
+from agentrl.core.errors import CheckFailedError, EpisodeError
+from agentrl.core.records import PolicyVersion, SeatBinding, Task
+from agentrl.journal.entries import SpawnEntry
+from agentrl.rollout.branches import ReplayOrder
+from agentrl.rollout.context import MAX_UNDECLARED
+from agentrl.testing.execution import POLICY, execute
+from agentrl.testing.memory_journal import Admission, EpisodeEnd
 from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.random_policy import random_policy
 from agentrl.testing.sim import simulate
-from tests.sim.small_run import Guess, SmallRun, config_for
+from tests.replay.executions import Stage, resumed_everywhere
+from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
 
 pytestmark = pytest.mark.sim
 
@@ -190,3 +198,121 @@ def test_many_seats_and_many_children_need_no_care(
         assert max(run.mean_lag(name) for name in sizes) <= staleness
 
     simulate(main, seed=0)
+
+
+class Greedy(agentrl.Environment):
+    """Declares four solvers, has three, and asks for more by as many as its task says."""
+
+    seats = ("proposer",)
+    fan_out: ClassVar[dict[str, int]] = {"Solve": 4}
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        proposer = ctx.agent("proposer")
+        await proposer.act(agentrl.user("propose"))
+        solved = await ctx.gather(*ctx.spawn(Solve, {"problem": 1}, n=3))
+        more = int(ctx.task.data["digit"])
+        if more:
+            try:
+                solved += await ctx.gather(*ctx.spawn(Solve, {"problem": 2}, n=more))
+            except EpisodeError:
+                if more > 2:
+                    raise
+                await proposer.act(agentrl.user("then without them"))
+        proposer.reward(agentrl.learnability(solved))
+
+
+GREEDY: dict[str, Any] = {
+    "policies": {"both": {"step_size": 16, "max_staleness": 1}},
+    "credit": {"group_size": 2},
+    "steps": 6,
+}
+
+
+@pytest.mark.parametrize("fan_out", [{"Solve": 4}, {}])
+def test_children_beyond_the_declared_are_refused_where_they_are_asked_for(fan_out: dict[str, int]) -> None:
+    bound = fan_out.get("Solve", MAX_UNDECLARED)
+    asked = {"digit-1": bound - 3, "digit-2": bound - 2, "digit-5": 10_000}
+    tasks = [Task(id=task.id, data={"digit": str(asked.get(task.id, 0))}) for task in TASKS]
+    environment = type("Greedy", (Greedy,), {"fan_out": fan_out, "__module__": __name__})  # which its name finds
+
+    async def main() -> SmallRun:
+        run = SmallRun(config=config_for(**GREEDY), environment=environment, tasks=tasks)
+        await run.run()
+        return run
+
+    run = simulate(main, seed=0)
+    ends = [end for end in run.journal.of_kind(EpisodeEnd) if end.header.parent_id is None]
+    dropped = {end.spec.task.id: end.detail for end in ends if end.header.drop_reason == "fan_out"}
+    assert dropped.keys() == ({"digit-5"} if fan_out else {"digit-2", "digit-5"})
+    said = "Greedy declares 4 of Solve" if fan_out else "Greedy declares none (so at most 256) of Solve"
+    assert f"{said} in fan_out, and ctx.spawn asked for 10000 after 3 before: none of these was" in dropped["digit-5"]
+    admitted = [admission.spec.parent_id for admission in run.journal.of_kind(Admission)]
+    assert max(Counter(parent for parent in admitted if parent is not None).values()) == bound
+    assert all(end.header.attempt == 0 for end in ends), "another attempt would ask for as many"
+
+
+def test_a_refusal_that_was_caught_is_met_again_on_re_execution() -> None:
+    whole, *resumed = resumed_everywhere(Stage(environment=Greedy, data={"digit": "2"}))
+    for again in resumed:
+        assert again.error is None
+        assert again.header is not None
+        assert again.header.turns == 2
+        assert again.transcript == whole.transcript
+
+
+def test_children_that_were_started_stay_where_less_is_declared_now() -> None:
+    class Lowered(Greedy):
+        fan_out: ClassVar[dict[str, int]] = {"Solve": 1}
+
+    whole = Stage(environment=Greedy, data={"digit": "0"}).play()
+    spawned = 1 + next(n for n, entry in enumerate(whole.entries) if isinstance(entry.decode(), SpawnEntry))
+    for cut in range(1, len(whole.entries) + 1):
+        again = Stage(environment=Lowered, data={"digit": "0"}).play(whole.entries[:cut])
+        assert (again.error is None) == (cut >= spawned)
+        assert again.error is None or (again.error.reason, again.header) == ("fan_out", None)
+
+
+def test_the_checker_says_that_children_are_more_than_declared() -> None:
+    tasks = [Task(id="greedy", data={"digit": "10"})]
+    report = agentrl.check_environment(Greedy, tasks=tasks)
+    assert "Greedy declares 4 of Solve in fan_out, and ctx.spawn asked for 10 after 3 before" in report.text
+    assert "a child episode was dropped: Greedy declares 4" in agentrl.check_environment(Parent, tasks=tasks).text
+
+
+class Parent(agentrl.Environment):
+    """Has one greedy child."""
+
+    seats = ("proposer",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("proposer").act(agentrl.user("propose"))
+        (child,) = await ctx.gather(*ctx.spawn(Greedy, dict(ctx.task.data)))
+        ctx.agent("proposer").reward(0.0 if child.reward is None else child.reward)
+
+
+def test_what_a_gather_does_does_not_grow_with_the_square_of_its_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else thousands of children, which start in one turn of the event loop, hold up Ctrl-C with everybody else."""
+    looks = Counter[str]()
+    release = ReplayOrder._release
+
+    def counted(order: ReplayOrder) -> None:
+        looks["all"] += 1
+        release(order)
+
+    monkeypatch.setattr(ReplayOrder, "_release", counted)
+    spec = Stage(environment=Many).spec
+    seats = {"proposer": SeatBinding(POLICY)}
+    executed = asyncio.run(execute(Many, dataclasses.replace(spec, seats=seats), random_policy(Many)))
+    assert not isinstance(executed, str)
+    assert 0 < looks["all"] < 50
+
+
+class Many(agentrl.Environment):
+    """Five hundred sleepers."""
+
+    seats = ("proposer",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("proposer").act(agentrl.user("sleep"))
+        await ctx.gather(*(ctx.sleep(0.0) for _ in range(500)))
+        ctx.agent("proposer").reward(1.0)

@@ -61,6 +61,43 @@ def test_a_group_is_trained_in_parts_and_each_part_once(simulated_loop: Simulate
     assert sum(simulated_loop.run(main)) > 0, "no group was ever trained in two steps"
 
 
+@pytest.mark.parametrize("release", ["late", "episode"])
+def test_the_variance_of_its_advantages_over_those_of_whole_groups_is_measured(
+    simulated_loop: SimulatedLoop, release: str
+) -> None:
+    async def main() -> None:
+        run = late_run(release, steps=6)
+        await run.run()
+        given = whole = 0.0
+        frozen = run.journal.baselines()
+        groups: dict[str, dict[str, float]] = {}
+        for record in run.journal.of_kind(EpisodeEnd):
+            if record.header.reward is not None:
+                groups.setdefault(record.spec.group_id, {})[record.spec.episode_id] = record.header.reward
+        for group_id, rewards in groups.items():
+            if len(rewards) < 4:
+                continue
+            baselines = frozen[group_id]
+            mean = baselines.earlier[0].mean if baselines.earlier else None
+            for member, reward in rewards.items():
+                others = [rewards[other] for other in compared_with(baselines.finishers, member)]
+                given += against(reward, others, mean).value ** 2
+                whole += ((4 * reward - sum(rewards.values())) / 3) ** 2
+        counts = run.orchestrator.buffer.counts
+        assert counts.each("squares of advantages", "guesser") == pytest.approx(
+            {"given": given, "leave one out": whole}
+        )
+        ratios = [
+            values["advantage/variance_ratio"]
+            for _, _, values in run.seen.steps
+            if "advantage/variance_ratio" in values
+        ]
+        assert ratios
+        assert ratios[-1] > 0, "of the first groups, nobody has a past with `episode`"
+
+    simulated_loop.run(main)
+
+
 def test_each_by_itself_is_compared_with_earlier_groups(simulated_loop: SimulatedLoop) -> None:
     async def main() -> None:
         run = late_run("episode", steps=6)
@@ -93,29 +130,12 @@ def test_a_crash_changes_no_baseline(simulated_loop: SimulatedLoop) -> None:
     assert sum(simulated_loop.run(main)) > 0, "no group was open at the crash"
 
 
-def test_the_tail_model_is_what_the_journal_says(simulated_loop: SimulatedLoop) -> None:
-    async def main() -> None:
-        first = late_run(steps=8)
-        journal = await first.cut_after(4.0)
-        folded = past_of(journal, {}, group_size=4).tails
-        lived = first.orchestrator.dispatcher.tails
-        environment = journal.of_kind(EpisodeEnd)[0].spec.environment
-        for then, now in zip(
-            lived.tokens.laws(environment, "guesser"), folded.tokens.laws(environment, "guesser"), strict=True
-        ):
-            assert now == pytest.approx(then)
-        assert folded.tokens.calibration() is not None
-
-    simulated_loop.run(main)
-
-
 def test_two_runs_of_a_process_share_no_past(simulated_loop: SimulatedLoop) -> None:
     async def main() -> None:
         runs = [late_run(steps=4), late_run(steps=4)]
         for run in runs:
             await run.run()
         assert not any(run.journal.of_kind(BaselineSet)[0].earlier for run in runs)
-        assert runs[0].orchestrator.dispatcher.tails is not runs[1].orchestrator.dispatcher.tails
 
     simulated_loop.run(main)
 

@@ -14,6 +14,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.port import StepRow
 from agentrl.orchestrator.loop import Orchestrator
+from agentrl.rollout.worker import AsyncioWorker
 from agentrl.testing import MemoryJournal
 from agentrl.testing.memory_journal import Admission
 from agentrl.testing.plugin import SimulatedLoop
@@ -93,7 +94,8 @@ def test_turns_that_were_recorded_are_not_sampled_again(simulated_loop: Simulate
 
 
 def test_children_whose_admission_was_lost_go_on_from_their_entries(simulated_loop: SimulatedLoop) -> None:
-    """The turns reach the disk before the control log: a kill in between leaves entries of unadmitted children."""
+    """Turns of a worker's process reach the disk before the run's control log: a kill in between leaves entries of
+    unadmitted children. Here a worker without the wait for admissions stands for it."""
     moments = itertools.count(2.0, 0.3)
 
     async def main() -> None:
@@ -112,7 +114,13 @@ def test_children_whose_admission_was_lost_go_on_from_their_entries(simulated_lo
             orchestrator.stop()
 
         tasks: list[asyncio.Task[None]] = []
-        first.during = lambda orchestrator: tasks.append(asyncio.get_running_loop().create_task(crash(orchestrator)))
+
+        def during(orchestrator: Orchestrator) -> None:
+            assert isinstance(orchestrator.dispatcher.worker, AsyncioWorker)
+            orchestrator.dispatcher.worker._admitted = None
+            tasks.append(asyncio.get_running_loop().create_task(crash(orchestrator)))
+
+        first.during = during
         await first.run()
         [journal] = survivors
         steps = [record for record in journal.records if isinstance(record, StepRow)]

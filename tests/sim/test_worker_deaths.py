@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -131,7 +132,7 @@ class Machine:
 
     addresses = ()
 
-    def __init__(self, *, workers: int = 2, in_flight: int) -> None:
+    def __init__(self, *, workers: int = 2, in_flight: int, attempts: int = 5) -> None:
         self.processes: dict[int, Process] = {}
         self.tasks: list[asyncio.Task[None]] = []
         """Of episodes, those of dead processes included."""
@@ -145,7 +146,7 @@ class Machine:
         self._spawned: dict[str, EpisodeHeader | None] = {}
         self._waiting: dict[str, Callable[[int, EpisodeHeader], None]] = {}
         work = wire.Work(number=0, config={}, journal="", environments={}, paths=(), capabilities=CAPABILITIES)
-        settings = PoolSettings(workers=workers, work=work, max_in_flight=in_flight, attempts=5, silence_s=1e6)
+        settings = PoolSettings(workers=workers, work=work, max_in_flight=in_flight, attempts=attempts, silence_s=1e6)
         self.pool = WorkerPool(settings, engine=self, placement=self, clock=LoopClock(), tell=lambda line: None)
         self.pool.attach(self, self, self._failed)  # type: ignore[arg-type]  # and of a host
 
@@ -288,6 +289,21 @@ def test_a_child_that_kills_is_dropped_and_not_its_parent_or_its_siblings(simula
         await at.drained()
         assert at.dropped.keys() == {"e3~0.r#0.3"}
         assert len(at.ends) == 8 * 9 - 1
+
+    simulated_loop.run(main, seeds=SEEDS)
+
+
+def test_the_end_of_the_processes_names_the_episodes_that_were_with_them(simulated_loop: SimulatedLoop) -> None:
+    async def main() -> None:
+        at = await machine(3, attempts=1)
+        while at.failure is None:
+            for process in list(at.processes.values()):
+                process.kill()
+            await asyncio.sleep(STARTS_S + 1.0)
+        told = str(at.failure)
+        assert "it is not started again. With processes that died, and no further since: " in told
+        assert re.search(r"no further since: e\d \(task 'e\d'\) \d times?", told)
+        await at.pool.close()
 
     simulated_loop.run(main, seeds=SEEDS)
 

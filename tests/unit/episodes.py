@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import agentrl
@@ -15,6 +15,7 @@ from agentrl.journal.entries import EntryBody
 from agentrl.rollout.plain_format import STOP_TOKEN
 from agentrl.testing import MemoryJournal
 from agentrl.testing.execution import PARTITION, POLICY, settings_of, wired
+from agentrl.testing.memory_journal import EpisodeEnd
 
 
 @dataclass
@@ -27,6 +28,8 @@ class Played:
     """What the worker remembers of a failure."""
     seen: list[list[int]]
     """What the engine saw in each call, in order: the context it was given and the tokens it sampled."""
+    metrics: Mapping[str, float]
+    """What it counted, as committed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +98,8 @@ async def _play(environment: type[agentrl.Environment], replies: list[str | byte
     if failures:
         raise failures[0]
     entries = [entry.decode() for entry in journal.turn_log(PARTITION).read("e0", ended[0].attempt)]
-    return Played(ended[0], entries, worker.last_failure, seen)
+    end = next(end for end in journal.of_kind(EpisodeEnd) if end.header.episode_id == "e0")
+    return Played(ended[0], entries, worker.last_failure, seen, end.metrics)
 
 
 def _spec(environment: type[agentrl.Environment], setting: Setting) -> EpisodeSpec:

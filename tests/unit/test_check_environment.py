@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
@@ -12,6 +16,49 @@ import pytest
 import agentrl
 from agentrl.environment.base import Split, TaskSource
 from agentrl.testing.check import check_environment
+
+HASHING = """
+import agentrl
+
+class Hashing(agentrl.Environment):
+    seats = ("speaker",)
+
+    @classmethod
+    def tasks(cls, split, *, seed=0):
+        return [agentrl.Task(id="t", data={"words": [f"word-{number}" for number in range(20)]})]
+
+    def order(self, words):
+        return list(words)
+
+    async def run(self, ctx):
+        speaker = ctx.agent("speaker")
+        await speaker.act(agentrl.user(" ".join(self.order(set(ctx.task.data["words"])))))
+        speaker.reward(1.0)
+
+class Sorting(Hashing):
+    def order(self, words):
+        return sorted(words)
+"""
+
+RESUMED = """
+import asyncio, sys
+from pathlib import Path
+import msgspec
+from agentrl.environment.registry import resolve
+from agentrl.journal.entries import JournalEntry
+from agentrl.testing.check import _spec
+from agentrl.testing.execution import execute
+from agentrl.testing.random_policy import random_policy
+
+name, kept = sys.argv[1], Path(sys.argv[2])
+found = resolve(name)
+recorded = msgspec.msgpack.decode(kept.read_bytes(), type=list[JournalEntry]) if kept.exists() else []
+task = found.tasks("train")[0]
+outcome = asyncio.run(execute(found, _spec(found, task, 0, 0), random_policy(found), recorded))
+if isinstance(outcome, str):
+    sys.exit(outcome)
+kept.write_bytes(msgspec.msgpack.encode(outcome.entries[:2]))
+"""
 
 
 class Adder(agentrl.ToolEnvironment):
@@ -278,3 +325,41 @@ def test_what_is_wrong_is_said(environment: type | str, words: str) -> None:
     report = check_environment(environment)
     assert not report.passed
     assert words in report.text
+
+
+def test_code_that_goes_by_the_order_of_a_set_is_found_in_another_process(tmp_path: Path) -> None:
+    (tmp_path / "hashing.py").write_text(HASHING)
+    for name, found in (("Hashing", 1), ("Sorting", 0)):
+        report = check_environment(f"{tmp_path / 'hashing.py'}:{name}", hash_order=True)
+        assert len(report.findings) == found
+        if found:
+            assert "The code goes by the order of a set or by hash()" in report.findings[0]
+            assert "call r#0 asks something else" in report.findings[0]
+
+
+WRITES_HALF = """
+import os, sys
+if sys.argv[-1].endswith("entries"):
+    open(sys.argv[-1], "wb").write(bytes([0xdc]))
+    os._exit(1)
+"""
+
+
+def test_another_process_that_ends_while_it_answers_is_no_error_of_the_check(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text(WRITES_HALF + HASHING)
+    assert check_environment(f"{tmp_path / 'half.py'}:Sorting", hash_order=True).passed
+
+
+def test_an_episode_that_went_by_the_order_of_a_set_does_not_go_on_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "hashing.py").write_text(HASHING)
+    for name, told in (("Hashing", "the journal holds"), ("Sorting", "")):
+        for seed in "12":
+            finished = subprocess.run(
+                [sys.executable, "-c", RESUMED, f"{tmp_path / 'hashing.py'}:{name}", str(tmp_path / name)],
+                env={**os.environ, "PYTHONHASHSEED": seed},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        assert (finished.returncode == 1) == bool(told), finished.stderr
+        assert told in finished.stderr

@@ -132,6 +132,7 @@ def test_bad_input_is_one_line_and_its_exit_code(
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.damages_journal
 def test_a_damaged_journal_is_exit_code_74(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (directory / "runs" / "demo" / "journal" / "control.db").write_bytes(b"rubbish" * 1000)
     assert main(["episode", "list", "demo"]) == 74

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +16,9 @@ import agentrl
 from agentrl.cli.main import main
 from agentrl.cli.scaffold import write_environment
 from agentrl.config.load import load
+from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, InputError
+from agentrl.observe.progress import PART_S, Part
 from agentrl.testing import play
 
 
@@ -112,3 +116,48 @@ def test_a_play_that_needs_more_replies_says_so(written: Path) -> None:
     call = {"name": "calculate", "arguments": {"a": 1, "op": "+", "b": 2}}
     with pytest.raises(CheckFailedError, match="asked for reply 2, but only 1"):
         play(f"{written / 'env.py'}:WordSums", task, [call])
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_long_check_shows_its_parts_in_place_or_now_and_then() -> None:
+    class Clock(SystemClock):
+        now = 100.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    clock, file, terminal = Clock(), io.StringIO(), _Terminal()
+    parts = {stream: Part("checking x", stream, clock) for stream in (file, terminal)}
+    for number in range(50):
+        for stream in (file, terminal):
+            parts[stream](f"part {number}\n\x1b[31m")
+        clock.now += PART_S / 4
+    assert file.getvalue().splitlines() == [rf"checking x: part {number}\n\x1b[31m …" for number in range(0, 50, 4)]
+    assert terminal.getvalue().count("\r\x1b[2Kchecking x: part ") == 50
+    assert "\n" not in terminal.getvalue()
+    parts[terminal].close()
+    assert terminal.getvalue().endswith("\r\x1b[2K")
+
+
+def test_a_check_says_what_it_does_before_it_does_it(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    (tmp_path / "slow.py").write_text(
+        f"open({str(gate)!r}).read()\nimport agentrl\nclass Slow(agentrl.Environment):\n    async def run(self, ctx):\n"
+        "        await ctx.agent('agent').act(agentrl.user('?'))\n        ctx.agent('agent').reward(1.0)\n"
+        "    @classmethod\n    def tasks(cls, split, *, seed=0):\n        return [agentrl.Task(id='t', data={})]\n"
+    )
+    command = [sys.executable, "-m", "agentrl.cli", "env", "check", "slow.py", "--json"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as checking:
+        assert checking.stderr is not None
+        assert checking.stderr.readline() == "checking slow.py: importing it …\n", "the file has not been read yet"
+        gate.write_text("go on")
+        gate.unlink()
+        gate.touch()  # the process with another hash seed reads the file again, and need not wait
+        said, _ = checking.communicate()
+    assert json.loads(said)["passed"] is True
+    assert checking.returncode == 0

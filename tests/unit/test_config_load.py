@@ -70,7 +70,7 @@ def test_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
         ("trainer.loss.kind=grpo", "trainer.loss.kind = \"grpo\": expected one of 'truncated', 'ppo', 'reinforce'"),
         ("steps=many", 'steps = "many": expected a whole number'),
         ("steps=0", "steps = 0: expected greater than 0"),
-        ("engine.refresh=never", "engine.refresh = \"never\": expected 'token', 'turn', 'episode' or 'lazy'"),
+        ("engine.refresh=never", "engine.refresh = \"never\": expected 'auto', 'token', 'turn', 'episode' or 'lazy'"),
         (
             "policies.policy.lora=3",
             "policies.policy.lora = 3: expected a table { rank = ..., alpha = ..., target_modules = ... }",
@@ -78,6 +78,7 @@ def test_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
         ("policies.policy.lora.target_modules=7", "expected a list"),
         ("engine.kv_memory=5", "the embedded engine holds slots x max_context tokens"),
         ("engine.replicas=2", "engine.replicas > 1 needs engines in processes of their own"),
+        ("engine.refresh=lazy", "Set policies.policy.lora, or refresh = 'auto', 'token' or 'turn'"),
         ("engine.keep_kv=5", "engine.keep_kv = 5: expected true or false"),
         ("environment.id.x=1", "environment.id.x: environment.id is a value, not a section"),
         ("seats.solver=nobody", "no policy 'nobody'"),
@@ -116,6 +117,48 @@ def test_values_are_what_the_file_says(tmp_path: Path, line: str, message: str) 
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path, f"{line}\n{BASE}"))
     assert message in str(caught.value)
+
+
+def test_refresh_is_by_kind_of_policy_unless_it_is_set(tmp_path: Path) -> None:
+    mixed = (
+        BASE
+        + """
+    [policies.adapter.lora]
+    [policies.full]
+    [policies.judge]
+    kind = "frozen"
+    """
+    )
+    config = load(write(tmp_path, mixed), [])
+    assert {name: config.refresh_of(name) for name in config.policies} == {
+        "adapter": "lazy",
+        "full": "token",
+        "judge": "token",
+    }
+    assert not config.engine.keep_kv
+    for refresh in ("token", "turn"):
+        config = load(write(tmp_path, mixed), [f"engine.refresh={refresh}"])
+        assert {config.refresh_of(name) for name in config.trained} == {refresh}
+    for refresh in ("lazy", "episode"):
+        with pytest.raises(ConfigError, match="needs adapters: an engine has one version of full weights"):
+            load(write(tmp_path, mixed), [f"engine.refresh={refresh}"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policies.policy.lora.rank=4"], "with engine.refresh = 'auto' none does"),
+        (["engine.refresh=turn"], "with engine.refresh = 'turn' none does"),
+        (
+            ["policies.policy.lora.rank=4", "engine.refresh=token", "engine.kind=vllm"],
+            "vLLM never serves keys and values of one adapter to another",
+        ),
+    ],
+)
+def test_kept_kv_is_refused_where_none_would_be_kept(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(write(tmp_path), [*overrides, "engine.keep_kv=true"])
+    assert load(write(tmp_path), [*overrides]).engine.keep_kv is False
 
 
 def test_files_that_are_no_toml_are_told_by_line(tmp_path: Path) -> None:
@@ -157,7 +200,8 @@ def test_a_deterministic_run_is_resumed_with_the_waves_it_had(tmp_path: Path, ch
     before = load(write(tmp_path), settings).model_dump(mode="json")
     now = load(write(tmp_path), [*settings, change])
     if not refused:
-        return check_unchanged(before, now)
+        assert [each.key for each in check_unchanged(before, now)] == ["policies.policy.learning_rate"]
+        return
     with pytest.raises(ConfigError, match=refused):
         check_unchanged(before, now)
 

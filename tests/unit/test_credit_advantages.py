@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 
 import pytest
 from hypothesis import given
@@ -36,12 +37,30 @@ def test_advantages_of_a_group_sum_to_zero(values: list[float]) -> None:
 
 
 @given(rewards)
-def test_group_std_has_unit_variance_unless_all_are_equal(values: list[float]) -> None:
-    mean = sum(values) / len(values)
-    std = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+def test_group_std_divides_by_the_sample_deviation(values: list[float]) -> None:
     scaled = [advantage.value for advantage in group_std(values)]
+    std = statistics.stdev(values)  # by n - 1
     if std > 1e-2:
-        assert math.sqrt(sum(value**2 for value in scaled) / len(scaled)) == pytest.approx(1.0, rel=1e-3)
+        assert scaled == pytest.approx([(v - statistics.fmean(values)) / std for v in values], rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("values", "by_hand"),
+    [
+        ([1.0, 0.0], [0.5**0.5, -(0.5**0.5)]),  # deviation sqrt(1/2)
+        ([1.0, 0.0, 0.0, 0.0], [1.5, -0.5, -0.5, -0.5]),  # sqrt((9 + 1 + 1 + 1) / 16 / 3) = 1/2
+        ([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0], [(r - 5) / (32 / 7) ** 0.5 for r in (2, 4, 4, 4, 5, 5, 7, 9)]),
+    ],
+)
+def test_group_std_by_hand(values: list[float], by_hand: list[float]) -> None:
+    assert [advantage.value for advantage in group_std(values)] == pytest.approx(by_hand, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["leave_one_out", "group_mean", "group_std"])
+@given(reward=st.floats(-1e6, 1e6), size=st.integers(2, 64))
+def test_equal_rewards_teach_nothing_at_all(name: str, reward: float, size: int) -> None:
+    """Not even a rounding, which a division by a tiny deviation would make large."""
+    assert {advantage.value for advantage in ADVANTAGES[name]([reward] * size, range(size))} == {0.0}
 
 
 @pytest.mark.parametrize("name", ["leave_one_out", "group_mean", "group_std"])

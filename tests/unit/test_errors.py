@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from agentrl.core import errors
-from agentrl.core.errors import AgentRLError, EpisodeError, RewardError, StorageError
+from agentrl.core.errors import AgentRLError, EpisodeError, RewardError, StorageError, UntrainableUnitsError
 from agentrl.environment.base import LimitReachedError
 
 
@@ -19,6 +19,7 @@ from agentrl.environment.base import LimitReachedError
         RewardError("NaN"),
         LimitReachedError("no turn left", stop_reason="max_turns"),
         StorageError("full"),
+        UntrainableUnitsError([("e1", 0, "another temperature")]),
     ],
 )
 def test_an_error_survives_pickling(error: AgentRLError) -> None:

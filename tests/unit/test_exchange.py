@@ -91,6 +91,7 @@ def test_nothing_is_left_of_an_export_that_fails(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.damages_journal
 def test_what_a_damaged_run_lacks_is_said(sample_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "damaged"
     shutil.copytree(sample_run, run)

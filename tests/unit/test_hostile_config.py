@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.config.load import MAX_BYTES, dump_toml, load
-from agentrl.config.run import SamplingConfig
+from agentrl.config.run import RunConfig, SamplingConfig
 from agentrl.core.errors import ConfigError
 
 BASE = '[environment]\nid = "calculator"\n[model]\npath = "somewhere"\n'
@@ -54,6 +54,20 @@ def test_a_file_that_no_reader_could_hold_is_refused_in_words(tmp_path: Path, te
         else BASE.replace("[model]", f"{text[: -len(BASE)]}[model]")
     )
     assert told in refused(tmp_path, text)
+
+
+def test_every_whole_number_has_an_upper_bound(tmp_path: Path) -> None:
+    schema = RunConfig.model_json_schema()
+    sections = {"RunConfig": schema, **schema["$defs"]}
+    counts = {
+        f"{section}.{name}": value
+        for section, held in sections.items()
+        for name, value in held.get("properties", {}).items()
+        if value.get("type") == "integer" and name != "seed"
+    }
+    assert len(counts) > 30
+    assert not [name for name, value in counts.items() if "maximum" not in value and "exclusiveMaximum" not in value]
+    assert "engine.slots = 1000000000000: " in refused(tmp_path, BASE, "--engine.slots=1000000000000")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -17,9 +18,10 @@ from typing import ClassVar
 import pytest
 
 import agentrl
+from agentrl.app.lives import DIED, ENDED, ProcessRecord, lead
 from agentrl.app.parts import Adapters
 from agentrl.app.training import Run, run_training
-from agentrl.core.errors import EnvironmentDefinitionError, StorageError
+from agentrl.core.errors import EnvironmentDefinitionError, EnvironmentFaultError, StorageError
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import as_environment
 from agentrl.journal.store import SqliteJournal
@@ -55,6 +57,53 @@ async def _bare(ctx: agentrl.EpisodeContext) -> None:
     raise BareError("\x1b[2J no")
 
 
+async def _generator_exit(ctx: agentrl.EpisodeContext) -> None:
+    raise GeneratorExit
+
+
+async def _interrupt(ctx: agentrl.EpisodeContext) -> None:
+    raise KeyboardInterrupt
+
+
+async def _interrupt_in_a_branch(ctx: agentrl.EpisodeContext) -> None:
+    await ctx.gather(_interrupt(ctx), ctx.sleep(0.0))
+
+
+async def _unprintable(ctx: agentrl.EpisodeContext) -> None:
+    class UnprintableError(Exception):
+        def __str__(self) -> str:
+            raise KeyboardInterrupt
+
+    raise UnprintableError
+
+
+async def _cancel_itself(ctx: agentrl.EpisodeContext) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(0)
+
+
+def _deeper(depth: int = 0) -> int:
+    return _deeper(depth + 1) + 1
+
+
+async def _recurse(ctx: agentrl.EpisodeContext) -> None:
+    _deeper()
+
+
+async def _no_memory(ctx: agentrl.EpisodeContext) -> None:
+    bytearray(1 << 60)
+
+
+async def _run_a_loop(ctx: agentrl.EpisodeContext) -> None:
+    main = asyncio.sleep(0)
+    try:
+        asyncio.run(main)
+    finally:
+        main.close()
+
+
 class Hostile(agentrl.Environment):
     """Answers once, then does what a test wants it to, on the tasks of the digit 5."""
 
@@ -69,7 +118,16 @@ class Hostile(agentrl.Environment):
         guesser.reward(float(turn.text.strip(".") == ctx.task.data["digit"]))
 
 
-def play(directory: Path | str, act: Callable[[agentrl.EpisodeContext], object], *, resume: bool = False) -> Run:
+def play(
+    directory: Path | str,
+    act: Callable[[agentrl.EpisodeContext], object],
+    *,
+    resume: bool = False,
+    quiet: bool = True,
+    together: Callable[..., Run] = lambda running, directory: asyncio.run(running),
+) -> Run:
+    """A run of it, led by `together`."""
+
     async def engine(config: object, versions: object, tell: object, log: object) -> ScriptedEngine:
         return ScriptedEngine(guess, versions=versions)  # type: ignore[arg-type]
 
@@ -80,7 +138,8 @@ def play(directory: Path | str, act: Callable[[agentrl.EpisodeContext], object],
         trainer=lambda config, directory: RecordingTrainer(["guesser"]),
         chat_format=lambda config: PlainFormat(),
     )
-    return asyncio.run(run_training(config, environment, tasks=TASKS, quiet=True, adapters=adapters, resume=resume))
+    running = run_training(config, environment, tasks=TASKS, quiet=quiet, adapters=adapters, resume=resume)
+    return together(running, Path(directory) / "run")
 
 
 def dropped(directory: Path) -> dict[str, str]:
@@ -97,6 +156,14 @@ def dropped(directory: Path) -> dict[str, str]:
         (_exit, "run() raised SystemExit: 3 at "),
         (_exit_in_a_branch, "run() raised SystemExit: 3 at "),
         (_bare, "run() raised BareError: \x1b[2J no at "),
+        (_generator_exit, "run() raised GeneratorExit:  at "),
+        (_interrupt, "run() raised KeyboardInterrupt:  at "),
+        (_interrupt_in_a_branch, "run() raised KeyboardInterrupt:  at "),
+        (_unprintable, "UnprintableError: (its text cannot be made: KeyboardInterrupt) at "),
+        (_cancel_itself, "the task of its run() was cancelled 3 times, and not by agentrl"),
+        (_recurse, "RecursionError: maximum recursion depth exceeded"),
+        (_no_memory, "MemoryError"),
+        (_run_a_loop, "RuntimeError: asyncio.run() cannot be called from a running event loop"),
         (_leave, "os._exit(3) was called at "),
         (_leave_in_a_thread, "os._exit(3) was called at "),
     ],
@@ -110,6 +177,87 @@ def test_what_would_end_the_process_ends_the_episode(
     assert list(found) == ["environment_error"]
     assert told in found["environment_error"]
     assert os._exit is leave
+
+
+def _stop_the_loop() -> None:
+    asyncio.get_running_loop().stop()
+
+
+def _cancel_all() -> None:
+    for task in asyncio.all_tasks():
+        task.cancel()
+
+
+async def _exit_soon() -> None:
+    sys.exit(5)
+
+
+async def _interrupt_soon() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (_stop_the_loop, "an environment stopped the event loop of the run"),
+        (_cancel_all, "an environment cancelled the tasks of the whole run"),
+        (lambda: asyncio.ensure_future(_exit_soon()), "an environment raised SystemExit: 5 at .*_exit_soon in a task"),
+        (lambda: asyncio.ensure_future(_interrupt_soon()), "an environment raised KeyboardInterrupt:  at .* in a task"),
+    ],
+)
+def test_who_breaks_the_loop_ends_the_run_with_the_names_of_the_episodes(
+    tmp_path: Path, act: Callable[[], object], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken: list[str] = []
+
+    async def break_it(ctx: agentrl.EpisodeContext) -> None:
+        if not broken:
+            broken.append("now")
+            act()
+            await asyncio.sleep(0.05)
+
+    with pytest.raises(EnvironmentFaultError, match=told) as caught:
+        play(tmp_path, break_it, together=lead)
+    assert "(task 'digit-5')" in str(caught.value)
+    assert caught.value.exit_code == 1
+    assert play(tmp_path, break_it, resume=True, quiet=False).metrics[-1]["step"] == 6
+    assert re.search(rf"WARNING the process before ended: .*{told}", capsys.readouterr().err)
+
+
+def die_in(directory: Path, *, resume: bool) -> None:
+    """One process of a run, which an episode kills before it has said anything."""
+
+    async def kill(ctx: agentrl.EpisodeContext) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        play(directory, kill, resume=resume)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_process_that_was_killed_is_told_of_with_its_episodes_and_two_are_suspicious(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def nothing(ctx: agentrl.EpisodeContext) -> None: ...
+
+    die_in(tmp_path, resume=False)
+    first = ProcessRecord.read(tmp_path / "run/process.json")
+    assert first.end == DIED
+    die_in(tmp_path, resume=True)
+    second = ProcessRecord.read(tmp_path / "run/process.json")
+    assert second.process != first.process
+    store = SqliteJournal(tmp_path / "run/journal")
+    suspects = {spec.task.id for spec in second.running(store) if second.next(store).is_suspect(spec)}
+    asyncio.run(store.close())
+    assert "digit-5" in suspects
+    play(tmp_path, nothing, resume=True, quiet=False)
+    told = capsys.readouterr().err
+    assert re.search(r"the process before died without a word .*It ran .*\(task 'digit-5'\)", told)
+    assert "got nowhere at 2 such deaths in a row: worker processes, which would find it, do not know" in told
+    last = ProcessRecord.read(tmp_path / "run/process.json")
+    assert (last.end, last.has_killer) == (ENDED, False)
 
 
 def test_a_forked_child_ends_as_it_asks_to(tmp_path: Path) -> None:
@@ -153,7 +301,7 @@ def test_a_run_directory_that_goes_away_under_its_run_ends_it(tmp_path: Path, ho
         if how == "replaced":
             shutil.copytree(tmp_path / "kept", run)
 
-    with pytest.raises(StorageError, match="moved, removed or replaced while it was written to"):
+    with pytest.raises(StorageError, match=r"moved, removed or replaced while|put back what was moved or removed"):
         play(tmp_path, take_away)
     if how == "moved":
         (tmp_path / "kept").rename(run)
@@ -233,10 +381,10 @@ def test_text_no_database_can_hold_reaches_the_policy_without_it(tmp_path: Path)
     assert dropped(tmp_path) == {}
 
 
-@pytest.mark.parametrize("value", [1e308, -1e31, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [1e308, -1e7, float("nan"), float("inf"), 10**400])
 def test_rewards_nothing_can_be_computed_from_are_refused(tmp_path: Path, value: float) -> None:
     async def reward(ctx: agentrl.EpisodeContext) -> None:
         ctx.agent("guesser").reward(value)
 
     assert play(tmp_path, reward).summary["steps"] == 6
-    assert "it must be finite, and no larger than 1e+30" in dropped(tmp_path)["bad_reward"]
+    assert "finite" in dropped(tmp_path)["bad_reward"]

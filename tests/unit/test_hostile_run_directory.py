@@ -15,9 +15,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from agentrl.cli.main import main
 from agentrl.cli.view import _keys
-from agentrl.core.errors import ConfigError, StorageError
+from agentrl.core.errors import ConfigError, JournalError, StorageError
+from agentrl.inspection.reader import RunReader
 from agentrl.inspection.report import write_report
+from agentrl.journal.reader import TurnReader
+from agentrl.journal.run_log import Change, Life, SqliteRunLog
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.alarm_lines import Alarm, read_alarms, write_alarm
 from agentrl.observe.files import replace_file
@@ -32,6 +36,7 @@ from agentrl.observe.sinks import open_sinks, prometheus
 from agentrl.observe.status import Status, read_status, write_status
 from agentrl.observe.svg import Line, plot
 from agentrl.observe.view import MAX_TEXT, plain, view
+from tests.journal_cases import write_run
 
 ESCAPES = "\x1b]52;c;aGk=\x07\x9b31m\u202e[bold][/x]"
 MARKUP = "\"'><script>alert(1)</script><img src=x onerror=alert(1)></pre></style>&lt;"
@@ -98,10 +103,8 @@ def test_alarms_with_odd_steps_are_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", ["Infinity", "NaN", "1e999", "9" * 400])
 def test_a_summary_beyond_all_measure_is_left_out(run: Path, number: str) -> None:
-    (run / "summary.json").write_text(
-        f'{{"rl_seconds": {number}, "engine_busy_share": {number}, "interrupted": "<b>"}}'
-    )
-    assert "interrupted" in write_report(run).read_text()
+    (run / "summary.json").write_text(f'{{"rl_seconds": {number}, "engine_busy_share": {number}, "state": "stopped"}}')
+    assert "The run was stopped" in write_report(run).read_text()
 
 
 @pytest.fixture
@@ -114,6 +117,69 @@ def run(tmp_path: Path) -> Path:
 
     asyncio.run(write())
     return tmp_path / "run"
+
+
+@pytest.mark.damages_journal
+@pytest.mark.parametrize("place", ["journal", "journal/control.db", "journal/turns-w0.db", "journal/control.db-wal"])
+@pytest.mark.parametrize("act", ["read", "write"])
+def test_a_journal_is_opened_only_where_it_lies(tmp_path: Path, place: str, act: str) -> None:
+    for name in ("mine", "other"):
+        asyncio.run(write_run(tmp_path / name))
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
+    (mine / place).rename(tmp_path / "away") if (mine / place).exists() else None
+    (other / place).touch()
+    (mine / place).symlink_to(other / place)
+
+    async def write() -> None:
+        journal = SqliteJournal(mine / "journal")
+        try:
+            journal.turn_log("w0")
+        finally:
+            await journal.close()
+
+    def read() -> None:
+        RunReader(mine).close()
+        TurnReader(mine / "journal").read("turns-w0.db", "e0", 0)
+
+    with pytest.raises(JournalError, match=f"{place}: a symbolic link, which may lead to another run's journal"):
+        asyncio.run(write()) if act == "write" else read()
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.damages_journal
+@pytest.mark.parametrize("config", [[1], {"journal": 5}, {"journal": {"keep": True}}, {"journal": {"keep": -1}}])
+def test_a_rule_that_a_journal_records_and_that_is_none_prunes_nothing(
+    tmp_path: Path, config: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def write() -> None:
+        await SqliteJournal(tmp_path / "run" / "journal", info={"config": config}).close()
+
+    asyncio.run(write())
+    assert main(["run", "prune", str(tmp_path / "run")]) == 2
+    assert "choose how much to keep" in capsys.readouterr().err
+
+
+@pytest.mark.damages_journal
+def test_a_life_that_changed_a_setting_without_a_name_is_damaged(tmp_path: Path) -> None:
+    async def write() -> None:
+        journal = SqliteJournal(tmp_path / "journal", info={"config": {"steps": 1}})
+        journal.record_life(Life(lineage=1, began_at=0.0, changed=(Change((), 1, 2),)))
+        await journal.close()
+
+    asyncio.run(write())
+    log = SqliteRunLog(tmp_path / "journal")
+    with pytest.raises(JournalError, match="a life of the run cannot be read"):
+        log.config()
+    log.close()
+
+
+def test_a_run_directory_may_be_a_link(tmp_path: Path) -> None:
+    asyncio.run(write_run(tmp_path / "demo"))
+    (tmp_path / "runs").symlink_to(tmp_path / "demo")
+    reader = RunReader(tmp_path / "runs")
+    assert reader.ledger().holds
+    reader.close()
 
 
 class Elements(HTMLParser):
@@ -235,7 +301,7 @@ def test_the_place_of_a_run_is_printed_without_escapes(tmp_path: Path) -> None:
     keys = ("reward_start", "reward_end")
     shares = dict.fromkeys(("rl_seconds", "engine_busy_share", "trainer_busy_share", "held_out_tasks"), 0.0)
     with RunObserver(directory, plan=RunPlan(), stream=stream) as observer:
-        observer.finish({"rewards": [], "steps": 0, **dict.fromkeys(keys), **shares})
+        observer.finish({"rewards": [], "steps": 0, "state": "finished", **dict.fromkeys(keys), **shares})
     assert "run\\x1b[2J\\x9b31m" in stream.getvalue()
     assert "\x1b" not in stream.getvalue()
 

@@ -7,14 +7,16 @@ import json
 import sqlite3
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from agentrl.cli.main import main
 from agentrl.core.errors import JournalError
 from agentrl.inspection.ledger import RunLedger
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.checksums import row_checksum
+from agentrl.journal.checksums import entry_checksum, row_checksum
 from agentrl.journal.control import CHECKED
+from agentrl.journal.entries import JournalEntry, Span, TurnEntry, encode_body
 from tests.journal_cases import write_run
 
 
@@ -97,12 +99,76 @@ def test_what_is_lost_or_trained_twice_is_named(
     assert "does NOT hold" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("statement", "problem"),
+    [
+        ("DELETE FROM versions WHERE step = 0", "tokens are of policy@0.0, which the control log does not know"),
+        ("UPDATE versions SET sha256 = '' WHERE step = 0", "of policy@0.0, of which the control log has no digest"),
+        ("DELETE FROM steps WHERE step = 1", "of policy@0.1, and the control log does not know the step that made it"),
+    ],
+)
+def test_a_version_that_tokens_name_has_its_row_digest_and_step(run: Path, statement: str, problem: str) -> None:
+    if "step = 1" in statement:
+        by_version_1(run)
+    spoil(run, statement)
+    assert any(problem in line for line in ledger(run).problems), ledger(run).problems
+
+
+def by_version_1(run: Path) -> None:
+    """Have a turn of e0 sampled by another version."""
+    path = run / "journal" / "turns-w0.db"
+    with sqlite3.connect(path) as connection:
+        rows = connection.execute("SELECT id, episode, attempt, call, asked, body FROM entries WHERE episode = 'e0'")
+        for number, episode, attempt, call, asked, body in rows.fetchall():
+            entry = JournalEntry(episode, attempt, call, asked, body).decode()
+            if isinstance(entry, TurnEntry):
+                body = encode_body(msgspec.structs.replace(entry, spans=(Span(0, 2, 0, 1),)))
+                checksum = entry_checksum(episode, attempt, call, asked, body)
+                connection.execute("UPDATE entries SET body = ?, checksum = ? WHERE id = ?", (body, checksum, number))
+    connection.close()
+
+
+def test_a_partition_that_is_missing_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (run / "journal").glob("turns-w0.db*"):
+        path.unlink()
+    assert main(["run", "ledger", str(run)]) == 1
+    assert "turns-w0.db is missing, and 5 committed episodes lie in it" in " ".join(capsys.readouterr().out.split())
+
+
+def test_entries_that_are_missing_are_named(run: Path) -> None:
+    with sqlite3.connect(run / "journal" / "turns-w0.db") as connection:
+        connection.execute("DELETE FROM entries WHERE episode = 'e2' AND call = 'r#3'")
+    connection.close()
+    assert ledger(run).problems == ["episode e2 attempt 0: 4 entries were committed, turns-w0.db has 3"]
+
+
+@pytest.mark.damages_journal
+def test_an_entry_that_is_damaged_is_named_beside_the_equations(run: Path) -> None:
+    with sqlite3.connect(run / "journal" / "turns-w0.db") as connection:
+        connection.execute("UPDATE entries SET body = x'00' WHERE episode = 'e2' AND call = 'r#3'")
+    connection.close()
+    found = ledger(run)
+    (problem,) = found.problems
+    assert "episode 'e2', call 'r#3': the entry does not match its checksum" in problem
+    assert "What follows in turns-w0.db was not read" in problem
+    assert found.units["policy"].consumed == 4
+
+
+def test_how_far_it_has_read_is_told(run: Path) -> None:
+    reader = RunReader(run)
+    told: list[tuple[int, int]] = []
+    reader.ledger(lambda read, of: told.append((read, of)))
+    reader.close()
+    assert told == [(number, 5) for number in range(1, 6)]
+
+
 def test_units_of_a_rolled_back_step_are_ready_again(run: Path) -> None:
     spoil(run, "INSERT INTO versions VALUES ('policy', 1, 1, 0, 1, 'p', 'full', 'x', 0.0, 0)")
     units = ledger(run).units["policy"]
     assert (units.ready, units.consumed) == (3, 2)
 
 
+@pytest.mark.damages_journal
 def test_a_row_whose_checksum_does_not_fit_is_an_error_by_name(run: Path) -> None:
     with sqlite3.connect(run / "journal" / "control.db") as connection:
         connection.execute("UPDATE step_units SET policy = 'policz' WHERE episode = 'e2'")

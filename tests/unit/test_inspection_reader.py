@@ -105,13 +105,20 @@ def test_a_metric_is_told_along_the_surviving_line(tmp_path: Path) -> None:
     reader.close()
 
 
+@pytest.mark.damages_journal
 def test_runs_are_listed_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     asyncio.run(write_run(tmp_path / "good"))
     (tmp_path / "bad" / "journal").mkdir(parents=True)
     (tmp_path / "bad" / "journal" / "control.db").write_bytes(b"rubbish" * 1000)
     (tmp_path / "empty").mkdir()
     bad, good = runs(tmp_path)
-    assert (good.name, good.episodes, good.in_flight, good.steps, good.reward) == ("demo", 5, 1, {"policy": 2}, 1.5)
+    assert (good.name, good.episodes, good.in_flight, good.steps, good.rewards) == (
+        "demo",
+        5,
+        1,
+        {"policy": 2},
+        {"policy": 1.5},
+    )
     assert bad.problem is not None
     assert "control.db" in bad.problem
     assert "control.db" in shown(run_table([bad, good]))
@@ -159,6 +166,7 @@ def test_a_damaged_partition_leaves_the_rest_readable(run: Path) -> None:
     fresh.close()
 
 
+@pytest.mark.damages_journal
 @pytest.mark.parametrize(
     "change",
     [
@@ -179,6 +187,7 @@ def test_wrong_types_in_the_control_log_are_a_named_error(run: Path, change: str
     reader.close()
 
 
+@pytest.mark.damages_journal
 def test_every_page_of_a_database_flipped_or_cut_gives_an_answer_or_a_named_error(run: Path) -> None:
     """One byte of each 512 changed, and the file cut there: never another exception."""
     path = run / "journal" / "control.db"
@@ -209,6 +218,7 @@ def change_control(run: Path, statement: str, *parameters: object) -> None:
     connection.close()
 
 
+@pytest.mark.damages_journal
 @pytest.mark.parametrize(
     "change",
     [
@@ -236,6 +246,7 @@ def with_arguments(arguments: bytes) -> bytes:
     return whole.replace(plain, arguments)
 
 
+@pytest.mark.damages_journal
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -266,6 +277,7 @@ def test_content_that_cannot_be_shown_is_named_and_the_rest_is_shown(run: Path, 
     reader.close()
 
 
+@pytest.mark.damages_journal
 def test_rows_of_other_types_are_problems_of_the_episode(run: Path) -> None:
     change_control(run, """UPDATE episodes SET metrics = '{"x": "much", "y": 2, "z": null}' WHERE episode = 'e1'""")
     change_control(run, "UPDATE episodes SET partition = x'00' WHERE episode = 'e2'")
@@ -279,6 +291,7 @@ def test_rows_of_other_types_are_problems_of_the_episode(run: Path) -> None:
     reader.close()
 
 
+@pytest.mark.damages_journal
 def test_a_cell_has_an_end(run: Path) -> None:
     change_control(run, "UPDATE admissions SET task = ? WHERE episode = 'e1'", "t" * 1_000_000)
     reader = RunReader(run)

@@ -98,6 +98,7 @@ def test_an_index_that_is_a_link_is_not_followed(run: Path, tmp_path: Path) -> N
     assert not (tmp_path / "elsewhere.db").exists()
 
 
+@pytest.mark.damages_journal
 def test_a_damaged_entry_is_left_out_and_the_others_are_found(run: Path) -> None:
     with sqlite3.connect(run / "journal" / "turns-w0.db") as connection:
         connection.execute("UPDATE entries SET body = x'00' WHERE episode = 'e1'")

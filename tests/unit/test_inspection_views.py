@@ -303,6 +303,7 @@ def change(run: Path, statement: str, *values: object) -> None:
     connection.close()
 
 
+@pytest.mark.damages_journal
 def test_altered_records_are_told_and_the_rest_is_shown(damaged: Path) -> None:
     change(damaged, "UPDATE episodes SET reward = 100 WHERE episode = 'e2'")
     change(damaged, "UPDATE step_units SET advantage = 9 WHERE step = 3 AND policy = 'solver' AND position = 0")
@@ -318,6 +319,7 @@ def test_altered_records_are_told_and_the_rest_is_shown(damaged: Path) -> None:
     reader.close()
 
 
+@pytest.mark.damages_journal
 @pytest.mark.parametrize("size", [0, 7, 100, 5000])
 def test_a_cut_file_of_columns_is_told(damaged: Path, size: int) -> None:
     path = damaged / "steps" / "solver" / "0.3.safetensors"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +14,17 @@ from safetensors.torch import load_file
 
 from agentrl.config.policies import FrozenPolicy, LoraConfig, PolicyConfig
 from agentrl.config.run import OptimizerConfig, RunConfig
-from agentrl.core.errors import ModelError, NonFiniteError, TrainerError
+from agentrl.core.errors import (
+    ConfigError,
+    EntriesError,
+    ModelError,
+    NonFiniteError,
+    TrainerError,
+    UntrainableUnitsError,
+)
 from agentrl.core.ports import Trainer
-from agentrl.core.records import PolicyVersion, SamplingMask
-from agentrl.core.training_records import TrainBatch
+from agentrl.core.records import PolicyVersion, SamplingMask, Trajectory
+from agentrl.core.training_records import TrainBatch, Unit
 from agentrl.learn.columns import read_columns
 from agentrl.learn.in_process import InProcessTrainer
 from agentrl.learn.trainer import PolicyTrainer
@@ -53,6 +62,26 @@ def weights(
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_units_that_cannot_be_trained_are_named_and_the_others_are_trained(
+    model: Path, tmp_path: Path, episodes: Episodes
+) -> None:
+    def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
+        for unit in units:
+            if unit.episode_id in ("e2", "e5"):
+                raise EntriesError(f"{unit.episode_id} was sampled at another temperature than its row")
+        return episodes.read(units)
+
+    trainer = PolicyTrainer(run_config(model), tmp_path, read=read)
+    trainer.start()
+    with pytest.raises(UntrainableUnitsError) as caught:
+        trainer.forward_backward(episodes.batch())
+    assert [(episode, attempt) for episode, attempt, _ in caught.value.units] == [("e2", 0), ("e5", 0)]
+    batch = episodes.batch()
+    left = tuple(unit for unit in batch.units if unit.episode_id not in ("e2", "e5"))
+    trainer.forward_backward(replace(batch, units=left))
+    assert trainer.optim_step("policy", 1).samples == 6
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
@@ -352,7 +381,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path, episodes: Episod
 
 def test_an_adapter_for_modules_the_model_lacks_is_refused(model: Path, tmp_path: Path, episodes: Episodes) -> None:
     lora = LoraConfig(target_modules=("query_key_value",))
-    with pytest.raises(ModelError, match="query_key_value"):
+    with pytest.raises(ConfigError, match="query_key_value"):
         started(run_config(model, policies={"policy": PolicyConfig(lora=lora)}), tmp_path, episodes)
 
 

@@ -10,28 +10,40 @@ import signal
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentrl.app.lives import DIED, ENDED, ProcessRecord
 from agentrl.app.parts import Adapters
 from agentrl.app.training import Run, run_training
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import ConfigError, InputError, JournalError, RunDirectoryError, StorageError, TrainerLostError
-from agentrl.core.ports import Engine
-from agentrl.core.records import PolicyVersion
+from agentrl.core.errors import (
+    AgentRLError,
+    ConfigError,
+    InputError,
+    JournalError,
+    RunDirectoryError,
+    StorageError,
+    TrainerLostError,
+)
+from agentrl.core.ports import Engine, GenerateRequest
+from agentrl.core.records import EpisodeSpec, PolicyVersion
+from agentrl.core.training_records import StepReport
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.journal.entries import EntryBody, Span, TurnEntry
+from agentrl.journal.entries import EntryBody, JournalEntry, Span, TurnEntry
 from agentrl.journal.lock import RunLock
+from agentrl.journal.run_log import Change, Life
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.rollout.plain_format import PlainFormat
 from agentrl.testing import RecordingTrainer
+from tests import journal_cases
 from tests.sim.small_run import TASKS, Guess, config_for, guess
 
 
@@ -59,12 +71,19 @@ class Lives:
     clock: NoWaiting = field(default_factory=NoWaiting)
     starting: Callable[[], object] = lambda: None
     """Called before an engine is made."""
+    awaited: int = 0
+    """So many turns of the newest version are sampled before a trainer is lost."""
+    turns: Counter[int] = field(default_factory=Counter)
+    """Turns sampled, by step of the version."""
 
     def trainer(self, config: RunConfig, directory: Path) -> RecordingTrainer:
         step = self.losses[len(self.trainers)] if len(self.trainers) < len(self.losses) else -1
         lost = TrainerLostError("trainer rank 0 died")
         versions = directory / "versions"
-        trainer = Fragile(["guesser"], failures={("guesser", step): lost}, dies_at_once=step == 0, versions=versions)
+        failures: Mapping[tuple[str, int], AgentRLError] = {("guesser", step): lost}
+        trainer = Fragile(["guesser"], failures=failures, dies_at_once=step == 0, versions=versions)
+        if step > 0:
+            trainer.may_be_lost = lambda at: at != step or self.turns[step - 1] >= self.awaited
         self.trainers.append(trainer)
         return trainer
 
@@ -73,7 +92,12 @@ class Lives:
     ) -> Engine:
         self.starting()
         await asyncio.sleep(0)
-        return ScriptedEngine(guess, versions=versions)
+
+        def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+            self.turns[version.step] += 1
+            return guess(request, policy, version)
+
+        return ScriptedEngine(script, versions=versions)
 
     def run(
         self,
@@ -86,6 +110,7 @@ class Lives:
         dead_lineage: str = "keep",
         seed: int = 0,
         best: Mapping[str, Any] | None = None,
+        quiet: bool = True,
     ) -> Run:
         config = config_for(
             steps=6,
@@ -101,7 +126,7 @@ class Lives:
             engine=self.engine, trainer=self.trainer, chat_format=lambda config: PlainFormat(), clock=self.clock
         )
         running = run_training(
-            config, Guess, tasks=TASKS, held_out=TASKS[:held_out], quiet=True, adapters=adapters, resume=resume
+            config, Guess, tasks=TASKS, held_out=TASKS[:held_out], quiet=quiet, adapters=adapters, resume=resume
         )
         return asyncio.run(running)
 
@@ -112,11 +137,23 @@ class Fragile(RecordingTrainer):
     def __init__(self, policies: list[str], *, dies_at_once: bool, **options: Any) -> None:
         super().__init__(policies, **options)
         self._dies_at_once = dies_at_once
+        self.may_be_lost: Callable[[int], bool] = lambda at: True
 
-    async def start(self, resume_from: str | None = None) -> None:
+    async def optim_step(self, policy: str, step_id: int) -> StepReport:
+        while not self.may_be_lost(step_id):
+            await asyncio.sleep(0)
+        return await super().optim_step(policy, step_id)
+
+    async def start(self, resume_from: str | None = None) -> tuple[str, ...]:
         if self._dies_at_once:
             raise TrainerLostError("Ray did not start")
-        await super().start(resume_from)
+        return (*await super().start(resume_from), "guesser: adapters on q_proj")
+
+
+def test_what_is_adapted_is_said_as_the_run_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Lives(losses=[]).run(tmp_path, quiet=False)
+    shown = capsys.readouterr()
+    assert (shown.out + shown.err).count("guesser: adapters on q_proj\n") == 1
 
 
 def test_what_an_earlier_process_of_the_run_still_writes_is_waited_for(tmp_path: Path) -> None:
@@ -203,7 +240,7 @@ def test_units_of_weights_that_a_rollback_undid_are_left_out_where_it_is_asked_f
         trained, dropped = False, 0
         for seed in range(4):  # who has sampled how much when the trainer dies depends on the machine
             path = tmp_path / choice / f"{seed}"
-            Lives([4]).run(path, dead_lineage=choice, seed=seed)
+            Lives([4], awaited=4).run(path, dead_lineage=choice, seed=seed)
             trained |= any(dead in versions for versions in sampled_by(path).values())
             with sqlite3.connect(path / "run/journal/control.db") as connection:
                 ((count,),) = connection.execute("SELECT count(*) FROM unit_drops WHERE reason = 'dead_lineage'")
@@ -308,6 +345,64 @@ def test_a_run_refused_because_another_process_writes_it_leaves_it_alone(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+def begins(journal: Path, path: Path, *, end: str, workers: int = 1) -> dict[str, int]:
+    """Deaths in a row, by episode, as a process finds them that goes on with the run and ends like this."""
+    store = SqliteJournal(journal)
+    record = ProcessRecord.read(path).next(store)
+    asyncio.run(store.close())
+    record.end, record.workers = end, workers
+    record.write(path)
+    return {name: standing.deaths for name, standing in record.episodes.items()}
+
+
+def test_deaths_of_the_process_count_in_a_row_while_an_episode_gets_nowhere(tmp_path: Path) -> None:
+    journal, path = tmp_path / "journal", tmp_path / "process.json"
+    both = [journal_cases.spec(0), journal_cases.spec(1)]
+
+    async def write(*entries: JournalEntry, specs: Sequence[EpisodeSpec] = ()) -> None:
+        store = SqliteJournal(journal)
+        store.admit(*specs)
+        for entry in entries:
+            store.turn_log("0").append(entry)
+        await store.close()
+
+    asyncio.run(write(specs=both))
+    assert begins(journal, path, end=DIED) == {"e0": 0, "e1": 0}
+    asyncio.run(write(journal_cases.entry(both[0], 0)))  # the record of its start is nothing new
+    assert begins(journal, path, end=DIED) == {"e0": 1, "e1": 1}
+    assert begins(journal, path, end=DIED) == {"e0": 2, "e1": 2}
+    asyncio.run(write(journal_cases.entry(both[0], 1)))
+    assert begins(journal, path, end=ENDED) == {"e0": 1, "e1": 3}
+    assert begins(journal, path, end=DIED, workers=2) == {"e0": 1, "e1": 3}
+    assert begins(journal, path, end="no memory") == {"e0": 1, "e1": 3}  # their code had run elsewhere
+    asyncio.run(write(specs=[replace(both[1], attempt=1)]))
+    assert begins(journal, path, end=DIED) == {"e0": 2, "e1": 1}
+    path.write_bytes(b"\xff{")
+    assert begins(journal, path, end=DIED) == {"e0": 0, "e1": 0}
+
+
+def test_a_life_that_died_before_it_published_anything_keeps_its_lineage(tmp_path: Path) -> None:
+    for lineage in range(3):
+        store = SqliteJournal(tmp_path / "journal")
+        assert store.highest_lineage() == lineage - 1
+        store.record_life(Life(lineage=lineage, began_at=0.0, changed=(Change(("steps",), lineage, lineage + 1),)))
+        asyncio.run(store.close())
+    store = SqliteJournal(tmp_path / "journal")
+    assert [life.changed[0].now for life in store.lives()] == [1, 2, 3]
+    asyncio.run(store.close())
+
+
+def test_an_evaluation_that_kills_is_counted_by_its_task(tmp_path: Path) -> None:
+    journal, path = tmp_path / "journal", tmp_path / "process.json"
+    for life in range(3):
+        store = SqliteJournal(journal)
+        record = ProcessRecord.read(path).next(store)
+        assert record.evaluated == ({"t7": life} if life else {})
+        record.write(path)
+        store.admit(replace(journal_cases.spec(7, purpose="evaluate"), episode_id=f"v{life}"))
+        asyncio.run(store.close())
+
+
 def test_a_run_is_resumed_as_its_journal_says_it_was(tmp_path: Path) -> None:
     Lives([]).run(tmp_path)
     (tmp_path / "run/config.json").unlink()
@@ -316,6 +411,7 @@ def test_a_run_is_resumed_as_its_journal_says_it_was(tmp_path: Path) -> None:
     assert Lives([]).run(tmp_path, resume=True).summary["steps"] == 6
 
 
+@pytest.mark.damages_journal
 @pytest.mark.parametrize("what", ["checkpoints", "journal"])
 def test_a_checkpoint_and_a_journal_of_two_runs_are_not_put_together(tmp_path: Path, what: str) -> None:
     for name, seed in (("one", 0), ("other", 1)):
@@ -358,6 +454,7 @@ def test_a_signal_ends_a_run_and_all_it_has_started(tmp_path: Path, number: sign
     assert Lives([]).run(tmp_path, resume=True).summary["steps"] == 6 - len(lives.trainers[0].batches)
 
 
+@pytest.mark.damages_journal
 @pytest.mark.parametrize(
     ("damage", "told"),
     [

@@ -7,11 +7,14 @@ import gc
 import sysconfig
 import threading
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 
 from agentrl.observe.blocked import is_users, watch_loop
 
 
-def told_during(act: Callable[[threading.Event], Coroutine[object, object, None]]) -> list[str]:
+def told_during(
+    act: Callable[[threading.Event], Coroutine[object, object, None]], *, users_only: bool = False
+) -> list[str]:
     """What the watch tells while `act` runs; the event is set when it has told something."""
     said: list[str] = []
     heard = threading.Event()
@@ -21,7 +24,7 @@ def told_during(act: Callable[[threading.Event], Coroutine[object, object, None]
         heard.set()
 
     async def main() -> None:
-        with watch_loop(tell, longest_s=0.05):
+        with watch_loop(tell, longest_s=0.05, users_only=users_only):
             await act(heard)
 
     asyncio.run(main())
@@ -71,6 +74,23 @@ def test_the_program_that_runs_the_loop_is_not_what_blocks_it() -> None:
 def test_the_command_that_starts_a_program_is_nobodys_code() -> None:
     assert not is_users(f"{sysconfig.get_path('scripts')}/agentrl")
     assert is_users(__file__)
+
+
+def test_generated_code_is_nobodys_code() -> None:
+    @dataclass
+    class Point:
+        x: int
+
+    assert not is_users(Point.__init__.__code__.co_filename)
+
+
+def test_a_watch_for_the_users_code_ignores_a_loop_that_others_block() -> None:
+    async def block(heard: threading.Event) -> None:
+        asyncio.get_running_loop().call_soon(heard.wait, 0.3)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    assert told_during(block, users_only=True) == []
 
 
 def test_an_error_nobody_awaits_is_named_with_its_line() -> None:

@@ -1,15 +1,24 @@
-"""Which contexts a model directory can serve, and what its configuration says of it, weights apart."""
+"""Which contexts a model directory can serve and train, and what its configuration says of it, weights apart."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import Gemma3Config, MistralConfig
 
 from agentrl.core.errors import ModelError
-from agentrl.engines.weight_files import kv_bytes_per_token, load_model, read_shapes
+from agentrl.core.training_records import TrainingSample
+from agentrl.engines.self_check import check_slots
+from agentrl.engines.weight_files import kv_bytes_per_token, load_model, read_shapes, special_lengths
+from agentrl.learn.forward import ATTENTION, shares_prefixes, token_logprobs
+from agentrl.learn.models import load_models
+from agentrl.learn.packing import pack
+from tests.learn_cases import run_config
 
 _SHAPE = {
     "vocab_size": 97,
@@ -58,3 +67,155 @@ def test_a_window_bounds_the_embedded_engine_only_and_positions_bound_all(model:
         load_model(str(model), max_context=17, dtype=torch.float32, device="cpu")
     with pytest.raises(ModelError, match="max_context is 65, but the model has 64 positions"):
         read_shapes(model, max_context=65)
+
+
+# --- lengths at which a model computes otherwise ----------------------------------------------------------------------
+
+_TINY = {
+    **_SHAPE,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_ROPE = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+_LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + 2 * n for n in range(8)]}
+
+
+def _rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {**_TINY, "sliding_window": None, "rope_parameters": {**_ROPE, "rope_type": kind, **more}}
+
+
+_MODELS: dict[str, Any] = {
+    "phi3 longrope": lambda: transformers.Phi3Config(**{**_rope("longrope", **_LONG), **_original(32)}),
+    "llama dynamic": lambda: transformers.LlamaConfig(**{**_rope("dynamic"), "max_position_embeddings": 32}),
+    "llama longrope": lambda: transformers.LlamaConfig(**_rope("longrope", **_LONG)),
+    "llama linear": lambda: transformers.LlamaConfig(**_rope("linear")),
+    "llama yarn": lambda: transformers.LlamaConfig(**_rope("yarn")),
+    "llama llama3": lambda: transformers.LlamaConfig(**_rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)),
+    "mistral window": lambda: transformers.MistralConfig(**_TINY),
+    "gemma3 windows": lambda: transformers.Gemma3TextConfig(**{**_TINY, "layer_types": _KINDS}),
+    "gemma2 windows": lambda: transformers.Gemma2Config(**{**_TINY, "attn_logit_softcapping": None, **_softcap(None)}),
+    "qwen2 window": lambda: transformers.Qwen2Config(**{**_TINY, "use_sliding_window": True, "max_window_layers": 1}),
+    "llama4 chunks": lambda: transformers.Llama4TextConfig(**{**_TINY, **_CHUNKS}),
+    "mamba2 chunks": lambda: transformers.Mamba2Config(**_MAMBA),
+}
+_KINDS = ["sliding_attention", "full_attention"]
+_CHUNKS = {
+    "attention_chunk_size": 16,
+    "layer_types": ["chunked_attention", "full_attention"],
+    "num_local_experts": 2,
+    "intermediate_size_mlp": 64,
+    "moe_layers": [],
+    "no_rope_layers": [1, 1],
+}
+_MAMBA = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_heads": 4,
+    "head_dim": 16,
+    "state_size": 8,
+    "n_groups": 1,
+    "chunk_size": 16,
+    "initializer_range": 0.2,
+}
+
+
+def _original(positions: int) -> dict[str, Any]:
+    return {"original_max_position_embeddings": positions}
+
+
+def _softcap(value: float | None) -> dict[str, Any]:
+    return {"final_logit_softcapping": value}
+
+
+def _write(kind: str, directory: Path) -> Path:
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(_MODELS[kind](), dtype=torch.float32).save_pretrained(directory)
+    return directory
+
+
+def _loaded(path: Path, max_context: int) -> Any:
+    config = run_config(path)
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"max_context": max_context})})
+    return load_models(config, torch.device("cpu"))["policy"]
+
+
+@pytest.mark.parametrize(("kind", "positions"), [("phi3 longrope", 32), ("llama longrope", 32), ("llama dynamic", 32)])
+def test_positions_that_depend_on_the_whole_context_are_refused_by_name(
+    tmp_path: Path, kind: str, positions: int
+) -> None:
+    """By every engine and the trainer; up to the original positions such a model is like any other."""
+    path = _write(kind, tmp_path)
+    readers = {
+        "embedded": lambda most: load_model(str(path), max_context=most, dtype=torch.float32, device="cpu"),
+        "vllm": lambda most: read_shapes(path, max_context=most),
+        "trainer": lambda most: _loaded(path, most),
+    }
+    for read in readers.values():
+        read(positions)
+        rope = kind.split()[1]
+        message = (
+            f"rope type '{rope}'.* more than {positions} tokens.*engine.max_context .now {positions + 1}. to at most"
+        )
+        with pytest.raises(ModelError, match=message):
+            read(positions + 1)
+
+
+@pytest.mark.parametrize("kind", _MODELS)
+def test_what_is_trained_is_what_the_model_itself_gives_at_every_length(tmp_path: Path, kind: str) -> None:
+    """Rows shorter and longer than whatever the architecture treats specially, packed together."""
+    most = 32 if "dynamic" in kind or "longrope" in kind else 64
+    path = _write(kind, tmp_path)
+    if kind == "llama4 chunks":
+        with pytest.raises(ModelError, match="Llama4ForCausalLM cannot be forwarded by the trainer"):
+            _loaded(path, most)
+        return
+    policy = _loaded(path, most)
+    model, random = policy.model, np.random.default_rng(3)
+    rows = []
+    for length in (5, 15, 16, 17, 18, 31, 32, 33, 47, 64):
+        if length <= most:
+            nothing = np.zeros(length, np.float32)
+            ids = np.concatenate([[7, 8, 9], random.integers(0, 97, length - 3)]).astype(np.int32)
+            mask = np.arange(length) > 0
+            rows.append(TrainingSample(token_ids=ids, loss_mask=mask, behavior_logprobs=nothing, advantages=nothing))
+    (batch,) = pack(rows, max_tokens=1 << 20, share=policy.shared_prefixes)
+    trained_with = model.config._attn_implementation
+    with torch.no_grad():
+        found = token_logprobs(model, batch, shared=policy.shared_prefixes).logprob
+        model.set_attn_implementation("eager")
+        for number, row in enumerate(rows):
+            ids = torch.from_numpy(row.token_ids.astype(np.int64))
+            alone = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])
+            mine = torch.from_numpy(batch.sample == number)
+            at = torch.from_numpy(batch.position[batch.sample == number])
+            torch.testing.assert_close(found[mine], alone[at - 1, 0], atol=2e-3, rtol=0)
+    assert (trained_with == ATTENTION) is policy.shared_prefixes
+
+
+def test_the_check_at_start_sees_what_only_long_rows_show() -> None:
+    """With the refusal by name out of the way, a longrope model fails where rows cross its original positions."""
+    torch.manual_seed(0)
+    for kind, length in (("phi3 longrope", 32), ("llama longrope", 32)):
+        model = transformers.AutoModelForCausalLM.from_config(_MODELS[kind](), dtype=torch.float32).eval()
+        if kind.startswith("llama"):
+            model.config.original_max_position_embeddings = length  # in its rope's parameters alone it is no length
+        assert special_lengths(model.config, 128) == [length]
+        assert shares_prefixes(model, 32)
+        with pytest.raises(ModelError, match=r"rows of 12, 31, 37 tokens together, differ.*max_context to at most 32"):
+            shares_prefixes(model, 128)
+        check_slots(model, "here", max_context=32)
+        with pytest.raises(ModelError, match="other logits over slots than alone"):
+            check_slots(model, "here", max_context=128)
+
+
+def test_attention_in_chunks_is_refused_over_slots_beyond_a_chunk() -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(_MODELS["llama4 chunks"](), dtype=torch.float32).eval()
+    check_slots(model, "here", max_context=16)
+    with pytest.raises(ModelError, match=r"other logits over slots than alone|cannot run in the embedded engine"):
+        check_slots(model, "here", max_context=64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import math
@@ -17,6 +18,10 @@ from rich.console import Console
 
 from agentrl.core.errors import StorageError
 from agentrl.core.records import PolicyVersion
+from agentrl.inspection.reader import RunReader
+from agentrl.inspection.statistics import run_state
+from agentrl.journal.store import SqliteJournal
+from agentrl.observe import report
 from agentrl.observe.metrics import METRICS, JsonlSink, Sink, describe
 from agentrl.observe.page import page
 from agentrl.observe.plot import curve, sparkline
@@ -172,6 +177,7 @@ def test_evaluations_that_a_rollback_undid_are_shown_no_more() -> None:
 def test_the_end_shows_the_whole_run_also_after_a_resume_and_a_curve_for_each_policy(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "run", "{}")
     summary = {"steps": 2, "rl_seconds": 1.0, "engine_busy_share": 0.5, "trainer_busy_share": 0.5, "held_out_tasks": 9}
+    summary |= {"state": "finished"}
     plan = RunPlan(name="demo", steps=4, max_staleness={"a": 1, "b": 1})
     stream = io.StringIO()
     for steps, held_out, shown in (((1, 2), (0, 0.25), io.StringIO()), ((3, 4), (2, 0.75), stream)):
@@ -315,3 +321,44 @@ def test_only_a_regular_file_of_metrics_is_read_and_of_a_long_one_the_end(
     monkeypatch.setattr("agentrl.observe.run_state.MAX_METRICS_BYTES", 100)
     read_metrics(tmp_path / "metrics.jsonl", state)
     assert list(state.policies["policy"].steps) == [8, 9]
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "outcome"),
+    [
+        ("finished", None, "finished"),
+        ("stopped", None, "stopped"),
+        (None, RuntimeError("full"), "failed"),
+        (None, KeyboardInterrupt(), "stopped"),
+    ],
+)
+def test_how_a_process_left_a_run_stays_behind(
+    tmp_path: Path, state: str | None, error: BaseException | None, outcome: str
+) -> None:
+    directory = RunDirectory.create(tmp_path / "run", "{}")
+    journal = SqliteJournal(directory.journal)
+    reader = RunReader(directory.path)
+    with (
+        contextlib.suppress(RuntimeError, KeyboardInterrupt),
+        RunObserver(directory, plan=RunPlan(), quiet=True) as seen,
+    ):
+        assert reader.standing() == "running"
+        if error is not None:
+            raise error
+        seen.finish({"state": state})
+    asyncio.run(journal.close())
+    assert reader.standing() == outcome
+    write_status(directory.path, Status(phase="training", wall=1.0))
+    assert reader.standing() == "killed"
+    assert run_state(reader).status == Status(phase="training", wall=1.0, ended=True, outcome="killed")
+    reader.close()
+
+
+def test_a_resume_is_a_mark_of_the_curves(tmp_path: Path) -> None:
+    state = RunState(plan=RunPlan(max_staleness={"a": 1}))
+    for step, lineage, code in ((1, 0, 0), (2, 1, 0), (3, 1, 0), (4, 2, 1)):
+        state.record("a", step, {"reward/mean": 0.5, "run/lineage": lineage, "run/code_changes": code})
+    assert state.policies["a"].marks() == [(2, "resumed"), (4, "resumed, with other code of the environment")]
+    drawn = report.page(state, config={}, raised=(), summary={})
+    assert '<line class="mark"' in drawn
+    assert "step 4: resumed, with other code of the environment" in drawn

@@ -161,6 +161,24 @@ def test_rewards_that_never_differ_are_no_signal() -> None:
     assert names(a_run(5, advantage__zero_share=1.0, reward__mean=0.0)) == ["no_signal"]
 
 
+def evaluated_first(deviation: float, episodes: float = 64.0) -> RunState:
+    state = RunState(plan=PLAN)
+    measured = {"reward": 0.0, "episodes": episodes, "reward_deviation": deviation}
+    state.record("solver", 0, {f"evaluation/{name}": value for name, value in measured.items()})
+    return state
+
+
+def test_rewards_that_never_differ_are_told_of_before_a_step_is_wasted() -> None:
+    state = evaluated_first(0.0)
+    assert names(state) == ["no_signal"]
+    state.record("solver", 1, HEALTHY | {"advantage/zero_share": 1.0})
+    assert names(state) == ["no_signal"]
+    state.record("solver", 2, HEALTHY)
+    assert names(state) == []
+    assert names(evaluated_first(0.1)) == []
+    assert names(evaluated_first(0.0, episodes=8.0)) == []
+
+
 def test_illegal_output_that_is_being_unlearned_is_no_collapse() -> None:
     state = RunState(plan=PLAN)
     for step, share in enumerate((0.9, 0.8, 0.7, 0.5, 0.4), start=1):

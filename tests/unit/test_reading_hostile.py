@@ -131,3 +131,26 @@ def test_ten_megabytes_of_output_in_every_field_are_shown_cut(
 @pytest.mark.slow
 def test_damaged_runs_and_files_are_answered_or_refused_by_name(tmp_path: Path) -> None:
     assert list(crashed(sample(tmp_path), 0, 150)) == []
+
+
+LIMITED = """
+import time
+from benchmarks.fuzzed import TooSlowError, limited
+
+with limited(cpu_seconds=0.5, still_s=60.0):
+    time.sleep(1.0)  # on a busy machine a command waits, and that is no crash
+for limits, act in (
+    ({"cpu_seconds": 0.2, "still_s": 60.0}, lambda: sum(1 for _ in iter(int, 1))),
+    ({"cpu_seconds": 60.0, "still_s": 0.2}, lambda: time.sleep(60.0)),
+):
+    try:
+        with limited(**limits):
+            act()
+    except TooSlowError as error:
+        print(error)
+"""
+
+
+def test_what_counts_as_too_slow_does_not_depend_on_how_busy_the_machine_is(repository: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", LIMITED], cwd=repository, capture_output=True, text=True, check=False)
+    assert ended.stdout.splitlines() == ["more than 0.2 s of CPU time", "no CPU time used in 0.2 s"], ended.stderr

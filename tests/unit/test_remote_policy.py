@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 import gzip
 import json
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ import agentrl
 from agentrl.app.parts import outside
 from agentrl.config.policies import RemotePolicy
 from agentrl.core import budget
-from agentrl.core.errors import CheckFailedError, ConfigError, EpisodeError, JournalError
+from agentrl.core.errors import CheckFailedError, ConfigError, EngineLostError, EpisodeError, JournalError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Message, ToolCall, ToolSpec
 from agentrl.engines.outside import RoutedEngine
@@ -364,3 +367,176 @@ def test_tools_and_calls_go_to_and_fro_in_their_form() -> None:
         ToolCall(id="None", name="f", arguments="{"),
     )
     assert chat.parse(chat.encode("no json")).content == "no json"
+
+
+# --- endpoints that mean no good --------------------------------------------------------------------------------------
+
+
+def everything_kept(run: SmallRun) -> str:
+    """All that the journal, the loop and the configuration hold, as text."""
+    log = run.journal.turn_log("0")
+    entries = [entry.body for unit in run.trainer.batches[0].units for entry in log.read(unit.episode_id, unit.attempt)]
+    ids = [np.frombuffer(entry.token_ids, "<i4") for entry in entries_of(run)]
+    said = b"".join(bytes(row.astype(np.uint8)) for row in ids)
+    return repr(entries) + said.decode() + repr(run.journal.records) + run.config.model_dump_json()
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        KEY,
+        "".join(f"\\u{ord(letter):04x}" for letter in KEY),
+        quote(KEY, safe=""),
+        base64.b64encode(KEY.encode()).decode(),
+    ],
+)
+def test_a_key_that_an_endpoint_echoes_is_kept_nowhere(monkeypatch: pytest.MonkeyPatch, written: str) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        function = f'{{"name": "{written}", "arguments": "{{\\"{written}\\": 1}}"}}'
+        calls = f'[{{"id": "Bearer {written}", "function": {function}}}]'
+        calls = calls.replace('\\"\\u', '\\"\\\\u')
+        message = f'{{"content": "your key is {written}!", "tool_calls": {calls}, "{written}": 1}}'
+        body = f'{{"choices": [{{"message": {message}, "finish_reason": "{written}"}}], "usage": {{"{written}": 2}}}}'
+        return web.Response(text=body, content_type="application/json", headers={"X-Key": KEY})
+
+    run = played(handler, monkeypatch)
+    kept = everything_kept(run)
+    assert "your key is …" in kept
+    for form in (KEY, written.rstrip("="), quote(KEY), "very-secret"):
+        assert form not in kept
+
+
+def test_a_key_in_the_body_of_an_error_is_found_however_json_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=401, text=f'{{"error": "\\u{ord(KEY[0]):04x}{KEY[1:]}"}}')
+
+    with pytest.raises(CheckFailedError, match="…") as failure:
+        played(handler, monkeypatch)
+    assert KEY[1:] not in str(failure.value)
+
+
+@pytest.mark.parametrize("status", [400, 401, 418, 500, 503])
+def test_a_key_in_the_body_of_an_error_is_in_no_message(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=status, text=f"Authorization: Bearer {KEY}", reason=f"no {KEY}")
+
+    with pytest.raises(CheckFailedError) as failure:
+        played(handler, monkeypatch)
+    assert "very-secret" not in str(failure.value)
+
+
+def test_a_word_that_serves_as_a_key_is_left_in_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHORT_KEY", "none")
+    config = RemotePolicy(kind="remote", url="https://h/v1", model="m", api_key_env="SHORT_KEY")
+    assert Endpoint(policy="judge", config=config)._without_key("none of them") == "none of them"
+
+
+def test_a_redirect_takes_the_key_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str | None] = []
+
+    async def main() -> None:
+        async def thief(request: web.Request) -> web.Response:
+            taken.append(request.headers.get("Authorization"))
+            return answer("yes")
+
+        monkeypatch.setenv("JUDGE_KEY", KEY)
+        async with TestServer(_app(thief)) as elsewhere:
+
+            async def handler(request: web.Request) -> web.Response:
+                return web.Response(status=status, headers={"Location": str(elsewhere.make_url(request.path))})
+
+            async with TestServer(_app(handler)) as server:
+                for status in (301, 302, 303, 307, 308):
+                    await _refused_by(str(server.make_url("/v1")), f"status {status}")
+
+    asyncio.run(main())
+    assert taken == []
+
+
+async def _refused_by(url: str, told: str, error: type[Exception] = EpisodeError, timeout_s: float = 20.0) -> None:
+    config = RemotePolicy(kind="remote", url=url, model="m", api_key_env="JUDGE_KEY", timeout_s=timeout_s)
+    endpoint = Endpoint(policy="judge", config=config)
+    said = np.frombuffer(b'{"role": "user", "content": "Sure?"}\n', np.uint8).astype(np.int32)
+    asked = GenerateRequest(request_id="r", token_ids=said, sampling=SamplingParams(max_tokens=9), seed=0)
+    try:
+        with pytest.raises(error, match=told) as raised:
+            await endpoint.generate(asked, "here")
+        assert "very-secret" not in str(raised.value)
+    finally:
+        await endpoint.close()
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+RAW = {
+    "garbage": (b"\x00\xff" * 100, EngineLostError, "here"),
+    "a header without end": (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000, EngineLostError, "here"),
+    "a false length": (HEAD + b"Content-Length: 99999\r\n\r\n{", EngineLostError, "here"),
+    "broken chunks": (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", EngineLostError, "here"),
+    "nesting": (HEAD + b"Connection: close\r\n\r\n" + b"[" * 100_000, EpisodeError, "no chat completion"),
+    "a number without end": (HEAD + b"Connection: close\r\n\r\n" + b"9" * 100_000, EpisodeError, "no chat completion"),
+    "a list": (HEAD + b"Connection: close\r\n\r\n[]", EpisodeError, "no chat completion"),
+    "more than was asked for": (
+        HEAD + b'Connection: close\r\n\r\n{"choices": [{"message": {"content": "' + b"x" * (1 << 17) + b'"}}]}',
+        EpisodeError,
+        "its answer has 131[0-9]+ bytes, too many for the 9 tokens asked for",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RAW)
+def test_what_is_no_answer_ends_by_name_and_holds_nothing_up(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    content, error, told = RAW[kind]
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(content)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        writer.close()
+
+    async def main() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server:
+            await _refused_by(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", told, error)
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_drips_for_ever_ends_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while request.transport is not None and not request.transport.is_closing():
+            await response.write(b" ")
+            await asyncio.sleep(0.001)
+        return response
+
+    async def main() -> None:
+        async with TestServer(_app(handler)) as server:
+            url = str(server.make_url("/v1"))
+            await _refused_by(url, "no answer within 0.2 s", EngineLostError, timeout_s=0.2)
+
+    asyncio.run(main())
+
+
+# --- the endpoint's own counts ----------------------------------------------------------------------------------------
+
+
+def test_tokens_are_those_the_endpoint_counts_and_go_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        choice = {"message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}
+        return web.json_response({"choices": [choice], "usage": {"prompt_tokens": 11, "completion_tokens": 3}})
+
+    run = played(handler, monkeypatch)
+    headers = [header for _, header in run.journal.members({"g0"})]
+    judged = [trajectory for header in headers for trajectory in header.trajectories if trajectory.seat == "judge"]
+    assert {trajectory.tokens for trajectory in judged} == {6}
+    assert [message for body in asked for message in body["messages"] if "usage" in message] == []
+    recorded = np.frombuffer(entries_of(run)[0].token_ids, "<i4").tolist()
+    assert JsonFormat().usage(recorded) == {"prompt_tokens": 11, "completion_tokens": 3}

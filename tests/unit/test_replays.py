@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shutil
 import sqlite3
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.app.forks import fork
-from agentrl.app.replays import Replayed, replay
+from agentrl.app.replays import Replayed, environment_to_run, replay
 from agentrl.cli import sample_environment
 from agentrl.cli.main import main
 from agentrl.cli.sample_run import sample_adapters
@@ -147,13 +149,56 @@ def conversation_of(run: Path, episode: str) -> list[object]:
 def test_code_that_only_the_journal_names_is_not_run(sample_run: Path, solved: EpisodeLine, tmp_path: Path) -> None:
     reference = other(tmp_path, ("import re\n", f"import re\nopen({str(tmp_path / 'ran')!r}, 'w').close()\n"))
     (tmp_path / "ran").unlink(missing_ok=True)
-    from agentrl.app.replays import _Asked, _environment
-
-    asked = _Asked(config=None, chat_format=None, environment=None, until=None, rescoring=False)  # type: ignore[arg-type]
-    for name in (reference, "os:system", "evil.py", "x" * 10_000):
+    for name in (
+        reference,
+        "os:system",
+        "evil.py",
+        "x" * 10_000,
+        "json:JSONDecoder",
+        "a b.py:C; rm -rf /",
+        "m:f.<locals>.C",
+    ):
         with pytest.raises(InputError, match="--environment"):
-            _environment(name, asked)
+            environment_to_run(name, None, recorded={}, code_hash="", command="agentrl episode replay runs/r e1")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "recorded", "told"),
+    [
+        ("{file}:Solve", {}, r"say so:\n  agentrl episode replay runs/r e1 --environment {file}:Solve$"),
+        ("{edited}:Solve", {}, r"--environment {edited}:Solve\nIt was edited since, so the episode may depart\.$"),
+        (
+            "{file}.moved.py:Solve",
+            {},
+            r"any more. Name the place .*\n.* --environment NEW/other_1\.py\.moved\.py:Solve$",
+        ),
+        ("__main__:Solve", {"__main__:Solve": "{file}:Solve"}, r"--environment {file}:Solve\nFirst put .*__main__"),
+        ("__main__:Child", {"__main__:Solve": "{file}:Solve"}, r"--environment {file}:Child"),
+        ("__main__:Solve", {}, r"typed into a notebook. Name the file .*\n.*--environment path/to/env\.py:Class$"),
+        ("my_own", {"my_own": "{file}:Solve"}, r"say so:\n.*--environment {file}:Solve"),
+        ("my_own", {}, r"registered under that name by .*\n.*--environment path/to/env\.py:Class$"),
+        ("my_module:Solve", {}, r"PYTHONPATH\), say so:\n.*--environment my_module:Solve$"),
+        ("m:make.<locals>.Solve", {}, r"inside a function: move it to the top level"),
+        ("/x y/$(a).py:C", {"/x y/$(a).py:C": "{file}:C; touch x"}, r"--environment '{file}:C; touch x'"),
+    ],
+)
+def test_a_refusal_has_the_command_that_names_the_code(
+    tmp_path: Path, name: str, recorded: dict[str, str], told: str
+) -> None:
+    places = {"edited": other(tmp_path, ("import re\n", "import re\n\n")).rpartition(":")[0]}
+    file = places["file"] = other(tmp_path).rpartition(":")[0]
+    digest = hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest()
+    shown = {key: re.escape(value) for key, value in places.items()}
+    with pytest.raises(InputError) as refused:
+        environment_to_run(
+            name.format(**places),
+            None,
+            recorded={key: value.format(**places) for key, value in recorded.items()},
+            code_hash=digest,
+            command="agentrl episode replay runs/r e1",
+        )
+    assert re.search(told.format(**shown), str(refused.value)), str(refused.value)
 
 
 # --- forks ------------------------------------------------------------------------------------------------------------
@@ -312,6 +357,7 @@ def test_what_every_step_was_fed_is_made_again_bit_for_bit(
     assert "solver@" in capsys.readouterr().out
 
 
+@pytest.mark.damages_journal
 @pytest.mark.parametrize(
     ("statement", "told"),
     [

@@ -4,9 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from agentrl.app.parts import Adapters
+from agentrl.app.training import Run, run_training
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import StorageError
+from agentrl.core.ports import Engine
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.orchestrator.retention import VersionRetention
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.inspection.reader import RunReader
+from agentrl.journal.port import Pruned, PruneRule
+from agentrl.orchestrator.manifest import CheckpointWriter
+from agentrl.orchestrator.retention import JournalRetention, VersionRetention
+from agentrl.rollout.plain_format import PlainFormat
+from agentrl.testing import MemoryJournal, RecordingTrainer
+from tests.sim.small_run import TASKS, Guess, config_for, guess
 
 
 def publish(root: Path, step: int, policy: str = "solver") -> WeightsRef:
@@ -28,3 +43,115 @@ def test_the_newest_and_the_pinned_versions_stay(tmp_path: Path) -> None:
         assert sorted(path.name for path in (tmp_path / "other").iterdir()) == ["0.4", "0.5"]
 
     asyncio.run(main())
+
+
+def growing(sizes: list[int], **options: Any) -> tuple[JournalRetention, list[str]]:
+    """A retention whose journal is as large as told, in MiB, one after the other."""
+    told: list[str] = []
+    left = iter(sizes)
+    retention = JournalRetention(
+        MemoryJournal(), None, size=lambda: next(left) << 20, warn=told.append, budget_mib=100, **options
+    )
+    return retention, told
+
+
+def test_a_budget_that_will_not_do_is_said_once_and_in_time() -> None:
+    async def main() -> None:
+        retention, told = growing([10, 12, 14, 16, 18, 95])
+        full = [await retention.stepped(100 - step) for step in range(6)]
+        assert not any(full)
+        assert len(told) == 2
+        assert told[0].startswith("journal and step columns take 14 MiB of journal.budget_mib = 100, and 2 MiB more")
+        assert "used up in about 43 steps, and the run has 98 to go" in told[0]
+        assert "take 95 MiB" in told[1]
+
+    asyncio.run(main())
+
+
+def test_a_budget_that_lasts_to_the_end_is_not_spoken_of() -> None:
+    async def main() -> None:
+        retention, told = growing([10, 12, 14, 16])
+        assert not any([await retention.stepped(30 - step) for step in range(4)])
+        assert not told
+
+    asyncio.run(main())
+
+
+def test_a_checkpoint_written_while_older_ones_are_pruned_is_pruned_after_them(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    class Checkpoints(CheckpointWriter):
+        step = 1
+
+        def sealed(self) -> list[Any]:
+            return [{"solver": PolicyVersion("solver", 0, self.step)}]
+
+    async def main() -> None:
+        began, go_on = asyncio.Event(), asyncio.Event()
+
+        class Journal(MemoryJournal):
+            async def prune(self, rule: PruneRule, *, stopped: Any = None) -> Pruned:
+                steps.append(rule.sealed[0]["solver"].step)
+                began.set()
+                await go_on.wait()
+                return Pruned(rule=str(rule))
+
+        checkpoints = Checkpoints(tmp_path, keep=1)
+        retention = JournalRetention(Journal(), checkpoints, keep=0)
+        retention.checkpointed(pytest.fail)
+        await began.wait()
+        for checkpoints.step in (2, 3):
+            retention.checkpointed(pytest.fail)
+        go_on.set()
+        await retention.wait()
+
+    asyncio.run(main())
+    assert steps == [1, 3]
+
+
+def test_no_error_of_pruning_is_lost(tmp_path: Path) -> None:
+    told: list[BaseException] = []
+
+    class Journal(MemoryJournal):
+        async def prune(self, rule: PruneRule, *, stopped: Any = None) -> Pruned:
+            raise LookupError("nobody expected this")
+
+    async def main() -> None:
+        retention = JournalRetention(Journal(), CheckpointWriter(tmp_path, keep=1), keep=0)
+        retention.checkpointed(told.append)
+        await retention.wait()
+
+    asyncio.run(main())
+    assert [str(error) for error in told] == ["nobody expected this"]
+
+
+def test_a_run_that_cannot_make_room_writes_a_checkpoint_ends_with_74_and_goes_on_with_a_larger_budget(
+    tmp_path: Path,
+) -> None:
+    def adapters() -> Adapters:
+        async def engine(config: RunConfig, versions: Any, tell: object, log: Path) -> Engine:
+            return ScriptedEngine(guess, versions=versions)
+
+        def trainer(config: RunConfig, directory: Path) -> RecordingTrainer:
+            return RecordingTrainer(["guesser"], versions=directory / "versions")
+
+        return Adapters(engine=engine, trainer=trainer, chat_format=lambda config: PlainFormat())
+
+    def train(budget_mib: int, *, resume: bool) -> Run:
+        journal = {"keep": 0, "budget_mib": budget_mib}
+        config = config_for(name="run", directory=str(tmp_path), checkpoint={"every": 2}, journal=journal, steps=6)
+        return asyncio.run(run_training(config, Guess, tasks=TASKS, quiet=True, adapters=adapters(), resume=resume))
+
+    with pytest.raises(
+        StorageError, match=r"more than journal\.budget_mib = 1, and journal\.keep = 0 gives up no more"
+    ):
+        train(1, resume=False)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    run = train(1000, resume=True)
+    assert run.summary["steps"] == 6
+    reader = RunReader(run.path)
+    assert reader.ledger().holds
+    pruned = reader.log.rows("SELECT count(*) FROM pruned")[0][0]
+    steps = reader.log.rows("SELECT count(DISTINCT episode) FROM step_units WHERE step <= 4")[0][0]
+    assert pruned >= steps > 0  # what both checkpoints count as taken, and what was dropped before
+    reader.close()

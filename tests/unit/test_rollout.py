@@ -46,6 +46,28 @@ def test_agents_rows_and_rewards() -> None:
     assert [entry.row for entry in played.entries if isinstance(entry, TurnEntry)] == [0, 0, 0, 1]
 
 
+class Counting(agentrl.ToolEnvironment):
+    """Its program counts, and so do its agent's tools."""
+
+    @agentrl.tool
+    def look(self) -> str:
+        """Look."""
+        return "seen"
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        ctx.metric("own", 2.0)
+        await super().run(ctx)
+        ctx.metric("own", 0.5)
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return 1.0
+
+
+def test_what_an_episode_and_its_agents_count_is_committed() -> None:
+    played = play(Counting, ['<tool_call>{"name": "look", "arguments": {}}</tool_call>', "well"])
+    assert played.metrics == {"own": 2.5, "tool/ok": 1.0}
+
+
 class Early(agentrl.Environment):
     """Rewards a turn that has not been."""
 

@@ -14,7 +14,7 @@ import pytest
 
 from agentrl.core.errors import EngineError
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.rollout.room import UNBOUNDED, Place, Room
+from agentrl.rollout.room import Place, Room
 from agentrl.testing import simulate
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def asked(place: Place, tokens: int, priority: int = 0) -> asyncio.Task[float]:
 
 def test_without_a_bound_everybody_passes() -> None:
     async def main() -> None:
-        places = [UNBOUNDED.place("kind") for _ in range(3)]
+        places = [Room(None).place("kind") for _ in range(3)]
         assert all(place.take(1 << 40) for place in places)
         for place in places:
             place.rest(1 << 41)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
@@ -16,10 +17,11 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.core.errors import ConfigError
 from agentrl.journal.entries import Pause, TurnEntry
-from agentrl.simulation.calibration import covered, sampled_turn
+from agentrl.simulation.calibration import covered, likeness_of, sampled_turn
 from agentrl.simulation.fit import SampledTurn
 from agentrl.simulation.knobs import knobs
 from agentrl.simulation.plan import Plan, load
+from agentrl.testing.builders import make_episode_header, make_spec
 
 SMALL = """
 [engine]
@@ -143,8 +145,8 @@ def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("step_seconds = 5", "gpus = 4", "trainer.step_seconds is needed"),
         ("prompt = 100", "fan_out = { Solve = 8 }", "names 'Solve', which is not in [environments]"),
         ("prompt = 100", "fan_out = { Repair = 2 }", "is its own child"),
-        ("group_size = 4", "group_size = 1_000_000_000", "at most 1,000,000 episodes can be simulated"),
-        ("prompt = 100", "fan_out = { Repair = 1_000_000_000 }", "is its own child"),
+        ("group_size = 4", "group_size = 10_000_000", "at most 1,000,000 episodes can be simulated"),
+        ("prompt = 100", "fan_out = { Repair = 1_000_000 }", "is its own child"),
         (
             "prompt = 100",
             "prompt = 1_000_000_000",
@@ -292,3 +294,17 @@ def test_children_without_number_are_refused_at_once(tmp_path: Path) -> None:
     file.write_text("[engine]\nrates = { 1 = 80 }\n[trainer]\nstep_seconds = 1\n" + "".join(kinds))
     with pytest.raises(ConfigError, match="nests deeper than 3"):
         load(file)
+
+
+@pytest.mark.parametrize("likeness", [0.0, 0.5, 0.9])
+def test_the_likeness_of_siblings_is_found(likeness: float) -> None:
+    draw = random.Random(4)
+    members = []
+    for group in range(400):
+        common = draw.gauss(0, math.sqrt(likeness))
+        for member in range(4):
+            spec = make_spec(f"e{4 * group + member}", group_id=f"g{group}")
+            z = common + draw.gauss(0, math.sqrt(1 - likeness))
+            members.append((spec, make_episode_header(spec, tokens=round(math.exp(6.0 + 1.2 * z)))))
+    assert likeness_of(members) == pytest.approx(likeness, abs=0.05)
+    assert likeness_of(members[:1]) == 0.0

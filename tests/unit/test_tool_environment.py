@@ -41,6 +41,16 @@ class Desk(agentrl.ToolEnvironment):
         """Always raises."""
         raise KeyError("nothing here")
 
+    @agentrl.tool
+    def recurse(self) -> int:
+        """Never ends."""
+        return self.recurse() + 1
+
+    @agentrl.tool
+    def run_out(self) -> str:
+        """Asks for more memory than there is."""
+        return str(bytearray(1 << 60))
+
     @agentrl.tool(timeout_s=0.01)
     async def hang(self) -> str:
         """Never returns."""
@@ -90,6 +100,8 @@ def test_tools_of_every_kind_answer() -> None:
         ('<tool_call>{"name": "calculate", "arguments": [1, 2]}</tool_call>', "not a JSON object"),
         ("<tool_call>{oops</tool_call>", "error: "),
         (call("fail"), "KeyError: 'nothing here'"),
+        (call("recurse"), "RecursionError: maximum recursion depth exceeded"),
+        (call("run_out"), "MemoryError"),
         (call("hang"), "timed out after 0.01 s"),
     ],
 )
@@ -137,7 +149,40 @@ class Blocking(Desk):
 
 
 def test_a_blocking_external_tool_times_out() -> None:
-    assert observed(play(Blocking, [call("outside"), "42"])) == [("timeout", "error: timed out after 0.05 s")]
+    told = "error: timed out after 0.05 s (its @tool(timeout_s=…))"
+    assert observed(play(Blocking, [call("outside"), "42"])) == [("timeout", told)]
+
+
+class Waiting(Desk):
+    @agentrl.tool
+    async def wait(self) -> str:
+        """Wait longer than tools may."""
+        await asyncio.Event().wait()
+        return "never"
+
+    @agentrl.tool(timeout_s=20.0)
+    async def ask(self) -> str:
+        """Raises what a socket raises, long before any limit of the tool."""
+        raise TimeoutError("the other side is slow")
+
+
+def test_a_timeout_names_the_setting_that_bounds_it_and_a_tools_own_is_none() -> None:
+    said = observed(play(Waiting, [call("wait"), call("ask"), "42"], tool_timeout_s=0.05))
+    assert said == [
+        ("timeout", "error: timed out after 0.05 s (environment.tool_timeout_s or @tool(timeout_s=…))"),
+        ("error", "error: TimeoutError: the other side is slow"),
+    ]
+
+
+@pytest.mark.parametrize(("timeout_s", "told"), [(5.0, "external=True, or `async def`"), (0.0, "a number above 0")])
+def test_a_limit_that_could_not_hold_is_refused(timeout_s: float, told: str) -> None:
+    with pytest.raises(EnvironmentDefinitionError, match=rf"tool .*plain: @tool\(timeout_s={timeout_s}\) needs {told}"):
+
+        class Plain(Desk):
+            @agentrl.tool(timeout_s=timeout_s)
+            def plain(self) -> str:
+                """Runs in the event loop."""
+                return "done"
 
 
 class Shelf(Desk):

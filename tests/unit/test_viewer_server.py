@@ -101,7 +101,9 @@ def test_no_path_leads_to_a_file(sample_run: Path) -> None:
             "/ask/",
             "//etc/passwd",
         ):
-            assert (await ask(path))[0] == 404, path
+            status, found, _ = await ask(path)
+            assert status == 404, path
+            assert '<a href="/">' in found or path.startswith("/ask/"), path
         for episode in ("..%2F..%2Fetc", "forks%2F..%2Fe1", "forks%2Fforks%2Ff0", "%00", "%2Fetc%2Fpasswd"):
             status, found, _ = await ask(f"/ask/conversation?episode={episode}")
             assert (status, "no episode" in found["error"]) == (400, True), episode

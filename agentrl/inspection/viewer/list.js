@@ -29,7 +29,7 @@ export async function listView(page, { parameters }) {
   const state = { where: "", match: "", sort: "admitted_at", ascending: "", columns: "", ...parameters };
   const columns = state.columns ? state.columns.split(",") : USUAL;
   const go = (change) => page.go(address(["episodes"], { ...state, sort: state.sort === "admitted_at" ? "" : state.sort, ...change }));
-  const question = { where: state.where, match: state.match, sort: state.sort, ascending: state.ascending, limit: PAGE };
+  const question = { where: state.where, match: state.match, sort: parameters.sort ?? "", ascending: state.ascending, limit: PAGE };
   const body = element("tbody");
   const strip = element("div", { class: "strip" });
   const count = element("p", { class: "count", role: "status" });

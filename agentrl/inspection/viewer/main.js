@@ -79,11 +79,13 @@ class ViewerPage {
     this.#main.setAttribute("aria-busy", "true");
     let view;
     try {
-      if (!Object.hasOwn(VIEWERS, route.view)) throw new Error(`There is no view ${route.view}.`);
+      if (!Object.hasOwn(VIEWERS, route.view)) throw new Error(`There is no view “${route.view}” here; there are: ${NAVIGATION.map(([view]) => view).join(", ")}.`);
       view = await VIEWERS[route.view](this, route);
       if (!document.getElementById("top").childElementCount) await this.#head();
     } catch (error) {
-      view = { title: "Not shown", content: element("p", { class: "problem", role: "alert" }, error.message) };
+      const back = element("p", {}, element("a", { href: "#/episodes" }, "All episodes of this run"));
+      view = { title: "Not shown", content: [element("p", { class: "problem", role: "alert" }, error.message), back], up: "#/episodes" };
+      await this.#head().catch(() => {}); // without its head a page that shows nothing has no way on
     }
     if (number !== this.#drawn) return false;
     if (isRefresh && this.#isRead()) {
@@ -152,7 +154,7 @@ class ViewerPage {
     try {
       const pulse = await this.ask("pulse");
       const isNew = this.#pulse && pulse.newest !== this.#pulse.newest;
-      if (live) [live.textContent, live.className] = pulse.ended ? ["ended", "live"] : ["live", "live on"];
+      if (live) [live.textContent, live.className] = pulse.ended ? [pulse.state || "ended", "live"] : ["live", "live on"];
       const { view } = parseRoute(location.hash);
       const isDrawn = isNew && ["episodes", "run", "steps"].includes(view) && !this.#isRead() && (await this.draw({ isRefresh: true }));
       if (!isNew || isDrawn) this.#pulse = pulse;

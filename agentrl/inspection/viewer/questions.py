@@ -24,7 +24,6 @@ from agentrl.inspection.search import matches
 from agentrl.inspection.steps import step_list, step_view
 from agentrl.inspection.timelines import episode_timeline, run_timeline, timeline_of
 from agentrl.inspection.tokens import TokenRow, episode_tokens
-from agentrl.observe.status import read_status
 
 Parameters = Mapping[str, str]
 
@@ -61,6 +60,8 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
 
     ended: bool
     """Whether nothing is written to it any more, as far as it says."""
+    state: str
+    """See `RunReader.standing`."""
     newest: float | None
     """When something was last written; changes when something is."""
 
@@ -134,12 +135,12 @@ def _run(reader: RunReader, parameters: Parameters) -> RunSummary:
 
 
 def _pulse(reader: RunReader, parameters: Parameters) -> Pulse:
-    status = read_status(reader.path)
+    state = reader.standing()
     ((newest,),) = reader.log.rows(
         "SELECT max(coalesce((SELECT max(admitted_at) FROM admissions), 0),"
         " coalesce((SELECT max(committed_at) FROM episodes), 0), coalesce((SELECT max(stepped_at) FROM steps), 0))"
     )
-    return Pulse(ended=status is None or status.ended, newest=newest)
+    return Pulse(ended=state != "running", state=state, newest=newest)
 
 
 def _episodes(reader: RunReader, parameters: Parameters) -> EpisodePage:
@@ -148,6 +149,7 @@ def _episodes(reader: RunReader, parameters: Parameters) -> EpisodePage:
     lines = reader.episodes(
         where,
         sort=parameters.get("sort") or "admitted_at",
+        training_first=not parameters.get("sort"),
         descending=not parameters.get("ascending"),
         limit=min(_number(parameters, "limit", 100), MAX_PAGE),
         offset=_number(parameters, "offset", 0),

@@ -87,6 +87,12 @@ async def serving(run: str | Path, port: int = 0) -> AsyncIterator[Served]:
         thread.shutdown()
 
 
+_NOT_HERE = (
+    '<!doctype html><html lang="en"><title>Not here</title>'
+    '<p>There is nothing at this address. <a href="/">The run’s episodes</a></p></html>'
+)
+
+
 def _application(reader: RunReader, thread: ThreadPoolExecutor, token: str) -> web.Application:
     page = served_page()
 
@@ -120,9 +126,13 @@ def _application(reader: RunReader, thread: ThreadPoolExecutor, token: str) -> w
             return _refusal(400 if isinstance(error, InputError) else 500, str(error))
         return web.Response(body=found, content_type="application/json")
 
+    async def lead_back(_: web.Request) -> web.StreamResponse:
+        return web.Response(status=404, text=_NOT_HERE, content_type="text/html")
+
     application = web.Application(middlewares=[guard])
     application.router.add_get("/", show)
     application.router.add_get("/ask/{question:[a-z_]+}", ask)
+    application.router.add_get("/{path:(?!ask/).+}", lead_back)
     return application
 
 

@@ -86,9 +86,10 @@ class FileSource {
     const by = sort || "admitted_at";
     if (!Object.hasOwn(columns, by)) throw new Error(`${by} is not a column`);
     const direction = ascending ? 1 : -1;
+    const later = (line) => (sort ? 0 : Number(line.purpose !== "train")); // unless a column is asked for, training comes first
     lines = lines
       .map((line) => [cell(line, by), line])
-      .sort(([a, one], [b, other]) => (a === null) - (b === null) || direction * compare(a, b) || direction * (one.admitted_at - other.admitted_at))
+      .sort(([a, one], [b, other]) => later(one) - later(other) || (a === null) - (b === null) || direction * compare(a, b) || direction * (one.admitted_at - other.admitted_at))
       .map(([, line]) => line);
     return { total: lines.length, lines: lines.slice(Number(offset), Number(offset) + Number(limit)) };
   }

@@ -1,0 +1,551 @@
+"""`agentrl env warm-up`: a tiny model that knows an environment's words and tools, from demonstrations.
+
+Plays demonstrations (or reads conversations from a file), trains a tokenizer on their text and a small model on what
+the assistant says in them, and stops where it earns about what they do. Half of those that are played end too early on
+purpose: they show the form, and that it pays to go on is left to learn by reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.app.evaluation import evaluate
+from agentrl.app.parts import task_source
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import AgentRLError, CheckFailedError, InputError
+from agentrl.core.records import Message, Task, ToolSpec
+from agentrl.core.rng import stream
+from agentrl.environment.base import Environment, Limits, described
+from agentrl.environment.plain_context import PlainAgent, PlainContext
+from agentrl.environment.registry import resolve
+from agentrl.environment.tools import ToolEnvironment
+from agentrl.rollout.tool_call_format import CLOSE, OPEN, parse_hermes
+
+if TYPE_CHECKING:
+    from agentrl.environment.base import Reply
+    from agentrl.learn.tiny_model import Demonstration, Row
+
+VOCABULARY = 1024
+"""Tokens of the tokenizer, at most."""
+CORPUS = 2000
+"""Demonstrations whose text the tokenizer is trained on, at most."""
+DIFFERENT = 50_000
+"""Demonstrations that are played; further steps see these again."""
+MEASURED = 64
+"""Held-out tasks that the success is measured on."""
+MEASURED_EVERY = 20
+"""Warm-up steps between two measurements."""
+MAX_TURNS = 64
+MAX_CONTEXT = 8192
+"""Tokens of the longest conversation that is learned from."""
+MAX_LINE_BYTES = 1 << 20
+
+HOW = """\
+write what a good policy would say, as a class method:
+
+    @classmethod
+    def demonstrate(cls, task, random):
+        result = yield {{"name": "{tool}", "arguments": {{…}}}}   # a tool call; the environment's answer is sent back
+        yield result                                             # text: here, the answer
+
+or give conversations, a line of JSON each, {{"messages": [{{"role": …, "content": …}}, …]}}, by
+--demonstrations FILE.jsonl"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmedUp:
+    """What came of a warm-up."""
+
+    path: Path
+    """An ordinary Hugging Face directory, with `train.toml` for the environment."""
+    demonstrated: float | None
+    """Mean reward of demonstrations on the tasks that are measured on; None: they were read from a file."""
+    before: float
+    """Mean reward of the random weights on held-out tasks."""
+    reward: float
+    """Mean reward of the model on the same tasks."""
+    steps: int
+    parameters: int
+    vocabulary: int
+
+
+def warm_up(
+    environment: str | type,
+    out: str | Path,
+    *,
+    demonstrations: str | Path | None = None,
+    steps: int = 600,
+    early: float = 0.5,
+    until: float = 0.8,
+    seed: int = 0,
+    on_progress: Callable[[str], None] = lambda part: None,
+) -> WarmedUp:
+    """Build a tiny model for an environment.
+
+    Args:
+        environment: a class, a registered name, `module:Class` or a path; `train.toml` needs one of the latter three.
+        out: the directory to make.
+        demonstrations: conversations as lines of JSON, in place of the environment's `demonstrate`.
+        steps: supervised steps, at most.
+        early: share of the demonstrations that answer too early, with what the last tool call gave, where there are
+            several calls: what is left to learn by reward.
+        until: stop at this share of the way from the random weights' reward to that of the demonstrations.
+        seed: of tasks, weights and everything drawn.
+        on_progress: told what is being done, in words.
+
+    Raises:
+        InputError: there are no demonstrations, or something given cannot be used.
+        CheckFailedError: demonstrations fail in the environment.
+    """
+    target = Path(out)
+    if target.exists():
+        raise InputError(f"{target} exists: give --out a new directory, or remove it")
+    on_progress("importing the environment")
+    found = resolve(environment)
+    config = RunConfig.model_validate(
+        {"environment": {"id": str(environment)}, "model": {"path": str(out)}, "seed": seed}
+    )
+    held_out = _held_out(config, found)
+    source = _Played(config, found, early) if demonstrations is None else _read(Path(demonstrations), found)
+    on_progress("playing demonstrations")
+    wanted = None if demonstrations is not None else _demonstrated_reward(found, held_out, seed, early)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        scratch.chmod(0o755)
+        builder = _Builder(config, found, held_out, scratch, seed, on_progress)
+        made = builder.build(source, steps, until, wanted)
+        reference = environment if isinstance(environment, str) else f"{found.__module__}:{found.__qualname__}"
+        _write_notes(scratch, target, reference, builder.sizes, made)
+        scratch.rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return WarmedUp(path=target, **made)
+
+
+# --- demonstrations ---------------------------------------------------------------------------------------------------
+
+
+class _Expert:
+    """Says in one conversation what `demonstrate` says."""
+
+    def __init__(
+        self, environment: type[Environment], task: Task, seat: str, index: int, seed: int, calls: int | None
+    ) -> None:
+        takes_seat = "seat" in inspect.signature(environment.demonstrate).parameters
+        random = stream("demonstration", seed, task.id, seat, index)
+        made = environment.demonstrate(task, random, **({"seat": seat} if takes_seat else {}))
+        self.messages: list[Message] = []
+        self._replies = made if isinstance(made, Generator) else iter(made)
+        self._task = task
+        self._calls = calls
+        """After so many it answers with what the last one gave; None: when the demonstration does."""
+        self.said: list[Reply] = []
+
+    async def __call__(self, new: Sequence[Message]) -> str:
+        """The next reply, as the policy would write it."""
+        self.messages += new
+        told = "\n".join(message.content for message in new)
+        try:
+            if len(self.said) == self._calls:
+                reply: Reply = told
+            elif isinstance(self._replies, Generator) and self.said:
+                reply = self._replies.send(told)
+            else:
+                reply = next(self._replies)
+        except StopIteration:
+            raise CheckFailedError(
+                f"demonstrate() of task {self._task.id!r} ended after {len(self.said)} replies, and the environment "
+                "asked for another; the last one must end the episode"
+            ) from None
+        self.said.append(reply)
+        text = written(reply)
+        self.messages.append(Message(role="assistant", content=text))
+        return text
+
+
+def written(reply: Reply) -> str:
+    """A reply as the policy writes it."""
+    if isinstance(reply, str):
+        return reply
+    encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+    try:
+        calls = [reply] if isinstance(reply, Mapping) else list(reply)
+        named = [{"name": call["name"], "arguments": dict(call["arguments"])} for call in calls]
+        return "".join(f"{OPEN}{encode(call)}{CLOSE}" for call in named)
+    except (TypeError, KeyError, ValueError) as error:
+        raise InputError(
+            f"demonstrate() gave {str(reply)[:200]!r}: a reply is text, a call as {{'name': …, 'arguments': {{…}}}} "
+            "or a list of calls"
+        ) from error
+
+
+class _ShownContext(PlainContext):
+    """Where demonstrations are played: notes who said what, and with which tools."""
+
+    def __init__(self, environment: type[Environment], task: Task, seed: int, calls: int | None) -> None:
+        limits = Limits(max_turns=MAX_TURNS, max_tokens=MAX_CONTEXT, max_context=MAX_CONTEXT)
+        super().__init__(task, {}, limits=limits, seed=seed, parse=parse_hermes)
+        self.shown: list[tuple[_Expert, Sequence[ToolSpec]]] = []
+        self._environment = environment
+        self._seed = seed
+        self._calls = calls
+
+    def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> PlainAgent:
+        """The agent of a seat, which says what is demonstrated."""
+        if (seat, index) not in self.agents:
+            expert = _Expert(self._environment, self.task, seat, index, self._seed, self._calls)
+            self.shown.append((expert, tools))
+            self._speakers = {**self._speakers, seat: expert}
+        return super().agent(seat, index, tools=tools)
+
+    def demonstrations(self) -> list[Demonstration]:
+        """The conversations."""
+        from agentrl.learn.tiny_model import Demonstration
+
+        return [Demonstration(tuple(expert.messages), tuple(tools)) for expert, tools in self.shown if expert.messages]
+
+
+def _shown(environment: type[Environment], task: Task, seed: int, early: float) -> tuple[list[Demonstration], float]:
+    """One episode of what the environment demonstrates, or, with chance `early`, of one that answers too early."""
+    context = _play(environment, task, seed)
+    random = stream("early", seed, task.id)
+    if random.random() < early and len(context.shown) == 1:
+        *calls, answer = context.shown[0][0].said
+        if len(calls) > 1 and isinstance(answer, str) and not any(isinstance(call, str) for call in calls):
+            context = _play(environment, task, seed, calls=random.randrange(1, len(calls)))
+    return context.demonstrations(), float(sum(sum(agent.rewards) for agent in context.agents.values()))
+
+
+def _play(environment: type[Environment], task: Task, seed: int, *, calls: int | None = None) -> _ShownContext:
+    """An episode of demonstrations, or of an answer after so many calls."""
+    context = _ShownContext(environment, task, seed, calls)
+    try:
+        asyncio.run(environment().run(context))
+    except AgentRLError:
+        raise
+    except Exception as error:
+        raise CheckFailedError(f"the demonstration of task {task.id!r} raised {described(error)}") from error
+    return context
+
+
+class _Played:
+    """What the environment demonstrates on its training tasks, task after task.
+
+    Each pass asks for the tasks of another seed: where these are drawn, a model that sees every task once learns to
+    copy, and one that sees the same again and again learns them by heart.
+    """
+
+    def __init__(self, config: RunConfig, environment: type[Environment], early: float) -> None:
+        if environment.demonstrate.__func__ is Environment.demonstrate.__func__:  # type: ignore[attr-defined]
+            tools = list(environment.tool_table()) if issubclass(environment, ToolEnvironment) else []
+            name = tools[0] if tools else "my_tool"
+            raise InputError(f"{environment.__name__} has no demonstrations to learn from: {HOW.format(tool=name)}")
+        environment.load()
+        self._environment = environment
+        self._config = config
+        self._early = early
+
+    def __iter__(self) -> Iterator[Demonstration]:
+        played = 0
+        for seed in count(self._config.seed):
+            tasks = task_source(self._config.model_copy(update={"seed": seed}), self._environment, "train")
+            if not len(tasks):
+                raise InputError(f"{self._environment.__name__}.tasks('train') is empty: nothing to demonstrate on")
+            for number in range(len(tasks)):
+                yield from _shown(self._environment, tasks[number], seed, self._early)[0]
+                played += 1
+                if played == DIFFERENT:
+                    return
+
+
+def _demonstrated_reward(environment: type[Environment], tasks: Sequence[Task], seed: int, early: float) -> float:
+    """The mean reward of demonstrations."""
+    return sum(_shown(environment, task, seed, early)[1] for task in tasks) / len(tasks)
+
+
+def _read(path: Path, environment: type[Environment]) -> list[Demonstration]:
+    """Conversations in a file, a line of JSON each.
+
+    Raises:
+        InputError: there are none, or a line is no conversation.
+    """
+    from agentrl.learn.tiny_model import Demonstration
+
+    table = environment.tool_table() if issubclass(environment, ToolEnvironment) else {}
+    tools = tuple(bound.spec for bound in table.values())
+    found: list[Demonstration] = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), ""), start=1):
+                if line.strip():
+                    try:
+                        found.append(Demonstration(_messages(json.loads(line)), tools))
+                    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                        raise InputError(
+                            f"{path}:{number}: no conversation ({type(error).__name__}: {str(error)[:200]}); a line is "
+                            '{"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}, …]}'
+                        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read ({error})") from None
+    if not found:
+        raise InputError(f"{path}: holds no conversation")
+    return found
+
+
+def _messages(line: Mapping[str, Any]) -> tuple[Message, ...]:
+    messages = [_message(message) for message in line["messages"]]
+    roles = [message.role for message in messages]
+    if "assistant" not in roles[1:] or roles[0] == "assistant":
+        raise ValueError("it must begin with another role than the assistant, which must say something later")
+    return tuple(messages[: len(roles) - roles[::-1].index("assistant")])
+
+
+def _message(message: Mapping[str, Any]) -> Message:
+    content, role = message.get("content") or "", message["role"]
+    if not isinstance(content, str) or role not in ("system", "user", "assistant", "tool"):
+        raise ValueError(f"a message has role {role!r} and content of {type(content).__name__}")
+    calls = []
+    for call in message.get("tool_calls") or []:
+        arguments = call["function"]["arguments"]
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        calls.append({"name": call["function"]["name"], "arguments": parsed})
+    return Message(role=role, content=content + (written(calls) if calls else ""))
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Sizes:
+    """The longest of the demonstrations, in tokens and turns."""
+
+    context: int = 0
+    turn: int = 0
+    turns: int = 0
+
+    def see(self, row: Row) -> None:
+        said = [0, *row[1], 0]
+        starts = [at for at in range(1, len(said)) if said[at] and not said[at - 1]]
+        ends = [at for at in range(1, len(said)) if not said[at] and said[at - 1]]
+        self.context = max(self.context, len(row[0]))
+        self.turn = max(self.turn, *(end - start for start, end in zip(starts, ends, strict=True)))
+        self.turns = max(self.turns, len(starts))
+
+    @property
+    def max_tokens(self) -> int:
+        """Room for the longest turn, and half as much."""
+        return -(-self.turn * 3 // 2 // 8) * 8 + 8
+
+    @property
+    def max_turns(self) -> int:
+        return self.turns + 2
+
+    @property
+    def max_context(self) -> int:
+        return -(-(self.context + 2 * self.max_tokens) // 64) * 64
+
+
+@dataclass(slots=True)
+class _Builder:
+    """Builds the model in a directory."""
+
+    config: RunConfig
+    environment: type[Environment]
+    held_out: Sequence[Task]
+    directory: Path
+    seed: int
+    on_progress: Callable[[str], None]
+    sizes: _Sizes = field(default_factory=_Sizes)
+
+    def build(
+        self, source: _Played | list[Demonstration], steps: int, until: float, wanted: float | None
+    ) -> dict[str, Any]:
+        """Write the model; what is to be told of it."""
+        from agentrl.learn import tiny_model
+        from agentrl.rollout.chat_format import TemplateFormat
+        from agentrl.rollout.chat_template import ChatTemplate
+
+        tiny_model.prepare(self.seed)
+        directory = self.directory
+        tiny_model.write_chat_template(
+            directory, tiny_model.TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=MAX_CONTEXT
+        )
+        corpus = [shown for _, shown in zip(range(CORPUS), source, strict=False)]
+        texts = tiny_model.format_corpus(ChatTemplate(directory), iter(corpus))
+        tokenizer = tiny_model.trained_tokenizer(
+            texts, vocabulary=VOCABULARY, min_frequency=min(15, max(2, len(corpus) // 100))
+        )
+        tiny_model.write_tokenizer(directory, tokenizer, special=tiny_model.SPECIAL, markup=tiny_model.MARKUP)
+        chat = TemplateFormat.load(directory)
+        for shown in corpus:
+            self.sizes.see(tiny_model.demonstrated_row(chat, shown))
+        if self.sizes.context > MAX_CONTEXT:
+            raise InputError(
+                f"a demonstration has {self.sizes.context} tokens, too long for a tiny model (at most {MAX_CONTEXT}): "
+                "bring a real one, `agentrl train … --model DIR`"
+            )
+        pad, stop = chat.encode("<|pad|>")[0], chat.stop_token_ids[0]
+        model = tiny_model.random_model(
+            vocabulary=tokenizer.get_vocab_size(),
+            pad_token=pad,
+            stop_token=stop,
+            context=max(2 * self.sizes.max_context, 512),
+            hidden=128,
+            layers=4,
+        )
+        tiny_model.save(model, directory, stop_tokens=stop)
+        before = reward = self._measure("random weights")
+        taken = 0
+
+        def on_step(step: int, loss: float) -> bool:
+            nonlocal taken, reward
+            taken = step
+            self.on_progress(f"step {step} of {steps}, loss {loss:.3f}, held-out reward {reward:.2f}")
+            if step % MEASURED_EVERY:
+                return False
+            tiny_model.save(model, directory, stop_tokens=stop)
+            reward = self._measure(f"step {step} of {steps}, loss {loss:.3f}")
+            return wanted is not None and reward >= before + until * (wanted - before) > before
+
+        rows = _again_and_again(chat, source, self.seed)
+        tiny_model.warm_up(model, rows, steps=steps, on_step=on_step)
+        tiny_model.save(model, directory, stop_tokens=stop)
+        reward = self._measure("the last step")
+        return {
+            "demonstrated": wanted,
+            "before": before,
+            "reward": reward,
+            "steps": taken,
+            "parameters": model.num_parameters(),
+            "vocabulary": tokenizer.get_vocab_size(),
+        }
+
+    def _measure(self, part: str) -> float:
+        """The mean reward of the model as it is on disk, sampled as in training."""
+        self.on_progress(f"{part}: playing {len(self.held_out)} held-out tasks")
+        sizes = self.sizes
+        config = RunConfig.model_validate(
+            {
+                "environment": self.config.environment.model_dump(),
+                "seed": self.seed,
+                "model": {"path": str(self.directory)},
+                "sampling": {"max_tokens": sizes.max_tokens, "max_turns": sizes.max_turns},
+                "engine": {"slots": MEASURED, "max_context": sizes.max_context},
+            }
+        )
+        return evaluate(config, tasks=self.held_out, environment=self.environment)["evaluation/reward"]
+
+
+def _again_and_again(chat: Any, source: _Played | list[Demonstration], seed: int) -> Iterator[Row]:
+    """The rows of all demonstrations as they come, and then, in a new order each time, again."""
+    from agentrl.learn.tiny_model import demonstrated_row
+
+    rows: list[Row] = []
+    for shown in source:
+        rows.append(demonstrated_row(chat, shown))
+        yield rows[-1]
+    for number in count():
+        order = list(range(len(rows)))
+        stream("warm-up", seed, number).shuffle(order)
+        for index in order:
+            yield rows[index]
+
+
+def _held_out(config: RunConfig, environment: type[Environment]) -> list[Task]:
+    """Tasks the success is measured on, drawn from the held-out ones; training tasks where there are none."""
+    for split in ("held_out", "train"):
+        source = task_source(config, environment, split)
+        if len(source):
+            drawn = stream("measured", config.seed).sample(range(len(source)), min(MEASURED, len(source)))
+            return [source[index] for index in drawn]
+    raise InputError(f"{environment.__name__}.tasks('train') is empty: there is nothing to demonstrate on")
+
+
+# --- what is left beside it -------------------------------------------------------------------------------------------
+
+README = """\
+# A tiny model for {environment}
+
+{parameters:,} parameters (Qwen3 architecture), a byte-level tokenizer of {vocabulary} tokens, a chat template with
+tools. Built by `agentrl env warm-up` from random weights in {steps} supervised steps over demonstrations. It knows the
+words and tools of that environment and nothing else.
+
+Held-out reward: {before:.2f} before, {reward:.2f} after{demonstrated}.
+
+```
+{command}
+```
+
+trains it on by reward; any other configuration takes it as `--model {path}`, and
+`AutoModelForCausalLM.from_pretrained` loads it.
+"""
+TRAIN = """\
+# {command}
+# The warmed-up model beside this file learns on by reward. Every field: docs/configuration.md.
+name = {name}
+steps = 40            # optimizer steps
+
+[environment]
+id = {reference}
+
+[model]
+path = "."            # this directory
+
+[policies.policy]
+learning_rate = 3e-4
+step_size = 64        # episodes per optimizer step
+
+[credit]
+group_size = 8        # episodes of one task, compared with each other
+
+[sampling]
+max_tokens = {max_tokens}       # longest turn; demonstrated: {turn}
+max_turns = {max_turns}         # demonstrated: {turns}
+
+[engine]
+slots = 96
+max_context = {max_context}     # longest conversation; demonstrated: {context}
+
+[trainer]
+kind = "in_process"   # "ray" trains in a process of its own, beside the engine
+
+[evaluation]
+tasks = 256           # held-out tasks, before the first step and after the last
+"""
+
+
+def _write_notes(scratch: Path, target: Path, reference: str, sizes: _Sizes, made: Mapping[str, Any]) -> None:
+    location, colon, name = reference.rpartition(":") if ":" in reference else (reference, "", "")
+    if location.endswith(".py"):
+        reference = os.path.relpath(location, target) + colon + name
+    command = f"agentrl train {shlex.quote(str(target / 'train.toml'))}"
+    values = {
+        **made,
+        "command": command,
+        "environment": name or location,
+        "reference": json.dumps(reference),
+        "name": json.dumps(target.name if target.name.replace("-", "").replace("_", "").isalnum() else "warmed_up"),
+        "path": target,
+        "context": sizes.context,
+        "turn": sizes.turn,
+        "turns": sizes.turns,
+        "max_tokens": sizes.max_tokens,
+        "max_turns": sizes.max_turns,
+        "max_context": sizes.max_context,
+    }
+    wanted = made["demonstrated"]
+    values["demonstrated"] = "" if wanted is None else f" (the demonstrations: {wanted:.2f})"
+    (scratch / "README.md").write_text(README.format(**values), encoding="utf-8")
+    (scratch / "train.toml").write_text(TRAIN.format(**values), encoding="utf-8")

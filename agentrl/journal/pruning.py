@@ -1,0 +1,286 @@
+"""Pruning: what of a run's past its journal gives up, in which order, and how a reader learns of it.
+
+Control rows always stay: admissions, ends, rewards, steps, credits, so ledger and exactly-once do not depend on what is
+pruned. What may go are entries and partials of training attempts, and files of step columns. An attempt goes when it
+
+* is settled: it was dropped or replaced by a later attempt, or each of its units was dropped, or trained by a step that
+  every checkpoint that can be resumed from counts as taken; so no rollback makes it ready again;
+* was fed to no step that is kept, the newest `keep` before the newest checkpoint and all after the oldest one;
+* is referred to by no fork in `RUN/forks`.
+
+Invariant: a row in `pruned` or `pruned_files` is on disk before what it names is removed, and the entries of an attempt
+are removed in one transaction. So a kill leaves them whole or gone, and a reader that finds none says why; the next
+pruning removes what a killed one recorded. Space goes back to the file system by incremental vacuum, in small
+transactions that leave the other writer of the partition half of the time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import StorageError
+from agentrl.journal.control import ADMISSION_COLUMNS, LINE, UNRESOLVED, all_rows, read_spec
+from agentrl.journal.port import Pruned
+from agentrl.journal.schema import CONTROL_FILE, DAMAGE, database_error, open_to_read, open_to_write
+
+if TYPE_CHECKING:
+    from agentrl.journal.port import PruneRule
+    from agentrl.journal.run_log import SqliteRunLog
+
+FORKS = "forks"
+"""Directory of a run's forks, inside the run's."""
+DELETE_BYTES = 8 << 20
+"""Entries removed in one transaction, at most, unless one attempt alone has more."""
+VACUUM_PAGES = 512
+"""Pages moved in one transaction."""
+_CHUNK = 500
+_CLOCK = SystemClock()
+
+AttemptKey = tuple[str, int]
+"""Episode id, attempt."""
+
+
+Record = Callable[[Sequence[AttemptKey], Sequence[str]], None]
+"""Puts attempts and files into `pruned` and `pruned_files`, and waits for the disk."""
+
+
+def prune(
+    journal: Path,
+    log: SqliteRunLog,
+    rule: PruneRule,
+    record: Record | None,
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Pruned:
+    """Remove what a rule lets go. Blocks: for a thread, beside the partitions' writers.
+
+    Args:
+        journal: the run's journal directory.
+        log: its control log, for this thread alone.
+        rule: what may go.
+        record: called before anything is removed; None: nothing is removed, only counted.
+        stopped: asked between transactions; what is left then, the next pruning takes.
+
+    Raises:
+        JournalError: a database cannot be read.
+        StorageError: the disk refused.
+    """
+    given_up = Pruned(rule=str(rule), last=rule.last)
+    if not rule.sealed:
+        return given_up
+    settled = _Settled(log, rule, _forked(journal))
+    for path in sorted(journal.glob("turns-*.db")):
+        run = str(log.info()["run"])
+        opened = open_to_read(path, "turns", run) if record is None else open_to_write(path, "turns", {}, run=run)
+        with closing(opened) as connection:
+            try:
+                for attempts in _batches(connection, settled):
+                    if stopped():
+                        return given_up
+                    given_up.episodes += len(attempts)
+                    given_up.bytes += sum(attempts.values())
+                    if record is not None:
+                        record(list(attempts), ())
+                        _remove(connection, list(attempts))
+                if record is not None:
+                    _give_back(connection, stopped)
+            except sqlite3.OperationalError as error:
+                if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY:
+                    raise _refused(path, error) from error
+                # its writer was busy for longer than we wait: the next pruning goes on here
+            except DAMAGE as error:
+                raise database_error(path, error) from error
+    _prune_files(journal.parent, settled, record, given_up, stopped)
+    return given_up
+
+
+# --- what may go ------------------------------------------------------------------------------------------------------
+
+
+class _Settled:
+    """Which attempts and files a rule lets go."""
+
+    def __init__(self, log: SqliteRunLog, rule: PruneRule, forked: frozenset[AttemptKey]) -> None:
+        self._log = log
+        self._forked = forked
+        self.last = rule.last
+        held = [{policy: log.surviving(version) for policy, version in cut.items()} for cut in rule.sealed]
+        lines = [
+            [policy, lineage, first, min(last, self.last[policy])]
+            for policy in self.last
+            for lineage, first, last in _common([cut.get(policy, []) for cut in held])
+        ]
+        trained = sorted({policy for cut in rule.sealed for policy in cut})
+        self._before = self._stepped_at()
+        self._asked = (json.dumps(lines), json.dumps([[name, step] for name, step in self.last.items()]))
+        self._trained = json.dumps(trained)
+
+    def _stepped_at(self) -> float | None:
+        """When the last step that may go was taken: what was dropped before it is as old."""
+        found = []
+        for policy, step in self.last.items():
+            statement = "SELECT max(stepped_at) FROM steps WHERE policy = ? AND step = ? AND step > 0"
+            found += [at for (at,) in self._log.rows(statement, policy, step) if at is not None]
+        return min(found, default=None)
+
+    def among(self, episodes: Sequence[str]) -> set[AttemptKey]:
+        """Those attempts of some episodes that may go."""
+        statement = (
+            f"WITH {LINE}, cut AS (SELECT json_extract(value, '$[0]') AS policy, json_extract(value, '$[1]') AS step"
+            " FROM json_each(?)), trained AS (SELECT value AS policy FROM json_each(?))"
+            " SELECT a.episode, a.attempt FROM json_each(?) asked JOIN admissions a ON a.episode = asked.value"
+            " LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt"
+            " WHERE a.purpose = 'train'"
+            # ended, or replaced
+            " AND (e.episode IS NOT NULL OR EXISTS"
+            " (SELECT 1 FROM admissions b WHERE b.episode = a.episode AND b.attempt > a.attempt))"
+            # no unit of it can be ready again
+            " AND NOT EXISTS (SELECT 1 FROM trajectories t WHERE t.episode = a.episode AND t.attempt = a.attempt"
+            f" AND e.drop_reason IS NULL AND t.policy IN (SELECT policy FROM trained) AND{UNRESOLVED})"
+            # no step that is kept was fed it
+            " AND NOT EXISTS (SELECT 1 FROM step_units s LEFT JOIN cut c ON c.policy = s.policy"
+            " WHERE s.episode = a.episode AND s.attempt = a.attempt AND s.step > coalesce(c.step, 0))"
+            # what no step was fed is as old as the steps that may go
+            " AND (EXISTS (SELECT 1 FROM step_units s WHERE s.episode = a.episode AND s.attempt = a.attempt)"
+            " OR coalesce(e.committed_at, a.admitted_at) < ?)"
+        )
+        rows = self._log.rows(statement, *self._asked, self._trained, json.dumps(list(episodes)), self._before or -1.0)
+        return {(episode, attempt) for episode, attempt in rows} - self._forked
+
+    def files(self) -> Iterator[str]:
+        """Files of step columns that may go, relative to the run."""
+        for policy, step in self.last.items():
+            statement = "SELECT columns_file FROM steps WHERE policy = ? AND step <= ? AND columns_file IS NOT NULL"
+            for (name,) in self._log.rows(statement, policy, step):
+                yield name
+
+
+def _common(held: Sequence[Sequence[tuple[int, int, int]]]) -> list[tuple[int, int, int]]:
+    """The steps that all of some lines have in common, as (lineage, first, last): first < step <= last."""
+    common = list(held[0])
+    for line in held[1:]:
+        common = [
+            (lineage, max(first, other_first), min(last, other_last))
+            for lineage, first, last in common
+            for other_lineage, other_first, other_last in line
+            if lineage == other_lineage
+        ]
+    return [(lineage, first, last) for lineage, first, last in common if first < last]
+
+
+def _forked(journal: Path) -> frozenset[AttemptKey]:
+    """Attempts of this journal that its run's forks refer to."""
+    path = journal.parent / FORKS / "journal" / CONTROL_FILE
+    if not path.is_file():
+        return frozenset()
+    columns = ", ".join([*ADMISSION_COLUMNS.split(), "checksum"])
+    with closing(open_to_read(path, "control")) as connection:
+        points = [read_spec(row).fork for row in all_rows(connection, path, f"SELECT {columns} FROM admissions")]
+    return frozenset((point.episode_id, point.attempt) for point in points if point is not None)
+
+
+# --- removing ---------------------------------------------------------------------------------------------------------
+
+_SIZES = (
+    "SELECT episode, attempt, sum(length(body) + length(asked) + 64) FROM"
+    " (SELECT episode, attempt, body, asked FROM entries WHERE episode IN (SELECT value FROM json_each(?1))"
+    " UNION ALL SELECT episode, attempt, body, asked FROM partials WHERE episode IN (SELECT value FROM json_each(?1)))"
+    " GROUP BY episode, attempt"
+)
+
+
+def _batches(connection: sqlite3.Connection, settled: _Settled) -> Iterator[dict[AttemptKey, int]]:
+    """What of a partition may go, with its bytes, as much at a time as one transaction removes."""
+    statement = "SELECT DISTINCT episode FROM entries UNION SELECT DISTINCT episode FROM partials"
+    there = [str(episode) for (episode,) in connection.execute(statement)]
+    batch: dict[AttemptKey, int] = {}
+    for start in range(0, len(there), _CHUNK):
+        found = settled.among(there[start : start + _CHUNK])
+        sizes = connection.execute(_SIZES, (json.dumps(sorted({episode for episode, _ in found})),)).fetchall()
+        for episode, attempt, size in sizes:
+            if (episode, attempt) not in found:
+                continue
+            if batch and sum(batch.values()) + size > DELETE_BYTES:
+                yield batch
+                batch = {}
+            batch[episode, attempt] = size
+    if batch:
+        yield batch
+
+
+def _remove(connection: sqlite3.Connection, attempts: Sequence[AttemptKey]) -> None:
+    """Delete what a partition holds of some attempts, in one transaction."""
+    connection.execute("PRAGMA secure_delete = OFF")  # what is removed need not be overwritten
+    connection.execute("PRAGMA synchronous = NORMAL")  # nor be gone for good: the next pruning removes it again
+    began = _CLOCK.monotonic()
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for table in ("entries", "partials"):
+            connection.executemany(f"DELETE FROM {table} WHERE episode = ? AND attempt = ?", attempts)
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.rollback()
+        raise
+    _leave_to_others(began)
+
+
+def _give_back(connection: sqlite3.Connection, stopped: Callable[[], bool]) -> None:
+    """Move the file's last pages into its free ones, and cut it, piece by piece."""
+    while not stopped():
+        ((free,),) = connection.execute("PRAGMA freelist_count").fetchall()
+        if not free:
+            break
+        began = _CLOCK.monotonic()
+        connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
+        _leave_to_others(began)
+        ((left,),) = connection.execute("PRAGMA freelist_count").fetchall()
+        if left >= free:  # a file of before incremental vacuum: its free pages are used again, and stay
+            break
+    connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+
+def _leave_to_others(began: float) -> None:
+    """A database's write lock was held since then: leave it to its writer for as long."""
+    threading.Event().wait(_CLOCK.monotonic() - began)
+
+
+def _prune_files(
+    run: Path, settled: _Settled, record: Record | None, given_up: Pruned, stopped: Callable[[], bool]
+) -> None:
+    root = (run / "steps").resolve()
+    there = {}
+    for name in settled.files():
+        if not isinstance(name, str) or "\0" in name:
+            continue  # no file's name
+        path = run / name
+        if path.resolve().is_relative_to(root):  # a record names nothing else; one that was altered must not
+            with suppress(FileNotFoundError, NotADirectoryError):
+                there[name] = path.lstat().st_size
+    given_up.files += len(there)
+    given_up.bytes += sum(there.values())
+    if record is None or not there or stopped():
+        return
+    record((), list(there))
+    for name in there:
+        try:
+            os.unlink(run / name)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise StorageError(f"{run / name}: cannot be removed ({error.strerror}); mend the disk") from error
+
+
+def _refused(path: Path, error: sqlite3.Error) -> StorageError:
+    return StorageError(
+        f"{path}: could not be pruned ({error}). What was committed before is safe. Free space or mend the disk, then "
+        "start again with --resume"
+    )

@@ -1,0 +1,265 @@
+"""Tiny models that know the form of an environment's conversations: a small Qwen3, its files, its supervised warm-up.
+
+For `agentrl env warm-up`, and for the `build_model.py` of the environments that come with agentrl.
+Invariant: the same seed gives the same files on the same machine and versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from agentrl.observe.progress import Part
+from agentrl.rollout.chat_template import AddedToken as AddedText
+from agentrl.rollout.chat_template import ChatTemplate, ControlTokens, message_value, tool_value
+
+if TYPE_CHECKING:
+    from agentrl.core.records import Message, ToolSpec
+    from agentrl.rollout.chat_format import TemplateFormat
+
+BATCH = 48
+"""Conversations per warm-up step."""
+LEARNING_RATE = 3e-3
+COOL_DOWN = 30
+"""Steps in which the learning rate falls to 0 once the model is good enough: before, its weights are noisy."""
+Row = tuple[list[int], list[bool]]
+"""Token ids of a conversation, and which of them are learned to be said."""
+SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+MARKUP = ("<tool_call>", "</tool_call>")
+
+TEMPLATE = """\
+{%- set first = messages[0] if messages[0].role == 'system' else none -%}
+{%- if tools or first -%}
+    {{- '<|im_start|>system\\n' -}}
+    {%- if first -%}{{- first.content + ('\\n' if tools else '') -}}{%- endif -%}
+    {%- for tool in tools or [] -%}
+        {%- set function = tool.function -%}
+        {{- '\\n' if not loop.first else '' -}}
+        {{- function.name + '(' -}}
+        {%- for name, schema in (function.parameters.properties or {}) | items -%}
+            {{- (', ' if not loop.first else '') + name + ': ' -}}
+            {%- if schema.enum -%}{{- schema.enum | map('tojson') | join('|') -}}
+            {%- elif schema.type is string -%}{{- schema.type -}}
+            {%- else -%}{{- schema | tojson(separators=(',', ':')) -}}{%- endif -%}
+        {%- endfor -%}
+        {{- ')' + (' ' + function.description if function.description else '') -}}
+    {%- endfor -%}
+    {{- '<|im_end|>' -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if message.role != 'system' or not loop.first -%}
+        {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') -}}
+        {%- for call in message.tool_calls or [] -%}
+            {%- set function = call.function -%}
+            {%- set arguments = function.arguments -%}
+            {{- '<tool_call>{"name":' + (function.name | tojson) + ',"arguments":' -}}
+            {{- arguments if arguments is string else arguments | tojson(separators=(',', ':')) -}}
+            {{- '}</tool_call>' -}}
+        {%- endfor -%}
+        {{- '<|im_end|>' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+"""Of tools a line each, `name(argument: type) description`: short, so that little is spent on what never changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A conversation to learn from."""
+
+    messages: Sequence[Message]
+    """The assistant's have calls as the text in which they are written."""
+    tools: Sequence[ToolSpec] = ()
+
+
+def command(build: Callable[..., None], *, directory: Path, steps: int, description: str) -> None:
+    """The command line of a `build_model.py`: calls `build(output, seed=…, steps=…)`."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=steps, help=f"warm-up steps of {BATCH} conversations")
+    parser.add_argument("--output", type=Path, default=directory)
+    arguments = parser.parse_args()
+    prepare(arguments.seed)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    build(arguments.output, seed=arguments.seed, steps=arguments.steps)
+
+
+def prepare(seed: int) -> None:
+    """Seed torch, and let it use one thread: so small a model gains nothing from more."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+
+
+def shown(what: str, steps: int) -> Callable[[int, float], bool]:
+    """For `warm_up`: shows steps and loss on the error stream."""
+    part = Part(what, sys.stderr)
+
+    def on_step(step: int, loss: float) -> bool:
+        part(f"step {step} of {steps}, loss {loss:.3f}")
+        return False
+
+    return on_step
+
+
+def write_chat_template(directory: Path, template: str, *, pad: str, end: str, context: int) -> None:
+    """The template, and what the tokenizer is called; `pad` and `end` are tokens, `context` is in tokens."""
+    special = {"pad_token": pad, "eos_token": end}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, **special}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (directory / "chat_template.jinja").write_text(template)
+
+
+def write_tokenizer(directory: Path, tokenizer: Tokenizer, *, special: Sequence[str], markup: Sequence[str]) -> None:
+    """The tokenizer with its control tokens: `special` ones nobody may write, `markup` that is text."""
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in markup])
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def trained_tokenizer(corpus: Iterator[str], *, vocabulary: int, min_frequency: int = 15) -> Tokenizer:
+    """Byte-level BPE: lossless on any text; digits stand alone, and what is often repeated is merged into few tokens.
+
+    Args:
+        corpus: plain text, without control tokens.
+        vocabulary: tokens at most, control tokens included.
+        min_frequency: how often a pair must occur to become a token.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    lines = pre_tokenizers.Split(Regex(r"\n"), behavior="merged_with_previous")
+    digits = pre_tokenizers.Split(Regex(r"[0-9]"), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, digits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - len(SPECIAL) - len(MARKUP),
+        min_frequency=min_frequency,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    return tokenizer
+
+
+def format_corpus(template: ChatTemplate, demonstrations: Iterator[Demonstration]) -> Iterator[str]:
+    """The plain text between the control tokens of rendered demonstrations."""
+    texts = enumerate(SPECIAL + MARKUP)
+    control = ControlTokens([AddedText(number, text, text in SPECIAL, False, False) for number, text in texts])
+    for shown in demonstrations:
+        specs = [tool_value(tool, control) for tool in shown.tools]
+        messages = [message_value(message, control) for message in shown.messages]
+        for piece in control.split(template.render(messages, specs, prompt=True)):
+            if isinstance(piece, str):
+                yield piece
+
+
+def demonstrated_row(chat: TemplateFormat, shown: Demonstration) -> Row:
+    """A demonstration in the tokens that reinforcement learning will see: ids and which of them the model says."""
+    ids: list[int] = []
+    said: list[bool] = []
+    told: list[Message] = []
+    for message in shown.messages:
+        if message.role != "assistant":
+            told.append(message)
+            continue
+        context = chat.extend(told, after="stop") if ids else chat.start(told, shown.tools)
+        own = [*chat.encode(message.content), chat.stop_token_ids[0]]
+        ids += [*context, *own]
+        said += [False] * len(context) + [True] * len(own)
+        told = []
+    return ids, said
+
+
+def random_model(
+    *, vocabulary: int, pad_token: int, stop_token: int, context: int, hidden: int, layers: int
+) -> Qwen3ForCausalLM:
+    """A Qwen3 of random weights, with four heads of 32 and a feed-forward layer three times as wide as `hidden`."""
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=3 * hidden,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        initializer_range=0.06,  # for such a width; at 0.02 copying takes four times as long to learn
+        bos_token_id=None,
+        eos_token_id=stop_token,
+        pad_token_id=pad_token,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def warm_up(
+    model: Qwen3ForCausalLM,
+    rows: Iterator[Row],
+    *,
+    steps: int,
+    on_step: Callable[[int, float], bool] | None = None,
+    piece: int = 16,
+) -> None:
+    """Supervised steps: AdamW with a one-cycle learning rate.
+
+    Args:
+        model: what learns.
+        rows: conversations, `BATCH` for each step.
+        steps: how many.
+        on_step: called after each step with how many were taken and the loss per token said, in nats. Once it is true,
+            the learning rate falls to 0 over the next `COOL_DOWN` steps, and they are the last.
+        piece: rows per forward pass; those of like length together, so that little is padded.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=LEARNING_RATE, total_steps=steps, pct_start=0.1)
+    last = steps
+    for step in range(steps):
+        batch = sorted(islice(rows, BATCH), key=lambda row: len(row[0]))
+        total, loss = sum(sum(said) for _, said in batch), 0.0
+        for start in range(0, BATCH, piece):
+            part = _said_loss(model, batch[start : start + piece]) / total
+            part.backward()
+            loss += part.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        enough = on_step is not None and on_step(step + 1, loss)
+        if last == steps:
+            schedule.step()
+        if enough and last == steps:
+            last = min(step + 1 + COOL_DOWN, steps - 1)
+            falls = [group["lr"] / (last - step) for group in optimizer.param_groups]
+        elif last < steps:
+            for group, fall in zip(optimizer.param_groups, falls, strict=True):
+                group["lr"] -= fall
+        if step + 1 >= last:
+            return
+
+
+def save(model: Qwen3ForCausalLM, directory: Path, *, stop_tokens: int | list[int]) -> None:
+    """An ordinary Hugging Face directory; any of `stop_tokens` ends a turn."""
+    pad = model.config.pad_token_id
+    model.generation_config = GenerationConfig(eos_token_id=stop_tokens, pad_token_id=pad, do_sample=True)
+    transformers_logging.disable_progress_bar()
+    model.save_pretrained(directory)
+    (directory / "model.safetensors").chmod(0o644)
+
+
+def _said_loss(model: Qwen3ForCausalLM, rows: Sequence[Row]) -> torch.Tensor:
+    """Cross-entropy summed over what is learned to be said in `rows`, in nats."""
+    width = max(len(ids) for ids, _ in rows)
+    ids = torch.tensor([row + [0] * (width - len(row)) for row, _ in rows])
+    said = torch.tensor([mask + [False] * (width - len(mask)) for _, mask in rows])[:, 1:]
+    hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state[said]
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden), ids[:, 1:][said], reduction="sum")

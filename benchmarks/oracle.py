@@ -1,0 +1,122 @@
+"""What independent checks find in runs that were killed, attacked and resumed with another configuration.
+
+    python -m benchmarks.oracle [--quick] [--part kills|fields|lag|hostile] [--directory DIR] [--seed 0]
+
+* `kills`: small real runs (tiny models, real processes) are killed with SIGKILL in each of their processes while they
+  take steps, and go on to their end: one policy in one process and an engine, two worker processes, two policies with
+  child episodes, and all of it under Ray, where a trainer's rank and the raylet die too. After every kill the second
+  reader of journals (`tests/journal_oracle.py`, which imports nothing of agentrl) judges the run directory, as does
+  `chaos_oracle.py`, which holds it against what had been acknowledged. A quick run kills a scripted run.
+* `fields`: every setting is changed between two lives of a run (`resume_fields.py`).
+* `lag`: the largest lag of a token against `max_lag` (`scheduling_lag.py`).
+* `hostile`: environments that attack their process (`hostile_environments.py`).
+
+Figures: `violations` of the second reader, and of them the `unknown_versions`; `lost`, `twice` and `ledger_errors` as
+of `benchmarks.chaos`; `bricked`, runs that could not go on; `kills` and by role; `runs` that got to their end; and
+those of the other parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.chaos import SCRIPTED, Chaos, Kind, Tally
+from benchmarks.report import Report
+
+KINDS = {
+    Kind("one", 24, {"orchestrator": 5, "engine": 4}, 1.5, 10.0, one_victim=True, after_progress=True): 12,
+    Kind(
+        "workers", 24, {"orchestrator": 5, "engine": 2, "worker": 4}, 1.5, 10.0, one_victim=True, after_progress=True
+    ): 20,
+    Kind("two", 16, {"orchestrator": 5, "engine": 2, "worker": 3}, 1.5, 10.0, one_victim=True, after_progress=True): 16,
+    Kind(
+        "ray",
+        24,
+        {"orchestrator": 3, "engine": 2, "worker": 3, "rank": 4, "raylet": 3},
+        2.0,
+        25.0,
+        one_victim=True,
+        after_progress=True,
+    ): 16,
+}
+"""Runs that are killed, and how often."""
+QUICK_KILLS = 4
+ROLES = ("orchestrator", "engine", "worker", "rank", "raylet")
+
+
+def kills(quick: bool, root: Path, seed: int) -> dict[str, float | None]:
+    """Kill runs, and judge them."""
+    tally = Tally()
+    for kind, count in {SCRIPTED: QUICK_KILLS}.items() if quick else KINDS.items():
+        began, before = time.monotonic(), tally.kills.total()
+        Chaos(kind, root, seed, tally).run(count)
+        print(f"{kind.name}: {tally.kills.total() - before} kills in {time.monotonic() - began:.0f} s", flush=True)
+    faults = tally.verdict
+    for fault in sorted([*tally.violations, *faults.lost, *faults.twice, *faults.ledger_errors, *tally.unexplained]):
+        print(fault, flush=True)
+    return {
+        "violations": float(len(tally.violations)),
+        "unknown_versions": float(sum(": unknown version: " in violation for violation in tally.violations)),
+        "lost": float(len(faults.lost)),
+        "twice": float(len(faults.twice)),
+        "ledger_errors": float(len(faults.ledger_errors)),
+        "bricked": float(len(tally.unexplained)),
+        "kills": float(tally.kills.total()),
+        "runs": float(tally.runs),
+        **{f"kills_{role}": float(tally.kills[role]) for role in ROLES},
+    }
+
+
+def _measured_by(module: str, function: str) -> Callable[[bool, Path, int], dict[str, float | None]]:
+    def measure(quick: bool, root: Path, seed: int) -> dict[str, float | None]:
+        figures: dict[str, float | None] = getattr(importlib.import_module(f"benchmarks.{module}"), function)(quick)
+        return figures
+
+    return measure
+
+
+PARTS = {
+    "kills": kills,
+    "fields": _measured_by("resume_fields", "figures"),
+    "lag": _measured_by("scheduling_lag", "figures"),
+    "hostile": _measured_by("hostile_environments", "measure"),
+}
+FIGURES = (
+    *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors"),
+    *("kills", *(f"kills_{role}" for role in ROLES), "runs"),
+    *("config_fields_unclassified", "resumes_judged", "max_lag_exceeded"),
+    *("hostile_environments", "runs_ended", "named"),
+)
+NONE_OF = ("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few kills of a scripted run, and samples of the rest")
+    parser.add_argument("--part", choices=PARTS, help="this part only")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", type=Path, default=None, help="where the killed runs are left, to be looked at")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # take the runs along
+    report = Report("oracle", quick=options.quick, repeats=1, compared_with="a second reader of the journal")
+    report.figures = dict.fromkeys(FIGURES)
+    with tempfile.TemporaryDirectory(prefix="oracle-") as scratch:
+        root = options.directory or Path(scratch)
+        root.mkdir(exist_ok=True)
+        for part in [options.part] if options.part else PARTS:
+            print(f"{part} …", flush=True)
+            measured = PARTS[part](options.quick, root, options.seed)
+            report.figures |= {name: measured.get(name) for name in FIGURES if name in measured}
+    report.print()
+    return 1 if any(report.figures[name] for name in NONE_OF) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

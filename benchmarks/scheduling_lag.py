@@ -1,0 +1,45 @@
+"""What a hard limit on lag costs: jobs of the survey, P90 at five medians, with `max_lag` of 1, 2 and 4 steps and none.
+
+The limit is kept by admission alone, so nothing is dropped; what it costs is slots that stay empty while the policy
+waits for a straggler. `exceeded` counts trained trajectories whose oldest token was older than the limit: 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from agentrl.simulation.measured import Measured
+from agentrl.simulation.run import Scenario
+from benchmarks.scheduling_simulated import FILLING, SHORT, plan, run
+
+STALENESS, SLOTS = 1, 64
+LIMITS: Sequence[int | None] = (None, 1, 2, 4)
+SEEDS = 3
+
+
+def lagging(release: str, limit: int | None, seed: int, steps: int) -> Measured:
+    """A run of the survey's jobs with a limit."""
+    made = plan(release, staleness=STALENESS, slots=SLOTS, seed=seed, max_lag=limit)
+    filling = min(FILLING, steps // 2)
+    said = "no limit" if limit is None else f"max_lag {limit}"
+    return run(f"{release} {said} seed {seed}", Scenario(plan=made, steps=filling + steps, skipped=filling))
+
+
+def measure(quick: bool) -> dict[str, float | None]:
+    """`max_lag_exceeded` over all runs with a limit; steps per hour with it over those without, by release."""
+    found: dict[str, float | None] = {}
+    exceeded = 0
+    for release in ("late",) if quick else ("group", "late"):
+        rates: dict[int | None, list[float]] = {limit: [] for limit in LIMITS}
+        for limit in (1,) if quick else LIMITS:
+            for seed in range(1 if quick else SEEDS):
+                measured = lagging(release, limit, seed, 8 if quick else SHORT)
+                rates[limit].append(measured.steps_per_hour["solver"])
+                exceeded += measured.max_lag_exceeded
+        for limit in () if quick else (1, 2, 4):
+            found[f"{release}_max_lag_{limit}"] = fmean(rates[limit]) / fmean(rates[None])
+    return {"max_lag_exceeded": float(exceeded), **found}
+
+
+figures = measure

@@ -1,0 +1,74 @@
+"""A newcomer's own environment, trained from a script: the refusals of replay, rescore and fork have the
+command that works.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+SCRIPT = """\
+import agentrl
+
+
+class Sevens(agentrl.ToolEnvironment):
+    def reward(self, task, episode):
+        return episode.answer.count("7") / max(len(episode.answer), 4)
+
+    @classmethod
+    def tasks(cls, split, *, seed=0):
+        return [agentrl.Task(id=f"{n}", data={"question": f"{n} ="}) for n in range(4)]
+
+
+if __name__ == "__main__":
+    config = agentrl.RunConfig(
+        name="sevens",
+        steps=1,
+        environment={"id": "sevens.py"},
+        model={"path": "environments.calculator:model"},
+        policies={"solver": {"step_size": 8}},
+        sampling={"max_tokens": 8, "max_turns": 2},
+        trainer={"kind": "in_process"},
+        evaluation={"tasks": 0},
+    )
+    agentrl.train(config, environment=Sevens, quiet=True)
+"""
+
+
+def agentrl(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "agentrl.cli", *arguments]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+
+
+def named(finished: subprocess.CompletedProcess[str]) -> list[str]:
+    """The arguments of the command that a refusal names."""
+    assert finished.returncode == 2, finished.stdout + finished.stderr
+    (command,) = re.findall(r"^ *agentrl (.*--environment .*)$", finished.stderr, re.MULTILINE)
+    return shlex.split(command)
+
+
+def test_the_command_that_a_refusal_names_works(tmp_path: Path) -> None:
+    file = tmp_path / "sevens.py"
+    file.write_text(SCRIPT)
+    subprocess.run([sys.executable, "sevens.py"], cwd=tmp_path, check=True)
+    for verb in (["replay"], ["rescore"], ["fork", "--at", "0"]):
+        refused = agentrl(tmp_path, "episode", verb[0], "runs/sevens", "e1", *verb[1:])
+        done = agentrl(tmp_path, *named(refused))
+        assert done.returncode == 0, refused.stderr + done.stderr
+    moved = tmp_path / "elsewhere.py"
+    file.rename(moved)
+    moved_command = named(agentrl(tmp_path, "episode", "replay", "runs/sevens", "e1"))
+    assert moved_command[-1] == "NEW/sevens.py:Sevens"
+    assert agentrl(tmp_path, *moved_command[:-1], "elsewhere.py:Sevens").returncode == 0
+    moved.write_text(SCRIPT.replace("Sevens", "Numbers"))
+    renamed = agentrl(tmp_path, *moved_command[:-1], "elsewhere.py:Sevens")
+    assert renamed.returncode == 2
+    assert "has no 'Sevens'; the environments it defines: Numbers" in renamed.stderr
+    assert agentrl(tmp_path, *moved_command[:-1], "elsewhere.py:Numbers").returncode == 0

@@ -1,0 +1,266 @@
+"""Every setting, changed between two lives of a run; and runs whose rows mix values, as older versions wrote them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import shutil
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from agentrl.cli.main import main
+from agentrl.config.run import RunConfig, check_unchanged
+from agentrl.core.errors import ConfigError
+from agentrl.core.words import plural
+from agentrl.inspection.reader import RunReader
+from agentrl.journal.checksums import entry_checksum, episode_digest, row_checksum
+from agentrl.journal.entries import Begin, JournalEntry, TurnEntry, encode_body
+from agentrl.observe.status import SILENT_S, read_status, write_status
+from benchmarks.resume_fields import (
+    NOT_RUN,
+    TRAINED,
+    Setting,
+    base,
+    judge,
+    killed_run,
+    play,
+    resumed,
+    settings,
+    unclassified,
+    wrong,
+)
+from tests.architecture.test_configuration import leaves
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return killed_run(tmp_path_factory.mktemp("killed") / "run")
+
+
+def test_every_setting_declares_what_a_resume_may_do_to_it() -> None:
+    assert unclassified() == []
+    assert len({each.key for each in settings()}) >= len(list(leaves(RunConfig))) - 2, "`kind` of a loss stands thrice"
+    assert NOT_RUN.keys() < {each.key for each in settings()}
+
+
+@pytest.mark.parametrize("setting", list(settings()), ids=lambda each: f"{each.key}-{each.section.__name__}")
+def test_a_setting_is_changed_between_two_lives(setting: Setting, killed: Path, tmp_path: Path) -> None:
+    assert wrong(setting, resumed(setting, killed, tmp_path, judge)) == []
+
+
+def _within(data: dict[str, Any], setting: Setting) -> dict[str, Any] | None:
+    """The section of a configuration that has a setting; None: none has."""
+    section: Any = data
+    *path, last = setting.key.split(".")
+    for part in path:
+        section = section.get(part) if isinstance(section, dict) else None
+    return section if section is not None and last in section else None
+
+
+DETERMINISTIC = RunConfig(
+    environment={"id": "unused"},
+    model={"path": "unused"},
+    policies={"guesser": {"max_staleness": 1, "lora": {"rank": 4}}},
+    deterministic=True,
+)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [each for each in settings() if _within(DETERMINISTIC.model_dump(mode="json"), each) is not None],
+    ids=lambda each: each.key,
+)
+def test_of_a_deterministic_run_less_may_differ(setting: Setting) -> None:
+    """`check_unchanged` is asked: the run above cannot be deterministic, with policies of all kinds."""
+    before = DETERMINISTIC.model_dump(mode="json")
+    section = _within(before, setting)
+    assert section is not None
+    *_, last = setting.key.split(".")
+    section[last] = {"another": "value"} if isinstance(section[last], dict) else "another value"
+    if setting.rule.allows(deterministic=True):
+        assert [each.key for each in check_unchanged(before, DETERMINISTIC)] == [setting.key]
+    else:
+        with pytest.raises(ConfigError, match=setting.key):
+            check_unchanged(before, DETERMINISTIC)
+
+
+def test_an_unfinished_episode_keeps_its_temperature_and_a_new_one_takes_the_new(killed: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(killed, path)
+    unfinished = [name for name in _episodes(path, "status = in_flight") if _temperatures(path, name)]
+    assert unfinished, "none has begun; those that were only admitted begin under the new value"
+    play(RunConfig(**base(path) | {"sampling": {"temperature": 0.5}, "steps": TRAINED + 3}), resume=True)
+    assert {name: _temperatures(path, name) for name in unfinished} == {name: {1.0} for name in unfinished}
+    new = [name for name in _episodes(path, "stop_reason != null") if _temperatures(path, name) == {0.5}]
+    assert new
+    assert not judge(path)
+
+
+def test_a_run_whose_rows_mix_temperatures_goes_on_and_says_what_it_dropped(
+    killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(killed, path)
+    mixed = [name for name in _episodes(path, "status = ready or status = trained") if _mix(path, name)]
+    consumed = _consumed(path, through=2)
+    lost = sorted(set(mixed) - consumed)
+    assert lost, "no committed episode waits for its step"
+    run = play(RunConfig(**base(path)), resume=True, quiet=False)
+    assert len(run.metrics) >= 2
+    assert not judge(path)
+    assert _rows(path, "SELECT DISTINCT episode FROM unit_drops WHERE reason = 'untrainable' ORDER BY episode") == lost
+    said = capsys.readouterr().err
+    assert "dropped as `untrainable`" in said
+    assert "was sampled at another temperature than its row" in said
+    again = play(RunConfig(**base(path) | {"steps": TRAINED + 2}), resume=True)
+    assert len(again.metrics) >= 2, "nor is it in the way of the next life"
+
+
+def test_a_resume_says_what_it_does(killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(killed, path)
+    status = read_status(path)
+    assert status is not None
+    write_status(path, dataclasses.replace(status, wall=status.wall - 2 * SILENT_S))  # else it may only be slow
+    reader = RunReader(path)
+    assert reader.standing() == "killed"
+    reader.close()
+    unfinished = len(_episodes(path, "status = in_flight"))
+    play(RunConfig(**base(path) | {"sampling": {"temperature": 0.5}, "steps": TRAINED + 1}), resume=True, quiet=False)
+    said = capsys.readouterr().err
+    for words in (
+        "Going on from checkpoint step_000004-0 (steps taken: guesser 2, second 2).",
+        "Step 3 of guesser will be taken again.",
+        f"{plural(unfinished, 'unfinished episode')} will go on from what is recorded of them.",
+        "Setting sampling.temperature was 1.0 and is 0.5; unfinished episodes keep what they began with.",
+        "Setting steps was 5 and is 6.",
+    ):
+        assert words in said
+    assert "code" not in said
+    reader = RunReader(path)
+    try:
+        marks = {(point.policy, point.step): point.mark for point in reader.curve() if point.mark}
+        assert reader.standing() == "finished"
+        assert reader.log.config()["sampling"]["temperature"] == 0.5
+    finally:
+        reader.close()
+    assert marks.keys() == {("guesser", 3), ("second", 3)}
+    assert marks["guesser", 3] == ("resumed from step_000004-0; steps 5 → 6; sampling.temperature 1.0 → 0.5")
+
+
+CODE = """
+import agentrl
+
+class Add(agentrl.Environment):
+    seats = ("guesser",)
+
+    @classmethod
+    def tasks(cls, split, seed):
+        return [agentrl.Task(id=f"t{n}", data={}) for n in range(64)]
+
+    async def run(self, ctx):
+        guesser = ctx.agent("guesser")
+        turn = await guesser.act(agentrl.user("?"))
+        guesser.reward(REWARD * float(turn.text[:1] in "02468"))
+"""
+
+
+def test_a_resume_after_the_reward_changed_counts_the_old_rewards_and_says_how_to_rescore(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two processes, since a file is imported once: the first leaves whole groups that are still to be trained."""
+    file = tmp_path / "env.py"
+    file.write_text(CODE.replace("REWARD", "1.0"))
+    _life(tmp_path, "first")
+    file.write_text(CODE.replace("REWARD", "2.0"))
+    said = _life(tmp_path, "second")
+    ready = re.search(r"(\d+) committed episodes? will be trained with the rewards that the old code gave", said)
+    assert ready is not None, said
+    assert int(ready[1]) >= 1
+    assert f"The code changed in {file} (environment.on_code_change = 'try')." in said
+    command = re.search(r"`(agentrl episode rescore .*)`\.$", said, re.MULTILINE)
+    assert command is not None
+    arguments = shlex.split(command[1])
+    assert arguments[-2:] == ["--environment", f"{file}:Add"]
+    assert main(["run", "curve", str(tmp_path / "runs" / "run")]) == 0
+    assert f"code changed: {file}" in " ".join(capsys.readouterr().out.split())
+
+
+def _life(directory: Path, which: str) -> str:
+    code = f"""
+from pathlib import Path
+from benchmarks.resume_fields import play_file
+play_file(Path({str(directory)!r}), resume={which == "second"!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stderr
+
+
+def _episodes(path: Path, where: str) -> list[str]:
+    reader = RunReader(path)
+    try:
+        return sorted(line.episode for line in reader.episodes(f"purpose = train and ({where})", limit=1000))
+    finally:
+        reader.close()
+
+
+def _temperatures(path: Path, episode: str) -> set[float]:
+    reader = RunReader(path)
+    try:
+        bodies = [body for _, body in reader.episode(episode).entries]
+    finally:
+        reader.close()
+    turns = {body.temperature for body in bodies if isinstance(body, TurnEntry) and body.seat == "guesser"}
+    begun = {body.settings[""].temperature for body in bodies if isinstance(body, Begin)}
+    return turns | begun
+
+
+def _rows(path: Path, statement: str) -> list[str]:
+    connection = sqlite3.connect(path / "journal" / "control.db")
+    try:
+        return [row[0] for row in connection.execute(statement)]
+    finally:
+        connection.close()
+
+
+def _consumed(path: Path, *, through: int) -> set[str]:
+    return set(_rows(path, f"SELECT episode FROM step_units WHERE step <= {through}"))
+
+
+def _mix(path: Path, episode: str) -> bool:
+    """Change the temperature of an episode's second turn, checksums included: what older versions wrote. False: it has
+    no second turn."""
+    turns = sqlite3.connect(path / "journal" / "turns-0.db")
+    control = sqlite3.connect(path / "journal" / "control.db")
+    try:
+        changed = False
+        entries = []
+        for row in turns.execute("SELECT id, call, asked, body FROM entries WHERE episode = ? ORDER BY id", (episode,)):
+            number, call, asked, body = row
+            decoded = JournalEntry(episode, 0, call, asked, body).decode()
+            if isinstance(decoded, TurnEntry) and decoded.seat == "guesser" and decoded.turn == 1:
+                changed = True
+                body = encode_body(msgspec.structs.replace(decoded, temperature=0.25))
+                sum_ = entry_checksum(episode, 0, call, asked, body)
+                turns.execute("UPDATE entries SET body = ?, checksum = ? WHERE id = ?", (body, sum_, number))
+            entries.append(JournalEntry(episode, 0, call, asked, body))
+        digest = episode_digest(entries)
+        control.execute("UPDATE episodes SET digest = ? WHERE episode = ?", (digest, episode))
+        (values,) = control.execute("SELECT * FROM episodes WHERE episode = ?", (episode,)).fetchall()
+        checksum = row_checksum("episodes", values[:-1])
+        control.execute("UPDATE episodes SET checksum = ? WHERE episode = ?", (checksum, episode))
+        turns.commit()
+        control.commit()
+        return changed
+    finally:
+        turns.close()
+        control.close()

@@ -1,0 +1,744 @@
+"""A second reader of a run's journal, written from docs/journal_format.md: it imports nothing of agentrl.
+
+`judge(run)` reads a run directory, also one that is being written, and returns a sentence for each rule of that page
+that does not hold; the word in front of the colon names the rule:
+
+* `file`: a database that cannot be read at all.
+* `checksum`, `digest`: bytes that are not those that were written.
+* `entries`: a committed episode's entries, and what the control log says of it, differ.
+* `unknown version`: a token names a version that has no row in `versions`, or none of the step that made it.
+* `versions`: a row does not follow from its parent, or its files have another digest.
+* `ledger`: an episode or a unit is accounted for twice, or not at all.
+* `step`: an optimizer step was fed something else than the journal holds.
+* `reward`, `credit`: a reward, baseline or advantage is another than follows from what was given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import re
+import sqlite3
+import struct
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+Row = dict[str, Any]
+Attempt = tuple[str, int]
+"""Episode and attempt."""
+Version = tuple[str, int, int]
+"""Policy, lineage, step."""
+Unit = tuple[str, int, str]
+"""Episode, attempt, policy."""
+
+UNCHECKED = ("meta", "metrics")
+FILES = {"full": ("model.safetensors",), "adapter": ("adapter_model.safetensors", "adapter_config.json")}
+KAPPA = 3.0
+MOST = 50
+"""Violations named; more are counted."""
+
+
+def judge(run_path: str | Path, *, ended: bool = False) -> list[str]:
+    """Judge the run in a directory.
+
+    Args:
+        run_path: holds `journal/`.
+        ended: the run says that it has taken all its steps: nothing may be in flight or ready.
+
+    Returns:
+        Violations, none where the journal holds, where there is none yet, and where it is of no run, fork, evaluation
+        or import: what a test wrote by itself follows no configuration.
+    """
+    journal = Path(run_path) / "journal"
+    if not (journal / "control.db").is_file():
+        return []
+    try:
+        return _Judge(Path(run_path), ended=ended).violations()
+    except (sqlite3.Error, msgspec.MsgspecError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return [f"file: the journal cannot be read ({type(error).__name__}: {error})"]
+
+
+class Turn(NamedTuple):
+    """What is kept of a turn."""
+
+    seat: str
+    index: int
+    row: int
+    number: int
+    context: int
+    sampled: int
+    parent_context: int
+    versions: tuple[Version, ...]
+
+
+class Recorded:
+    """The entries of an attempt in a partition."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.calls: set[str] = set()
+        self.digest = hashlib.blake2b(digest_size=16)
+        self.kinds: Counter[str] = Counter()
+        self.turns: list[Turn] = []
+        self.rewards: list[tuple[str, int, float, int | None]] = []
+
+    def sampled_by(self, seat: str, index: int) -> set[Version]:
+        """The versions that an agent's tokens name."""
+        return {v for turn in self.turns if (turn.seat, turn.index) == (seat, index) for v in turn.versions}
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def packed(values: Sequence[Any]) -> bytes:
+    """Values of a row as a msgpack array, each in its shortest form."""
+    count = len(values)
+    return (bytes([0x90 | count]) if count < 16 else b"\xdc" + struct.pack(">H", count)) + b"".join(
+        map(_packed, values)
+    )
+
+
+def _packed(value: Any) -> bytes:
+    if value is None:
+        return b"\xc0"
+    if isinstance(value, float):
+        return b"\xcb" + struct.pack(">d", value + 0.0)
+    if isinstance(value, int):
+        return _packed_integer(value)
+    data = value.encode() if isinstance(value, str) else bytes(value)
+    marks = ((0xD9, ">B", 1 << 8), (0xDA, ">H", 1 << 16), (0xDB, ">I", 1 << 32))
+    if isinstance(value, str):
+        if len(data) < 32:
+            return bytes([0xA0 | len(data)]) + data
+    else:
+        marks = ((0xC4, ">B", 1 << 8), (0xC5, ">H", 1 << 16), (0xC6, ">I", 1 << 32))
+    mark, form = next((mark, form) for mark, form, limit in marks if len(data) < limit)
+    return bytes([mark]) + struct.pack(form, len(data)) + data
+
+
+def _packed_integer(value: int) -> bytes:
+    if -32 <= value < 128:
+        return struct.pack(">b", value)
+    if value > 0:
+        forms = ((0xCC, ">B", 1 << 8), (0xCD, ">H", 1 << 16), (0xCE, ">I", 1 << 32), (0xCF, ">Q", 1 << 64))
+        mark, form = next((mark, form) for mark, form, limit in forms if value < limit)
+    else:
+        forms = ((0xD0, ">b", 1 << 7), (0xD1, ">h", 1 << 15), (0xD2, ">i", 1 << 31), (0xD3, ">q", 1 << 63))
+        mark, form = next((mark, form) for mark, form, limit in forms if value >= -limit)
+    return bytes([mark]) + struct.pack(form, value)
+
+
+def row_checksum(table: str, values: Sequence[Any]) -> int:
+    """Of a row of `control.db`, without its last column."""
+    return zlib.crc32(table.encode() + packed(values))
+
+
+def entry_checksum(episode: str, attempt: int, call: str, asked: bytes, body: bytes) -> int:
+    """Of a row of `entries` or `partials`."""
+    return zlib.crc32(f"{episode}\x1f{attempt}\x1f{call}\x1f{len(asked)}".encode() + asked + body)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[sqlite3.Connection]:
+    """A database, read in one transaction."""
+    connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=20, isolation_level=None)
+    try:
+        connection.execute("BEGIN")
+        yield connection
+    finally:
+        connection.close()
+
+
+class _Judge:
+    def __init__(self, run: Path, *, ended: bool) -> None:
+        self.run = run
+        self.ended = ended
+        self.found: list[str] = []
+        self.tables: dict[str, list[Row]] = {}
+        self.recorded: dict[tuple[str, str, int], Recorded] = defaultdict(Recorded)
+        """By partition, episode, attempt."""
+        self.named: dict[Version, str] = {}
+        """Versions that tokens name, and one place each."""
+        self.partial: dict[tuple[int, int], str] = {}
+        """Lineage and step of partials, whose policy is not written."""
+
+    def say(self, rule: str, what: str) -> None:
+        self.found.append(f"{rule}: {what}")
+
+    def violations(self) -> list[str]:
+        control = self.run / "journal" / "control.db"
+        with opened(control) as connection:
+            meta = dict(connection.execute("SELECT key, value FROM meta"))
+        self.info: Row = json.loads(meta.get("info", "{}"))
+        if not self.info.keys() & {"config", "evaluated", "imported"}:
+            return []
+        self.checkpoints = self.sealed()
+        with opened(control) as connection:
+            self.read_control(connection)
+        for path in sorted(control.parent.glob("turns-*.db")):
+            with opened(path) as connection:
+                self.read_turns(path.name, connection)
+        with opened(control) as connection:
+            names = "policy, lineage, step"
+            self.known = set(connection.execute(f"SELECT {names} FROM versions"))
+            self.stepped = set(connection.execute(f"SELECT {names} FROM steps"))
+            given_up = connection.execute("SELECT episode, attempt FROM pruned") if "pruned" in self.tables else ()
+            self.pruned: set[Attempt] = set(given_up)
+        self.config = self.info.get("config") or {}
+        if not self.info.get("imported"):
+            self.is_run = not self.info.get("forks") and not self.info.get("evaluated")
+            self.judge_entries()
+            self.judge_names()
+        if self.config.get("policies") and self.is_run:
+            self.judge_versions()
+            self.judge_ledger()
+            self.judge_steps()
+            self.judge_credit()
+        return [*self.found[:MOST], *([f"… and {len(self.found) - MOST} more"] if len(self.found) > MOST else [])]
+
+    def sealed(self) -> dict[str, dict[str, Any]]:
+        """Versions of the checkpoints, read before the journal: that was flushed before they were sealed."""
+        sealed = {}
+        for path in sorted((self.run / "checkpoints").glob("step_*/manifest.json")):
+            with contextlib.suppress(OSError, ValueError):
+                sealed[path.parent.name] = json.loads(path.read_text())["versions"]
+        return sealed
+
+    def read_control(self, connection: sqlite3.Connection) -> None:
+        tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        for table in tables:
+            if table in UNCHECKED or table.startswith("sqlite_"):
+                continue
+            cursor = connection.execute(f"SELECT * FROM {table}")
+            names = [column[0] for column in cursor.description]
+            rows = self.tables[table] = []
+            for values in cursor:
+                if row_checksum(table, values[:-1]) != values[-1]:
+                    self.say("checksum", f"a row of {table}, {values[:3]}, does not fit")
+                rows.append(dict(zip(names, values, strict=True)))
+
+    def read_turns(self, partition: str, connection: sqlite3.Connection) -> None:
+        columns = "episode, attempt, call, asked, body, checksum"
+        for table in ("entries", "partials"):
+            for episode, attempt, call, asked, body, checksum in connection.execute(
+                f"SELECT {columns} FROM {table} ORDER BY id"
+            ):
+                where = f"{table} of {episode} attempt {attempt}, call {call}, in {partition}"
+                if entry_checksum(episode, attempt, call, asked, body) != checksum:
+                    self.say("checksum", f"{where} does not fit")
+                    continue
+                content = msgspec.msgpack.decode(body)
+                if table == "partials":
+                    for _, _, lineage, step in content[3]:
+                        self.partial.setdefault((lineage, step), where)
+                    continue
+                own = self.recorded[partition, episode, attempt]
+                own.count += 1
+                own.digest.update(call.encode() + body)
+                own.kinds[content[0]] += 1
+                if call in own.calls:
+                    self.say("entries", f"{where} is there twice")
+                own.calls.add(call)
+                if content[0] == "turn":
+                    self.read_turn(own, content, where)
+                elif content[0] == "reward":
+                    own.rewards.append((content[1], content[2], content[3], content[4]))
+
+    def read_turn(self, own: Recorded, body: list[Any], where: str) -> None:
+        seat, index, policy, row, number, context, sampled, logprobs = body[1:9]
+        spans = body[10]
+        parent_context = body[23] if len(body) > 23 else 0
+        weights_of = (body[25] if len(body) > 25 else "") or policy
+        count, at = len(sampled) // 4, 0
+        if len(sampled) % 4 or len(context) % 4 or len(logprobs) != len(sampled):
+            self.say("entries", f"{where}: columns of {len(context)}, {len(sampled)}, {len(logprobs)} bytes")
+        for start, stop, lineage, step in spans:
+            if start != at or stop <= start:
+                self.say("entries", f"{where}: its spans {spans} do not follow each other")
+            at = stop
+            self.named.setdefault((weights_of, lineage, step), where)
+        if at != count and (spans or not self.info.get("imported")):
+            self.say("entries", f"{where}: spans cover {at} of {count} tokens")
+        if len(body) > 19 and body[19] is not None:
+            counts = [c for (c,) in struct.iter_unpack("<i", body[19])]
+            if len(counts) != count or sum(c for c in counts if c > 0) * 4 != len(body[20] or b""):
+                self.say("entries", f"{where}: {len(counts)} sampling masks of {count} tokens")
+        versions = tuple((weights_of, lineage, step) for _, _, lineage, step in spans)
+        own.turns.append(Turn(seat, index, row, number, len(context) // 4, count, parent_context, versions))
+
+    # --- entries ------------------------------------------------------------------------------------------------------
+
+    def judge_entries(self) -> None:
+        trajectories: dict[Attempt, list[Row]] = defaultdict(list)
+        for row in self.tables["trajectories"]:
+            trajectories[row["episode"], row["attempt"]].append(row)
+        for row in self.tables["episodes"]:
+            key = (row["episode"], row["attempt"])
+            if row["partition"] is None or row["purpose"] == "import":
+                continue
+            own = self.recorded.get((row["partition"], *key))
+            if own is None and key in self.pruned:
+                continue
+            if own is None:
+                self.say("entries", f"{key}: {row['partition']} holds none of its {row['entries']}")
+                continue
+            if own.count != row["entries"]:
+                self.say("entries", f"{key}: {own.count} in {row['partition']}, {row['entries']} were committed")
+            if row["digest"] and own.digest.digest() != row["digest"]:
+                self.say("digest", f"{key}: its entries in {row['partition']} are not those that were committed")
+            if not own.kinds["begin"]:
+                self.say("entries", f"{key}: no `begin`")
+            if row["purpose"] != "fork":  # whose prefix lies in the journal of its parent
+                self.judge_trajectories(row, own, sorted(trajectories[key], key=lambda t: (t["seat"], t["agent"])))
+
+    def judge_trajectories(self, episode: Row, own: Recorded, rows: Sequence[Row]) -> None:
+        key = (episode["episode"], episode["attempt"])
+        agents: dict[tuple[str, int], list[Turn]] = defaultdict(list)
+        for turn in own.turns:
+            agents[turn.seat, turn.index].append(turn)
+        if {(row["seat"], row["agent"]) for row in rows} != agents.keys():
+            self.say(
+                "entries", f"{key}: trajectories of {[(r['seat'], r['agent']) for r in rows]}, {set(agents)} acted"
+            )
+            return
+        totals = (len(own.turns), sum(turn.sampled for turn in own.turns))
+        if (episode["turns"], episode["tokens"]) != totals:
+            self.say("entries", f"{key}: {totals} turns and tokens are in {episode['partition']}, not in `episodes`")
+        for row in rows:
+            agent = (row["seat"], row["agent"])
+            self.judge_rows(key, agent, agents[agent])
+            if row["tokens"] != sum(turn.sampled for turn in agents[agent]):
+                self.say("entries", f"{key}: {agent} has {row['tokens']} tokens in `trajectories`")
+            oldest = min(((v[1], v[2]) for v in own.sampled_by(*agent)), default=(0, 0))
+            told = (row["lineage"], row["oldest_step"])
+            if told != oldest and not (
+                (own.kinds["cancel"] or own.kinds["limit"]) and told <= oldest
+            ):  # a call that was cut counts too
+                self.say("entries", f"{key}: {agent} has oldest weights {told}, and its spans {oldest}")
+            given = [(value, turn) for seat, index, value, turn in own.rewards if (seat, index) == agent]
+            reward = math.fsum(value for value, _ in given) if given else None
+            if row["reward"] != reward:
+                self.say("reward", f"{key}: {agent} was given {reward}, and {row['reward']} is in `trajectories`")
+            by_turn: dict[int, float] = {}
+            for value, turn in given:
+                if turn is not None:
+                    by_turn[turn] = by_turn.get(turn, 0.0) + value
+            if dict(map(tuple, json.loads(row["turn_rewards"] or "[]"))) != by_turn:
+                self.say("reward", f"{key}: {agent} has turn rewards {row['turn_rewards']}, and was given {by_turn}")
+        rewards = [row["reward"] for row in rows if row["reward"] is not None]
+        if episode["reward"] != (sum(rewards) if rewards else None):
+            self.say("reward", f"{key}: {episode['reward']} in `episodes`, and its agents have {rewards}")
+
+    def judge_rows(self, key: Attempt, agent: tuple[str, int], turns: Sequence[Turn]) -> None:
+        lengths: dict[int, int] = defaultdict(int)
+        numbers = [turn.number for turn in turns]
+        if len(set(numbers)) != len(numbers):
+            self.say("entries", f"{key}: {agent} has a turn twice")
+        for turn in sorted(turns, key=lambda turn: turn.number):
+            if turn.parent_context not in (0, lengths[turn.row]):
+                self.say("entries", f"{key}: turn {turn.number} of {agent} continues a row of {turn.parent_context}")
+            lengths[turn.row] += turn.context + turn.sampled
+
+    # --- versions -----------------------------------------------------------------------------------------------------
+
+    @property
+    def trained(self) -> set[str]:
+        policies: Mapping[str, Mapping[str, Any]] = self.config.get("policies") or {}
+        return {name for name, policy in policies.items() if policy.get("kind", "trained") == "trained"}
+
+    def judge_names(self) -> None:
+        """Versions that tokens name are known, wherever the tokens lie: in a committed episode, another, a partial."""
+        trained = self.trained if self.is_run else set()
+        first = self.first_steps()
+        for version, where in self.named.items():
+            policy, lineage, step = version
+            if version not in self.known:
+                if policy in trained or (lineage, step) != (0, 0):
+                    self.say("unknown version", f"{_name(version)}, {where}")
+            elif (
+                self.is_run
+                and lineage >= 0
+                and step > first.get((policy, lineage), step)
+                and version not in self.stepped
+            ):
+                self.say("unknown version", f"{_name(version)} has no row in `steps`; {where}")
+        at = {(lineage, step) for _, lineage, step in self.known} | {(0, 0)}
+        for lineage, step in self.partial.keys() - at:
+            self.say("unknown version", f"{lineage}.{step} of no policy, {self.partial[lineage, step]}")
+
+    def first_steps(self) -> dict[tuple[str, int], int]:
+        """The smallest step of each (policy, lineage)."""
+        first: dict[tuple[str, int], int] = {}
+        for policy, lineage, step in self.known:
+            first[policy, lineage] = min(step, first.get((policy, lineage), step))
+        return first
+
+    def judge_versions(self) -> None:
+        rows = {_version(row): row for row in self.tables["versions"]}
+        steps = {_version(row): row for row in self.tables["steps"]}
+        for version, row in rows.items():
+            if not re.fullmatch("[0-9a-f]{64}", row["sha256"]):
+                self.say("versions", f"{_name(version)}: its digest is {row['sha256']!r}")
+            self.judge_files(version, row)
+            if version[1] >= 0:
+                self.judge_parent(version, row, rows, steps)
+        for version in steps.keys() - rows.keys():
+            self.say("versions", f"{_name(version)}: a step made it, and it has no row")
+        for checkpoint, versions in self.checkpoints.items():
+            for policy, (lineage, step) in versions.items():
+                if step and (policy, lineage, step) not in rows:
+                    self.say("versions", f"checkpoint {checkpoint} is of {policy}@{lineage}.{step}, which has no row")
+
+    def judge_parent(
+        self, version: Version, row: Row, rows: Mapping[Version, Row], steps: Mapping[Version, Row]
+    ) -> None:
+        policy, lineage, step = version
+        parent = None if row["parent_lineage"] is None else (row["parent_lineage"], row["parent_step"])
+        if (policy, lineage, step - 1) in rows:
+            if parent != (lineage, step - 1):
+                self.say("versions", f"{_name(version)}: its parent is {parent}")
+            made = steps.get(version)
+            if made is None and (policy, lineage, step + 1) in rows:  # a kill may leave the newest without its step
+                self.say("versions", f"{_name(version)}: no row in `steps`")
+            if made is not None and (made["started_lineage"], made["started_step"]) != parent:
+                self.say("versions", f"{_name(version)}: its step started from another version than {parent}")
+        elif parent is None:
+            if step:
+                self.say("versions", f"{_name(version)}: neither a parent nor a step before it")
+        elif parent[0] >= lineage or parent[1] != step or (policy, *parent) not in rows:
+            self.say("versions", f"{_name(version)}: its lineage begins from {parent}")
+
+    def judge_files(self, version: Version, row: Row) -> None:
+        policy, lineage, step = version
+        directory = self.run / "versions" / policy / f"{lineage}.{step}" if lineage >= 0 else Path(row["path"])
+        digest = hashlib.sha256()
+        try:
+            for name in FILES[row["kind"]]:
+                digest.update((directory / name).read_bytes())
+        except FileNotFoundError:
+            return  # it was let go of, or a trainer of its own wrote other files
+        if digest.hexdigest() != row["sha256"]:
+            self.say("versions", f"{_name(version)}: the files in {directory} have another digest")
+
+    def line(self, policy: str) -> list[Version]:
+        """The steps that led to the newest version of a policy."""
+        rows = {
+            _version(row): row for row in self.tables["versions"] if row["policy"] == policy and row["lineage"] >= 0
+        }
+        if not rows:
+            return []
+        line: list[Version] = []
+        at: Version | None = max(rows, key=lambda version: version[1:])
+        while at in rows:
+            line.append(at)
+            row = rows[at]
+            at = None if row["parent_lineage"] is None else (policy, row["parent_lineage"], row["parent_step"])
+            if at in line:
+                self.say("versions", f"{_name(at)} is among its own ancestors")
+                break
+        return line
+
+    # --- ledger -------------------------------------------------------------------------------------------------------
+
+    def judge_ledger(self) -> None:
+        admitted = {(row["episode"], row["attempt"]): row for row in self.tables["admissions"]}
+        ended = {(row["episode"], row["attempt"]): row for row in self.tables["episodes"]}
+        for key in ended.keys() - admitted.keys():
+            self.say("ledger", f"{key} ended and was never admitted")
+        committed = {key for key, row in ended.items() if row["purpose"] == "train" and row["drop_reason"] is None}
+        for episode, count in Counter(episode for episode, _ in committed).items():
+            if count > 1:
+                self.say("ledger", f"{episode} was committed {count} times")
+        units = {
+            (row["episode"], row["attempt"], row["policy"])
+            for row in self.tables["trajectories"]
+            if (row["episode"], row["attempt"]) in committed and row["policy"] in self.trained
+        }
+        consumed = self.consumed()
+        dropped = {(row["episode"], row["attempt"], row["policy"]) for row in self.tables["unit_drops"]}
+        self.judge_units(units, consumed, dropped)
+        if self.ended:
+            newest: dict[str, int] = {}
+            for (episode, attempt), row in admitted.items():
+                if row["purpose"] == "train":
+                    newest[episode] = max(attempt, newest.get(episode, 0))
+            for key in newest.items() - ended.keys():
+                self.say("ledger", f"{key} is in flight at the end")
+            for unit in units - consumed.keys() - dropped:
+                self.say("ledger", f"{unit} is ready at the end")
+
+    def judge_units(self, units: set[Unit], consumed: Counter[Unit], dropped: set[Unit]) -> None:
+        for unit, count in consumed.items():
+            if count > 1:
+                self.say("ledger", f"{unit} was trained {count} times along the surviving line")
+            if unit not in units:
+                self.say("ledger", f"{unit} was trained and never committed")
+            if unit in dropped:
+                self.say("ledger", f"{unit} was trained and dropped")
+        for unit in dropped - units:
+            self.say("ledger", f"{unit} was dropped and never committed")
+
+    def consumed(self) -> Counter[Unit]:
+        """How many steps of the surviving lines were fed each unit."""
+        fed: dict[Version, set[Unit]] = defaultdict(set)
+        for row in self.tables["step_units"]:
+            fed[_version(row)].add((row["episode"], row["attempt"], row["policy"]))
+        return Counter(unit for policy in self.trained for step in self.line(policy) for unit in fed[step])
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def judge_steps(self) -> None:
+        trajectories: dict[Unit, dict[tuple[str, int], Row]] = defaultdict(dict)
+        for row in self.tables["trajectories"]:
+            trajectories[row["episode"], row["attempt"], row["policy"]][row["seat"], row["agent"]] = row
+        self.partitions = {(row["episode"], row["attempt"]): row["partition"] for row in self.tables["episodes"]}
+        fed: dict[Version, dict[Unit, list[Row]]] = defaultdict(lambda: defaultdict(list))
+        for row in self.tables["step_units"]:
+            fed[_version(row)][row["episode"], row["attempt"], row["policy"]].append(row)
+        for row in self.tables["steps"]:
+            version, units = _version(row), fed[_version(row)]
+            positions = sorted(each["position"] for rows in units.values() for each in rows)
+            if positions != list(range(row["fed"])):
+                self.say("step", f"{_name(version)} was fed {row['fed']} trajectories, and {len(positions)} have rows")
+            elif row["columns_file"] is not None and all(
+                (self.partitions.get(unit[:2]), *unit[:2]) in self.recorded for unit in units
+            ):
+                self.judge_inputs(version, row, units)
+        for version, units in fed.items():
+            for unit, rows in units.items():
+                agents = [(row["seat"], row["agent"]) for row in rows]
+                there = trajectories.get(unit, {})
+                if sorted(agents) != sorted(there):
+                    self.say("step", f"{_name(version)} was fed {agents} of {unit}, which has {sorted(there)}")
+                    continue
+                for row, agent in zip(rows, agents, strict=True):
+                    if row["reward"] != there[agent]["reward"]:
+                        self.say("step", f"{_name(version)}: {agent} of {unit} with a reward of {row['reward']}")
+                    own = self.recorded.get((self.partitions.get(unit[:2]) or "", *unit[:2]))
+                    later = {v for v in own.sampled_by(*agent) if v[1:] >= version[1:]} if own else set()
+                    if later:
+                        self.say("step", f"{_name(version)} was fed tokens of {_name(min(later))} in {unit}")
+
+    def judge_inputs(self, version: Version, row: Row, units: Mapping[Unit, list[Row]]) -> None:
+        """The digest of what a step was fed, made again from the entries and the credits."""
+        try:
+            content = (self.run / row["columns_file"]).read_bytes()
+        except FileNotFoundError:
+            return  # it was let go of
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        digests: dict[tuple[str, int], bytes] = {}
+        for (episode, attempt, _), rows in units.items():
+            number = 0
+            for credit in sorted(rows, key=lambda each: (each["seat"], each["agent"])):
+                by_row: dict[int, list[list[Any]]] = defaultdict(list)
+                for turn in self.turns_of(episode, attempt, credit["seat"], credit["agent"]):
+                    if len(turn) > 16 and turn[16] is not None:
+                        return  # experts may have made several pieces of a row
+                    by_row[turn[4]].append(turn)
+                for _, turns in sorted(by_row.items()):
+                    digests[episode, number] = _row_digest(turns, credit)
+                    number += 1
+        whole = hashlib.blake2b(digest_size=16)
+        for episode, number in json.loads(header["__metadata__"]["rows"]):
+            whole.update(digests.get((episode, number), b""))
+        if whole.hexdigest() != row["input_digest"]:
+            self.say("step", f"{_name(version)} was fed something else than the journal holds of its rows")
+
+    def turns_of(self, episode: str, attempt: int, seat: str, agent: int) -> list[list[Any]]:
+        """The bodies of an agent's turns, in order."""
+        with opened(self.run / "journal" / self.partitions[episode, attempt]) as connection:
+            query = "SELECT body FROM entries WHERE episode = ? AND attempt = ?"
+            bodies = [msgspec.msgpack.decode(body) for (body,) in connection.execute(query, (episode, attempt))]
+        turns = [body for body in bodies if body[0] == "turn" and (body[1], body[2]) == (seat, agent)]
+        return sorted(turns, key=lambda turn: turn[5])
+
+    # --- rewards, baselines, advantages -------------------------------------------------------------------------------
+
+    def judge_credit(self) -> None:
+        credit: Mapping[str, Any] = self.config.get("credit") or {}
+        estimator = credit.get("advantage", "leave_one_out")
+        committed = {
+            (row["episode"], row["attempt"]): row
+            for row in self.tables["episodes"]
+            if row["purpose"] == "train" and row["drop_reason"] is None
+        }
+        if estimator == "role_mean":
+            expected = self.role_means(committed, credit.get("role_decay", 0.95))
+        elif estimator == "none":
+            expected = _Expected(lambda row: (row["reward"], 0.0, None))
+        elif credit.get("release", "group") == "group":
+            expected = self.whole_groups(committed, estimator, to_go=credit.get("turn_credit") == "to_go")
+        else:
+            expected = self.first_finishers(committed)
+        for row in self.tables["step_units"]:
+            found = expected.of(row)
+            told = (row["advantage"], row["baseline"], json.loads(row["turn_advantages"] or "null"))
+            if found is None or not _same(told, found, within=1e-12 * (1.0 + abs(row["baseline"]))):
+                self.say("credit", f"{row['episode']} {row['seat']} in {_name(_version(row))}: {told}, and not {found}")
+
+    def compared(self, committed: Mapping[Attempt, Row]) -> dict[tuple[str, str, str], list[Row]]:
+        """Trajectories with a reward, by group, policy and seat."""
+        compared: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+        for row in self.tables["trajectories"]:
+            episode = committed.get((row["episode"], row["attempt"]))
+            if episode is not None and row["reward"] is not None:
+                compared[episode["group_id"], row["policy"], row["seat"]].append(row)
+        return compared
+
+    def whole_groups(self, committed: Mapping[Attempt, Row], estimator: str, *, to_go: bool) -> _Expected:
+        found = {}
+        for members in self.compared(committed).values():
+            episodes = [row["episode"] for row in members]
+            rewards = [row["reward"] for row in members]
+            turn_rewards = [json.loads(row["turn_rewards"] or "[]") for row in members]
+            whole = _advantages(estimator, rewards, episodes)
+            by_turn: list[list[float]] | None = None
+            if to_go and any(turn_rewards):
+                by_turn = []
+                for now in range(max(turn + 1 for given in turn_rewards for turn, _ in given) + 1):
+                    paid = [math.fsum(value for turn, value in given if turn < now) for given in turn_rewards]
+                    left = [reward - before for reward, before in zip(rewards, paid, strict=True)]
+                    by_turn.append([value for value, _ in _advantages(estimator, left, episodes)])
+            for number, (row, (value, baseline)) in enumerate(zip(members, whole, strict=True)):
+                turns = None if by_turn is None else [each[number] for each in by_turn]
+                found[_agent(row)] = (value, baseline, turns)
+        return _Expected(lambda row: found.get(_agent(row)))
+
+    def first_finishers(self, committed: Mapping[Attempt, Row]) -> _Expected:
+        compared = self.compared(committed)
+        frozen = {row["group_id"]: row for row in self.tables["baselines"]}
+
+        def of(row: Row) -> Credit | None:
+            episode = committed.get((row["episode"], row["attempt"]))
+            if episode is None or episode["group_id"] not in frozen:
+                return None
+            baselines = frozen[episode["group_id"]]
+            finishers = json.loads(baselines["finishers"])
+            others = [name for name in finishers if name != row["episode"]][: len(finishers) - 1]
+            siblings = compared[episode["group_id"], row["policy"], row["seat"]]
+            rewards = [other["reward"] for name in others for other in siblings if other["episode"] == name]
+            means = [
+                m
+                for policy, seat, m in json.loads(baselines["earlier"])
+                if (policy, seat) == (row["policy"], row["seat"])
+            ]
+            weight = KAPPA if means else 0.0
+            if not rewards and not means:
+                return 0.0, row["reward"], None
+            baseline = (math.fsum(rewards) + weight * (means[0] if means else 0.0)) / (len(rewards) + weight)
+            return row["reward"] - baseline, baseline, None
+
+        return _Expected(of)
+
+    def role_means(self, committed: Mapping[Attempt, Row], decay: float) -> _Expected:
+        """Replays the means along every lineage; a step's rows are credited with those of the version before."""
+        fed: dict[Version, list[Row]] = defaultdict(list)
+        for row in self.tables["step_units"]:
+            fed[_version(row)].append(row)
+        versions = {_version(row): row for row in self.tables["versions"]}
+        after: dict[Version, dict[tuple[str, str, str], tuple[float, float]]] = {}
+        found: dict[tuple[Any, ...], Credit] = {}
+        for version in sorted(versions):
+            policy, _, _ = version
+            row = versions[version]
+            parent = None if row["parent_lineage"] is None else (policy, row["parent_lineage"], row["parent_step"])
+            means = dict(after.get(parent, {})) if parent is not None else {}
+            units: dict[Attempt, list[Row]] = defaultdict(list)
+            for each in fed[version]:
+                units[each["episode"], each["attempt"]].append(each)
+            for key in sorted(units, key=lambda key: [int(number) for number in re.findall(r"\d+", key[0])]):
+                environment = committed[key]["environment"] if key in committed else ""
+                before = dict(means)
+                for each in units[key]:
+                    role = (policy, environment, each["seat"])
+                    total, weight = before.get(role, (0.0, 0.0))
+                    baseline = total / weight if weight else each["reward"]
+                    found[(*version, *_agent(each))] = (each["reward"] - baseline, baseline, None)
+                    total, weight = means.get(role, (0.0, 0.0))
+                    means[role] = (decay * total + each["reward"], decay * weight + 1.0)
+            after[version] = means
+        return _Expected(lambda row: found.get((*_version(row), *_agent(row))))
+
+
+def _row_digest(turns: Iterable[list[Any]], credit: Row) -> bytes:
+    """Over the columns of a row: its tokens, which of them were trained, their log-probabilities and advantages."""
+    by_turn = json.loads(credit["turn_advantages"] or "null") or [credit["advantage"]]
+    tokens, mask, logprobs, advantages = b"", b"", b"", b""
+    for turn in turns:
+        context, sampled = turn[6], turn[7]
+        counts = [0] * (len(sampled) // 4)
+        if len(turn) > 19 and turn[19] is not None:
+            counts = [count for (count,) in struct.iter_unpack("<i", turn[19])]
+        trained = bytes(count != -1 for count in counts)
+        tokens += context + sampled
+        mask += bytes(len(context) // 4) + trained
+        logprobs += bytes(len(context)) + turn[8]
+        advantage = struct.pack("<f", by_turn[min(turn[5], len(by_turn) - 1)])
+        advantages += bytes(len(context)) + b"".join(advantage if each else bytes(4) for each in trained)
+    digest = hashlib.blake2b(digest_size=16)
+    for column in (tokens, mask, logprobs, advantages):
+        digest.update(column)
+    return digest.digest()
+
+
+Credit = tuple[float, float, "list[float] | None"]
+"""Advantage, baseline, advantages by turn."""
+
+
+class _Expected(NamedTuple):
+    of: Callable[[Row], Credit | None]
+    """Of a row of `step_units`; None where nothing can be said."""
+
+
+def _advantages(estimator: str, rewards: Sequence[float], episodes: Sequence[str]) -> list[tuple[float, float]]:
+    """(advantage, baseline) of rewards that are compared with each other."""
+    if len(set(episodes)) < 2 or len(set(rewards)) < 2:
+        return [(0.0, reward) for reward in rewards]
+    total, count = math.fsum(rewards), len(rewards)
+    if estimator == "leave_one_out":
+        own: dict[str, list[float]] = defaultdict(list)
+        for episode, reward in zip(episodes, rewards, strict=True):
+            own[episode].append(reward)
+        means = {name: (total - math.fsum(given)) / (count - len(given)) for name, given in own.items()}
+        return [(reward - means[name], means[name]) for name, reward in zip(episodes, rewards, strict=True)]
+    mean = total / count
+    scale = 1.0
+    if estimator == "group_std":
+        scale = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (count - 1)) + 1e-6
+    return [((reward - mean) / scale, mean) for reward in rewards]
+
+
+def _same(told: Iterable[Any], found: Iterable[Any], within: float) -> bool:
+    """Equal up to roundings."""
+    for one, other in zip(told, found, strict=True):
+        if isinstance(one, list) and isinstance(other, list):
+            if len(one) != len(other) or not all(_same([a], [b], within) for a, b in zip(one, other, strict=True)):
+                return False
+        elif one is None or other is None:
+            if one is not other:
+                return False
+        elif not math.isclose(one, other, rel_tol=1e-9, abs_tol=within):
+            return False
+    return True
+
+
+def _agent(row: Row) -> tuple[str, int, str, int]:
+    return row["episode"], row["attempt"], row["seat"], row["agent"]
+
+
+def _version(row: Row) -> Version:
+    return row["policy"], row["lineage"], row["step"]
+
+
+def _name(version: Version) -> str:
+    return f"{version[0]}@{version[1]}.{version[2]}"

@@ -1,0 +1,262 @@
+"""The second reader of journals finds nothing in a run that holds, and every broken rule in one that does not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import agentrl
+from agentrl.app.parts import Adapters
+from agentrl.app.training import run_training
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import TrainerLostError
+from agentrl.core.ports import Engine, GenerateRequest
+from agentrl.core.records import PolicyVersion
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
+from agentrl.testing import RecordingTrainer
+from tests.journal_oracle import entry_checksum, judge, row_checksum
+from tests.sim.small_run import TASKS, config_for
+from tests.unit.test_lives import NoWaiting
+
+pytestmark = pytest.mark.damages_journal
+
+
+@pytest.fixture
+def run(sample_run: Path, tmp_path: Path) -> Path:
+    """A copy of the sample run, which lost its trainer once: two lineages, two trained policies, children, forks."""
+    shutil.copytree(sample_run, tmp_path / "run", symlinks=True)
+    return tmp_path / "run"
+
+
+def change(run: Path, *statements: str, database: str = "control.db") -> None:
+    """Alter rows as a bug would: with checksums that fit."""
+    connection = sqlite3.connect(run / "journal" / database)
+    with connection:
+        connection.create_function("checked", -1, lambda table, *values: row_checksum(table, values))
+        for statement in statements:
+            assert connection.execute(statement).rowcount > 0, statement
+        tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name <> 'meta'").fetchall()
+        for (table,) in tables:
+            columns = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
+            if columns[-1] == "checksum" and "body" not in columns:
+                keys = ", ".join(columns[:-1])
+                connection.execute(f"UPDATE {table} SET checksum = checked('{table}', {keys})")
+    connection.close()
+
+
+def change_entries(run: Path, kind: str, alter: Callable[[list[object]], None]) -> None:
+    """Alter the first entry of a kind that a committed training episode has, with a checksum that fits."""
+    connection = sqlite3.connect(run / "journal" / "turns-0.db")
+    with connection:
+        rows = connection.execute("SELECT id, episode, attempt, call, asked, body FROM entries WHERE episode LIKE 'e%'")
+        for number, episode, attempt, call, asked, body in rows.fetchall():
+            content = msgspec.msgpack.decode(body)
+            if content[0] == kind:
+                alter(content)
+                body = msgspec.msgpack.encode(content)
+                checksum = entry_checksum(episode, attempt, call, asked, body)
+                connection.execute("UPDATE entries SET body = ?, checksum = ? WHERE id = ?", (body, checksum, number))
+                break
+    connection.close()
+
+
+def rules(run: Path) -> set[str]:
+    return {violation.split(":")[0] for violation in judge(run)}
+
+
+def test_a_run_that_lost_its_trainer_holds_and_so_do_its_forks(run: Path) -> None:
+    assert judge(run, ended=True) == []
+    assert judge(run / "forks") == []
+    assert judge(run / "forks" / "forks") == []
+    connection = sqlite3.connect(run / "journal" / "control.db")
+    assert connection.execute("SELECT count(DISTINCT lineage) FROM versions").fetchone() == (2,)
+    connection.close()
+
+
+NAMED = "(lineage, step) IN (SELECT lineage, oldest_step FROM trajectories WHERE policy = 'solver')"
+"""A version that a token names."""
+FIRST = "(SELECT min(episode) FROM step_units WHERE policy = 'solver')"
+
+
+@pytest.mark.parametrize(
+    ("rule", "statements"),
+    [
+        ("unknown version", [f"DELETE FROM versions WHERE policy = 'solver' AND {NAMED}"]),
+        ("unknown version", [f"DELETE FROM steps WHERE policy = 'solver' AND {NAMED}"]),
+        ("versions", ["UPDATE versions SET sha256 = 'x' WHERE step = 1"]),
+        ("versions", ["UPDATE versions SET parent_step = 0 WHERE lineage = 0 AND step = 2 AND policy = 'solver'"]),
+        ("versions", ["DELETE FROM versions WHERE step = (SELECT max(step) FROM versions)"]),
+        ("ledger", [f"DELETE FROM admissions WHERE episode = {FIRST}"]),
+        ("ledger", [f"INSERT INTO unit_drops SELECT {FIRST}, 0, 'solver', 'no_reward', 0.0, 0"]),
+        ("ledger", ["INSERT INTO unit_drops VALUES ('e777', 0, 'solver', 'no_reward', 0.0, 0)"]),
+        (
+            "ledger",
+            [
+                f"UPDATE step_units SET episode = {FIRST} WHERE policy = 'solver' AND episode = (SELECT max(episode)"
+                " FROM step_units WHERE policy = 'solver')"
+            ],
+        ),
+        ("step", ["UPDATE steps SET input_digest = 'x' WHERE step = 1"]),
+        ("step", ["UPDATE steps SET fed = fed + 1 WHERE step = 1"]),
+        ("step", [f"UPDATE step_units SET reward = reward + 1 WHERE episode = {FIRST}"]),
+        (
+            "step",
+            [
+                "UPDATE step_units SET step = 1 WHERE lineage = 1 AND policy = 'solver' AND step ="
+                " (SELECT max(step) FROM step_units WHERE policy = 'solver')"
+            ],
+        ),
+        ("credit", [f"UPDATE step_units SET advantage = advantage + .001 WHERE episode = {FIRST}"]),
+        ("credit", [f"UPDATE step_units SET baseline = 7 WHERE episode = {FIRST}"]),
+        ("credit", [f"UPDATE step_units SET turn_advantages = '[1]' WHERE episode = {FIRST}"]),
+        ("reward", [f"UPDATE trajectories SET reward = reward + 1 WHERE episode = {FIRST}"]),
+        ("reward", [f"UPDATE episodes SET reward = 7 WHERE episode = {FIRST}"]),
+        ("reward", [f"UPDATE trajectories SET turn_rewards = '[[0, 1.0]]' WHERE episode = {FIRST}"]),
+        ("entries", [f"UPDATE episodes SET entries = entries - 1 WHERE episode = {FIRST}"]),
+        ("entries", [f"UPDATE episodes SET partition = 'turns-7.db' WHERE episode = {FIRST}"]),
+        ("entries", [f"UPDATE trajectories SET tokens = tokens + 1 WHERE episode = {FIRST}"]),
+        ("entries", [f"UPDATE trajectories SET oldest_step = oldest_step + 1 WHERE episode = {FIRST}"]),
+        ("digest", [f"UPDATE episodes SET digest = x'00' WHERE episode = {FIRST}"]),
+    ],
+)
+def test_what_a_bug_would_write_is_named(run: Path, rule: str, statements: list[str]) -> None:
+    change(run, *statements)
+    assert rule in rules(run), judge(run)
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind", "field", "value"),
+    [
+        ("unknown version", "turn", 10, [[0, 1, 0, 77]]),
+        ("entries", "turn", 10, [[1, 2, 0, 0]]),
+        ("entries", "turn", 10, []),
+        ("entries", "turn", 8, b"\0" * 4),
+        ("entries", "turn", 23, 7),
+        ("step", "turn", 8, b"\1"),
+        ("reward", "reward", 3, 123.0),
+        ("digest", "reward", 3, 123.0),
+    ],
+)
+def test_entries_that_a_bug_would_write_are_named(run: Path, rule: str, kind: str, field: int, value: object) -> None:
+    def alter(content: list[object]) -> None:
+        before = content[field]
+        content[field] = value * len(before) if value == b"\1" and isinstance(before, bytes) else value
+
+    change_entries(run, kind, alter)
+    assert rule in rules(run), judge(run)
+
+
+@pytest.mark.parametrize(
+    ("database", "statement"),
+    [
+        ("control.db", "UPDATE step_units SET advantage = 0 WHERE position = 0"),
+        ("control.db", "UPDATE admissions SET spec = x'00' WHERE episode = 'e0'"),
+        ("turns-0.db", "UPDATE entries SET attempt = 1 WHERE id = 3"),
+        ("turns-0.db", "UPDATE entries SET asked = x'00' WHERE id = 3"),
+    ],
+)
+def test_what_the_disk_changed_is_named(run: Path, database: str, statement: str) -> None:
+    with sqlite3.connect(run / "journal" / database) as connection:
+        connection.execute(statement)
+    connection.close()
+    assert "checksum" in rules(run)
+
+
+def test_entries_that_are_gone_are_named(run: Path) -> None:
+    for path in (run / "journal").glob("turns-*"):
+        path.unlink()
+    assert "entries" in rules(run)
+
+
+def test_an_episode_in_flight_at_the_end_is_named(run: Path) -> None:
+    change(run, f"DELETE FROM episodes WHERE episode = {FIRST}")
+    assert any("in flight at the end" in violation for violation in judge(run, ended=True))
+
+
+def test_a_file_of_a_version_that_is_another_is_named(run: Path) -> None:
+    directory = run / "versions" / "solver" / "0.1"
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "model.safetensors").write_bytes(b"other weights")
+    assert "versions" in rules(run)
+
+
+def test_a_checkpoint_of_a_version_without_a_row_is_named(run: Path) -> None:
+    checkpoint = run / "checkpoints" / "step_000099-0"
+    checkpoint.mkdir()
+    (checkpoint / "manifest.json").write_text(json.dumps({"versions": {"solver": [0, 99]}}))
+    assert any("checkpoint step_000099-0" in violation for violation in judge(run))
+
+
+class Guesses(agentrl.Environment):
+    """Two players guess digits over three turns; each right one is paid for its turn, and the rest at the end."""
+
+    seats = ("guesser", "rival")
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.gather(self.play(ctx, "guesser"), self.play(ctx, "rival"))
+
+    async def play(self, ctx: agentrl.EpisodeContext, seat: str) -> None:
+        agent = ctx.agent(seat)
+        for turn in range(3):
+            said = (await agent.act(agentrl.user(f"{turn}: guess"))).text
+            await ctx.sleep(0.003 * ctx.rng.random())
+            if said in "135":
+                agent.reward(0.1 * float(said), turn=turn)
+        agent.reward(len(said) / 3)
+
+
+CREDITS: list[dict[str, object]] = [
+    *({"advantage": name} for name in ("leave_one_out", "group_mean", "group_std", "role_mean", "none")),
+    *({"advantage": name, "turn_credit": "to_go"} for name in ("leave_one_out", "group_mean")),
+    *({"advantage": "leave_one_out", "release": release} for release in ("late", "episode")),
+    {"advantage": "role_mean", "release": "episode"},
+]
+
+
+@pytest.mark.parametrize("credit", CREDITS, ids=lambda credit: "-".join(map(str, credit.values())))
+def test_every_kind_of_credit_follows_from_the_page_also_after_a_loss(
+    tmp_path: Path, credit: dict[str, object]
+) -> None:
+    """The trainer is lost after a checkpoint, so some steps are taken twice, in two lineages."""
+    config = config_for(
+        steps=5,
+        name="run",
+        directory=str(tmp_path),
+        checkpoint={"every": 2, "versions": 0},
+        credit={"group_size": 4, **credit},
+        policies={"guesser": {"step_size": 4, "max_staleness": 1}, "rival": {"step_size": 4, "max_staleness": 1}},
+    )
+    trainers: list[RecordingTrainer] = []
+
+    def trainer(config: RunConfig, directory: Path) -> RecordingTrainer:
+        losses = {} if trainers else {("guesser", 4): TrainerLostError("it died")}
+        made = RecordingTrainer(["guesser", "rival"], failures=losses, versions=directory / "versions")
+        trainers.append(made)
+        return made
+
+    async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], *rest: object) -> Engine:
+        return ScriptedEngine(digit, versions=versions)
+
+    adapters = Adapters(engine=engine, trainer=trainer, chat_format=lambda config: PlainFormat(), clock=NoWaiting())
+    asyncio.run(run_training(config, Guesses, tasks=TASKS, quiet=True, adapters=adapters))
+    assert len(trainers) == 2
+    assert judge(tmp_path / "run", ended=True) == []
+    connection = sqlite3.connect(tmp_path / "run" / "journal" / "control.db")
+    told = connection.execute(
+        "SELECT count(DISTINCT lineage), count(DISTINCT reward) > 2, max(turn_advantages IS NOT NULL) FROM step_units"
+    ).fetchone()
+    assert told == (2, 1, int("turn_credit" in credit))
+    assert connection.execute("SELECT count(*) > 0 FROM baselines").fetchone() == (int("release" in credit),)
+    connection.close()
+
+
+def digit(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+    return [*b"......"[: request.seed % 3], ord(str(request.seed // 7 % 10)), STOP_TOKEN]

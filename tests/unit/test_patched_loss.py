@@ -1,0 +1,48 @@
+"""A loss that was replaced in the driver: it counts in this process, and is refused where ranks would not see it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentrl.cluster.trainer_pool import LEARNING, RayTrainerPool, refuse_patches
+from agentrl.config.run import PolicyGradientLoss
+from agentrl.core.errors import ConfigError
+from agentrl.learn import losses, trainer
+from tests.sim.small_run import config_for
+
+
+def test_nothing_is_refused_where_nothing_was_replaced() -> None:
+    assert {losses.__name__, trainer.__name__} <= set(LEARNING)
+    refuse_patches()
+
+
+def mine(*_: object, **__: object) -> losses.LossTerms:
+    return losses.LossTerms(torch.zeros(1), torch.zeros(len(losses.SUMS), dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        (losses, "truncated", mine),
+        (losses, "make_loss", mine),
+        (trainer, "make_loss", mine),
+        (losses, "LOG_RATIO_LIMIT", 5.0),
+        (trainer.PolicyTrainer, "_accumulate", mine),
+    ],
+)
+def test_a_replacement_is_refused_under_ray(
+    where: object, name: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, name, value)
+    with pytest.raises(ConfigError, match=r"was replaced in this process.*Set trainer\.kind = 'in_process'"):
+        RayTrainerPool(config_for(), tmp_path)
+
+
+def test_in_process_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "truncated", mine)
+    terms = losses.make_loss(PolicyGradientLoss())(*(torch.ones(3) for _ in range(3)), torch.ones(3, dtype=torch.bool))
+    assert terms.loss.tolist() == [0.0]
+    assert trainer.make_loss is losses.make_loss

@@ -1,0 +1,45 @@
+"""A reward is a real number of a sensible size, wherever it comes from."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from agentrl.core.errors import RewardError
+from agentrl.environment.base import finite_reward
+
+
+class Converts:
+    """An object that is no number, and converts to one."""
+
+    def __float__(self) -> float:
+        return 1.0
+
+
+class Unshowable:
+    """An object that raises where it is shown."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+ODD = [np.complex64(1 + 2j), np.timedelta64(5), Unshowable()]
+
+
+@pytest.mark.parametrize("value", [Converts(), "1.0", b"1", None, 1j, [1.0], np.array([1.0]), np.bytes_(b"1"), *ODD])
+def test_rewards_that_are_no_numbers_are_refused_wherever_they_come_from(value: object) -> None:
+    with pytest.raises(RewardError, match="number"):
+        finite_reward(value, "here")
+
+
+def test_a_reward_that_is_a_long_text_is_not_quoted_whole() -> None:
+    with pytest.raises(RewardError) as refused:
+        finite_reward("x" * 1_000_000, "here")
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize("value", [1, True, 0.5, Fraction(1, 2), np.float32(0.5), np.int64(1), np.bool_(True)])
+def test_real_numbers_are_rewards(value: object) -> None:
+    assert 0.0 <= finite_reward(value, "here") <= 1.0

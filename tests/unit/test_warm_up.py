@@ -1,0 +1,213 @@
+"""What a warm-up learns from: demonstrations that are played, or read from a file; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+import agentrl
+from agentrl.app import warm_up as module
+from agentrl.app.warm_up import warm_up, written
+from agentrl.cli.main import main
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import AgentRLError, CheckFailedError, InputError
+
+
+class Doubling(agentrl.ToolEnvironment):
+    """Double a number with a tool."""
+
+    @agentrl.tool
+    def twice(self, number: int) -> int:
+        """Twice as much."""
+        return 2 * number
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return float(episode.answer == str(2 * task.data["number"]))
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        return [agentrl.Task(id=f"{seed} {n}", data={"question": f"{n}?", "number": n}) for n in range(seed, seed + 3)]
+
+
+class Shown(Doubling):
+    @classmethod
+    def demonstrate(cls, task: agentrl.Task, random: Random) -> Iterator[Any]:
+        doubled = yield {"name": "twice", "arguments": {"number": task.data["number"]}}
+        yield doubled
+
+
+class Listed(Doubling):
+    @classmethod
+    def demonstrate(cls, task: agentrl.Task, random: Random) -> list[Any]:
+        calls = [{"name": "twice", "arguments": {"number": n}} for n in (1, 2)]
+        return [calls, str(2 * task.data["number"])]
+
+
+class Silent(Doubling):
+    @classmethod
+    def demonstrate(cls, task: agentrl.Task, random: Random) -> list[Any]:
+        return [{"name": "twice", "arguments": {"number": 1}}]
+
+
+class Raising(Shown):
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        raise KeyError("nobody")
+
+
+class TwoSeats(agentrl.Environment):
+    """Each seat is demonstrated in its own words."""
+
+    seats = ("asker", "teller")
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        asked = await ctx.agent("asker").act(agentrl.user("Ask."))
+        told = await ctx.agent("teller").act(agentrl.user(asked.text))
+        ctx.agent("teller").reward(float(told.text == "it is"))
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        return [agentrl.Task(id="t", data={})]
+
+    @classmethod
+    def demonstrate(cls, task: agentrl.Task, random: Random, *, seat: str) -> list[str]:
+        return ["is it?"] if seat == "asker" else ["it is"]
+
+
+def config_of(environment: type) -> RunConfig:
+    return RunConfig.model_validate({"environment": {"id": environment.__name__}, "model": {"path": "none"}})
+
+
+def said(environment: type[agentrl.Environment], task: int = 0) -> list[list[tuple[str, str]]]:
+    shown, _ = module._shown(environment, environment.tasks("train")[task], 0, 0.0)
+    return [[(message.role, message.content) for message in each.messages] for each in shown]
+
+
+def test_a_generator_is_sent_what_the_environment_answered() -> None:
+    call = '<tool_call>{"name":"twice","arguments":{"number":2}}</tool_call>'
+    assert said(Shown, 2) == [[("user", "2?"), ("assistant", call), ("tool", "4"), ("assistant", "4")]]
+    shown, reward = module._shown(Shown, Shown.tasks("train")[2], 0, 0.0)
+    assert reward == 1.0
+    assert [tool.name for tool in shown[0].tools] == ["twice"]
+
+
+def test_a_list_may_hold_several_calls_in_a_turn() -> None:
+    ((_, (_, calls), *observed, answer),) = said(Listed, 1)
+    assert calls.count("<tool_call>") == 2
+    assert observed == [("tool", "2"), ("tool", "4")]
+    assert answer == ("assistant", "2")
+
+
+class TwoCalls(Doubling):
+    @classmethod
+    def demonstrate(cls, task: agentrl.Task, random: Random) -> Iterator[Any]:
+        once = yield {"name": "twice", "arguments": {"number": task.data["number"]}}
+        yield {"name": "twice", "arguments": {"number": int(once)}}
+        yield once
+
+
+def test_some_demonstrations_answer_too_early_with_what_the_last_call_gave() -> None:
+    task = agentrl.Task(id="t", data={"question": "3?", "number": 3})
+    (early,), _ = module._shown(TwoCalls, task, 0, 1.0)
+    assert [message.content for message in early.messages[2:]] == ["6", "6"]
+    (whole,), _ = module._shown(TwoCalls, task, 0, 0.0)
+    assert [message.content for message in whole.messages if message.role == "tool"] == ["6", "12"]
+    (only,), _ = module._shown(Shown, task, 0, 1.0)
+    assert len(only.messages) == 4, "one call is not left out"
+
+
+def test_every_seat_is_demonstrated_on_its_own() -> None:
+    first, second = said(TwoSeats)
+    assert first == [("user", "Ask."), ("assistant", "is it?")]
+    assert second == [("user", "is it?"), ("assistant", "it is")]
+
+
+def test_each_pass_asks_for_the_tasks_of_another_seed() -> None:
+    played = iter(module._Played(config_of(Shown), Shown, 0.0))
+    questions = [next(played).messages[0].content for _ in range(7)]
+    assert questions == ["0?", "1?", "2?", "1?", "2?", "3?", "2?"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "error", "told"),
+    [
+        (Doubling, InputError, "Doubling has no demonstrations to learn from: write .*\n\n.*\n.*def demonstrate"),
+        (Silent, CheckFailedError, "demonstrate.. of task .* ended after 1 replies, and the environment asked"),
+        (Raising, CheckFailedError, "the demonstration of task .* raised KeyError: 'nobody'"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_refused_and_leaves_nothing(
+    environment: type, error: type[AgentRLError], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=told):
+        warm_up(environment, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_exists_is_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kept").write_text("mine")
+    assert main(["env", "warm-up", "calculator", "--out", str(tmp_path)]) == 2
+    assert "exists: give --out a new directory" in capsys.readouterr().err
+    assert (tmp_path / "kept").read_text() == "mine"
+
+
+@pytest.mark.parametrize("reply", [{"name": "f"}, {"arguments": {}}, 7, [{"name": "f", "arguments": 3}], [7]])
+def test_a_reply_that_is_none_is_refused(reply: Any) -> None:
+    with pytest.raises(InputError, match="a reply is text, a call as"):
+        written(reply)
+
+
+def test_conversations_are_read_from_a_file(tmp_path: Path) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "twice", "arguments": '{"number": 3}'}}
+    messages = [
+        {"role": "user", "content": "3?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "6", "tool_call_id": "c"},
+        {"role": "assistant", "content": "6"},
+        {"role": "user", "content": "nobody answers this"},
+    ]
+    file = tmp_path / "shown.jsonl"
+    file.write_text(json.dumps({"messages": messages}) + "\n\n")
+    (shown,) = module._read(file, Doubling)
+    assert [message.role for message in shown.messages] == ["user", "assistant", "tool", "assistant"]
+    assert shown.messages[1].content == '<tool_call>{"name":"twice","arguments":{"number":3}}</tool_call>'
+    assert [tool.name for tool in shown.tools] == ["twice"]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{", r"shown.jsonl:2: no conversation \(JSONDecodeError"),
+        ("[]", "no conversation"),
+        ('{"messages": []}', "no conversation"),
+        ('{"messages": [{"role": "assistant", "content": "7"}]}', "begin with another role than the assistant"),
+        ('{"messages": [{"role": "user", "content": [7]}]}', "content of list"),
+        ("[" * 100_000, "no conversation"),
+    ],
+)
+def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str, told: str) -> None:
+    file = tmp_path / "shown.jsonl"
+    good = {"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}]}
+    file.write_text(f"{json.dumps(good)}\n{line}\n")
+    with pytest.raises(InputError, match=told):
+        module._read(file, Doubling)
+
+
+def test_a_long_line_that_is_no_conversation_is_not_quoted_whole(tmp_path: Path) -> None:
+    path = tmp_path / "shown.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "r" * 500_000, "content": "x"}]}))
+    with pytest.raises(InputError, match="no conversation") as refused:
+        module._read(path, Doubling)
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_file_without_conversations_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(InputError, match="holds no conversation"):
+        module._read(tmp_path / "empty.jsonl", Doubling)
+    with pytest.raises(InputError, match="cannot be read"):
+        module._read(tmp_path / "none.jsonl", Doubling)
