@@ -109,16 +109,6 @@ _STRING_METHODS = frozenset(
     | {"rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper", "zfill"}
 )
 _MAX_TOKEN_ID = 2**31 - 1
-_RENDER_ERRORS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-    RuntimeError,  # and RecursionError
-    MemoryError,
-)
 
 
 class AddedToken(NamedTuple):
@@ -563,7 +553,7 @@ class ChatTemplate:
             rendered = self._template.render(
                 messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt, **self._tokens
             )
-        except _RENDER_ERRORS as error:
+        except Exception as error:  # a template can make jinja2 raise anything: `truncate` asserts, for example
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ModelError(
                 f"{self._directory}: the chat template cannot render a conversation ({roles}): "

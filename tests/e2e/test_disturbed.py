@@ -65,8 +65,9 @@ def asked(directory: Path, statement: str) -> list[tuple[object, ...]]:
 
 
 def steps_taken(directory: Path) -> int:
-    found = asked(directory, "SELECT coalesce(max(step), 0) FROM steps")
-    return int(str(found[0][0])) if found else 0
+    """The steps that the policy which is furthest behind has taken."""
+    taken = [int(str(step)) for (step,) in asked(directory, "SELECT max(step) FROM steps GROUP BY policy")]
+    return min(taken) if len(taken) == 2 else 0
 
 
 def latest(directory: Path) -> float:

@@ -217,6 +217,12 @@ def test_no_expression_builds_more_than_its_budget(tmp_path_factory: pytest.Temp
     assert peak < 2 * MIN_BUILT_BYTES
 
 
+def test_an_assertion_of_a_filter_is_the_template_s_error(tmp_path: Path) -> None:
+    template = ChatTemplate(write_model(tmp_path, "{{ 'abcdefgh'|truncate(1) }}", QWEN_SPECIAL))
+    with pytest.raises(ModelError, match="cannot render a conversation"):
+        template.render([{"role": "user", "content": "x"}], [], prompt=True)
+
+
 def test_loops_know_their_length_and_each_rendering_has_all_its_steps(tmp_path: Path) -> None:
     source = (
         "{% for i in range(n_token|int) %}{% if loop.last %}{{ loop.index }} of {{ loop.length }}{% endif %}"
