@@ -21,7 +21,6 @@ from agentrl.core.ports import Observer
 from agentrl.core.records import Task
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import resolve
-from agentrl.inspection.report import write_report
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.orchestrator.loop import Orchestrator
 
@@ -153,7 +152,6 @@ def _concluded(
             + (f"; did you mean {near[0]!r}?" if near else "; docs/metrics.md lists what is")
         )
     observer.finish(summary)
-    write_report(directory.path)
     return Run(
         path=directory.given,
         metrics=observer.steps,

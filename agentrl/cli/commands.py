@@ -150,7 +150,6 @@ READING = (
                 ),
                 reads=False,
             ),
-            Verb("report", "write report.html into the run directory", "view:run_report", (_RUN,), reads=False),
             Verb(
                 "ledger",
                 "count every episode and unit; exit code 1 if one is lost or was trained twice",

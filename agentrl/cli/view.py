@@ -1,4 +1,4 @@
-"""`agentrl run view`, `report` and `metrics`: how a run goes, for people and for other programs. Read-only."""
+"""`agentrl run view` and `metrics`: how a run goes, for people and for other programs. Read-only."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from agentrl.cli.output import print_json, print_text
-from agentrl.cli.reading import find_run, open_run
+from agentrl.cli.reading import open_run
 from agentrl.core.clock import SystemClock
-from agentrl.core.safe import safe_line
 
 if TYPE_CHECKING:
     import argparse
@@ -38,18 +37,6 @@ def run_view(options: argparse.Namespace) -> int:
             print_text(_frame(reader, 100)[0])
         else:
             _follow(reader)
-    return 0
-
-
-def run_report(options: argparse.Namespace) -> int:
-    """`agentrl run report [RUN]`: write `report.html` again."""
-    from agentrl.inspection.report import write_report
-
-    path = write_report(find_run(options.run))
-    if options.json:
-        print_json({"report": str(path)})
-    else:
-        sys.stdout.write(f"{safe_line(str(path))}\n")
     return 0
 
 

@@ -22,7 +22,6 @@ What could not be measured is left out.
 | `runs/NAME/metrics.jsonl` | a line per step and policy: `{{"policy": …, "step": …, name: value, …}}` |
 | `runs/NAME/journal/control.db` | table `metrics`: [journal format](journal_format.md) |
 | `agentrl run view NAME` | one screen, also while it trains; `q` leaves |
-| `agentrl run report NAME` | `runs/NAME/report.html`, written at the end of a run and again by this command |
 | `agentrl run curve NAME --metric k3` | one metric over the steps |
 | `agentrl run metrics NAME [--json]` | the newest value of each |
 | `agentrl run metrics NAME --prometheus` | the same in Prometheus' text format, for its textfile collector |
@@ -41,7 +40,7 @@ the agent that acted last and for nobody else, so no policy is blamed for anothe
 
 ## Alarms
 
-Named on the screen, once as a line of the error stream, in `runs/NAME/alarms.jsonl` and in the report, each with what
+Named on the screen, once as a line of the error stream and in `runs/NAME/alarms.jsonl`, each with what
 was measured and what to try. None ends a run. For `engine_mismatch` see [mismatch](mismatch.md).
 
 | alarm | raised when |

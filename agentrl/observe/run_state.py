@@ -7,7 +7,6 @@ says about bounds. Knows neither terminals nor HTML.
 from __future__ import annotations
 
 import io
-import itertools
 import json
 from collections import deque
 from collections.abc import Mapping
@@ -83,15 +82,6 @@ class PolicyState:
         source = self.evaluations if name.startswith("evaluation/") else self.steps
         points = [(step, values[name]) for step, values in sorted(source.items()) if name in values]
         return [step for step, _ in points], [value for _, value in points]
-
-    def marks(self) -> list[tuple[int, str]]:
-        """The first steps after a resume, and whether the code of the environment was another."""
-        found = []
-        for (_, before), (step, now) in itertools.pairwise(sorted(self.steps.items())):
-            if now.get("run/lineage", 0.0) > before.get("run/lineage", 0.0):
-                changed = now.get("run/code_changes", 0.0) > before.get("run/code_changes", 0.0)
-                found.append((step, "resumed, with other code of the environment" if changed else "resumed"))
-        return found
 
     def seconds_left(self, steps: int) -> float | None:
         """Wall seconds until step `steps` at the pace of the last ten steps; None before the first."""

@@ -11,7 +11,7 @@ import argparse
 import runpy
 from pathlib import Path
 
-from agentrl.observe.svg import HEIGHT, WIDTH, Line, plot
+from curves import HEIGHT, WIDTH, Line, plot
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "06_self_play.py"))
 PERFECT = 0.96

@@ -80,7 +80,7 @@ def test_another_process_sees_the_run_while_it_is_written(watched: Watched) -> N
     assert not any(view["problem"] for view in watched.views)
 
 
-def test_the_finished_run_has_its_screen_its_metrics_and_its_report(watched: Watched) -> None:
+def test_the_finished_run_has_its_screen_and_its_metrics(watched: Watched) -> None:
     workplace = watched.directory.parents[1]
     screen = agentrl(workplace, "run", "view", "seen", "--once")
     assert "seen  calculator  finished" in screen
@@ -88,10 +88,3 @@ def test_the_finished_run_has_its_screen_its_metrics_and_its_report(watched: Wat
     assert 'agentrl_reward_mean{run="seen",policy="solver"}' in agentrl(
         workplace, "run", "metrics", "seen", "--prometheus"
     )
-    report = watched.directory / "report.html"
-    written = report.read_text(encoding="utf-8")
-    assert written.count("<svg") >= 8
-    assert "<script" not in written
-    report.unlink()
-    assert agentrl(workplace, "run", "report", "seen").strip() == "runs/seen/report.html"
-    assert report.stat().st_size > 10_000

@@ -243,7 +243,7 @@ def test_closed_streams_are_no_bug(directory: Path) -> None:
 
 def test_a_reader_that_leaves_ends_a_listing_well_and_a_change_badly(directory: Path) -> None:
     os.mkfifo("gone")  # the first program of the pipe waits until the second has closed it
-    for command, code in (("agentrl run list", 0), ("agentrl --help", 0), ("agentrl run report demo", 74)):
+    for command, code in (("agentrl run list", 0), ("agentrl --help", 0), ("agentrl run export demo --to html", 74)):
         done = in_a_shell(f"{{ read -r _ < gone; {command}; echo $? >&2; }} | {{ exec <&-; echo > gone; }}")
         if code == 0:
             assert done.stderr == "0\n", command

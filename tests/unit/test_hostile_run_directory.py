@@ -7,7 +7,6 @@ import io
 import json
 import os
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from agentrl.cli.main import main
 from agentrl.cli.view import _keys
 from agentrl.core.errors import ConfigError, JournalError, StorageError
 from agentrl.inspection.reader import RunReader
-from agentrl.inspection.report import write_report
+from agentrl.inspection.statistics import run_state
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.run_log import Change, Life, SqliteRunLog
 from agentrl.journal.store import SqliteJournal
@@ -28,13 +27,11 @@ from agentrl.observe.files import replace_file
 from agentrl.observe.metrics import JsonlSink
 from agentrl.observe.plot import curve, sparkline
 from agentrl.observe.progress import waiting
-from agentrl.observe.report import page
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
 from agentrl.observe.run_state import MAX_POLICIES, RunPlan, RunState, read_metrics
 from agentrl.observe.sinks import open_sinks, prometheus
 from agentrl.observe.status import Status, read_status, write_status
-from agentrl.observe.svg import Line, plot
 from agentrl.observe.view import MAX_TEXT, plain, view
 from tests.journal_cases import write_run
 
@@ -61,7 +58,6 @@ def test_any_numbers_can_be_shown(points: dict[int, float], steps: int) -> None:
     for step, value in sorted(points.items()):
         state.record("policy", step, dict.fromkeys((*names, *formats, "staleness/mean", "advantage/zero_share"), value))
         state.record("policy", step, {"evaluation/reward": value})
-    assert page(state, config={}, raised=[], summary={"rl_seconds": next(iter(points.values()))}).endswith("</html>\n")
     assert "run" in shown(state)
 
 
@@ -69,7 +65,6 @@ def test_any_numbers_can_be_shown(points: dict[int, float], steps: int) -> None:
 def test_any_curve_can_be_drawn(values: list[float]) -> None:
     assert curve(values)
     assert len(sparkline(values)) == len(values)
-    assert plot([Line("line", range(len(values)), values)], title="plot").startswith("<svg")
 
 
 @pytest.mark.parametrize(
@@ -99,12 +94,6 @@ def test_alarms_with_odd_steps_are_left_out(tmp_path: Path) -> None:
     odd = [json.dumps({**good, "step": step}) for step in (float("inf"), float("nan"), 1e308, "3", None, [], 10**400)]
     (tmp_path / "alarms.jsonl").write_text("\n".join([*odd, "[]", "[" * 100_000, json.dumps(good), ""]))
     assert read_alarms(tmp_path) == [(3, Alarm("n", "", "t", "a"))]
-
-
-@pytest.mark.parametrize("number", ["Infinity", "NaN", "1e999", "9" * 400])
-def test_a_summary_beyond_all_measure_is_left_out(run: Path, number: str) -> None:
-    (run / "summary.json").write_text(f'{{"rl_seconds": {number}, "engine_busy_share": {number}, "state": "stopped"}}')
-    assert "The run was stopped" in write_report(run).read_text()
 
 
 @pytest.fixture
@@ -182,43 +171,15 @@ def test_a_run_directory_may_be_a_link(tmp_path: Path) -> None:
     reader.close()
 
 
-class Elements(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-        self.attributes: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-
-
-def test_no_element_attribute_or_escape_of_a_report_comes_from_the_run(run: Path) -> None:
+def test_nothing_of_a_run_reaches_the_live_view_as_an_escape(run: Path) -> None:
     line = {"policy": MARKUP, "reward/mean": 0.5, MARKUP: 1.0, ESCAPES: 2.0}
     (run / "metrics.jsonl").write_text("".join(json.dumps({**line, "step": step}) + "\n" for step in range(9)))
-    alarm = {"step": 1, "name": MARKUP, "policy": ESCAPES, "text": MARKUP, "advice": MARKUP}
-    (run / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
-    (run / "status.json").write_text(json.dumps({"phase": MARKUP, "dropped": {MARKUP: 3}, "waits": [MARKUP]}))
-    text = write_report(run).read_text()
-    elements = Elements()
-    elements.feed(text)
-    assert not elements.found & {"script", "img", "a", "iframe", "object", "base", "link", "form"}
-    assert not {name for name in elements.attributes if name.startswith("on") or name in ("src", "href", "style")}
+    (run / "status.json").write_text(json.dumps({"phase": ESCAPES, "dropped": {ESCAPES: 3}, "waits": [ESCAPES]}))
+    reader = RunReader(run)
+    text = shown(run_state(reader))
+    reader.close()
+    assert "\\x1b]52" in text
     assert all(character == "\n" or character.isprintable() for character in text)
-
-
-@pytest.mark.parametrize("name", ["report.html", ".report.html"])
-@pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_report_is_never_written_through_what_lies_there(run: Path, name: str, kind: str) -> None:
-    precious = run.parent / "precious"
-    precious.write_text("precious")
-    (run / name).symlink_to(precious) if kind == "link" else os.mkfifo(run / name)
-    path = write_report(run)
-    assert precious.read_text() == "precious"
-    assert path.is_file()
-    assert not path.is_symlink()
-    assert path.stat().st_mode & 0o077 == 0
-    assert not (run / ".report.html").exists()
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "directory"])

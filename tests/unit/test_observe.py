@@ -21,7 +21,6 @@ from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
 from agentrl.journal.store import SqliteJournal
-from agentrl.observe import report
 from agentrl.observe.metrics import METRICS, JsonlSink, Sink, describe
 from agentrl.observe.page import page
 from agentrl.observe.plot import curve, sparkline
@@ -352,13 +351,3 @@ def test_how_a_process_left_a_run_stays_behind(
     assert reader.standing() == "killed"
     assert run_state(reader).status == Status(phase="training", wall=1.0, ended=True, outcome="killed")
     reader.close()
-
-
-def test_a_resume_is_a_mark_of_the_curves(tmp_path: Path) -> None:
-    state = RunState(plan=RunPlan(max_staleness={"a": 1}))
-    for step, lineage, code in ((1, 0, 0), (2, 1, 0), (3, 1, 0), (4, 2, 1)):
-        state.record("a", step, {"reward/mean": 0.5, "run/lineage": lineage, "run/code_changes": code})
-    assert state.policies["a"].marks() == [(2, "resumed"), (4, "resumed, with other code of the environment")]
-    drawn = report.page(state, config={}, raised=(), summary={})
-    assert '<line class="mark"' in drawn
-    assert "step 4: resumed, with other code of the environment" in drawn

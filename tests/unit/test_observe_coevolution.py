@@ -1,4 +1,4 @@
-"""What the alarms, the live view and the report say of runs in which policies learn from each other."""
+"""Alarms and the live view of runs in which policies learn from each other."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import random
 from rich.console import Console
 
 from agentrl.core.records import EpisodeHeader, TrajectoryHeader
-from agentrl.inspection.winrates import WinRate, win_rate_matrix
 from agentrl.journal.results import winner
 from agentrl.observe.alarms import MEANINGS, alarms
-from agentrl.observe.report import page
 from agentrl.observe.run_state import RunPlan, RunState, plan_of
 from agentrl.observe.view import view
 
@@ -137,22 +135,3 @@ def test_the_live_view_has_what_there_is_of_seats_and_opponents() -> None:
         assert label in text, text
     many = {f"reward/{number}": 0.0 for number in range(100)}
     assert shown(games([0.5] * 3, **many)).count(" reward ") <= 9
-
-
-def test_the_report_has_seats_games_the_histogram_of_p_and_the_matrix() -> None:
-    state = games([0.5] * 20, **{"reward/x": 0.25, "reward/o": -0.25, "won/x": 0.8, "seat_k3/x": 0.1})
-    for step in range(21, 41):
-        rates = {"pass_rate/groups": 10.0, "pass_rate/0": 0.25, "pass_rate/0.4-0.6": 0.75}
-        state.record("player", step, {"reward/mean": 0.0, **rates})
-    matrix = win_rate_matrix([WinRate("player", 10, "past", "player@0.0", 12, 0.75)])
-    text = page(state, config={}, raised=[], summary={}, win_rates=matrix)
-    for title in ("Reward by seat", "KL to the trained weights by seat", "Games"):
-        assert f"<h3>{title}</h3>" in text
-    assert "won against past" in text
-    assert "won by x" in text
-    assert "0.75 of 12" in text
-    assert "Pass rate p of the proposals" in text
-    assert "<td>36 to 38</td><td class=n>30</td><td class=n>0.25</td>" in text
-    plain = page(games([0.5] * 3), config={}, raised=[], summary={})
-    assert "Pass rate p" not in plain
-    assert "Win rates against" not in plain
