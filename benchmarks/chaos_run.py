@@ -27,9 +27,8 @@ from agentrl.core.errors import AgentRLError, TrainerLostError
 from agentrl.core.ports import ChatFormat, Engine, GenerateRequest
 from agentrl.core.records import PolicyVersion, Task, WeightsRef
 from agentrl.core.training_records import StepReport, TrainBatch
-from agentrl.engines.child_process import ThisMachine
-from agentrl.engines.placement import EngineProgram
-from agentrl.engines.process import ProcessEngine
+from agentrl.engines.child_process import EngineProgram, LocalPlacement
+from agentrl.engines.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.manifest import CheckpointWriter
@@ -189,7 +188,7 @@ async def scripted_engine(
 ) -> Engine:
     program = EngineProgram("benchmarks.chaos_run:scripted", {})
     attempts = config.infrastructure_attempts
-    placement = ThisMachine(log)
+    placement = LocalPlacement(log)
     return await ProcessEngine(
         program,
         versions,

@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from agentrl.engines.supervision import die_with
+from agentrl.engines.child_process import die_with
 
 STATE_FILE = "trained.json"
 

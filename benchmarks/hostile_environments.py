@@ -36,8 +36,8 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError
 from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
-from agentrl.engines.placement import EngineProgram
-from agentrl.engines.process import ProcessEngine
+from agentrl.engines.child_process import EngineProgram
+from agentrl.engines.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.testing import RecordingTrainer

@@ -20,9 +20,8 @@ from agentrl.app.parts import make_workers
 from agentrl.cluster import worker_wire
 from agentrl.core.clock import SystemClock
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.child_process import ThisMachine
-from agentrl.engines.placement import EngineProgram
-from agentrl.engines.process import ProcessEngine
+from agentrl.engines.child_process import EngineProgram, LocalPlacement
+from agentrl.engines.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.chat_format import TemplateFormat
@@ -43,7 +42,7 @@ def tool_caller(versions: Mapping[str, PolicyVersion]) -> ScriptedEngine:
     return ScriptedEngine(lambda *_: call, versions=versions)
 
 
-class Listening(ThisMachine):
+class Listening(LocalPlacement):
     """Counts the bytes of each frame, as they cross."""
 
     def __init__(self, log: Path) -> None:

@@ -24,18 +24,16 @@ from agentrl.core.errors import ConfigError, InputError
 from agentrl.core.installation import install_command
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
-from agentrl.engines.child_process import ThisMachine
-from agentrl.engines.guest import Shared
-from agentrl.engines.outside import NoEngine, RoutedEngine
-from agentrl.engines.placement import EngineProgram, Placement
-from agentrl.engines.process import ProcessEngine
-from agentrl.engines.replicas import ReplicatedEngine
+from agentrl.engines.child_process import EngineProgram, LocalPlacement, Placement
+from agentrl.engines.client import ProcessEngine
+from agentrl.engines.external import NoEngine, RoutedEngine
+from agentrl.engines.fleet import ReplicatedEngine
 from agentrl.environment.base import Environment, Split, TaskSource, children_of, described
 from agentrl.environment.registry import load_function, module_of, name_of
 from agentrl.rollout.json_format import JsonFormat
 
 if TYPE_CHECKING:
-    from agentrl.engines.outside import Outside
+    from agentrl.engines.external import ExternalPolicy
     from agentrl.orchestrator.loop import Orchestrator
 
 EMBEDDED = "agentrl.engines.embedded:EmbeddedEngine.load"
@@ -77,14 +75,14 @@ async def make_engine(
     return RoutedEngine(await _own_engine(config, here, tell, log), elsewhere)
 
 
-def outside(config: RunConfig) -> dict[str, Outside]:
+def outside(config: RunConfig) -> dict[str, ExternalPolicy]:
     """The policies that no engine of ours serves.
 
     Raises:
         ConfigError: a key is not in the environment.
         EnvironmentDefinitionError: there is no such bot.
     """
-    from agentrl.engines.bots import Bot
+    from agentrl.engines.external import Bot
     from agentrl.engines.remote import Endpoint
 
     endpoints = {name: Endpoint(policy=name, config=policy) for name, policy in config.of_kind(RemotePolicy).items()}
@@ -162,7 +160,7 @@ async def _beside(
 
 def _placement(config: RunConfig, log: Path | None, *, gpus: bool = True) -> Placement:
     if config.engine.placement != "ray":
-        return ThisMachine(log)
+        return LocalPlacement(log)
     if installed_version("ray") is None:
         raise ConfigError(
             f"engine.placement = 'ray', and Ray is not installed: {install_command('ray')}, or leave that out"
@@ -199,7 +197,7 @@ def make_workers(
     if config.workers == 1:
         return None
     shared = engine.engine if isinstance(engine, RoutedEngine) else engine
-    if not isinstance(shared, Shared) or not shared.addresses:
+    if not isinstance(shared, SharedEngine) or not shared.addresses:
         raise ConfigError(
             f"workers = {config.workers}: the engine takes no calls from other processes (it is in this one, or the "
             "path of TMPDIR is too long for a socket); set workers = 1"

@@ -29,9 +29,9 @@ from agentrl.core.errors import AgentRLError, error_words
 from agentrl.core.files import closed_under_us
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
-from agentrl.engines.guest import GuestEngine
-from agentrl.engines.outside import RoutedSampler
-from agentrl.engines.supervision import die_with
+from agentrl.engines.child_process import die_with
+from agentrl.engines.client import EngineClient
+from agentrl.engines.external import RoutedSampler
 from agentrl.engines.wire import receive, send
 from agentrl.environment.registry import resolve
 from agentrl.journal.control import not_data
@@ -213,7 +213,7 @@ class WorkerHost:
         self._journal = journal
         chat_format = make_chat_format(config)
         self.run = Run(writer, journal.log, policy_binding(config))
-        self._engine = GuestEngine(work.capabilities)
+        self._engine = EngineClient(work.capabilities)
         self._outside = outside(config)
         runner = EpisodeRunner(
             engine=RoutedSampler(self._engine, self._outside),

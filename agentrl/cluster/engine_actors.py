@@ -1,8 +1,8 @@
-"""Engines' processes on whichever node Ray has room: implements `engines.placement.Placement`.
+"""Engines' processes on whichever node Ray has room: implements `engines.child_process.Placement`.
 
 An actor starts the process as a child of its own, as `engines.child_process` does here, and passes on the bytes that
 process and client say to each other; what they mean it does not know. Owns actors and their end. Does not own the Ray
-session (`session.py`) or starting again (`engines.supervision`). Invariants: a process dies with its actor; bytes
+session (`session.py`) or starting again (`engines.child_process`). Invariants: a process dies with its actor; bytes
 arrive in order; whatever dies, process, actor, node or Ray, the child counts as dead and its reader ends.
 """
 
@@ -13,14 +13,14 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.session import RaySession, brief, kept_signal_handlers
-from agentrl.engines.child_process import EngineProcess, ThisMachine
+from agentrl.engines.child_process import EngineProcess, LocalPlacement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ray import ObjectRef
 
-    from agentrl.engines.placement import EngineProgram
+    from agentrl.engines.child_process import EngineProgram
 
 LOOK_S = 1.0
 """How often a local Ray is looked at: nothing else tells that it is dead."""
@@ -38,7 +38,7 @@ class EngineActor:
 
     async def start(self, program: EngineProgram) -> int:
         """Start the process; returns its id."""
-        self._child = await ThisMachine().start(program)
+        self._child = await LocalPlacement().start(program)
         return self._child.process_id
 
     async def write(self, data: bytes) -> None:
@@ -129,7 +129,7 @@ class RayPlacement:
 
 
 class ActorChild:
-    """A process that an actor started; see `engines.placement.EngineChild`."""
+    """A process that an actor started; see `engines.child_process.EngineChild`."""
 
     def __init__(self, actor: Any, process_id: int, session: RaySession) -> None:
         self.process_id = process_id

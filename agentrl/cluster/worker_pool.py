@@ -31,8 +31,8 @@ from agentrl.core.words import plural
 if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.core.ports import Commits, Counted, EpisodeHost
-    from agentrl.engines.guest import Shared
-    from agentrl.engines.placement import Placement
+    from agentrl.engines.child_process import Placement
+    from agentrl.engines.client import SharedEngine
 
 OnEnd = Callable[[EpisodeHeader], None]
 
@@ -96,7 +96,13 @@ class WorkerPool:
     """
 
     def __init__(
-        self, settings: PoolSettings, *, engine: Shared, placement: Placement, clock: Clock, tell: Callable[[str], None]
+        self,
+        settings: PoolSettings,
+        *,
+        engine: SharedEngine,
+        placement: Placement,
+        clock: Clock,
+        tell: Callable[[str], None],
     ) -> None:
         self.last_failure = ""
         """What the last dropped episode said, for people."""

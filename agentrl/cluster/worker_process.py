@@ -1,6 +1,6 @@
 """One episode worker's process, kept running: what is said to it, what it says, and when it counts as behind.
 
-Owns the line to the process. Its life is the supervisor's (`engines.supervision`), its episodes are the pool's.
+Owns the line to the process. Its life is the supervisor's (`engines.child_process`), its episodes are the pool's.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import msgspec
 from agentrl.cluster import worker_wire as wire
 from agentrl.core.budget import RetryBudget
 from agentrl.core.errors import AgentRLError, EngineLostError, error_named
-from agentrl.engines.placement import EngineProgram
-from agentrl.engines.supervision import Supervisor
+from agentrl.engines.child_process import EngineProgram, Supervisor
 from agentrl.engines.wire import receive, send
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agentrl.core.clock import Clock
-    from agentrl.engines.placement import EngineChild, Placement
+    from agentrl.engines.child_process import EngineChild, Placement
 
 PROGRAM = EngineProgram("", {}, "agentrl.app.worker_host")
 BEHIND_S = 5.0

@@ -1,6 +1,6 @@
 """What the run and an episode worker's process say to each other: the control path, as msgpack frames.
 
-Tokens are not among it: they go from the engine to the worker (`engines.guest`) and from there to its partition of the
+Tokens are not among it: they go from the engine to the worker (`engines.client`) and from there to its partition of the
 journal. An episode goes out as its spec, and stands as a number for ever after; what comes back of it is an event of at
 most 256 bytes. The framing is that of `engines.wire`; a frame is one of the messages below, or the process is replaced.
 """

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from agentrl.core.files import WEIGHT_FILES
-from agentrl.engines.private_files import MAKE_ROOM
+from agentrl.engines.child_process import MAKE_ROOM
 from agentrl.engines.probe import Probe, read_probe
 from agentrl.engines.weight_files import read_weights, refusal
 

@@ -1,83 +1,126 @@
-"""An engine's process as a child of this one; implements `placement.Placement` and its `EngineChild`.
+"""Processes of an engine, and of episode workers: what is run, where, with which private files, and kept running.
 
-The connection is a socket pair: no path, no port, nobody else can connect. Owns the command, the child's private files,
-where its error stream goes, and its end: what it had started goes with it.
+`LocalPlacement` starts a program as a child of this process; `agentrl.cluster.engine_actors` starts it wherever Ray has
+room. `Supervisor` keeps one such process running and starts it again when it dies. Nothing here knows the messages that
+go over the connection.
+Invariants: the connection is a socket pair (no path, no port, nobody else can connect); one child at a time; `serving`
+returns only while a child is ready; `died` is called before the next child starts; whatever a child started dies with
+it; a child that has given a sign of life and falls silent is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import fcntl
 import os
+import shutil
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-from agentrl.core.errors import StorageError
+from agentrl.core.errors import AgentRLError, EngineError, EngineLostError, StorageError
 from agentrl.core.files import remedy
-from agentrl.engines.private_files import VARIABLE, PrivateFiles
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
-    from pathlib import Path
+    from collections.abc import Callable, Mapping
 
-    from agentrl.engines.placement import EngineProgram
+    from agentrl.core.budget import RetryBudget
+    from agentrl.core.clock import Clock
+
+VARIABLE = "AGENTRL_PRIVATE_FILES"
+"""Tells a child where its directory is."""
+_PREFIX = "agentrl-child-"
+_MARK = "made_for_a_child"
+"""An empty file: whoever else makes a directory of such a name does not lose it."""
+_SHARED_MEMORY = Path("/dev/shm")
+_ROOM = 1 << 30
+"""Bytes that are to be free in shared memory for a child: adapters are copied to its place. Docker's has 64 MiB."""
+MAKE_ROOM = "make room there; a process that finds less than 1 GiB free in /dev/shm has its files under TMPDIR"
+_PR_SET_PDEATHSIG = 1
+_PIECES = 10
+"""Of a silence: when this process itself stood still, one of them has passed, and the child is not to blame."""
 
 
-class ChildProcess:
-    """See `supervision.Child`: a process that leads a session of its own, so that Ctrl-C is its parent's."""
+@dataclass(frozen=True, slots=True)
+class EngineProgram:
+    """What the process is to run."""
 
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self._how = ""
+    factory: str
+    """`module:name`, called as `name(versions=…, **arguments)`; returns an engine."""
+    arguments: Mapping[str, Any]
+    """Plain values."""
+    host: str = "agentrl.engines.server"
+    """The module that is run."""
+
+
+class Child(Protocol):
+    """A process that was started."""
 
     @property
     def process_id(self) -> int:
-        """Of the child."""
-        return self._process.pid
+        """On the machine it runs on."""
+        ...
 
     async def wait(self) -> str:
-        """See `Child.wait`."""
-        if not self._how:
-            code = await self._process.wait()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # what it had started
-            self._how = f"died ({_cause(code)})"
-        return self._how
+        """Wait until it is dead, and what it had started; how it died. Can be asked again."""
+        ...
 
     def kill(self) -> None:
-        """See `Child.kill`."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        """End it, and what it started, at once; idempotent."""
+        ...
 
 
-class EngineProcess(ChildProcess):
-    """See `placement.EngineChild`."""
+class Writer(Protocol):
+    """The sending half of a connection."""
 
-    def __init__(
-        self,
-        process: Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        files: PrivateFiles,
-        log: Path | None,
-    ) -> None:
-        super().__init__(process)
-        self.reader = reader
-        self.writer = writer
-        self._files = files
-        self._log = log
+    def write(self, data: bytes, /) -> None:
+        """Queue bytes; never waits."""
+        ...
 
-    async def wait(self) -> str:
-        """See `Child.wait`; its files are gone, too."""
-        how = await super().wait()
-        self._files.remove()
-        return how if self._log is None else f"{how}; what it said is in {self._log}"
+    def close(self) -> None:
+        """Nothing more is sent; the engine's process ends when it sees that."""
+        ...
 
 
-class ThisMachine:
+class EngineChild(Child, Protocol):
+    """A process that runs an `EngineProgram`, and the connection to it."""
+
+    @property
+    def reader(self) -> asyncio.StreamReader:
+        """What it says; ends when it is dead."""
+        ...
+
+    @property
+    def writer(self) -> Writer:
+        """What is said to it."""
+        ...
+
+
+class Placement(Protocol):
+    """Starts an engine's processes, one after another."""
+
+    async def start(self, program: EngineProgram) -> EngineChild:
+        """Start one; cancelled, it leaves none.
+
+        Raises:
+            OSError: it cannot be started now, and may be later.
+            AgentRLError: it never can.
+        """
+        ...
+
+    async def close(self) -> None:
+        """The last one is dead, and there will be no other. Idempotent."""
+        ...
+
+
+class LocalPlacement:
     """Engines as children of this process.
 
     Args:
@@ -137,6 +180,58 @@ class ThisMachine:
         """Nothing is held."""
 
 
+class ChildProcess:
+    """See `Child`: a process that leads a session of its own, so that Ctrl-C is its parent's."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._how = ""
+
+    @property
+    def process_id(self) -> int:
+        """Of the child."""
+        return self._process.pid
+
+    async def wait(self) -> str:
+        """See `Child.wait`."""
+        if not self._how:
+            code = await self._process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # what it had started
+            self._how = f"died ({_cause(code)})"
+        return self._how
+
+    def kill(self) -> None:
+        """See `Child.kill`."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+class EngineProcess(ChildProcess):
+    """See `EngineChild`."""
+
+    def __init__(
+        self,
+        process: Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        files: PrivateFiles,
+        log: Path | None,
+    ) -> None:
+        super().__init__(process)
+        self.reader = reader
+        self.writer = writer
+        self._files = files
+        self._log = log
+
+    async def wait(self) -> str:
+        """See `Child.wait`; its files are gone, too."""
+        how = await super().wait()
+        self._files.remove()
+        return how if self._log is None else f"{how}; what it said is in {self._log}"
+
+
 def _cause(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
@@ -144,3 +239,242 @@ def _cause(code: int) -> str:
         return signal.Signals(-code).name
     except ValueError:
         return f"signal {-code}"
+
+
+class PrivateFiles:
+    """Made for one child; locked by this process, so that others see that it is in use."""
+
+    def __init__(self) -> None:
+        _remove_leftovers()
+        made = Path(tempfile.mkdtemp(prefix=f"new-{_PREFIX}", dir=_root()))
+        self._lock = os.open(made, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        (made / _MARK).touch()
+        self.path = made.with_name(made.name.removeprefix("new-"))
+        made.rename(self.path)  # only now others may take it for a leftover, and it is locked
+
+    def remove(self) -> None:
+        """The child is dead. Idempotent."""
+        if self._lock >= 0:
+            _remove(self.path)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _root() -> Path:
+    has_room = os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free >= _ROOM
+    return _SHARED_MEMORY if has_room else _disk()
+
+
+def _disk() -> Path:
+    return Path(tempfile.gettempdir())
+
+
+def _remove(path: Path) -> None:
+    for pattern in (f"{path.name}-*", f"sem.{path.name}-*"):
+        for each in _SHARED_MEMORY.glob(pattern):  # wherever its directory is
+            with contextlib.suppress(OSError):  # not ours: shared memory is everybody's, and so are its names
+                each.unlink()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_leftovers() -> None:
+    for path in (*_SHARED_MEMORY.glob(f"{_PREFIX}*"), *_disk().glob(f"{_PREFIX}*")):
+        with contextlib.suppress(OSError):  # no directory, gone already, another's, or in use
+            _remove_leftover(path)
+
+
+def _remove_leftover(path: Path) -> None:
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(lock).st_uid == os.getuid() and (path / _MARK).is_file():
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(path)
+    finally:
+        os.close(lock)
+
+
+class Supervised(Protocol):
+    """What is kept running."""
+
+    async def launch(self) -> Child:
+        """Start a child.
+
+        Raises:
+            OSError: it cannot be started now, and may be later.
+            AgentRLError: it never can.
+        """
+        ...
+
+    async def welcome(self) -> None:
+        """Make a fresh child ready to serve.
+
+        Raises:
+            EngineLostError: it died meanwhile, and another may be tried.
+            AgentRLError: it will never serve.
+        """
+        ...
+
+    async def died(self, how: str) -> None:
+        """The child is dead; what it had said is to be heard to its end."""
+        ...
+
+
+class Supervisor:
+    """Keeps one child running, from construction to `stop`. Made in the event loop it lives in.
+
+    Args:
+        name: what the child is called in messages.
+        budget: of losses in a row.
+        silence_s: how long a child that was `heard` once may say nothing.
+        tell: takes a line for people, when a child died and another is started.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        supervised: Supervised,
+        *,
+        budget: RetryBudget,
+        silence_s: float,
+        clock: Clock,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.losses = 0
+        """How often a child died."""
+        self._name = name
+        self._supervised = supervised
+        self._budget = budget
+        self._clock = clock
+        self._tell = tell
+        self._child: Child | None = None
+        self._silence_s = silence_s
+        self._silent: int | None = None
+        """For how many pieces of `silence_s`; None: it has not spoken yet."""
+        self._why = ""
+        """It was killed."""
+        self._serving = asyncio.Event()
+        self._failure: AgentRLError | None = None
+        self._task = asyncio.get_running_loop().create_task(self._keep(), name=f"keep {name}")
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the child; None while there is none."""
+        return None if self._child is None else self._child.process_id
+
+    async def serving(self) -> None:
+        """Wait until a child serves.
+
+        Raises:
+            AgentRLError: none ever will again, and why.
+        """
+        while not self._serving.is_set():
+            await self._serving.wait()
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+
+    def achieved(self) -> None:
+        """The child did something useful: its next loss is the first in a row."""
+        self._budget.achieved()
+
+    def heard(self) -> None:
+        """The child gave a sign of life."""
+        self._silent = 0
+
+    def kill(self, why: str = "") -> None:
+        """End the child, and what it started, at once; it is replaced as if it had died by itself, for that reason."""
+        if self._child is not None:
+            self._why = self._why or why
+            self._child.kill()
+
+    async def stop(self, patience_s: float = 0.0) -> None:
+        """Kill the child, if it does not end by itself within `patience_s`; none is started again. Idempotent."""
+        self._give_up(EngineError(f"{self._name} is closed"))
+        if self._child is not None:
+            if patience_s:
+                await asyncio.wait({self._task}, timeout=patience_s)
+            self.kill()
+        else:
+            self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def _keep(self) -> None:
+        try:
+            while self._failure is None:
+                how = await self._live()
+                self._child = None
+                if self._failure is not None:
+                    return
+                self.losses += 1
+                wait = self._budget.lost()
+                if wait is None:
+                    self._give_up(EngineError(f"{self._name} {how}, {self.losses} times; it is not started again"))
+                    return
+                self._tell(f"{self._name} {how}; it is started again in {wait:g} s")
+                await self._clock.sleep(wait)
+        except AgentRLError as error:
+            self._give_up(error)
+        except Exception as error:  # noqa: BLE001 - a bug of ours: whoever waits for the child must not wait for ever
+            self._give_up(EngineError(f"{self._name} could not be kept running: {type(error).__name__}: {error}"))
+        finally:
+            self.kill()
+            if self._child is not None:
+                await self._child.wait()
+
+    async def _live(self) -> str:
+        """One child, from its start to its death; how it died."""
+        self._why, self._silent = "", None
+        try:
+            child = self._child = await self._supervised.launch()
+        except OSError as error:
+            return f"could not be started ({error.strerror or error})"
+        loop, dead = asyncio.get_running_loop(), asyncio.Event()
+        welcoming = loop.create_task(self._welcome(child, dead), name=f"welcome {self._name}")
+        watching = loop.create_task(self._watch(), name=f"watch {self._name}")
+        try:
+            how = await child.wait()
+            dead.set()
+            if self._failure is None:
+                self._serving.clear()
+            how = f"was killed: {self._why}" if self._why else how
+            await self._supervised.died(how)
+            return how
+        finally:
+            welcoming.cancel()
+            watching.cancel()
+            await asyncio.wait({welcoming, watching})
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._silence_s / _PIECES)
+            if self._silent is not None:
+                self._silent += 1
+                if self._silent > _PIECES:
+                    self.kill(f"it gave no sign of life for {self._silence_s:g} s")
+
+    async def _welcome(self, child: Child, dead: asyncio.Event) -> None:
+        try:
+            await self._supervised.welcome()
+            if not dead.is_set():
+                self._serving.set()
+        except EngineLostError:
+            child.kill()
+        except AgentRLError as error:
+            self._give_up(error)
+            child.kill()
+        except Exception as error:  # noqa: BLE001 - a bug of ours: whoever waits for the child must not wait for ever
+            self._give_up(EngineError(f"{self._name} could not be made ready: {type(error).__name__}: {error}"))
+            child.kill()
+
+    def _give_up(self, error: AgentRLError) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._serving.set()
+
+
+def die_with(parent: int) -> None:
+    """Make the kernel kill this process when the thread that started it dies; at once, if `parent` is dead already."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

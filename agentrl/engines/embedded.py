@@ -26,11 +26,10 @@ from agentrl.core.ports import EngineCapabilities
 from agentrl.engines.batcher import Batcher
 from agentrl.engines.calls import Call, EmbeddedSession
 from agentrl.engines.capture import KeptSets, RoutingTap
-from agentrl.engines.leases import needs_adapters
 from agentrl.engines.passes import Pass, PassRunner
 from agentrl.engines.self_check import check_memory, check_rows, check_slots
 from agentrl.engines.serving import ServedModel, VersionTable
-from agentrl.engines.sessions import check_request, empty_completion
+from agentrl.engines.sessions import check_request, empty_completion, needs_adapters
 from agentrl.engines.slot_cache import SlotCache
 from agentrl.engines.slot_columns import SlotColumns
 from agentrl.engines.slot_table import SlotTable
@@ -319,7 +318,7 @@ class EmbeddedEngine:
         self._wake.set()
 
     async def ping(self) -> None:
-        """See `process_host.HostedEngine`: heard from when a forward pass has ended."""
+        """See `server.HostedEngine`: heard from when a forward pass has ended."""
         await self._on_worker(lambda: None)
 
     async def _on_worker(self, work: Callable[[], None]) -> None:

@@ -23,7 +23,7 @@ import aiohttp
 
 from agentrl.core.errors import ConfigError, EngineLostError, EpisodeError
 from agentrl.core.records import Completion, usage_of
-from agentrl.engines.outside import completion
+from agentrl.engines.external import completion
 
 if TYPE_CHECKING:
     from agentrl.config.policies import RemotePolicy
@@ -46,7 +46,7 @@ MORE_BYTES = 1 << 16
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Endpoint:
-    """See `outside.Outside`: where one remote policy lives."""
+    """See `external.ExternalPolicy`: where one remote policy lives."""
 
     policy: str
     config: RemotePolicy

@@ -357,7 +357,7 @@ class ScriptedEngine:
         return scores
 
     async def ping(self) -> None:
-        """See `process_host.HostedEngine`; it computes in the event loop."""
+        """See `server.HostedEngine`; it computes in the event loop."""
 
     def busy_seconds(self) -> float:
         """Seconds during which calls were in flight; 0 for an engine that takes no time."""

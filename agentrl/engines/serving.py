@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentrl.engines.adapter_bank import AdapterBank
-from agentrl.engines.leases import LiveVersion, live_version, newest_of
+from agentrl.engines.sessions import LiveVersion, live_version, newest_of
 from agentrl.engines.weight_files import ready_to_sample
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 from agentrl.core.errors import EngineError
 from agentrl.engines.adapter_files import read_adapter
-from agentrl.engines.leases import Leases, probes_of
 from agentrl.engines.probe import check_answer, read_probe
 from agentrl.engines.serving import BASE, Serving
+from agentrl.engines.sessions import Leases, probes_of
 from agentrl.engines.weight_files import match_full_weights, read_weights, refusal
 
 if TYPE_CHECKING:

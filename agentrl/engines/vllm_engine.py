@@ -21,8 +21,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError
 from agentrl.core.ids import key64
 from agentrl.core.ports import EngineCapabilities
-from agentrl.engines.leases import needs_adapters
-from agentrl.engines.sessions import check_request, empty_completion
+from agentrl.engines.sessions import check_request, empty_completion, needs_adapters
 from agentrl.engines.vllm_calls import VllmCall, VllmSession
 from agentrl.engines.vllm_capacity import kv_tokens, prefill_rate
 from agentrl.engines.vllm_start import VllmSettings, start_vllm
@@ -351,7 +350,7 @@ class VllmEngine:
                 return scores  # otherwise weights were replaced meanwhile, and some scores may be of either
 
     async def ping(self) -> None:
-        """See `process_host.HostedEngine`: vLLM's core is heard from between two steps of its worker."""
+        """See `server.HostedEngine`: vLLM's core is heard from between two steps of its worker."""
         try:
             await self._llm.is_sleeping()
         except EngineDeadError as error:

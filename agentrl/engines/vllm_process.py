@@ -1,4 +1,4 @@
-"""vLLM's process: `python -m agentrl.engines.vllm_process FD PARENT`: `process_host`, and what vLLM needs around it.
+"""vLLM's process: `python -m agentrl.engines.vllm_process FD PARENT`: `server.py`, and what vLLM needs around it.
 
 vLLM starts processes of its own by spawning, and each of them imports this module before anything else: what stands
 here at module level holds in all of them. Imports nothing heavy.
@@ -16,8 +16,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
-from agentrl.engines.private_files import VARIABLE
-from agentrl.engines.supervision import die_with
+from agentrl.engines.child_process import VARIABLE, die_with
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -65,7 +64,7 @@ def _keep_files_in(private: Path) -> None:
 prepare()
 
 if __name__ == "__main__":
-    from agentrl.engines.process_host import main
+    from agentrl.engines.server import main
 
     main()
     os._exit(0)

@@ -31,9 +31,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from agentrl.core.errors import EngineError, EngineLostError
 from agentrl.engines.adapter_files import check_adapter, copy_adapter, read_adapter
-from agentrl.engines.leases import Leases, LiveVersion, live_version, newest_of, probes_of
-from agentrl.engines.private_files import VARIABLE
+from agentrl.engines.child_process import VARIABLE
 from agentrl.engines.probe import check_answer, read_probe
+from agentrl.engines.sessions import Leases, LiveVersion, live_version, newest_of, probes_of
 from agentrl.engines.vllm_control import VllmControl
 from agentrl.engines.weight_files import match_full_weights, read_weights, refusal
 

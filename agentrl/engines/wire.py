@@ -25,7 +25,7 @@ from agentrl.core.records import (
 
 if TYPE_CHECKING:
     from agentrl.core.records import Float32Array, Int32Array
-    from agentrl.engines.placement import Writer
+    from agentrl.engines.child_process import Writer
 
 MAX_FRAME_BYTES = 1 << 30
 _HEAD_BYTES = 4
@@ -121,7 +121,7 @@ Request = Load | Open | CloseSession | Generate | Cancel | Abort | Update | Rele
 
 
 class Loaded(Message, frozen=True):
-    """The engine is there; guests reach it by the Unix socket `address`, where it is not empty."""
+    """The engine is there; other clients reach it by the Unix socket `address`, where it is not empty."""
 
     capabilities: EngineCapabilities
     address: str

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from agentrl.app.assemble import Parts, assemble
 from agentrl.core.clock import LoopClock
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.replicas import ReplicatedEngine
+from agentrl.engines.fleet import ReplicatedEngine
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.simulation.account import Account, CountingEngine, ObservedJournal
 from agentrl.simulation.measured import Measured, measure

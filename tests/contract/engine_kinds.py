@@ -20,11 +20,11 @@ from agentrl.core.errors import EngineError
 from agentrl.core.files import sha256_of
 from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.engines.child_process import EngineProgram
+from agentrl.engines.client import ProcessEngine
 from agentrl.engines.embedded import EmbeddedEngine
-from agentrl.engines.placement import EngineProgram
+from agentrl.engines.fleet import ReplicatedEngine
 from agentrl.engines.probe import Probe
-from agentrl.engines.process import ProcessEngine
-from agentrl.engines.replicas import ReplicatedEngine
 from agentrl.testing import simulate
 from tests.contract.scripted_program import VOCABULARY, scripted_engine
 

@@ -13,13 +13,12 @@ import pytest
 
 from agentrl.core.errors import EngineError, EngineLostError
 from agentrl.engines import wire
-from agentrl.engines.guest import GuestEngine
-from agentrl.engines.process import ProcessEngine
-from agentrl.engines.replicas import ReplicatedEngine
+from agentrl.engines.client import EngineClient, ProcessEngine
+from agentrl.engines.fleet import ReplicatedEngine
 from tests.contract.engine_kinds import START, prompt, request, version
 from tests.contract.test_engine_process import SCRIPTED, kill, made, weights_of
 
-Hosted = Callable[[ProcessEngine, GuestEngine], Coroutine[Any, Any, None]]
+Hosted = Callable[[ProcessEngine, EngineClient], Coroutine[Any, Any, None]]
 
 
 def with_guest(scenario: Hosted) -> None:
@@ -27,7 +26,7 @@ def with_guest(scenario: Hosted) -> None:
 
     async def main() -> None:
         engine, _ = await made()
-        guest = GuestEngine(engine.capabilities)
+        guest = EngineClient(engine.capabilities)
         engine.on_move(lambda: guest.moved(engine.addresses))
         guest.moved(engine.addresses)
         try:
@@ -39,7 +38,7 @@ def with_guest(scenario: Hosted) -> None:
 
 
 def test_a_guest_samples_what_the_owner_would() -> None:
-    async def scenario(engine: ProcessEngine, guest: GuestEngine) -> None:
+    async def scenario(engine: ProcessEngine, guest: EngineClient) -> None:
         owners = await engine.open("a", "solver").generate(request("a", prompt(9), seed=3))
         got: list[int] = []
         session = guest.open("a", "solver")
@@ -57,8 +56,8 @@ def test_a_guest_samples_what_the_owner_would() -> None:
 
 
 def test_two_guests_may_name_their_calls_alike_and_each_aborts_its_own() -> None:
-    async def scenario(engine: ProcessEngine, guest: GuestEngine) -> None:
-        other = GuestEngine(engine.capabilities)
+    async def scenario(engine: ProcessEngine, guest: EngineClient) -> None:
+        other = EngineClient(engine.capabilities)
         other.moved(engine.addresses)
         began = asyncio.Event()
         calls = []
@@ -75,7 +74,7 @@ def test_two_guests_may_name_their_calls_alike_and_each_aborts_its_own() -> None
 
 
 def test_a_guest_whose_engine_dies_keeps_what_was_delivered_and_waits_for_the_next() -> None:
-    async def scenario(engine: ProcessEngine, guest: GuestEngine) -> None:
+    async def scenario(engine: ProcessEngine, guest: EngineClient) -> None:
         await engine.update(weights_of(1))
         got: list[int] = []
         began = asyncio.Event()
@@ -105,7 +104,7 @@ def test_a_guest_whose_engine_dies_keeps_what_was_delivered_and_waits_for_the_ne
     "message", [wire.Update(call=1, weights=weights_of(1), keep=False), wire.Pause(call=1, on=True)]
 )
 def test_a_guest_that_asks_for_more_than_samples_is_shown_out(message: wire.Message) -> None:
-    async def scenario(engine: ProcessEngine, guest: GuestEngine) -> None:
+    async def scenario(engine: ProcessEngine, guest: EngineClient) -> None:
         reader, writer = await asyncio.open_unix_connection(engine.addresses[0])
         wire.send(writer, message)
         assert await wire.receive(reader) is None
@@ -116,7 +115,7 @@ def test_a_guest_that_asks_for_more_than_samples_is_shown_out(message: wire.Mess
 
 
 def test_the_door_is_for_this_user_alone() -> None:
-    async def scenario(engine: ProcessEngine, guest: GuestEngine) -> None:
+    async def scenario(engine: ProcessEngine, guest: EngineClient) -> None:
         (address,) = engine.addresses
         assert stat.S_IMODE(os.stat(os.path.dirname(address)).st_mode) == 0o700
 
@@ -127,7 +126,7 @@ def test_conversations_that_begin_alike_go_to_one_replica_and_none_to_one_that_i
     async def main() -> None:
         engines = [(await made())[0] for _ in range(2)]
         engine = ReplicatedEngine(engines)
-        guest = GuestEngine(engine.capabilities)
+        guest = EngineClient(engine.capabilities)
         moves: list[tuple[str, ...]] = []
 
         def moved() -> None:
@@ -161,7 +160,7 @@ def test_a_replica_that_comes_late_is_not_given_all_that_is_new() -> None:
     async def main() -> None:
         engines = [(await made())[0] for _ in range(2)]
         first, second = (engine.addresses[0] for engine in engines)
-        guest = GuestEngine(engines[0].capabilities)
+        guest = EngineClient(engines[0].capabilities)
         guest.moved((first,))
         for number in range(20):
             session = guest.open(f"s{number}", "solver")
@@ -182,7 +181,7 @@ def test_a_first_burst_is_shared_by_all_replicas() -> None:
 
     async def main() -> None:
         engines = [(await made())[0] for _ in range(2)]
-        guest = GuestEngine(engines[0].capabilities)
+        guest = EngineClient(engines[0].capabilities)
         guest.moved([engine.addresses[0] for engine in engines])
         sessions = [guest.open(f"s{number}", "solver") for number in range(20)]
         await asyncio.gather(*(each.generate(request(f"r{number}", prompt(9))) for number, each in enumerate(sessions)))
@@ -198,7 +197,7 @@ def test_a_process_without_a_private_place_has_no_door(monkeypatch: pytest.Monke
     """Where its path is longer than a Unix socket's may be."""
     deep = tmp_path / ("d" * 120)
     deep.mkdir()
-    monkeypatch.setattr("agentrl.engines.private_files._root", lambda: deep)
+    monkeypatch.setattr("agentrl.engines.child_process._root", lambda: deep)
 
     async def main() -> None:
         engine = await ProcessEngine(SCRIPTED, START).ready()

@@ -17,10 +17,8 @@ from agentrl.core.budget import RetryBudget
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineError, EngineLostError, ModelError
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.child_process import ChildProcess
-from agentrl.engines.placement import EngineProgram
-from agentrl.engines.process import ProcessEngine
-from agentrl.engines.supervision import Supervisor
+from agentrl.engines.child_process import ChildProcess, EngineProgram, Supervisor
+from agentrl.engines.client import ProcessEngine
 from tests.contract.engine_kinds import START, ModelZoo, check_logprobs, prompt, request, version
 
 SCRIPTED = EngineProgram("tests.contract.scripted_program:scripted_engine", {"max_context": 4096, "refresh": "token"})

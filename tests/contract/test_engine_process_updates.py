@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from agentrl.core.errors import EngineError
-from agentrl.engines.placement import EngineProgram
+from agentrl.engines.child_process import EngineProgram
 from tests.contract.engine_kinds import START, prompt, request, version
 from tests.contract.test_engine_process import made, weights_of
 

@@ -21,9 +21,8 @@ from safetensors.numpy import load_file, save_file
 
 from agentrl.core.errors import AgentRLError, EngineCapabilityError, EngineError, EngineLostError, ModelError
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.placement import EngineProgram
-from agentrl.engines.private_files import VARIABLE
-from agentrl.engines.process import ProcessEngine
+from agentrl.engines.child_process import VARIABLE, EngineProgram
+from agentrl.engines.client import ProcessEngine
 from tests.contract.engine_kinds import START, ModelZoo, check_logprobs, prompt, request, version, write_adapter
 from tests.contract.test_engine_adapters import with_adapter
 from tests.contract.test_engine_process import NoWaiting

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.core.records import PolicyVersion, WeightsRef
 
 if __name__ == "__main__":
-    from agentrl.engines.private_files import VARIABLE, PrivateFiles
+    from agentrl.engines.child_process import VARIABLE, PrivateFiles
 
     files = PrivateFiles()
     os.environ[VARIABLE] = str(files.path)

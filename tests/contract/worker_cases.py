@@ -18,8 +18,8 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.ports import Worker
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task
 from agentrl.credit.advantages import ADVANTAGES
-from agentrl.engines.placement import EngineProgram
-from agentrl.engines.process import ProcessEngine
+from agentrl.engines.child_process import EngineProgram
+from agentrl.engines.client import ProcessEngine
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import name_of
 from agentrl.journal.store import SqliteJournal

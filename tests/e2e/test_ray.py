@@ -34,10 +34,10 @@ from agentrl.core.errors import (
 from agentrl.core.ports import Engine, GenerateRequest, Trainer
 from agentrl.core.records import Completion, DataLocation, PolicyVersion
 from agentrl.core.training_records import StepReport
+from agentrl.engines.child_process import EngineProgram
+from agentrl.engines.client import ProcessEngine
 from agentrl.engines.embedded import EmbeddedEngine
-from agentrl.engines.placement import EngineProgram
-from agentrl.engines.process import ProcessEngine
-from agentrl.engines.replicas import ReplicatedEngine
+from agentrl.engines.fleet import ReplicatedEngine
 from agentrl.learn.columns import read_columns
 from agentrl.learn.in_process import InProcessTrainer
 from tests.contract.engine_kinds import START, ModelZoo, prompt, request, version
@@ -264,8 +264,8 @@ from agentrl.cluster.trainer_pool import RayTrainerPool
 from agentrl.core.errors import TrainerLostError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.placement import EngineProgram
-from agentrl.engines.process import ProcessEngine
+from agentrl.engines.child_process import EngineProgram
+from agentrl.engines.client import ProcessEngine
 from tests.learn_cases import Episodes, make_rows, run_config
 
 SCRIPTED = EngineProgram("tests.contract.scripted_program:scripted_engine", {"max_context": 4096, "refresh": "token"})

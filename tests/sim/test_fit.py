@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.replicas import ReplicatedEngine
+from agentrl.engines.fleet import ReplicatedEngine
 from agentrl.simulation.engine import EmulatedEngine
 from agentrl.simulation.fit import SampledTurn, fitted_rates
 from agentrl.simulation.hardware import Rates

@@ -12,7 +12,7 @@ import pytest
 from agentrl.core.errors import EngineError, EngineFailedError, EngineLostError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
-from agentrl.engines.replicas import FENCE_S, ReplicatedEngine
+from agentrl.engines.fleet import FENCE_S, ReplicatedEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.testing import simulate
 

@@ -17,7 +17,7 @@ from agentrl.core import ids
 from agentrl.core.clock import LoopClock
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task, dropped_header
-from agentrl.engines.placement import EngineProgram
+from agentrl.engines.child_process import EngineProgram
 from agentrl.engines.wire import send
 from agentrl.testing.plugin import SimulatedLoop
 
@@ -33,7 +33,7 @@ CAPABILITIES = EngineCapabilities(
 
 
 class Process:
-    """A worker's process in simulated time; implements `placement.EngineChild`, and its writer."""
+    """A worker's process in simulated time; implements `child_process.EngineChild`, and its writer."""
 
     process_id = 0
 

@@ -16,7 +16,7 @@ from agentrl.config.load import load
 from agentrl.config.policies import BotPolicy
 from agentrl.core.errors import CheckFailedError, EnvironmentDefinitionError, JournalError
 from agentrl.core.records import Message
-from agentrl.engines.outside import RoutedEngine
+from agentrl.engines.external import RoutedEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from tests.sim.small_run import SmallRun, config_for

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.engines import private_files
-from agentrl.engines.private_files import PrivateFiles
+from agentrl.engines import child_process
+from agentrl.engines.child_process import PrivateFiles
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Instead of the machine's shared memory."""
-    monkeypatch.setattr(private_files, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(child_process, "_SHARED_MEMORY", tmp_path)
     return tmp_path
 
 
@@ -44,9 +44,9 @@ def test_everything_under_the_childs_name_goes_and_nothing_else(root: Path) -> N
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from agentrl.engines import private_files
-private_files._SHARED_MEMORY, private_files._ROOM = Path(sys.argv[1]), int(sys.argv[2])
-files = private_files.PrivateFiles()
+from agentrl.engines import child_process
+child_process._SHARED_MEMORY, child_process._ROOM = Path(sys.argv[1]), int(sys.argv[2])
+files = child_process.PrivateFiles()
 (files.path / "inside").touch()
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -24,7 +24,7 @@ from agentrl.core import budget
 from agentrl.core.errors import CheckFailedError, ConfigError, EngineLostError, EpisodeError, JournalError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Message, ToolCall, ToolSpec
-from agentrl.engines.outside import RoutedEngine
+from agentrl.engines.external import RoutedEngine
 from agentrl.engines.remote import MAX_ANSWER_BYTES, REFUSAL_SHOWN, REFUSED_IN_A_ROW, Endpoint
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from agentrl.engines.private_files import VARIABLE
+from agentrl.engines.child_process import VARIABLE
 
 _HOSTILE = {
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",

@@ -15,8 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import EngineError, EngineFailedError, EngineLostError
-from agentrl.engines.guest import Shared, suited
-from agentrl.engines.served import Served, finished
+from agentrl.engines.client import ServedVersions, SharedEngine, finished, pick_replica
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +37,7 @@ class Replica:
     engine: Engine
     sessions: int = 0
     """Conversations it has."""
-    serves: Served = field(default_factory=Served)
+    serves: ServedVersions = field(default_factory=ServedVersions)
     """What it has taken."""
     refused: dict[WeightsRef, Exception] = field(default_factory=dict)
     """What it would not take, when it was last asked."""
@@ -65,7 +64,7 @@ class ReplicatedEngine:
     def __init__(self, engines: Sequence[Engine], *, tell: Callable[[str], None] | None = None) -> None:
         self.capabilities = _together([engine.capabilities for engine in engines])
         self._replicas = [Replica(number, engine) for number, engine in enumerate(engines)]
-        self._wanted = Served()
+        self._wanted = ServedVersions()
         self._tell = tell or (lambda line: None)
         self._calls: dict[str, Replica] = {}
         self._one_at_a_time = asyncio.Lock()
@@ -76,19 +75,19 @@ class ReplicatedEngine:
         self._closed = False
         self._moved: Callable[[], None] = lambda: None
 
-    # --- guests -----------------------------------------------------------------------------------------------------
+    # --- clients in other processes -----------------------------------------------------------------------------------------------------
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """See `guest.Shared`: those of replicas that are not fenced."""
-        shared = [each.engine for each in self._replicas if not each.is_fenced and isinstance(each.engine, Shared)]
-        return tuple(address for engine in shared for address in engine.addresses)
+        """See `client.SharedEngine`: those of replicas that are not fenced."""
+        engines = [replica.engine for replica in self._replicas if not replica.is_fenced]
+        return tuple(each for engine in engines if isinstance(engine, SharedEngine) for each in engine.addresses)
 
     def on_move(self, moved: Callable[[], None]) -> None:
-        """See `guest.Shared`."""
+        """See `client.SharedEngine`."""
         self._moved = moved
         for replica in self._replicas:
-            if isinstance(replica.engine, Shared):
+            if isinstance(replica.engine, SharedEngine):
                 replica.engine.on_move(moved)
 
     # --- sessions ---------------------------------------------------------------------------------------------------
@@ -116,7 +115,7 @@ class ReplicatedEngine:
             if not any(replica.following and not replica.following.done() for replica in self._replicas):
                 raise self._nobody()
             await self._change()
-        return able[suited([replica.sessions for replica in able], policy, context)]
+        return able[pick_replica([replica.sessions for replica in able], policy, context)]
 
     def started(self, request_id: str, replica: Replica) -> None:
         """A call begins."""

@@ -1,19 +1,27 @@
-"""An engine, but for the policies that live outside of it: behind an endpoint (`remote.py`), or programs (`bots.py`).
+"""External policies: those that no engine of ours serves, behind an endpoint (`remote.py`) or as programs (bots).
 
-Owns: which policy is asked where. Such a policy is told the conversation as JSON lines, a byte a token, and its
-completion is a line like them, with logprob 0: recorded and replayed like any other, and never trained.
+Owns: which policy is asked where, and how a bot is called. An external policy is given the conversation as JSON lines
+(`rollout/json_format.py`), a byte a token; its completion is such a line with logprob 0, recorded and replayed like any
+other and never trained.
+Invariants: the random numbers of a bot's turn follow from its call id alone, so a turn that is played again is the
+same; a bot that raises, or returns what is no text, ends the episode by name.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from agentrl.core.errors import EngineError
+from agentrl.core.errors import EngineError, EpisodeError, error_words
 from agentrl.core.ports import EngineCapabilities
-from agentrl.core.records import Completion, PolicyVersion, VersionSpan
+from agentrl.core.records import Completion, Message, PolicyVersion, VersionSpan
+from agentrl.core.rng import stream
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,8 +29,13 @@ if TYPE_CHECKING:
     from agentrl.core.ports import Delta, Engine, EngineSession, GenerateRequest, Sampler
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, WeightsRef
 
+MAX_CHARACTERS = 1 << 20
+"""Of a turn: all of it goes to the journal."""
+Program = Callable[[Sequence[Message], Random], "str | Awaitable[str]"]
+"""From the conversation, whose last message is the newest, to what is said."""
 
-class Outside(Protocol):
+
+class ExternalPolicy(Protocol):
     """One policy that no engine of ours serves."""
 
     async def generate(self, request: GenerateRequest, where: str) -> Completion:
@@ -39,10 +52,10 @@ class Outside(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OutsideSession:
+class ExternalSession:
     """See `agentrl.core.ports.EngineSession`; there is nothing to hold."""
 
-    outside: Outside
+    outside: ExternalPolicy
     session_id: str
 
     async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
@@ -56,7 +69,7 @@ class OutsideSession:
 class RoutedSampler:
     """See `agentrl.core.ports.Sampler`: one, but for the policies that live outside of it."""
 
-    def __init__(self, sampler: Sampler, outside: Mapping[str, Outside]) -> None:
+    def __init__(self, sampler: Sampler, outside: Mapping[str, ExternalPolicy]) -> None:
         self.capabilities: EngineCapabilities = sampler.capabilities
         self._sampler = sampler
         self._outside = outside
@@ -64,7 +77,7 @@ class RoutedSampler:
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
         """See `agentrl.core.ports.Sampler.open`."""
         if policy in self._outside:
-            return OutsideSession(self._outside[policy], session_id)
+            return ExternalSession(self._outside[policy], session_id)
         return self._sampler.open(session_id, policy, pin=pin)
 
     def abort(self, request_id: str) -> None:
@@ -77,7 +90,7 @@ class RoutedSampler:
 class RoutedEngine(RoutedSampler):
     """See `agentrl.core.ports.Engine`: an engine, but for the policies that live outside of it."""
 
-    def __init__(self, engine: Engine, outside: Mapping[str, Outside]) -> None:
+    def __init__(self, engine: Engine, outside: Mapping[str, ExternalPolicy]) -> None:
         super().__init__(engine, outside)
         self.engine = engine
         """Ours."""
@@ -154,6 +167,43 @@ class NoEngine:
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Bot:
+    """See `ExternalPolicy`: the policy that a program is."""
+
+    policy: str
+    program: Program
+
+    async def generate(self, request: GenerateRequest, where: str) -> Completion:
+        """Ask the program."""
+        lines = bytes(request.token_ids.tolist()).decode().split("\n")[:-1]
+        told = [line for line in map(json.loads, lines) if "tools" not in line]
+        conversation = [Message(role=line["role"], content=line["content"]) for line in told]
+        try:
+            said = self.program(conversation, stream("bot", request.seed))
+            if inspect.isawaitable(said):
+                said = await said
+        except EpisodeError:
+            raise
+        except Exception as error:
+            raise self._failed(where, f"raised {error_words(error)}") from error
+        if not isinstance(said, str):
+            raise self._failed(where, f"said {said!r:.200}, which is no text")
+        if len(said) > MAX_CHARACTERS:
+            raise self._failed(where, f"said {len(said)} characters; at most {MAX_CHARACTERS} are taken")
+        line = json.dumps({"role": "assistant", "content": said}, ensure_ascii=False) + "\n"
+        return completion(self.policy, line.encode("utf-8", "replace"), "stop")
+
+    def abort(self, request_id: str) -> None:
+        """Its turns are over at once, or are waited for."""
+
+    async def close(self) -> None:
+        """It holds nothing."""
+
+    def _failed(self, where: str, what: str) -> EpisodeError:
+        return EpisodeError(f"{where}, policy {self.policy!r}: the bot {what}", reason="bot_error")
 
 
 def completion(policy: str, said: bytes, reason: FinishReason) -> Completion:

@@ -1,7 +1,7 @@
-"""The child's side of an engine in a process of its own: `python -m agentrl.engines.process_host FD PARENT`.
+"""The server of an engine in a process of its own: `python -m agentrl.engines.server FD PARENT`.
 
-Serves the socket it was started with, and ends with it; and guests, who may sample and nothing else, at a Unix socket
-in its private directory. Owns the engine, and the tasks of calls.
+Serves its owner over the socket it was started with, and ends with it; and other clients, which may sample and nothing
+else, at a Unix socket in its private directory. Owns the engine and the tasks of its calls.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import msgspec
 from agentrl.core.errors import AgentRLError, EngineCapabilityError, EngineError, EngineLostError
 from agentrl.core.ports import Engine
 from agentrl.engines import wire
-from agentrl.engines.private_files import VARIABLE
-from agentrl.engines.supervision import die_with
+from agentrl.engines.child_process import VARIABLE, die_with
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import EngineSession
     from agentrl.core.records import PolicyVersion
 
-Leave = Callable[[], Coroutine[Any, Any, None]]
+ExitProcess = Callable[[], Coroutine[Any, Any, None]]
 LONGEST_ADDRESS = 107
 """Characters of a Unix socket's path."""
 BUSY_S = 0.2
@@ -50,13 +49,13 @@ class HostedEngine(Engine, Protocol):
         ...
 
 
-class EngineHost:
-    """One engine behind one connection; `leave` ends the process."""
+class ConnectionHandler:
+    """Answers the owner's connection; `exit_process` ends this process."""
 
-    def __init__(self, engine: HostedEngine, writer: asyncio.StreamWriter, leave: Leave) -> None:
+    def __init__(self, engine: HostedEngine, writer: asyncio.StreamWriter, exit_process: ExitProcess) -> None:
         self._engine = engine
         self._writer = writer
-        self._leave = leave
+        self._exit_process = exit_process
         self._sessions: dict[int, EngineSession | AgentRLError] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
         """Of calls, by their numbers."""
@@ -92,17 +91,17 @@ class EngineHost:
             case wire.Load():
                 raise EngineError("an engine is loaded once")
 
-    async def tell_busy(self) -> None:
-        """Tell the client how long the engine has been computing, and thereby that it does not hang, for ever."""
+    async def report_busy(self) -> None:
+        """Report for ever how long the engine has been computing, which also says that it does not hang."""
         while True:
             await asyncio.sleep(BUSY_S)
             try:
                 await self._engine.ping()
             except EngineLostError:
-                await self._leave()
-            self._tell_busy()
+                await self._exit_process()
+            self._report_busy()
 
-    def _tell_busy(self) -> None:
+    def _report_busy(self) -> None:
         wire.send(self._writer, wire.Busy(seconds=self._engine.busy_seconds()))
 
     def _start(self, call: int, work: Coroutine[Any, Any, wire.Reply | None]) -> None:
@@ -115,15 +114,15 @@ class EngineHost:
         try:
             reply = await work
         except EngineLostError:
-            await self._leave()
+            await self._exit_process()
             return
         except Exception as error:  # noqa: BLE001 - the client must hear of whatever an engine raises
             reply = _failed(call, error)
-        self._tell_busy()
+        self._report_busy()
         wire.send(self._writer, wire.Answered(call=call) if reply is None else reply)
 
-    async def say_all(self) -> None:
-        """Wait until all that was said has left, to the last byte."""
+    async def flush(self) -> None:
+        """Wait until every byte queued has been sent."""
         self._writer.transport.set_write_buffer_limits(0)
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
@@ -147,19 +146,21 @@ class EngineHost:
         return wire.Scored(call=message.call, logprobs=scores.astype("<f4", copy=False).tobytes())
 
 
-class GuestHost(EngineHost):
-    """A guest's connection. Its request ids are made its own: a call that goes on with another guest, whose first is
-    dead, must not meet itself."""
+class ClientHandler(ConnectionHandler):
+    """Answers a client that may only sample. Its request ids are prefixed: a call that another client continues after
+    the first one died must not collide with what is left of itself."""
 
-    def __init__(self, engine: HostedEngine, writer: asyncio.StreamWriter, leave: Leave, number: int) -> None:
-        super().__init__(engine, writer, leave)
+    def __init__(
+        self, engine: HostedEngine, writer: asyncio.StreamWriter, exit_process: ExitProcess, number: int
+    ) -> None:
+        super().__init__(engine, writer, exit_process)
         self._prefix = f"{number}:"
 
     def handle(self, message: wire.Request) -> None:
-        """Sample; whoever asks for more is no guest of ours.
+        """Sample.
 
         Raises:
-            ValueError: it does.
+            ValueError: the client asks for something else.
         """
         match message:
             case wire.Generate() | wire.Abort():
@@ -167,11 +168,11 @@ class GuestHost(EngineHost):
             case wire.Open() | wire.CloseSession() | wire.Cancel():
                 pass
             case _:
-                raise ValueError(f"a guest asks for {type(message).__name__}")
+                raise ValueError(f"a client asks for {type(message).__name__}")
         super().handle(message)
 
-    def end(self) -> None:
-        """The guest has left: nobody waits for its calls."""
+    def disconnected(self) -> None:
+        """Cancel the client's calls and close its sessions."""
         for task in list(self.tasks.values()):
             task.cancel()
         for session in self._sessions.values():
@@ -179,51 +180,51 @@ class GuestHost(EngineHost):
                 session.close()
 
 
-class House:
-    """The engine of this process, its owner's connection and its guests'."""
+class EngineServer:
+    """The engine of this process, its owner's connection and those of other clients."""
 
     def __init__(self, engine: HostedEngine, owner: asyncio.StreamWriter) -> None:
-        self.owner = EngineHost(engine, owner, self.leave)
+        self.owner = ConnectionHandler(engine, owner, self.exit_process)
         self._engine = engine
-        self._guests: set[GuestHost] = set()
+        self._clients: set[ClientHandler] = set()
         self._numbers = itertools.count(1)
-        self._leaving = False
+        self._exiting = False
 
-    async def open_door(self) -> str:
-        """Let guests in; where they find the door, empty where there is no place for it."""
+    async def listen(self) -> str:
+        """Accept other clients; the path of the Unix socket, empty where it would be too long."""
         private = os.environ.get(VARIABLE)
-        address = f"{private}/guests"
+        address = f"{private}/clients"
         if private is None or len(address) > LONGEST_ADDRESS:
             return ""
         await asyncio.start_unix_server(self._receive, address)  # in a directory that only this user can enter
         return address
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        guest = GuestHost(self._engine, writer, self.leave, next(self._numbers))
-        self._guests.add(guest)
+        client = ClientHandler(self._engine, writer, self.exit_process, next(self._numbers))
+        self._clients.add(client)
         try:
             while (body := await wire.receive(reader)) is not None:
-                guest.handle(wire.REQUESTS.decode(body))
+                client.handle(wire.REQUESTS.decode(body))
         except (ValueError, msgspec.MsgspecError) as error:
             with contextlib.suppress(OSError):  # the disk it lies on may be full
-                sys.stderr.write(f"agentrl: a guest of the engine was shown out: {error}\n")
+                sys.stderr.write(f"agentrl: the engine disconnected a client: {error}\n")
         finally:
-            guest.end()
-            self._guests.discard(guest)
+            client.disconnected()
+            self._clients.discard(client)
             writer.close()
 
-    async def leave(self) -> None:
-        """What this process serves is dead: the next one begins anew, once every call has said what it has."""
-        if self._leaving:
+    async def exit_process(self) -> None:
+        """End this process, whose engine is dead, once every call has sent what it has."""
+        if self._exiting:
             return
-        self._leaving = True
-        hosts = [self.owner, *self._guests]
-        if others := {task for host in hosts for task in host.tasks.values()} - {asyncio.current_task()}:
+        self._exiting = True
+        handlers = [self.owner, *self._clients]
+        if others := {task for handler in handlers for task in handler.tasks.values()} - {asyncio.current_task()}:
             await asyncio.wait(others, timeout=BUSY_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(BUSY_S):
-                await asyncio.gather(*(guest.say_all() for guest in self._guests))
-        await self.owner.say_all()
+                await asyncio.gather(*(client.flush() for client in self._clients))
+        await self.owner.flush()
         os._exit(1)
 
 
@@ -264,11 +265,11 @@ async def _serve(connection: socket.socket) -> None:
         wire.send(writer, _failed(0, error))
         await writer.drain()
         return
-    house = House(engine, writer)
-    wire.send(writer, wire.Loaded(capabilities=engine.capabilities, address=await house.open_door()))
-    busy = asyncio.get_running_loop().create_task(house.owner.tell_busy())
+    server = EngineServer(engine, writer)
+    wire.send(writer, wire.Loaded(capabilities=engine.capabilities, address=await server.listen()))
+    busy = asyncio.get_running_loop().create_task(server.owner.report_busy())
     while (body := await wire.receive(reader)) is not None:
-        house.owner.handle(wire.REQUESTS.decode(body))
+        server.owner.handle(wire.REQUESTS.decode(body))
     busy.cancel()
 
 
@@ -276,10 +277,10 @@ def main() -> None:
     """Serve the connection that was handed over, until it ends."""
     descriptor, parent = map(int, sys.argv[1:])
     die_with(parent)
-    asyncio.run(_serve_and_leave(socket.socket(fileno=descriptor)))
+    asyncio.run(_serve_and_exit(socket.socket(fileno=descriptor)))
 
 
-async def _serve_and_leave(connection: socket.socket) -> None:
+async def _serve_and_exit(connection: socket.socket) -> None:
     await _serve(connection)
     os._exit(0)  # a forward pass in progress is nobody's any more, and neither are the calls that wait for it
 

@@ -1,0 +1,639 @@
+"""Engines in other processes, as their clients see them.
+
+`ProcessEngine` owns an engine's process and implements `core.ports.Engine`: it starts the process, starts it again when
+it dies, and gives a fresh one the versions of the one before. `EngineClient` samples from processes that somebody else
+owns and implements `core.ports.Sampler`: an episode worker's process has one. Both talk over a `Connection`, in the
+messages of `wire.py`, to `server.py`.
+Invariants: a call in flight when its connection ends raises `EngineLostError` after its last delta; a session is opened
+again by its next call; a conversation stays with its process, which has its KV, while that is there; any other request
+waits for the next process and is made again, an update only once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from agentrl.core.budget import RetryBudget
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import AgentRLError, EngineError, EngineFailedError, EngineLostError, InputError, error_named
+from agentrl.core.ids import key64
+from agentrl.engines import wire
+from agentrl.engines.child_process import LocalPlacement, Supervisor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
+
+    from agentrl.core.clock import Clock
+    from agentrl.core.ports import Delta, EngineCapabilities, GenerateRequest
+    from agentrl.core.records import Completion, Float32Array, Int32Array, PolicyVersion, WeightsRef
+    from agentrl.engines.child_process import EngineChild, EngineProgram, Placement, Writer
+
+LOAD_BOUND = 1.25
+"""An engine takes conversations that its cache suits up to this multiple of the mean."""
+LOSSES_OF_AN_UPDATE = 2
+"""So many processes may die in one update; then it is taken for what kills them."""
+
+
+class Connection:
+    """The line to one process, from its start to its end.
+
+    Args:
+        reader: what the process says.
+        writer: what is said to it.
+        heard: called with whatever it said.
+        ended: called when it will say no more, with what was wrong with what it said; empty where it hung up.
+    """
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: Writer,
+        *,
+        heard: Callable[[wire.Reply], None],
+        ended: Callable[[str], None],
+    ) -> None:
+        self.busy = 0.0
+        """Seconds this process has computed."""
+        self.sessions = 0
+        """Conversations that go over it."""
+        self._writer = writer
+        self._heard = heard
+        self._on_end = ended
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[wire.Reply]] = {}
+        self._listeners: dict[int, tuple[str, Delta]] = {}
+        self._ended: AgentRLError | None = None
+        self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="engine replies")
+
+    def next_call(self) -> int:
+        """A number for a call or a session."""
+        return next(self._numbers)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be asked."""
+        return self._ended is None
+
+    def tell(self, message: wire.Request) -> None:
+        """Say something that is not answered."""
+        if self._ended is None:
+            wire.send(self._writer, message)
+
+    async def ask(self, call: int, message: wire.Request) -> wire.Reply:
+        """The answer to a message; raises what the process raised, or why it is gone."""
+        if self._ended is not None:
+            raise self._ended.with_traceback(None)
+        future: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
+        self._calls[call] = future
+        wire.send(self._writer, message)
+        try:
+            return await future
+        finally:
+            del self._calls[call]
+
+    async def generate(self, session: int, request: GenerateRequest, on_delta: Delta | None) -> Completion:
+        """One call of a session."""
+        call = self.next_call()
+        if on_delta is not None:
+            self._listeners[call] = (request.request_id, on_delta)
+        try:
+            reply = await self.ask(call, wire.generate_of(call, session, request, deltas=on_delta is not None))
+        except asyncio.CancelledError:
+            self.tell(wire.Cancel(call=call))
+            raise
+        finally:
+            self._listeners.pop(call, None)
+        if not isinstance(reply, wire.Completed):
+            raise EngineError(f"call {request.request_id}: the engine's process answered {type(reply).__name__}")
+        return wire.completion_of(reply)
+
+    async def update(self, weights: WeightsRef, *, keep: bool) -> None:
+        """See `agentrl.core.ports.Engine.update`."""
+        call = self.next_call()
+        await self.ask(call, wire.Update(call=call, weights=weights, keep=keep))
+
+    async def pause(self, *, on: bool) -> None:
+        """Pause, or resume."""
+        call = self.next_call()
+        await self.ask(call, wire.Pause(call=call, on=on))
+
+    async def end(self, error: AgentRLError) -> None:
+        """The process is dead: hear what it had said, then fail what it had not answered."""
+        await asyncio.wait({self._reading})
+        self.hang_up(error)
+
+    def hang_up(self, error: AgentRLError) -> None:
+        """Say no more, and fail what was not answered. Idempotent."""
+        self._ended = self._ended or error
+        self._writer.close()
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(self._ended.with_traceback(None))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        why = ""  # it hangs up when it dies
+        try:
+            while (body := await wire.receive(reader)) is not None:
+                reply = wire.REPLIES.decode(body)
+                self._heard(reply)
+                self._hear(reply)
+        except Exception as error:  # noqa: BLE001 - whatever it said, its calls must not wait for ever
+            why = f"what it said makes no sense ({type(error).__name__}: {error})"
+        self._on_end(why)
+
+    def _hear(self, reply: wire.Reply) -> None:
+        match reply:
+            case wire.Delta():
+                self._deliver(reply)
+            case wire.Busy():
+                self.busy = reply.seconds
+            case wire.Failed():
+                self._settle(reply.call, error_named(reply.kind, reply.message, among=(EngineError, InputError)))
+            case wire.Loaded():
+                self._settle(0, reply)
+            case _:
+                self._settle(reply.call, reply)
+
+    def _deliver(self, delta: wire.Delta) -> None:
+        listener = self._listeners.get(delta.call)
+        if listener is None:
+            return
+        request_id, on_delta = listener
+        try:
+            on_delta(request_id, delta.token_ids, delta.logprobs, delta.version)
+        except Exception as error:  # noqa: BLE001 - of whoever made the call, and raised there
+            del self._listeners[delta.call]
+            self._settle(delta.call, error)
+            self.tell(wire.Cancel(call=delta.call))
+
+    def _settle(self, call: int, result: wire.Reply | Exception) -> None:
+        future = self._calls.get(call)
+        if future is None or future.done():
+            return
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+
+class Connector(Protocol):
+    """Who knows which process a conversation is with."""
+
+    async def connected(self, held: Connection | None, policy: str, request: GenerateRequest) -> Connection:
+        """The line for a call; `held` is the one of the conversation's call before, where its KV is.
+
+        Raises:
+            EngineLostError: there is none now.
+            EngineFailedError: there never will be one again.
+        """
+        ...
+
+
+class ConnectedSession:
+    """One conversation of an engine in another process."""
+
+    __slots__ = ("_closed", "_connection", "_engine", "_name", "_number", "_pin", "_policy")
+
+    def __init__(self, engine: Connector, name: str, policy: str, pin: PolicyVersion | None) -> None:
+        self._engine = engine
+        self._name = name
+        self._policy = policy
+        self._pin = pin
+        self._connection: Connection | None = None
+        self._number = 0
+        self._closed = False
+
+    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
+        """See `agentrl.core.ports.EngineSession.generate`."""
+        connection = await self._engine.connected(self._connection, self._policy, request)
+        if self._closed:
+            raise EngineError(f"call {request.request_id}: the session is closed")
+        if connection is not self._connection:
+            self._leave()
+            self._connection, self._number = connection, connection.next_call()
+            connection.sessions += 1
+            opened = wire.Open(
+                session=self._number,
+                name=self._name,
+                policy=self._policy,
+                pin=self._pin,
+            )
+            connection.tell(opened)
+        return await connection.generate(self._number, request, on_delta)
+
+    def close(self) -> None:
+        """See `agentrl.core.ports.EngineSession.close`."""
+        self._closed = True
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._connection is not None:
+            self._connection.tell(wire.CloseSession(session=self._number))
+            self._connection.sessions -= 1
+        self._connection = None
+
+
+@dataclass(slots=True)
+class ServedVersions:
+    """Versions that are to be served, or are."""
+
+    newest: dict[str, WeightsRef] = field(default_factory=dict)
+    """By policy; without those that were never updated."""
+    kept: Counter[WeightsRef] = field(default_factory=Counter)
+    """How often each was kept and not released."""
+
+    def take(self, weights: WeightsRef, *, keep: bool) -> None:
+        """A version is its policy's newest from now on, and kept once more."""
+        self.newest[weights.version.policy] = weights
+        if keep:
+            self.kept[weights] += 1
+
+    def take_back(self, weights: WeightsRef, before: WeightsRef | None, *, keep: bool) -> None:
+        """Undo a `take`; `before` was the newest."""
+        policy = weights.version.policy
+        if before is None:
+            del self.newest[policy]
+        else:
+            self.newest[policy] = before
+        if keep:
+            self._release(weights)
+
+    def release(self, version: PolicyVersion) -> bool:
+        """Take one `keep` back; False: it was not kept."""
+        weights = self._kept(version)
+        if weights is None:
+            return False
+        self._release(weights)
+        return True
+
+    def _release(self, weights: WeightsRef) -> None:
+        self.kept -= Counter([weights])  # which leaves out what is kept no more
+
+    def is_kept(self, version: PolicyVersion) -> bool:
+        """Whether the version stays although a newer one may be served."""
+        return self._kept(version) is not None
+
+    def _kept(self, version: PolicyVersion) -> WeightsRef | None:
+        return next((weights for weights in self.kept if weights.version == version), None)
+
+    def lacks(self, wanted: ServedVersions) -> dict[str, tuple[WeightsRef, bool]]:
+        """By policy the next update that brings these versions nearer to those `wanted`: the weights, and whether they
+        are kept; none where nothing is lacking."""
+        updates = [(weights, True) for weights, times in wanted.kept.items() if self.kept[weights] < times]
+        updates.sort(key=lambda update: update[0].version)
+        updates += [(weights, False) for policy, weights in wanted.newest.items() if self.newest.get(policy) != weights]
+        lacking: dict[str, tuple[WeightsRef, bool]] = {}
+        for weights, keep in updates:
+            lacking.setdefault(weights.version.policy, (weights, keep))
+        return lacking
+
+
+async def finished(update: Coroutine[Any, Any, None], *, forsaken: Callable[[], None] | None) -> None:
+    """Wait for an update that is finished once it has begun: also where its caller is cancelled, who then does not hear
+    that it succeeded; `forsaken`, if it is given, is called then."""
+    task = asyncio.get_running_loop().create_task(update, name="engine update")
+
+    def end(ended: asyncio.Task[None]) -> None:
+        if not ended.cancelled() and ended.exception() is None and forsaken is not None:
+            forsaken()
+
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(end)
+        raise
+
+
+class ProcessEngine:
+    """See `agentrl.core.ports.Engine`. Starts its process at once; `ready` waits for it.
+
+    Args:
+        program: what the process runs.
+        versions: the version each policy begins at.
+        placement: where it runs; closed with the engine. None: a child of this process.
+        silence_s: how long it may give no sign of life, before it is taken to hang and is killed.
+        attempts: how often in a row the process may die with no call answered in between.
+        clock: where waits between attempts come from.
+        tell: takes a line for people when the process died; nobody is told where it is None.
+    """
+
+    capabilities: EngineCapabilities
+    """Known once the process has served."""
+
+    def __init__(
+        self,
+        program: EngineProgram,
+        versions: Mapping[str, PolicyVersion],
+        *,
+        placement: Placement | None = None,
+        silence_s: float = 300.0,
+        attempts: int = 5,
+        clock: Clock | None = None,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        self._program = program
+        self._placement = placement or LocalPlacement()
+        self._first_versions = dict(versions)
+        self._served = ServedVersions()
+        self._paused = False
+        self._connection: Connection | None = None
+        self._is_welcomed = False
+        """The process has been told all; before, nothing else is."""
+        self._address = ""
+        """Of the process, while it serves."""
+        self._moved: Callable[[], None] = lambda: None
+        self._busy_before = 0.0
+        self.supervisor = Supervisor(
+            "the engine's process",
+            self,
+            budget=RetryBudget(attempts),
+            silence_s=silence_s,
+            clock=clock or SystemClock(),
+            tell=tell or (lambda line: None),
+        )
+
+    async def ready(self) -> ProcessEngine:
+        """Wait until the process serves.
+
+        Raises:
+            AgentRLError: why it never will: what the engine's factory raised, or that it died too often.
+        """
+        await self.supervisor.serving()
+        return self
+
+    # --- the process ------------------------------------------------------------------------------------------------
+
+    async def launch(self) -> EngineChild:
+        """See `Supervised.launch`."""
+        child = await self._placement.start(self._program)
+        self._is_welcomed = False
+        self._connection = Connection(child.reader, child.writer, heard=self._heard, ended=self.supervisor.kill)
+        return child
+
+    def _heard(self, reply: wire.Reply) -> None:
+        self.supervisor.heard()
+        match reply:
+            case wire.Completed():
+                self.supervisor.achieved()
+            case wire.Busy() if self._connection is not None and reply.seconds > self._connection.busy:
+                self.supervisor.achieved()  # perhaps for another client
+
+    async def welcome(self) -> None:
+        """See `Supervised.welcome`: a fresh process is told all that the one before it knew."""
+        connection = self._connection
+        if connection is None:
+            raise EngineLostError("the engine's process has no connection")
+        load = wire.Load(
+            factory=self._program.factory, arguments=dict(self._program.arguments), versions=self._first_versions
+        )
+        loaded = await connection.ask(0, load)
+        if not isinstance(loaded, wire.Loaded):
+            raise EngineLostError("the engine's process answered something else")
+        self.capabilities = loaded.capabilities
+        told = await self._restore(connection)
+        if self._paused:
+            await connection.pause(on=True)
+        for weights in (told.kept - self._served.kept).elements():  # what was released meanwhile
+            connection.tell(wire.Release(version=weights.version))
+        self._is_welcomed = True
+        self._address = loaded.address
+        self._moved()
+
+    async def _restore(self, connection: Connection) -> ServedVersions:
+        """Give a fresh process the versions of the one before, which are returned; one that is kept and whose files are
+        gone is kept no more: its sessions are told so by name."""
+        told = ServedVersions()
+        while lacking := told.lacks(self._served):
+            for weights, keep in lacking.values():
+                try:
+                    await connection.update(weights, keep=keep)
+                    told.take(weights, keep=keep)
+                except EngineError as error:
+                    if isinstance(error, EngineLostError) or not keep:
+                        raise
+                    del self._served.kept[weights]
+        return told
+
+    async def died(self, how: str) -> None:
+        """See `Supervised.died`."""
+        connection, self._connection = self._connection, None
+        self._address = ""
+        self._moved()
+        if connection is not None:
+            await connection.end(EngineLostError(f"the engine's process {how}"))
+            self._busy_before += connection.busy
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """See `SharedEngine`."""
+        return (self._address,) if self._address else ()
+
+    def on_move(self, moved: Callable[[], None]) -> None:
+        """See `SharedEngine`."""
+        self._moved = moved
+
+    # --- sessions ---------------------------------------------------------------------------------------------------
+
+    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> ConnectedSession:
+        """See `agentrl.core.ports.Engine.open`."""
+        if policy not in self._first_versions:
+            served = ", ".join(sorted(self._first_versions))
+            raise EngineError(f"no policy {policy!r} in this engine; it serves: {served}")
+        if pin is not None and not self._served.is_kept(pin) and pin != self._newest(pin.policy):
+            raise EngineError(f"version {pin} is not served here; give it by update with keep=True")
+        return ConnectedSession(self, session_id, policy, pin)
+
+    async def connected(self, *_: object) -> Connection:
+        """See `Connector`; waits for a process that serves."""
+        while True:
+            try:
+                await self.supervisor.serving()
+            except AgentRLError as error:
+                raise EngineFailedError(str(error)) from error
+            if self._connection is not None:
+                return self._connection
+            await asyncio.sleep(0)
+
+    # --- control ----------------------------------------------------------------------------------------------------
+
+    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
+        """See `agentrl.core.ports.Engine.update`; a caller who is cancelled keeps nothing."""
+        forsaken = partial(self.release, weights.version) if keep else None
+        await finished(self._update(weights, keep=keep), forsaken=forsaken)
+
+    async def _update(self, weights: WeightsRef, *, keep: bool) -> None:
+        for _ in range(LOSSES_OF_AN_UPDATE):
+            connection = await self.connected()
+            with contextlib.suppress(EngineLostError):
+                await connection.update(weights, keep=keep)
+                self._served.take(weights, keep=keep)
+                return
+        died = f"{LOSSES_OF_AN_UPDATE} processes of the engine died of it"
+        raise EngineError(f"weights {weights.version} refused: {died}. The version before it keeps serving")
+
+    def release(self, version: PolicyVersion) -> None:
+        """See `agentrl.core.ports.Engine.release`."""
+        if self._served.release(version):
+            self._tell(wire.Release(version=version))
+
+    def _newest(self, policy: str) -> PolicyVersion | None:
+        weights = self._served.newest.get(policy)
+        return self._first_versions.get(policy) if weights is None else weights.version
+
+    async def pause(self) -> None:
+        """See `agentrl.core.ports.Engine.pause`."""
+        self._paused = True
+        await self._until_answered(lambda connection: connection.pause(on=True))
+
+    async def resume(self) -> None:
+        """See `agentrl.core.ports.Engine.resume`."""
+        self._paused = False
+        await self._until_answered(lambda connection: connection.pause(on=False))
+
+    def abort(self, request_id: str) -> None:
+        """See `agentrl.core.ports.Engine.abort`."""
+        self._tell(wire.Abort(request_id=request_id))
+
+    async def score(
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
+    ) -> Float32Array:
+        """See `agentrl.core.ports.Engine.score`."""
+        column = token_ids.astype("<i4", copy=False).tobytes()
+
+        def ask(connection: Connection) -> Any:
+            call = connection.next_call()
+            return connection.ask(
+                call, wire.Score(call=call, version=version, token_ids=column, temperature=temperature)
+            )
+
+        scored: wire.Scored = await self._until_answered(ask)
+        return wire.logprobs_of(scored.logprobs)
+
+    def busy_seconds(self) -> float:
+        """See `agentrl.core.ports.Engine.busy_seconds`; at most 0.2 s old."""
+        return self._busy_before + (self._connection.busy if self._connection is not None else 0.0)
+
+    async def close(self) -> None:
+        """See `agentrl.core.ports.Engine.close`; calls in flight fail."""
+        connection = self._connection
+        if connection is not None:
+            connection.hang_up(EngineError("the engine was closed"))
+        await self.supervisor.stop()
+        await self._placement.close()
+
+    def _tell(self, message: wire.Request) -> None:
+        if self._connection is not None and self._is_welcomed:
+            self._connection.tell(message)
+
+    async def _until_answered(self, ask: Callable[[Connection], Any]) -> Any:
+        """Ask this process or, where it dies meanwhile, the next one; all that is asked so can be asked twice."""
+        while True:
+            connection = await self.connected()
+            try:
+                return await ask(connection)
+            except EngineLostError:
+                continue
+
+
+@runtime_checkable
+class SharedEngine(Protocol):
+    """An engine whose processes other clients can sample from."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The Unix sockets of those that take calls now."""
+        ...
+
+    def on_move(self, moved: Callable[[], None]) -> None:
+        """Have `moved` called whenever these have changed."""
+        ...
+
+
+def pick_replica(loads: Sequence[int], policy: str, context: Int32Array) -> int:
+    """Which of several engines, with so many conversations each, is to have one that begins with `context`: those that
+    begin alike go to one (consistent hashing with bounded loads: Mirrokni et al., 2018, arXiv:1608.01350).
+    """
+    best = key64(policy, context.tobytes().hex()) % len(loads)
+    return best if loads[best] <= LOAD_BOUND * sum(loads) / len(loads) else loads.index(min(loads))
+
+
+class EngineClient:
+    """See `agentrl.core.ports.Sampler`; versions are its owner's, and a version that is not there fails the call."""
+
+    def __init__(self, capabilities: EngineCapabilities) -> None:
+        self.capabilities = capabilities
+        self._addresses: tuple[str, ...] = ()
+        self._moved = asyncio.Event()
+        self._lines: dict[str, asyncio.Task[Connection]] = {}
+        self._coming = Counter[str]()
+        """Conversations, by address, whose line is being opened."""
+
+    def moved(self, addresses: Sequence[str]) -> None:
+        """These processes take calls now; those that are gone end their lines themselves."""
+        self._addresses = tuple(addresses)
+        self._moved.set()
+
+    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> ConnectedSession:
+        """See `agentrl.core.ports.Sampler.open`; which process it is with is decided by its first call."""
+        return ConnectedSession(self, session_id, policy, pin)
+
+    def abort(self, request_id: str) -> None:
+        """See `agentrl.core.ports.Sampler.abort`."""
+        for line in self._lines.values():
+            if line.done() and not line.cancelled() and line.exception() is None:
+                line.result().tell(wire.Abort(request_id=request_id))
+
+    async def connected(self, held: Connection | None, policy: str, request: GenerateRequest) -> Connection:
+        """See `Connector`; waits while no process takes calls."""
+        while True:
+            while not self._addresses:
+                self._moved.clear()
+                await self._moved.wait()
+            for address in self._addresses:
+                if held is not None and held.is_open and self._line(address) is held:
+                    return held
+            loads = [self._load(address) for address in self._addresses]
+            address = self._addresses[pick_replica(loads, policy, request.token_ids)]
+            self._coming[address] += 1
+            try:
+                return await self._open_line(address)
+            except (FileNotFoundError, ConnectionRefusedError):  # it is dead; where the next one is will be told
+                self._addresses = tuple(each for each in self._addresses if each != address)
+            except OSError as error:
+                raise EngineLostError(f"the engine's process takes no calls ({error.strerror or error})") from error
+            finally:
+                self._coming[address] -= 1
+
+    async def _open_line(self, address: str) -> Connection:
+        line = self._lines.get(address)
+        if line is None:
+            line = self._lines[address] = asyncio.get_running_loop().create_task(self._connect(address))
+        try:
+            return await asyncio.shield(line)
+        except OSError:
+            self._lines.pop(address, None)
+            raise
+
+    def _line(self, address: str) -> Connection | None:
+        line = self._lines.get(address)
+        return line.result() if line is not None and line.done() and line.exception() is None else None
+
+    def _load(self, address: str) -> int:
+        line = self._line(address)
+        return self._coming[address] + (0 if line is None else line.sessions)
+
+    async def _connect(self, address: str) -> Connection:
+        reader, writer = await asyncio.open_unix_connection(address)
+
+        def ended(why: str) -> None:
+            self._lines.pop(address, None)
+            line.hang_up(EngineLostError(f"the line to the engine's process ended{why and f': {why}'}"))
+
+        line = Connection(reader, writer, heard=lambda reply: None, ended=ended)
+        return line
