@@ -25,7 +25,7 @@ from agentrl.core.installation import install_command
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.child_process import EngineProgram, LocalPlacement, Placement
-from agentrl.engines.client import ProcessEngine
+from agentrl.engines.client import ProcessEngine, SharedEngine
 from agentrl.engines.external import NoEngine, RoutedEngine
 from agentrl.engines.fleet import ReplicatedEngine
 from agentrl.environment.base import Environment, Split, TaskSource, children_of, described

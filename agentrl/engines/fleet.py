@@ -75,7 +75,7 @@ class ReplicatedEngine:
         self._closed = False
         self._moved: Callable[[], None] = lambda: None
 
-    # --- clients in other processes -----------------------------------------------------------------------------------------------------
+    # --- clients in other processes -----------------------------------------------------------------------------------
 
     @property
     def addresses(self) -> tuple[str, ...]:
