@@ -140,7 +140,8 @@ class LocalPlacement:
                     errors = os.open(self._log, flags, 0o600)
                 except OSError as error:
                     raise StorageError(
-                        f"{self._log}: cannot be opened to write ({error.strerror}); {remedy(error)}"
+                        f"{self._log}: cannot be opened to write ({error.strerror}); {remedy(error)}, "
+                        "then finish the run with --resume"
                     ) from error
                 stack.callback(os.close, errors)
             return await self._start(program, errors)
