@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.journal_oracle import judge
 
 pytest_plugins = ["pytester"]
+
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))  # `make test-all` draws anew: "default"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two processes share the tests: one starts Ray while the other starts vLLM, and whole files follow."""
+    folders = ["e2e", "learning", "contract", "sim", "property", "replay", "unit", "architecture", "environments"]
+    groups = {}
+    for item in items:
+        heavy = next((name for name in ("ray", "vllm") if item.get_closest_marker(name)), None)
+        file, _, _ = item.nodeid.partition("::")
+        rank = next((place for place, folder in enumerate(folders) if f"{folder}/" in file), len(folders))
+        groups[item] = (-1, heavy) if heavy else (rank, file)
+        item.add_marker(pytest.mark.xdist_group(heavy or file))
+    items.sort(key=groups.__getitem__)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -106,7 +106,7 @@ def test_a_clock_that_jumps_an_hour_both_ways_changes_nothing(repository: Path, 
             offset.write_text(jump)
             taken = steps_taken(tmp_path)
             until(lambda: steps_taken(tmp_path) > taken, process)  # noqa: B023
-        _, said = process.communicate(timeout=300)
+        _, said = process.communicate(timeout=800)
     assert process.returncode == 0, said
     flawless(tmp_path, ended=True, steps=60)
     assert asked(tmp_path, "SELECT DISTINCT drop_reason FROM episodes WHERE drop_reason IS NOT NULL") in (
