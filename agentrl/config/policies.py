@@ -60,7 +60,7 @@ class PolicyConfig(_Sampled):
     """Bound on the mean policy lag in optimizer steps; 0 is synchronous training."""
     max_lag: WaveFixed[MaybeSteps | None] = None
     """Limit on the lag of every trained token in optimizer steps, kept by admission and never by dropping: while a slow
-    episode could be overtaken more often, nothing new is let in (docs/staleness.md); null: none."""
+    episode could be overtaken more often, nothing new is let in (docs/off_policy.md); null: none."""
     steps: Free[MaybeSteps] = 0
     """How often it is updated, where not as often as the run's `steps` says; 0: as often."""
 

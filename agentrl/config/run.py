@@ -93,7 +93,7 @@ class EngineConfig(Section):
     weights, which can only have `token` or `turn` (docs/engines.md)."""
     keep_kv: WaveFixed[bool] = False
     """`token` refresh: keep the KV that older weights computed. That saves computing it again, but the tokens that
-    follow have logprobs that neither version gives alone: the trainer cannot reproduce them (docs/mismatch.md)."""
+    follow have logprobs that neither version gives alone: the trainer cannot reproduce them (docs/off_policy.md)."""
     capture_routing: WaveFixed[bool] = False
     """Record which experts each position used, and train through them (mixture-of-experts models)."""
     threads: WaveFixed[Threads] = 1

@@ -41,7 +41,7 @@ the agent that acted last and for nobody else, so no policy is blamed for anothe
 ## Alarms
 
 Named on the screen, once as a line of the error stream and in `runs/NAME/alarms.jsonl`, each with what
-was measured and what to try. None ends a run. For `engine_mismatch` see [mismatch](mismatch.md).
+was measured and what to try. None ends a run. For `engine_mismatch` see [mismatch](off_policy.md).
 
 | alarm | raised when |
 |---|---|

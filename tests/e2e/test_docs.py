@@ -78,7 +78,7 @@ def test_the_first_ten_minutes(page: Path, workplace: Path) -> None:
     listed = json.loads(run(workplace, sys.executable, "-m", "agentrl.cli", "episode", "list", "demo", "--json"))
     trained = next(episode["episode"] for episode in listed if episode["purpose"] == "train")
     lines = [
-        line.replace("e100", trained).removeprefix(".venv/bin/")
+        line.replace("e100", trained)
         for block in blocks(page)
         if block.language == "" and "/path/to/" not in block.text
         for line in block.text.splitlines()

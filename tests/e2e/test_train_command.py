@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.markdown_pages import python_of
+from tests.markdown_pages import blocks, python_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -106,15 +106,15 @@ def test_the_run_can_be_looked_at(trained: Path, workplace: Path) -> None:
 
 def test_the_commands_of_the_readme_work(repository: Path, trained: Path, workplace: Path) -> None:
     (workplace / "examples").symlink_to(repository / "examples")
-    readme = (repository / "README.md").read_text()
-    lines = [line.split("#")[0] for line in readme.splitlines() if line.startswith(".venv/bin/agentrl ")]
+    shown = [line for block in blocks(repository / "README.md") for line in block.text.splitlines()]
+    lines = [line.split("#")[0] for line in shown if line.startswith("agentrl ")]
     assert len(lines) >= 4
     listed = json.loads(run(workplace, "episode", "list", "demo", "--json").stdout)
-    shown = next(episode["episode"] for episode in listed if episode["episode"].startswith("e"))
+    episode = next(episode["episode"] for episode in listed if episode["episode"].startswith("e"))
     for name, code in zip(("my_env.py", "squares.py"), python_of(repository / "README.md"), strict=True):
         (workplace / name).write_text(code, encoding="utf-8")
     for line in lines:
-        arguments = [shown if argument == "e100" else argument for argument in shlex.split(line)[1:]]
+        arguments = [episode if argument == "e100" else argument for argument in shlex.split(line)[1:]]
         run(workplace, *arguments, *(SMALL if arguments[0] == "train" else ()))
     assert json.loads((workplace / "runs/mine/summary.json").read_text())["held_out_tasks"] == 10, "there are no more"
 

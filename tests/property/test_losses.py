@@ -122,7 +122,7 @@ BOUNDS: list[tuple[LossConfig, float]] = [
     (PpoLoss(clip_dual=1.5), 1.5),
     (ReinforceLoss(), 1.0),
 ]
-"""Of the gradient by log pi, in units of |A|: those of the module's docstring and of docs/staleness.md."""
+"""Of the gradient by log pi, in units of |A|: those of the module's docstring and of docs/off_policy.md."""
 
 
 @pytest.mark.parametrize(("section", "bound"), BOUNDS)
