@@ -1,10 +1,10 @@
-"""A proposer writes sums, a solver with a calculator tries each of them eight times: both learn, on one base model.
+"""Co-evolution: a proposer writes sums, and a solver with a calculator tries each of them eight times.
 
-python 03_propose_and_solve.py        (under two minutes on two CPU cores; the file needs no other)
+python 03_propose_and_solve.py        (under two minutes on two CPU cores; needs no other file)
 
-The proposer is paid for what there is to learn from a sum: most where half of the attempts succeed, nothing where all
-or none do. So it has to keep up with the solver. Two adapters, each with its own optimizer, clock and learning rate:
-the solver takes a step where the proposer takes two, and its last one when the proposer has a third of its steps left.
+The proposer's reward is largest for sums that half of the attempts solve, and 0 where all or none do, so it has to
+keep up with the solver. Both are adapters on one base model, each with its own optimizer and learning rate. The solver
+takes one step per two of the proposer, and stops when the proposer has a third of its steps left.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ CONFIG = agentrl.RunConfig(
     sampling={"max_tokens": 32, "max_turns": 9},
     engine={"slots": 128, "max_context": 256},
     trainer={
-        "kind": "in_process",  # no Ray: four seconds less
+        "kind": "in_process",  # without Ray: starts four seconds sooner
         "entropy_bonus": 0.04,
         "tokens_per_unit": 32,
     },
     evaluation={"tasks": 0},
-    checkpoint={"every": 0},  # one at the end only: a demonstration; leave it out and a killed run can be resumed
+    checkpoint={"every": 0},  # only one at the end; leave this out so that a killed run can be resumed
     best={"metric": "pass_rate/frontier", "window": 8},
 )
 SHOWN = {
@@ -46,19 +46,19 @@ SHOWN = {
 
 
 def examined(policies: Mapping[str, Path] | None = None) -> float:
-    """Share of 400 sums of 2 to 6 terms, which no proposer may write, that the solver gets right."""
+    """The share of 400 held-out sums of 2 to 6 terms, which no proposer may write, that the solver gets right."""
     config = CONFIG.model_copy(update={"evaluation": CONFIG.evaluation.model_copy(update={"tasks": 400})})
     return agentrl.evaluate(config, policies, environment=Solve)["evaluation/reward"]
 
 
 class Frontier:
-    """An observer: what became of the proposals, every few steps of the proposer."""
+    """An observer that prints pass rates of the proposals every four steps of the proposer."""
 
     def __init__(self) -> None:
         self._since: list[Mapping[str, float]] = []
 
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
-        """A line of the table now and then."""
+        """Print a line of the table every four steps."""
         if policy != "proposer":
             return
         self._since.append(metrics)
@@ -68,11 +68,11 @@ class Frontier:
             self._since.clear()
 
     def on_evaluation(self, versions: Mapping[str, object], metrics: Mapping[str, Mapping[str, float]]) -> None:
-        """There is none while both learn."""
+        """Do nothing: this run has no evaluations while training."""
 
 
 def main() -> None:
-    """Examine the solver, let both learn, examine it again."""
+    """Evaluate the solver, train both policies, evaluate the solver again."""
     before = examined()
     print("step" + "".join(f"{name:>15}" for name in SHOWN))
     run = agentrl.train(CONFIG, observers=[Frontier()], quiet=True)

@@ -1,9 +1,9 @@
-"""A training run is killed with SIGKILL in the middle of its conversations, and goes on: what was lost?
+"""Kill a training run with SIGKILL in the middle of its conversations, resume it, and count what was lost.
 
-python 04_crash_and_resume.py        (about a minute on two CPU cores; the file needs no other)
+python 04_crash_and_resume.py        (about a minute on two CPU cores; needs no other file)
 
-A child process trains a language model to use a calculator. When it has taken five steps, it is killed: no warning, no
-clean-up. A second process resumes the run, and gets to the end. What happened is read from the run's own journal.
+A child process trains a language model to use a calculator and is killed after five steps, without any clean-up. A
+second process resumes the run and finishes it. The counts are read from the run's journal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KILL_AFTER = 5  # steps; the newest checkpoint is then that of step 4
 
 
 def train(*, resume: bool) -> None:
-    """What the child process does: `resume` is all that tells the second one from the first."""
+    """Run in the child process: train, or resume the training."""
     config = agentrl.RunConfig(
         directory=str(RUN.parent),
         name=RUN.name,
@@ -33,7 +33,7 @@ def train(*, resume: bool) -> None:
         policies={"solver": {"step_size": 32}},
         sampling={"max_tokens": 32, "max_turns": 6},
         engine={"slots": 96, "max_context": 192},
-        trainer={"kind": "in_process"},  # no Ray: four seconds less per start
+        trainer={"kind": "in_process"},  # without Ray: starts four seconds sooner
         checkpoint={"every": 2},
         evaluation={"tasks": 0},
     )
@@ -41,14 +41,14 @@ def train(*, resume: bool) -> None:
 
 
 def start(how: str) -> subprocess.Popen[str]:
-    """This file once more, in a process of its own."""
+    """Run this file in a child process."""
     return subprocess.Popen(
         [sys.executable, __file__, how], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
 
 
 def follow(process: subprocess.Popen[str], until: str = "never") -> None:
-    """Show what a run says, to its end or to the line that begins with `until`."""
+    """Print a run's progress until it ends or prints a line that begins with `until`."""
     assert process.stderr is not None
     said = []
     for line in process.stderr:
@@ -62,7 +62,7 @@ def follow(process: subprocess.Popen[str], until: str = "never") -> None:
 
 
 def ask(query: str, database: str = "control.db") -> list[tuple]:
-    """A query of the run's journal: two SQLite databases, described in docs/journal_format.md."""
+    """Query the run's journal: two SQLite databases, described in docs/journal_format.md."""
     connection = sqlite3.connect(RUN / "journal" / database)
     try:
         return connection.execute(query).fetchall()
@@ -96,7 +96,7 @@ def main() -> None:
 
     entries = ask(TURNS, "turns-0.db")
     lineages = dict(ask("SELECT lineage, min(step) FROM versions GROUP BY lineage"))
-    # Steps of lineage 0 after the checkpoint are void: their weights died with the process, their episodes did not.
+    # Steps of lineage 0 after the checkpoint do not count: their weights were lost, their episodes were not.
     trained = ask(f"SELECT DISTINCT episode FROM step_units WHERE lineage = 1 OR step <= {lineages[1]}")
     twice = ask(
         f"SELECT episode FROM step_units WHERE lineage = 1 OR step <= {lineages[1]} GROUP BY episode"

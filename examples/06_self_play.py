@@ -1,11 +1,11 @@
-"""One policy plays both sides of TicTacToe, against itself and against what it was: two minutes on two CPU cores.
+"""Self-play: one policy plays both sides of TextArena's TicTacToe, against itself and its past versions.
 
-python 06_self_play.py        (needs the extra `games`; the file needs no other)
+python 06_self_play.py        (two minutes on two CPU cores; needs the extra `games` and no other file)
 
-The game is TextArena's. The policy starts out knowing the rules and playing by chance, and is never shown a good move.
-Half of the games are self-play, in which it learns from either side; in the others what it started from holds a seat,
-or one of its past versions, drawn for each group of games. The eight games of a group start from one position, a few
-random moves into the game, and their results are compared seat by seat.
+The policy starts out playing legal moves at random and is never shown a good move. Half of the games are self-play, in
+which it learns from both sides. In the others its first version or one of its past versions, drawn for each group of
+games, holds a seat. The eight games of a group start from one position, a few random moves into the game, and their
+results are compared seat by seat.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import agentrl
 from agentrl.observe.plot import curve
 
 STEPS, EVERY = 60, 15
-"""In all, and between two versions that join the past ones."""
+"""Optimizer steps in all, and between two versions that join the pool of past versions."""
 LINE_UPS = (
     ("player", "player"),
     ("player", "past"),
@@ -30,7 +30,7 @@ LINE_UPS = (
     ("player", "player"),
     ("start", "player"),
 )
-"""Who holds the seats `first` and `second`, group by group."""
+"""The policies in the seats `first` and `second`, group by group."""
 PLAYER = {"learning_rate": 2e-3, "step_size": 128}
 OPPONENTS: dict[str, dict[str, Any]] = {
     "the version it started from": {"kind": "frozen"},
@@ -62,13 +62,13 @@ CONFIG = agentrl.RunConfig(
     checkpoint={
         "every": 0,
         "versions": 0,
-    },  # one at the end only: a demonstration; all versions stay, to be played against
+    },  # only one checkpoint, at the end; all versions are kept as opponents
 )
 
 
 def score(opponent: dict[str, Any], weights: Path, games: int) -> float:
-    """Share of games against an opponent that the player wins from the empty board, a draw by half; half of them on
-    either side."""
+    """The share of games from the empty board that the player wins, draws counting half; it plays half of the games
+    on each side."""
     config = agentrl.RunConfig(
         **SETTINGS,
         policies={"player": PLAYER, "opponent": opponent},
@@ -79,7 +79,7 @@ def score(opponent: dict[str, Any], weights: Path, games: int) -> float:
 
 
 def main() -> None:
-    """Let the player learn; then match its versions with the first of them, and with chance."""
+    """Train the player, then play its versions against the first one and against random moves."""
     run = agentrl.train(CONFIG)
     subprocess.run([sys.executable, "-m", "agentrl.cli", "run", "winrates", run.path], check=True)
     steps = range(0, STEPS + 1, EVERY)
