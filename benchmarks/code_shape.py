@@ -1,0 +1,501 @@
+"""The shape of the code: how many files one episode enters, and how many things a reader has to know.
+
+    python -m benchmarks.code_shape [--quick] [--list]
+
+Traced in this process, after an untraced first round has imported everything. Functions of `agentrl/` and
+`environments/` count; a file counts once, however often it is entered.
+`files_per_episode`, `calls_between_files`: from the moment the loop asks for the task of a four-turn calculator
+episode until the optimizer step on its one unit is reported, with the embedded engine and the trainer in this process.
+A call is between files if caller and callee stand in different ones; a coroutine is called once, however often it is
+resumed.
+`update_files`: the part of that from the optimizer step on: publish the version, serve it, report the step.
+`resume_files`: a run killed in the middle of an episode is resumed: from the call of `agentrl.train(resume=True)` until
+the episode uses its tool for the first time since the kill that no journal entry answers.
+`episode_show_files`: the command `agentrl episode show`.
+
+Read from the source of `agentrl/`:
+`modules`, `code_lines` (without comments, docstrings and blank lines), `single_importer_modules` (imported by exactly
+one other module), `duplicate_class_names` (names that classes of several modules share), `config_fields`.
+`private_words`: definitions (modules, classes, functions, methods) named with a word of `PRIVATE_WORDS`, and methods
+of `OVERLOADED` where more than three classes have them.
+`glossary_mismatches`: words of docs/glossary.md without a name in the code, and public names without a word there.
+
+`--quick` traces nothing; `--list` prints what each figure counts, before the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import dis
+import inspect
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import tokenize
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, ClassVar, Literal
+
+import agentrl
+from agentrl.cli.main import main as main_of_agentrl
+from agentrl.config.load import load
+from agentrl.config.page import fields
+from agentrl.core.records import PolicyVersion, Task
+from agentrl.inspection.reader import RunReader
+from benchmarks.report import Report
+from environments.calculator import Calculator
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "agentrl"
+TRACED = (f"{PACKAGE}/", f"{ROOT}/environments/")
+TRACED_FIGURES = ("files_per_episode", "calls_between_files", "update_files", "resume_files", "episode_show_files")
+FIGURES = (
+    *TRACED_FIGURES,
+    "modules",
+    "single_importer_modules",
+    "duplicate_class_names",
+    "code_lines",
+    "config_fields",
+    "private_words",
+    "glossary_mismatches",
+)
+
+TURNS = 4
+
+PRIVATE_WORDS = (
+    *("room", "place", "places", "rest", "spare", "firm", "lives", "beside", "apart", "speech", "spoken", "fed"),
+    *("drought", "guest", "outside", "served", "told", "heard", "passage", "suited", "strayed", "lacks", "take_back"),
+    *("forsaken", "trial", "probe", "choice", "composition", "under_way", "wave", "past"),
+)
+"""Words of this project alone, or used for something else than the field uses them for: parts of names."""
+OVERLOADED = ("take", "release", "leave", "ended")
+"""Verbs that were the name of a method in sixteen to nineteen classes each."""
+
+
+# --- tracing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Trace:
+    """Functions entered, in order: the file and name of each, and the file of its caller where that is one of ours."""
+
+    events: list[tuple[str, str, str | None]] = field(default_factory=list)
+
+    def files(self) -> list[str]:
+        """The files entered, in order of name."""
+        return sorted({file for file, _, _ in self.events})
+
+    def calls_between_files(self) -> int:
+        """Calls from a function of one file into another file."""
+        return sum(1 for file, _, caller in self.events if caller is not None and caller != file)
+
+    def since(self, function: str) -> Trace:
+        """The events from the first call of `function` on."""
+        names = [name for _, name, _ in self.events]
+        return Trace(self.events[names.index(function) :])
+
+
+class Tracer:
+    """Records the calls of all threads between `begin` and `end`. Install it before any thread is started."""
+
+    def __init__(self) -> None:
+        self._trace: Trace | None = None
+        self._files: dict[CodeType, str | None] = {}
+
+    def install(self) -> None:
+        """Watch this thread and those that are started from now on."""
+        threading.setprofile(self._on_event)
+        sys.setprofile(self._on_event)
+
+    def begin(self) -> None:
+        """Forget what was recorded, and record."""
+        self._trace = Trace()
+
+    def end(self) -> Trace:
+        """Stop recording; what was recorded."""
+        trace, self._trace = self._trace, None
+        return trace or Trace()
+
+    def _on_event(self, frame: FrameType, event: str, argument: object) -> None:
+        trace = self._trace
+        if trace is None or event != "call":
+            return
+        file = self._file_of(frame.f_code)
+        if file is None or _is_resumed(frame):
+            return
+        caller = frame.f_back
+        while caller is not None and caller.f_code.co_filename in _TRANSPARENT:
+            caller = caller.f_back
+        trace.events.append((file, frame.f_code.co_name, None if caller is None else self._file_of(caller.f_code)))
+
+    def _file_of(self, code: CodeType) -> str | None:
+        """The file of a function, relative to the repository; None where it is not ours, or a module's own body."""
+        if code not in self._files:
+            is_ours = code.co_filename.startswith(TRACED) and code.co_name != "<module>"
+            self._files[code] = code.co_filename.removeprefix(f"{ROOT}/") if is_ours else None
+        return self._files[code]
+
+
+_TRANSPARENT = {contextlib.__file__}
+"""Who calls through these calls what they call."""
+
+
+def _is_resumed(frame: FrameType) -> bool:
+    """Whether a call event is a coroutine or generator going on, not a call."""
+    if not frame.f_code.co_flags & (inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR):
+        return False
+    return frame.f_lasti > _first_instruction(frame.f_code)
+
+
+_FIRST: dict[CodeType, int] = {}
+
+
+def _first_instruction(code: CodeType) -> int:
+    """Where a coroutine stands when it is entered for the first time."""
+    if code not in _FIRST:
+        _FIRST[code] = next(each.offset for each in dis.get_instructions(code) if each.opname == "RESUME")
+    return _FIRST[code]
+
+
+# --- what is traced ---------------------------------------------------------------------------------------------------
+
+
+class Tasks:
+    """The same sum, over and over; asking for it begins the trace."""
+
+    def __init__(self, task: Task, tracer: Tracer | None = None) -> None:
+        self._task, self._tracer = task, tracer
+
+    def __getitem__(self, index: int) -> Task:
+        if self._tracer is not None:
+            self._tracer.begin()
+            self._tracer = None
+        return self._task
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+
+class StepEnds:
+    """An observer that ends the trace when a step is reported."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self.trace = Trace()
+
+    def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
+        """End the trace."""
+        self.trace = self._tracer.end()
+
+    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
+        """Nothing is evaluated."""
+
+
+class Sums(Calculator):
+    """The calculator, which tells how often it was used in this process."""
+
+    calls: ClassVar[int] = 0
+    on_call: ClassVar[Callable[[int], None]] = staticmethod(lambda number: None)
+    """Called with the number of each call, from 1, before it is answered."""
+
+    @agentrl.tool
+    def calculate(self, a: int, op: Literal["+", "-", "*"], b: int) -> int:
+        """One operation on two integers."""
+        Sums.calls += 1
+        Sums.on_call(Sums.calls)
+        return super().calculate(a, op, b)
+
+
+def train(directory: Path, name: str, task: Task, *, steps: int = 1, resume: bool = False, **more: Any) -> agentrl.Run:
+    """A run of `steps` steps of one unit each, every part of it in this process."""
+    overrides = [
+        *(f"--name={name}", f"--directory={directory}", f"--steps={steps}", "--evaluation.tasks=0"),
+        *("--trainer.kind=in_process", "--engine.placement=here", "--max_in_flight=1", "--credit.group_size=1"),
+        *("--policies.solver.step_size=1", "--policies.solver.max_staleness=0", "--engine.slots=4"),
+    ]
+    config = load(ROOT / "examples" / "01_tool_use.toml", overrides)
+    Sums.calls = 0
+    tasks = more.pop("tasks", None) or Tasks(task)
+    return agentrl.train(config, environment=Sums, tasks=tasks, resume=resume, quiet=True, **more)
+
+
+def four_turn_task(directory: Path) -> Task:
+    """A held-out task that the model that comes with the calculator solves in `TURNS` turns: 4 terms need 3 calls."""
+    for number, task in enumerate(Calculator.tasks("held_out")):
+        if len(re.findall(r"[+-] ", task.data["question"])) == TURNS - 1:
+            run = train(directory, f"search-{number}", task)
+            if turns_of(run.path) == TURNS:
+                return task
+    raise SystemExit("code_shape: no task is solved in four turns")
+
+
+def turns_of(run: Path) -> int:
+    """The turns of a run's only episode."""
+    reader = RunReader(run)
+    try:
+        return reader.episodes()[0].turns
+    finally:
+        reader.close()
+
+
+def traced_figures(directory: Path) -> dict[str, list[str] | int]:
+    """What was entered, by figure: files, or a count."""
+    tracer = Tracer()
+    tracer.install()
+    task = four_turn_task(directory)
+    step = StepEnds(tracer)
+    episode = train(directory, "traced", task, tasks=Tasks(task, tracer), observers=[step])
+    update = step.trace.since("optim_step")
+    shown = shown_episode(episode.path, tracer)
+    return {
+        "files_per_episode": step.trace.files(),
+        "calls_between_files": step.trace.calls_between_files(),
+        "update_files": update.files(),
+        "resume_files": resumed(directory, task, tracer).files(),
+        "episode_show_files": shown.files(),
+    }
+
+
+def shown_episode(run: Path, tracer: Tracer) -> Trace:
+    """`agentrl episode show`, the second time: the first imports what it needs."""
+    arguments = ["episode", "show", str(run)]
+    for _ in range(2):
+        tracer.begin()
+        with contextlib.redirect_stdout(io.StringIO()):
+            code = main_of_agentrl(arguments)
+        trace = tracer.end()
+    if code:
+        raise SystemExit(f"code_shape: agentrl {' '.join(arguments)}: exit code {code}")
+    return trace
+
+
+def resumed(directory: Path, task: Task, tracer: Tracer) -> Trace:
+    """A run that was killed at the second call of its only episode goes on, up to the third."""
+    command = [sys.executable, "-m", "benchmarks.code_shape", "--die-in", str(directory), "--task", task.id]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if ended.returncode != -signal.SIGKILL:
+        raise SystemExit(f"code_shape: the run to resume ended otherwise than by its kill: {ended.stderr}")
+    traces: list[Trace] = []
+
+    def end_trace(number: int) -> None:
+        if number == TURNS - 1:
+            traces.append(tracer.end())
+
+    Sums.on_call = staticmethod(end_trace)
+    tracer.begin()
+    train(directory, "killed", task, resume=True)
+    Sums.on_call = staticmethod(lambda number: None)
+    return traces[0]
+
+
+def die(directory: Path, task_id: str) -> None:
+    """Train until the tool is called for the second time, and kill this process."""
+
+    def kill(number: int) -> None:
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Sums.on_call = staticmethod(kill)
+    task = next(task for task in Calculator.tasks("held_out") if task.id == task_id)
+    train(directory, "killed", task)
+
+
+# --- read from the source ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """A module of the package."""
+
+    name: str
+    is_package: bool
+    text: str
+    tree: ast.Module
+
+
+def modules_of(package: Path) -> list[Module]:
+    """Every module of the package, in order of path."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        text = path.read_text(encoding="utf-8")
+        name = ".".join(parts[:-1] if is_package else parts)
+        found.append(Module(name=name, is_package=is_package, text=text, tree=ast.parse(text)))
+    return found
+
+
+def single_importers(modules: Sequence[Module]) -> list[str]:
+    """Modules (packages and entry points left out) that exactly one other module imports, with it."""
+    known = {module.name for module in modules}
+    importers: dict[str, set[str]] = defaultdict(set)
+    for module in modules:
+        for imported in imported_modules(module.tree, known):
+            if imported != module.name:
+                importers[imported].add(module.name)
+    return [
+        f"{module.name} <- {next(iter(importers[module.name]))}"
+        for module in modules
+        if not module.is_package and len(importers[module.name]) == 1
+    ]
+
+
+def imported_modules(tree: ast.Module, known: set[str]) -> Iterator[str]:
+    """Modules of the package that a file imports, at its top or later."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in known else node.module
+
+
+def duplicate_classes(modules: Sequence[Module]) -> list[str]:
+    """Names that classes of several modules have, with the modules."""
+    places: dict[str, set[str]] = defaultdict(set)
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].add(module.name)
+    return [f"{name}: {', '.join(sorted(where))}" for name, where in sorted(places.items()) if len(where) > 1]
+
+
+def code_lines(module: Module) -> int:
+    """Lines with code on them; docstrings, those of attributes too, are none."""
+    documentation: set[int] = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            documentation.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines: set[int] = set()
+    blank = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
+        if token.type not in blank:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - documentation)
+
+
+def words_of(name: str) -> list[str]:
+    """The words of a name, in lower case.
+
+    >>> words_of("KVBudget"), words_of("max_staleness"), words_of("child episode")
+    (['kv', 'budget'], ['max', 'staleness'], ['child', 'episode'])
+    """
+    split = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
+    return [word for word in re.split(r"[_\W]+", split.lower()) if word]
+
+
+def holds_words(name: Sequence[str], sought: Sequence[str]) -> bool:
+    """Whether the words of `sought` stand side by side in a name; the last may be in the plural."""
+    for start in range(len(name) - len(sought) + 1):
+        part = list(name[start : start + len(sought)])
+        if part == list(sought) or (
+            part[:-1] == list(sought[:-1]) and part[-1] in (f"{sought[-1]}s", f"{sought[-1]}es")
+        ):
+            return True
+    return False
+
+
+def private_words(modules: Sequence[Module]) -> list[str]:
+    """Definitions named with a private word, and overloaded verbs with the classes that have them."""
+    sought = [words_of(word) for word in PRIVATE_WORDS]
+    found: list[str] = []
+    verbs: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        definitions = [node for node in ast.walk(module.tree) if isinstance(node, _DEFINITIONS)]
+        for name in (module.name.rpartition(".")[2], *(node.name for node in definitions)):
+            found += [f"{module.name}: {name}"] * any(holds_words(words_of(name), word) for word in sought)
+        for owner in definitions:
+            methods = (node.name for node in owner.body if isinstance(node, _DEFINITIONS))
+            for method in methods if isinstance(owner, ast.ClassDef) else ():
+                if method in OVERLOADED:
+                    verbs[method].append(f"{module.name}: {owner.name}.{method}")
+    return found + [method for methods in verbs.values() if len(methods) > 3 for method in methods]
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def glossary_mismatches(modules: Sequence[Module]) -> list[str]:
+    """Words of the glossary that nothing in the code is named by, and public names that hold no word of it."""
+    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    words = [words_of(word) for word in re.findall(r"^\| \*\*([^*]+)\*\*", page, re.MULTILINE)]
+    mentioned = set(re.findall(r"\w+", page))
+    names = {tuple(words_of(name)) for module in modules for name in names_in(module)}
+    unnamed = [" ".join(word) for word in words if not any(holds_words(name, word) for name in names)]
+    public = [name for name in agentrl.__all__ if not name.startswith("_")]
+    missing = [
+        name
+        for name in public
+        if name not in mentioned and not any(holds_words(words_of(name), word) for word in words)
+    ]
+    return [f"not in the code: {word}" for word in unnamed] + [f"not in the glossary: {name}" for name in missing]
+
+
+def names_in(module: Module) -> Iterator[str]:
+    """Names a module defines, and the values of its literals that are names: kinds, reasons, settings."""
+    yield module.name.rpartition(".")[2]
+    for node in ast.walk(module.tree):
+        if isinstance(node, _DEFINITIONS):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            yield node.value
+
+
+def source_figures() -> dict[str, list[str] | int]:
+    """What the source holds, by figure: names, or a count."""
+    modules = modules_of(PACKAGE)
+    return {
+        "modules": len(modules),
+        "single_importer_modules": single_importers(modules),
+        "duplicate_class_names": duplicate_classes(modules),
+        "code_lines": sum(map(code_lines, modules)),
+        "config_fields": sum(1 for _ in fields()),
+        "private_words": private_words(modules),
+        "glossary_mismatches": glossary_mismatches(modules),
+    }
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="nothing is traced")
+    parser.add_argument("--list", action="store_true", help="what each figure counts, before the last line")
+    parser.add_argument("--die-in", type=Path, help=argparse.SUPPRESS)  # the process that `resumed` has killed
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.die_in:
+        return die(options.die_in, options.task)
+    found = source_figures()
+    if not options.quick:
+        with tempfile.TemporaryDirectory(prefix="agentrl-code-shape-") as directory:
+            found |= traced_figures(Path(directory))
+    report = Report("code_shape", quick=options.quick, repeats=1, compared_with="nothing")
+    for name in FIGURES:
+        value = found.get(name)
+        if options.list and isinstance(value, list):
+            print(f"{name}:", *value, sep="\n  ")
+        report.figures[name] = len(value) if isinstance(value, list) else value
+    report.print()
+
+
+if __name__ == "__main__":
+    main()
