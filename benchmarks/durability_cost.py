@@ -27,7 +27,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.chat_format import TemplateFormat
 from agentrl.simulation.journal import BriefJournal
-from agentrl.testing import RecordingTrainer
+from agentrl.simulation.recording_trainer import RecordingTrainer
 from benchmarks import overhead
 
 CALLS = 20

@@ -8,8 +8,9 @@ protocols, each with one rule broken, how many the same enumeration notices. Qui
 from __future__ import annotations
 
 from agentrl.core.clock import SystemClock
-from agentrl.testing import CrashReport, CrashScenario, crash_everywhere
 from tests.sim.crash_cases import MUTANTS, FailingEngine, Talk
+from tests.support.crash_scenario import CrashScenario
+from tests.support.crashes import CrashReport, crash_everywhere
 
 
 def figures(quick: bool) -> dict[str, float | None]:

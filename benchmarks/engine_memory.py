@@ -38,7 +38,8 @@ from agentrl.engines import vllm_process
 from agentrl.journal.entries import TurnEntry
 from agentrl.rollout.plain_format import VOCABULARY_SIZE, PlainFormat
 from agentrl.simulation.plan import Tail
-from agentrl.testing import MemoryJournal, RecordingTrainer
+from agentrl.simulation.recording_trainer import RecordingTrainer
+from agentrl.testing.memory_journal import MemoryJournal
 from benchmarks.overhead import Silent
 from benchmarks.processes import ProcessTree
 from benchmarks.report import Report

@@ -40,7 +40,7 @@ from agentrl.engines.child_process import EngineProgram
 from agentrl.engines.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
-from agentrl.testing import RecordingTrainer
+from agentrl.simulation.recording_trainer import RecordingTrainer
 from benchmarks.hostile_acts import FATAL, HARMLESS, MEMORY_BYTES
 from benchmarks.report import Report
 

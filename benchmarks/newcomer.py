@@ -35,8 +35,8 @@ from packaging.utils import canonicalize_name
 import agentrl
 from agentrl.config.page import fields
 from agentrl.journal.store import SqliteJournal
-from agentrl.testing import make_episode_header, make_spec
 from benchmarks.report import Report
+from tests.support.builders import make_episode_header, make_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "02_gymnasium.toml"

@@ -33,7 +33,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.chat_format import TemplateFormat
-from agentrl.testing import RecordingTrainer
+from agentrl.simulation.recording_trainer import RecordingTrainer
 from benchmarks.report import Report
 
 MODEL = Path(__file__).resolve().parents[1] / "environments" / "calculator" / "model"

@@ -45,7 +45,7 @@ from agentrl.environment.registry import resolve
 from agentrl.inspection.reader import RunReader
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
-from agentrl.testing import RecordingTrainer
+from agentrl.simulation.recording_trainer import RecordingTrainer
 from benchmarks.report import Report
 
 GROUP = 4

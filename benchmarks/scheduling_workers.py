@@ -25,7 +25,7 @@ from agentrl.engines.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.chat_format import TemplateFormat
-from agentrl.testing import RecordingTrainer
+from agentrl.simulation.recording_trainer import RecordingTrainer
 from benchmarks.overhead import MODEL, TASKS, TURNS, Arithmetic, Silent, run_config
 from benchmarks.processes import ProcessTree
 

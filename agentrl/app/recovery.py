@@ -1,6 +1,6 @@
 """Where a life of a run begins: at the newest checkpoint, in a lineage of its own, with what the journal says is left.
 
-`agentrl.app.training` begins every life of a run here, and so does `agentrl.testing.crash_test`. In order:
+`agentrl.app.training` begins every life of a run here, and so do the crash tests. In order:
 `Recovery.find` chooses the checkpoint; the trainer starts from it; `first_versions` names the weights of this life;
 `serve` publishes them and gives them to the engine. Only then is an episode run.
 

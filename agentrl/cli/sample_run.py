@@ -32,7 +32,7 @@ from agentrl.inspection.reader import RunReader
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.rows import trajectories
 from agentrl.rollout.plain_format import PlainFormat
-from agentrl.testing.recording_trainer import RecordingTrainer
+from agentrl.simulation.recording_trainer import RecordingTrainer
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Engine, Trainer

@@ -41,7 +41,7 @@ class SteadyLoop(asyncio.SelectorEventLoop):
 
 
 class LoopClock:
-    """The running event loop's time: virtual under `agentrl.testing.SimLoop`."""
+    """The running event loop's time: virtual under `agentrl.simulation.virtual_time.SimLoop`."""
 
     def monotonic(self) -> float:
         """Seconds of the running loop."""

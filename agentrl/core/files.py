@@ -1,7 +1,7 @@
 """What several parts do with files: open what others may have put there, and put a directory in place or not at all.
 
-`Disk` is the port of every file that must survive a crash: checkpoints and published versions. `LOCAL` is the real one,
-`agentrl.testing.SimDisk` one that crashes. The protocol is here and nowhere else: build in a `staged` directory, then
+`Disk` is the port of every file that must survive a crash: checkpoints and published versions. `LOCAL` is the real one;
+tests have one that crashes. The protocol is here and nowhere else: build in a `staged` directory, then
 `place` it: sync every file, sync the directories, rename, sync the parent. So a name that exists is whole, even after a
 power cut, and what a dead process left half built is under a staging name, which `remove_leftovers` clears.
 

@@ -23,8 +23,8 @@ from agentrl.rollout.worker import AsyncioWorker
 from agentrl.simulation.account import Account, CountingEngine, ObservedJournal
 from agentrl.simulation.measured import Measured, measure
 from agentrl.simulation.program import LengthFormat, Tasks, length_of, programs
-from agentrl.testing.recording_trainer import RecordingTrainer
-from agentrl.testing.sim import SimLoop
+from agentrl.simulation.recording_trainer import RecordingTrainer
+from agentrl.simulation.virtual_time import SimLoop
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Engine

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -40,13 +41,12 @@ from agentrl.journal.entries import (
 )
 from agentrl.observe.blocked import watch_loop
 from agentrl.rollout.recorded_words import REMEDY, shortened
+from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import POLICY, RESOURCE_LOST, Executed, execute
 from agentrl.testing.format_check import TASKS as FORMAT_TASKS
 from agentrl.testing.format_check import Outcome, format_findings
 from agentrl.testing.outside import MODEL_ADVICE, asks_model, seen_outside
 from agentrl.testing.random_policy import random_policy
-from agentrl.testing.sim import simulate
-from agentrl.testing.suspects import suspects
 
 MAX_CUTS = 64
 """Prefixes tried per episode; longer journals are cut at evenly spaced entries."""
@@ -54,6 +54,12 @@ MOST_GAMES = 4
 """Episodes per task, at most."""
 REPEATED_S = 0.3
 """What blocks the loop for so long, twice, is named."""
+_STRAY = re.compile(
+    r"\b(?:random\.(?:Random|RandomState|default_rng)\(\)|random\.SystemRandom\("
+    r"|(?:time\.(?:time|monotonic|perf_counter)|uuid\.uuid[14]|os\.urandom|secrets\.\w+"
+    r"|datetime\.(?:now|utcnow|today))\()"
+)
+_MOST_STRAY_LINES = 3
 _PROVED = {
     "replay": " with the same outcome",
     "snapshot": " with the same outcome, resources from their snapshots",
@@ -354,7 +360,7 @@ async def resume_everywhere(
             if RESOURCE_LOST in again and _has_pinned(entries[:cut]):
                 continue  # as declared: the episode begins again
         else:
-            problem, remedy = _difference(first, again) or "", f". {REMEDY}{suspects(environment)}"
+            problem, remedy = _difference(first, again) or "", f". {REMEDY}{_stray_lines(environment)}"
         if problem:
             return f"killed after entry {cut} of {len(entries)} and run again: {problem}{remedy}"
     report.resume_class = _weaker(report.resume_class, entries)
@@ -445,3 +451,15 @@ def _cuts(entries: int) -> list[int]:
 
 if __name__ == "__main__":
     _play_here(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+
+
+def _stray_lines(environment: type[Environment]) -> str:
+    """Up to three lines of an environment that look like time or unseeded chance, as a clause; "" where there are none.
+
+    Example:
+        >>> bool(_STRAY.search("draw = random.Random()")), bool(_STRAY.search("draw = random.Random(3)"))
+        (True, False)
+    """
+    lines = enumerate(environment.source().splitlines(), start=1)
+    found = [f"line {number}: `{line.strip()}`" for number, line in lines if _STRAY.search(line)][:_MOST_STRAY_LINES]
+    return f". Look at {', '.join(found)}" if found else ""

@@ -23,8 +23,8 @@ from agentrl.rollout.episode import OnCodeChange, RolloutSettings
 from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
+from agentrl.simulation.virtual_time import SimLoop
 from agentrl.testing.memory_journal import MemoryJournal
-from agentrl.testing.sim import SimLoop
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Engine

@@ -21,7 +21,7 @@ DEFAULT_SEEDS = 20
 
 
 class SimulatedLoop:
-    """Runs a coroutine function once per seed; see `agentrl.testing.simulate`.
+    """Runs a coroutine function once per seed; see `agentrl.simulation.virtual_time.simulate`.
 
     Example:
         >>> async def main() -> int:
@@ -46,7 +46,7 @@ class SimulatedLoop:
             seeds: how many seeds at least, unless the environment names one.
             max_steps: budget of steps of each.
         """
-        from agentrl.testing.sim import simulate
+        from agentrl.simulation.virtual_time import simulate
 
         return [simulate(main, seed=seed, max_steps=max_steps) for seed in self.seeds(seeds)]
 
@@ -60,7 +60,7 @@ def simulated_loop() -> SimulatedLoop:
         ...     async def main() -> None: ...
         ...     simulated_loop.run(main, seeds=200)
     """
-    from agentrl.testing.sim import SEED_VARIABLE
+    from agentrl.simulation.virtual_time import SEED_VARIABLE
 
     seed = _number(SEED_VARIABLE)
     if seed is not None:

@@ -16,8 +16,8 @@ import msgspec
 import agentrl
 from agentrl.core.ids import child_episode_id
 from agentrl.core.records import DataLocation, PolicyVersion
-from agentrl.testing import make_episode_header, make_spec
 from tests.architecture.sources import Source, sources
+from tests.support.builders import make_episode_header, make_spec
 
 PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 MAX_HEADER_BYTES = 256

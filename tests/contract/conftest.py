@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from agentrl.journal.store import SqliteJournal
-from agentrl.testing import MemoryJournal
+from agentrl.testing.memory_journal import MemoryJournal
 from tests.contract import vllm_suite
 from tests.contract.engine_kinds import MakeEmbedded, MakeEngine, MakeProcess, MakeReplicas, MakeScripted, ModelZoo
 from tests.contract.journal_kinds import INFO, AnyJournal, OnJournal, Scenario

@@ -25,7 +25,7 @@ from agentrl.engines.client import ProcessEngine
 from agentrl.engines.embedded import EmbeddedEngine
 from agentrl.engines.fleet import ReplicatedEngine
 from agentrl.engines.probe import Probe
-from agentrl.testing import simulate
+from agentrl.simulation.virtual_time import simulate
 from tests.contract.scripted_program import VOCABULARY, scripted_engine
 
 if TYPE_CHECKING:

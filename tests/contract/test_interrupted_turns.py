@@ -23,7 +23,7 @@ from agentrl.rollout.partials import joined
 from agentrl.rollout.plain_format import PlainFormat
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
-from agentrl.testing import MemoryJournal
+from agentrl.testing.memory_journal import MemoryJournal
 from tests.contract.engine_kinds import (
     START,
     MakeEngine,

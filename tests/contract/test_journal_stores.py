@@ -11,8 +11,8 @@ from agentrl.core.training_records import StepReport, TrainBatch, TrajectoryCred
 from agentrl.journal.entries import JournalEntry, Span
 from agentrl.journal.partials import Partial, decode_partial, encode_partial
 from agentrl.journal.port import StepRow
-from agentrl.testing import make_episode_header, make_spec
 from tests.contract.journal_kinds import AnyJournal, OnJournal, entry
+from tests.support.builders import make_episode_header, make_spec
 
 
 async def finish(journal: AnyJournal, spec: EpisodeSpec, *, drop_reason: str | None = None) -> EpisodeHeader:

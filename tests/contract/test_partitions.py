@@ -16,9 +16,9 @@ from agentrl.journal.checksums import episode_digest
 from agentrl.journal.entries import JournalEntry, encode_body
 from agentrl.journal.partials import Partial, encode_partial
 from agentrl.journal.store import SqliteJournal
-from agentrl.testing import make_episode_header, make_spec
 from tests.contract.journal_kinds import AnyJournal, OnJournal, entry
 from tests.journal_cases import entries_with
+from tests.support.builders import make_episode_header, make_spec
 
 
 def partial(spec: EpisodeSpec, start: int, call: str = "r#2") -> JournalEntry:

@@ -17,8 +17,9 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Seat
 from agentrl.engines.scripted import Script, ScriptedEngine
 from agentrl.journal.entries import EntryBody, JournalEntry
 from agentrl.rollout.plain_format import STOP_TOKEN
-from agentrl.testing import MemoryJournal, simulate
+from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import PARTITION, settings_of, wired
+from agentrl.testing.memory_journal import MemoryJournal
 
 
 def digits(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:

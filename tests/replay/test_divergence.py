@@ -15,9 +15,8 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import Begin, JournalEntry, PatchEntry, ResourceEntry, encode_body
 from agentrl.rollout.episode import OnCodeChange
 from agentrl.rollout.worker import MAX_ATTEMPTS
-from agentrl.testing import MemoryJournal
 from agentrl.testing.execution import PARTITION, settings_of, wired
-from agentrl.testing.memory_journal import Admission, EpisodeEnd
+from agentrl.testing.memory_journal import Admission, EpisodeEnd, MemoryJournal
 from tests.replay.executions import Stage, digits
 
 

@@ -30,10 +30,11 @@ from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.manifest import CheckpointWriter
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
-from agentrl.testing import CrashScenario, SimDisk, SimJournal, make_episode_header
-from agentrl.testing.crash_scenario import CHECKPOINTS, RUN, Machine
 from agentrl.testing.memory_journal import ControlRecord
-from agentrl.testing.sim_journal import SimTurnLog
+from tests.support.builders import make_episode_header
+from tests.support.crash_scenario import CHECKPOINTS, RUN, CrashScenario, Machine
+from tests.support.sim_disk import SimDisk
+from tests.support.sim_journal import SimJournal, SimTurnLog
 
 
 class Talk(agentrl.Environment):
@@ -250,4 +251,4 @@ MUTANTS: dict[type[CrashScenario], str] = {
     RewardOnInfrastructureError: "rewards",
     ServeBeforeRecord: "served",
 }
-"""Each breaks one rule of the protocol; the check of `agentrl.testing.crash_oracle` that notices it."""
+"""Each breaks one rule of the protocol; the check of `tests.support.crash_oracle` that notices it."""

@@ -37,8 +37,8 @@ from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
-from agentrl.testing import MemoryJournal, simulate
-from agentrl.testing.memory_journal import EpisodeEnd
+from agentrl.simulation.virtual_time import simulate
+from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 
 if TYPE_CHECKING:
     import random

@@ -18,7 +18,8 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.orchestrator import loop
 from agentrl.orchestrator.loop import Orchestrator, Outcome
 from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
-from agentrl.testing import MemoryJournal, RecordingTrainer
+from agentrl.simulation.recording_trainer import RecordingTrainer
+from agentrl.testing.memory_journal import MemoryJournal
 
 
 class Guess(agentrl.Environment):

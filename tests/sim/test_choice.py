@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.testing import CrashScenario
-from agentrl.testing.crash_scenario import VERSIONS, Machine
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.crash_cases import Talk
 from tests.sim.small_run import TASKS, SmallRun, config_for
+from tests.support.crash_scenario import VERSIONS, CrashScenario, Machine
 
 pytestmark = pytest.mark.sim
 

@@ -12,11 +12,12 @@ import agentrl
 from agentrl.core.errors import StorageError
 from agentrl.core.records import PolicyVersion
 from agentrl.orchestrator.manifest import CheckpointWriter
-from agentrl.testing import CrashScenario, Fault, crash_everywhere, crash_test
-from agentrl.testing.crash_oracle import compared, finished
-from agentrl.testing.crash_scenario import CHECKPOINTS, Machine
 from tests.sim.crash_cases import MUTANTS, FailingEngine, RoundsAnywhere, Talk
 from tests.sim.small_run import TASKS, Ask, guess
+from tests.support.crash_oracle import compared, finished
+from tests.support.crash_scenario import CHECKPOINTS, CrashScenario, Machine
+from tests.support.crashes import crash_everywhere, crash_test
+from tests.support.sim_disk import Fault
 
 pytestmark = pytest.mark.sim
 

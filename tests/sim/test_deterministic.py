@@ -14,8 +14,8 @@ from agentrl.core.records import PolicyVersion
 from agentrl.core.rng import stream
 from agentrl.journal.port import StepRow
 from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.plugin import SimulatedLoop
-from agentrl.testing.sim import simulate
 from tests.sim.small_run import SmallRun, config_for
 from tests.sim.test_several_policies import Propose, Solve
 

@@ -17,7 +17,7 @@ from agentrl.simulation.engine import EmulatedEngine
 from agentrl.simulation.fit import SampledTurn, fitted_rates
 from agentrl.simulation.hardware import Rates
 from agentrl.simulation.program import length_of
-from agentrl.testing import simulate
+from agentrl.simulation.virtual_time import simulate
 
 pytestmark = pytest.mark.sim
 

@@ -15,9 +15,9 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from agentrl.rollout.plain_format import STOP_TOKEN
 from agentrl.rollout.runner import GRACE_S
-from agentrl.testing import MemoryJournal, simulate
+from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import PARTITION, POLICY, settings_of, wired
-from agentrl.testing.memory_journal import EpisodeEnd
+from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.interrupted_run import POLICIES, TOKEN_S, Life, WatchedEngine, check_schedule, request_name
 

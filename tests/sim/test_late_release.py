@@ -14,8 +14,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.core.training_records import Unit
 from agentrl.credit.release import against, compared_with
 from agentrl.journal.port import StepRow
-from agentrl.testing import MemoryJournal
-from agentrl.testing.memory_journal import EpisodeEnd
+from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import Ask, SmallRun, config_for
 

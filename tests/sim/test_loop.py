@@ -11,7 +11,7 @@ import pytest
 import agentrl
 from agentrl.core.errors import AgentRLError, CheckFailedError, NonFiniteError, StorageError
 from agentrl.journal.entries import TurnEntry
-from agentrl.testing import MemoryJournal
+from agentrl.testing.memory_journal import MemoryJournal
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
 

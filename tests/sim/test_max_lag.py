@@ -17,8 +17,8 @@ from agentrl.core.rng import stream
 from agentrl.observe.alarms import alarms
 from agentrl.observe.run_state import RunPlan, RunState
 from agentrl.orchestrator.staleness import BoundedStaleness
+from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.plugin import SimulatedLoop
-from agentrl.testing.sim import simulate
 from tests.sim.small_run import SmallRun, config_for
 
 pytestmark = pytest.mark.sim

@@ -21,10 +21,11 @@ from agentrl.observe.metrics import describe
 from agentrl.orchestrator.counts import Counts
 from agentrl.orchestrator.opponents import OpponentPool, Opponents, joined_by
 from agentrl.rollout.plain_format import STOP_TOKEN
-from agentrl.testing import CrashScenario, crash_everywhere
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import SmallRun, config_for
 from tests.sim.test_schedules import SHARE, Duel
+from tests.support.crash_scenario import CrashScenario
+from tests.support.crashes import crash_everywhere
 
 pytestmark = pytest.mark.sim
 

@@ -12,9 +12,9 @@ import agentrl
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.rollout.plain_format import STOP_TOKEN
-from agentrl.testing import MemoryJournal, simulate
+from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import POLICY, settings_of, wired
-from agentrl.testing.memory_journal import EpisodeEnd
+from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 
 pytestmark = pytest.mark.sim
 ROOM = 300

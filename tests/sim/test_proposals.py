@@ -17,11 +17,10 @@ from agentrl.journal.entries import EffectEntry
 from agentrl.journal.port import StepRow
 from agentrl.observe.metrics import PASS_RATES
 from agentrl.rollout.plain_format import STOP_TOKEN
-from agentrl.testing import CrashScenario
-from agentrl.testing.crash_scenario import Machine
+from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.plugin import SimulatedLoop
-from agentrl.testing.sim import simulate
 from tests.sim.small_run import SmallRun, config_for
+from tests.support.crash_scenario import CrashScenario, Machine
 
 pytestmark = pytest.mark.sim
 

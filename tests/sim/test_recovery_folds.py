@@ -14,10 +14,10 @@ from agentrl.core.proposals import Proposal
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.manifest import newest
-from agentrl.testing import CrashScenario, SimJournal
-from agentrl.testing.crash_scenario import CHECKPOINTS, Machine
 from agentrl.testing.memory_journal import Admission, EpisodeEnd, MetricRow, Publication, UnitDrop
 from tests.sim.crash_cases import Talk
+from tests.support.crash_scenario import CHECKPOINTS, CrashScenario, Machine
+from tests.support.sim_journal import SimJournal
 
 pytestmark = pytest.mark.sim
 

@@ -14,7 +14,7 @@ from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
 from agentrl.engines.fleet import FENCE_S, ReplicatedEngine
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.testing import simulate
+from agentrl.simulation.virtual_time import simulate
 
 if TYPE_CHECKING:
     from agentrl.core.records import Float32Array, Int32Array

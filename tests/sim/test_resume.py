@@ -15,8 +15,7 @@ from agentrl.journal.entries import TurnEntry
 from agentrl.journal.port import StepRow
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.worker import AsyncioWorker
-from agentrl.testing import MemoryJournal
-from agentrl.testing.memory_journal import Admission
+from agentrl.testing.memory_journal import Admission, MemoryJournal
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import Ask, SmallRun, config_for
 

@@ -6,12 +6,11 @@ import pytest
 
 from agentrl.core.training_records import TrajectoryCredit
 from agentrl.journal.port import StepRow
-from agentrl.testing import CrashScenario
-from agentrl.testing.crash_scenario import Machine
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.crash_cases import Talk
 from tests.sim.small_run import SmallRun, config_for
 from tests.sim.test_several_policies import Duel, policies
+from tests.support.crash_scenario import CrashScenario, Machine
 
 pytestmark = pytest.mark.sim
 

@@ -16,11 +16,12 @@ from agentrl.app.assemble import past_of
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.core.rng import stream
-from agentrl.testing import CrashScenario, crash_everywhere
+from agentrl.simulation.virtual_time import SimLoop
 from agentrl.testing.plugin import SimulatedLoop
-from agentrl.testing.sim import SimLoop
 from tests.sim.small_run import SmallRun, config_for, guess
 from tests.sim.test_several_policies import Solve
+from tests.support.crash_scenario import CrashScenario
+from tests.support.crashes import crash_everywhere
 
 pytestmark = pytest.mark.sim
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from agentrl.core.clock import LoopClock
-from agentrl.testing import DeadlockError, SimulationError, StepLimitError, simulate
+from agentrl.simulation.virtual_time import DeadlockError, SimulationError, StepLimitError, simulate
 from agentrl.testing.plugin import SimulatedLoop
 
 pytestmark = pytest.mark.sim

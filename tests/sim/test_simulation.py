@@ -19,7 +19,7 @@ from agentrl.simulation.plan import Plan
 from agentrl.simulation.program import Tasks, length_of
 from agentrl.simulation.run import Scenario, simulate_run
 from agentrl.simulation.tail import Tail
-from agentrl.testing import simulate
+from agentrl.simulation.virtual_time import simulate
 from benchmarks import scheduling_memory
 
 pytestmark = pytest.mark.sim

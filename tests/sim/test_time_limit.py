@@ -18,9 +18,9 @@ from agentrl.observe.run_state import RunPlan, RunState
 from agentrl.observe.status import Status
 from agentrl.rollout.plain_format import STOP_TOKEN
 from agentrl.rollout.runner import GRACE_S
+from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.memory_journal import EpisodeEnd
 from agentrl.testing.plugin import SimulatedLoop
-from agentrl.testing.sim import simulate
 from tests.replay.executions import Stage, resumed_everywhere
 from tests.sim.small_run import SmallRun, config_for
 

@@ -13,9 +13,8 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import EntryBody
 from agentrl.rollout.plain_format import STOP_TOKEN
-from agentrl.testing import MemoryJournal
 from agentrl.testing.execution import PARTITION, POLICY, settings_of, wired
-from agentrl.testing.memory_journal import EpisodeEnd
+from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 
 
 @dataclass

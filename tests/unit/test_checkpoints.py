@@ -15,7 +15,7 @@ from agentrl.core.errors import StorageError
 from agentrl.core.records import PolicyVersion
 from agentrl.orchestrator.ledger import Ledger
 from agentrl.orchestrator.manifest import CheckpointWriter, newest
-from agentrl.testing.recording_trainer import RecordingTrainer
+from agentrl.simulation.recording_trainer import RecordingTrainer
 
 
 def write(directory: Path, step: int, *, keep: int = 10) -> Path:

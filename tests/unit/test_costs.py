@@ -14,8 +14,8 @@ import pytest
 from agentrl.cluster.worker_wire import ended_of
 from agentrl.core.ports import Counted
 from agentrl.core.records import PolicyVersion
-from agentrl.testing.builders import make_episode_header, make_spec
 from benchmarks.overhead import TURNS, run_config, train_once, wire
+from tests.support.builders import make_episode_header, make_spec
 
 KB_IN_FLIGHT = 11.7
 """As Python allocates it; the resident set grows by a tenth more."""

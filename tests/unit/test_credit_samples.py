@@ -11,7 +11,7 @@ from agentrl.core.errors import JournalError
 from agentrl.core.records import DataLocation, RoutingSpan, SamplingMask
 from agentrl.core.training_records import TrajectoryCredit, Unit
 from agentrl.credit.samples import samples
-from agentrl.testing.builders import make_trajectory
+from tests.support.builders import make_trajectory
 
 
 def make_unit(*credits: TrajectoryCredit, policy: str = "policy") -> Unit:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from agentrl.core.records import EpisodeHeader, dropped_header
 from agentrl.orchestrator.drought import FAILED_GROUPS, FAILED_IN_A_ROW, Drought
-from agentrl.testing import make_spec
+from tests.support.builders import make_spec
 
 
 def failed_children(parents: int, each: int) -> Iterator[EpisodeHeader]:

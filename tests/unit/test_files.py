@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.core.files import LOCAL, Disk, place, remedy, remove_leftovers, staged
 from agentrl.orchestrator.retention import versions_in
-from agentrl.testing import Fault, SimDisk, SimulatedCrashError
+from tests.support.sim_disk import Fault, SimDisk, SimulatedCrashError
 
 
 @pytest.fixture(params=["local", "simulated"])

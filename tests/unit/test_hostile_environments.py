@@ -26,7 +26,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import as_environment
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.plain_format import PlainFormat
-from agentrl.testing import RecordingTrainer
+from agentrl.simulation.recording_trainer import RecordingTrainer
 from tests.sim.small_run import TASKS, config_for, guess
 
 

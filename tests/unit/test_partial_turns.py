@@ -15,7 +15,8 @@ from agentrl.journal.entries import JournalEntry, Span
 from agentrl.journal.partials import Partial, encode_partial
 from agentrl.rollout.calls import Call
 from agentrl.rollout.partials import EpisodePartials, PartialTurn, joined, part
-from agentrl.testing import MemoryTurnLog, make_completion
+from agentrl.testing.memory_journal import MemoryTurnLog
+from tests.support.builders import make_completion
 
 ASKED = b"question"
 CALL = Call("r#1", ASKED, None)

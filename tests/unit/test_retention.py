@@ -20,7 +20,8 @@ from agentrl.journal.port import Pruned, PruneRule
 from agentrl.orchestrator.manifest import CheckpointWriter
 from agentrl.orchestrator.retention import JournalRetention, VersionRetention
 from agentrl.rollout.plain_format import PlainFormat
-from agentrl.testing import MemoryJournal, RecordingTrainer
+from agentrl.simulation.recording_trainer import RecordingTrainer
+from agentrl.testing.memory_journal import MemoryJournal
 from tests.sim.small_run import TASKS, Guess, config_for, guess
 
 

@@ -15,7 +15,7 @@ import pytest
 from agentrl.core.errors import EngineError
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.rollout.room import Place, Room
-from agentrl.testing import simulate
+from agentrl.simulation.virtual_time import simulate
 
 if TYPE_CHECKING:
     from agentrl.core.records import Int32Array

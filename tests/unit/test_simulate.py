@@ -21,7 +21,7 @@ from agentrl.simulation.calibration import covered, likeness_of, sampled_turn
 from agentrl.simulation.fit import SampledTurn
 from agentrl.simulation.knobs import knobs
 from agentrl.simulation.plan import Plan, load
-from agentrl.testing.builders import make_episode_header, make_spec
+from tests.support.builders import make_episode_header, make_spec
 
 SMALL = """
 [engine]

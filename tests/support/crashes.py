@@ -20,15 +20,15 @@ from agentrl.core.ids import key64
 from agentrl.core.rng import stream
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import resolve
-from agentrl.testing import crash_oracle
-from agentrl.testing.crash_scenario import EMPTY_TASKS, CrashScenario, Machine
 from agentrl.testing.random_policy import random_policy
-from agentrl.testing.sim_disk import SimulatedCrashError
+from tests.support import crash_oracle
+from tests.support.crash_scenario import EMPTY_TASKS, CrashScenario, Machine
+from tests.support.sim_disk import SimulatedCrashError
 
 if TYPE_CHECKING:
     from agentrl.core.records import Task
     from agentrl.engines.scripted import Script
-    from agentrl.testing.sim_disk import Fate
+    from tests.support.sim_disk import Fate
 
 DISK_FATES: tuple[Fate, ...] = ("kill", "lost", "kept", "mixed")
 RECOVERY = 40

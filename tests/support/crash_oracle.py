@@ -30,14 +30,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.journal.entries import ResourceEntry, TurnEntry
 from agentrl.orchestrator.manifest import newest, sealed
-from agentrl.testing.crash_scenario import CHECKPOINTS
+from agentrl.simulation.recording_trainer import TRAINED_FILE
 from agentrl.testing.memory_journal import Admission, EpisodeEnd, Publication, UnitDrop
-from agentrl.testing.recording_trainer import TRAINED_FILE
+from tests.support.crash_scenario import CHECKPOINTS
 
 if TYPE_CHECKING:
     from agentrl.core.records import EpisodeHeader, PolicyVersion
-    from agentrl.testing.crash_scenario import Machine
-    from agentrl.testing.sim_journal import SimJournal
+    from tests.support.crash_scenario import Machine
+    from tests.support.sim_journal import SimJournal
 
 R = TypeVar("R")
 

@@ -1,7 +1,7 @@
 """A disk in memory that crashes: what a process sees is not what a power cut leaves.
 
 `SimDisk` is `agentrl.core.files.Disk` with a page cache. Operations are numbered from 1, those of a journal that shares
-the disk (`agentrl.testing.SimJournal`) among them: operation k is the crash point at which k - 1 have happened. Writing
+the disk (`SimJournal`) among them: operation k is the crash point at which k - 1 have happened. Writing
 a file is two operations, so that a half-written one is seen; removing a tree is one for each name.
 
 What a crash leaves is its fate:

@@ -23,11 +23,11 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.port import StepRow
 from agentrl.orchestrator.manifest import CheckpointWriter
 from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
+from agentrl.simulation.recording_trainer import RecordingTrainer
+from agentrl.simulation.virtual_time import SimLoop
 from agentrl.testing.memory_journal import Publication
-from agentrl.testing.recording_trainer import RecordingTrainer
-from agentrl.testing.sim import SimLoop
-from agentrl.testing.sim_disk import SimDisk, SimulatedCrashError
-from agentrl.testing.sim_journal import SimJournal
+from tests.support.sim_disk import SimDisk, SimulatedCrashError
+from tests.support.sim_journal import SimJournal
 
 if TYPE_CHECKING:
     from agentrl.core.errors import AgentRLError
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from agentrl.engines.scripted import Script
     from agentrl.environment.base import Environment
     from agentrl.orchestrator.loop import Orchestrator
-    from agentrl.testing.sim_disk import Fate
+    from tests.support.sim_disk import Fate
 
 RUN = Path("/run")
 CHECKPOINTS = RUN / "checkpoints"

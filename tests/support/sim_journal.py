@@ -13,18 +13,16 @@ from typing import TYPE_CHECKING, Any
 from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.rng import stream
 from agentrl.journal.writer import FLUSH_SECONDS, LINGER_SECONDS
-from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
-from agentrl.testing.memory_turn_log import MemoryTurnLog
-from agentrl.testing.sim_disk import SimDisk
+from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal, MemoryTurnLog
+from tests.support.sim_disk import SimDisk
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from agentrl.core.records import EpisodeHeader, EpisodeSpec
     from agentrl.journal.entries import JournalEntry
-    from agentrl.testing.memory_journal import ControlRecord
-    from agentrl.testing.memory_turn_log import PartialItem
-    from agentrl.testing.sim_disk import Fate
+    from agentrl.testing.memory_journal import ControlRecord, PartialItem
+    from tests.support.sim_disk import Fate
 
 _CONTROL = "control.db"
 
