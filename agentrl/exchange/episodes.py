@@ -1,7 +1,11 @@
-"""An episode as one record of plain data, with all that training on it needs: what JSON lines and Parquet are made of.
+"""Episodes as records of plain data, with all that training on them needs: `--to jsonl` and `--to parquet`.
 
 Rows are whole token sequences. What is not known is null, or an empty list where it is a list, never made up. Expert
-routing stays in the journal.
+routing stays in the journal. JSON lines hold an `ExportedEpisode` each, written one at a time.
+
+The Parquet table has a line per token row, with its agent and its episode; it is written in batches. Its columns are
+the fields of `ExportedRow`, `ExportedAgent` and `ExportedEpisode`; the episode's reward is `episode_reward`; task,
+metrics, acts and other fields without a fixed shape are JSON. An agent or an episode without rows has one line.
 """
 
 from __future__ import annotations
@@ -20,13 +24,25 @@ from agentrl.inspection.conversation import Act, Conversation, RewardAct, TurnAc
 from agentrl.inspection.tokens import played_rows, trained_row
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from agentrl.exchange.exporting import Selection
     from agentrl.inspection.lines import EpisodeView
     from agentrl.inspection.reader import RunReader
     from agentrl.inspection.tokens import PlayedRow, ReadStep, TrainedRow
 
+
 STEP_FILES = 4
 """So many steps' columns are kept while episodes are exported, most of which were trained beside each other."""
+BATCH_BYTES = 16 << 20
+"""So much of the table is kept before it is written."""
+_EPISODE = (
+    *("run", "episode", "attempt", "status", "purpose", "environment", "task_id", "group", "parent"),
+    *("stop_reason", "drop_reason", "detail", "turns", "tokens", "seconds", "admitted_at", "committed_at"),
+    *("measured_against", "problems"),
+)
+_JSON = ("task", "seats", "metrics", "acts")
+_AGENT = ("seat", "index", "policy", "reward", "reward_parts", "credits")
 
 
 class RewardPart(msgspec.Struct, frozen=True):
@@ -282,3 +298,106 @@ def json_list(text: Any, problems: list[str]) -> list[Any]:
         problems.append("the advantages of its turns cannot be read")
         return []
     return value if isinstance(value, list) else []
+
+
+def write_json_lines(selection: Selection, path: Path) -> None:
+    """Write the lines."""
+    with path.open("xb") as file:
+        for episode in exported_episodes(selection):
+            file.write(encoded(episode) + b"\n")
+
+
+def encoded(value: Any) -> bytes:
+    """JSON of what a journal may hold, with null for what is no number of JSON's."""
+    try:
+        return msgspec.json.encode(value)
+    except (TypeError, UnicodeEncodeError):  # keys that are no text, half a character: rare
+        return msgspec.json.encode(_plain(msgspec.to_builtins(value)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_plain(str(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
+def write_table(selection: Selection, path: Path) -> None:
+    """Write the table."""
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetWriter
+
+    schema = table_schema()
+    batches = []
+    with ParquetWriter(path, schema, compression="zstd") as writer:
+        for episode in exported_episodes(selection):
+            try:
+                batches.append(pa.RecordBatch.from_pylist(table_lines(episode), schema))
+            except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+                selection.problems.append(f"{episode.episode}: left out: the table has no place for it ({error})")
+            if sum(batch.nbytes for batch in batches) > BATCH_BYTES:
+                writer.write_table(pa.Table.from_batches(batches, schema))
+                batches.clear()
+        writer.write_table(pa.Table.from_batches(batches, schema))
+
+
+def table_lines(episode: ExportedEpisode) -> list[dict[str, Any]]:
+    """The lines of an episode."""
+    whole = {name: getattr(episode, name) for name in _EPISODE}
+    whole |= {name: encoded(getattr(episode, name)).decode() for name in _JSON}
+    whole["episode_reward"] = episode.reward
+    lines: list[dict[str, Any]] = []
+    for agent in episode.agents:
+        of_agent = whole | {name: msgspec.to_builtins(getattr(agent, name)) for name in _AGENT}
+        for credit in of_agent["credits"]:
+            credit["turn_advantages"] = [{"turn": turn, "value": value} for turn, value in credit["turn_advantages"]]
+        for row in agent.rows:
+            line = of_agent | {name: getattr(row, name) for name in row.__struct_fields__}
+            line["messages"] = [_message(message) for message in row.messages]
+            line["versions"] = [dict(zip(("start", "stop", "version"), each, strict=True)) for each in row.versions]
+            lines.append(line)
+        if not agent.rows:
+            lines.append(of_agent)
+    return lines or [whole]
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with the fields a table can have; another content than text, and calls, as JSON."""
+    texts = {name: message.get(name) for name in ("role", "content", "name", "tool_call_id")}
+    line: dict[str, Any] = {
+        name: value if isinstance(value, str | None) else encoded(value).decode() for name, value in texts.items()
+    }
+    line["tool_calls"] = encoded(message["tool_calls"]).decode() if "tool_calls" in message else None
+    line["turn"] = turn if isinstance(turn := message.get("turn"), int) else None
+    return line
+
+
+def table_schema() -> Any:
+    """What the table's columns are."""
+    import pyarrow as pa
+
+    text, whole, number = pa.string(), pa.int64(), pa.float64()
+    part = pa.struct({"turn": whole, "value": number})
+    credit = {
+        "step": text,
+        "reward": number,
+        "baseline": number,
+        "advantage": number,
+        "turn_advantages": pa.list_(part),
+    }
+    message = {"role": text, "content": text, "name": text, "tool_call_id": text, "tool_calls": text, "turn": whole}
+    version = {"start": whole, "stop": whole, "version": text}
+    columns = dict.fromkeys(("run", "episode"), text) | {"attempt": whole}
+    columns |= dict.fromkeys(("status", "purpose", "environment", "task_id", "task", "group", "parent", "seats"), text)
+    columns |= dict.fromkeys(("stop_reason", "drop_reason", "detail"), text) | {"episode_reward": number}
+    columns |= {"turns": whole, "tokens": whole} | dict.fromkeys(("seconds", "admitted_at", "committed_at"), number)
+    columns |= {"measured_against": pa.list_(text), "metrics": text, "acts": text, "problems": pa.list_(text)}
+    columns |= {"seat": text, "index": whole, "policy": text, "reward": number, "reward_parts": pa.list_(part)}
+    columns |= {"credits": pa.list_(pa.struct(credit)), "row": whole, "messages": pa.list_(pa.struct(message))}
+    columns |= {"temperature": number, "token_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.int8())}
+    columns |= {"logprobs": pa.list_(pa.float32()), "turn_index": pa.list_(whole)}
+    columns |= {"versions": pa.list_(pa.struct(version)), "kept_counts": pa.list_(pa.int32())}
+    columns |= {"kept_ids": pa.list_(pa.int32()), "trained_in": text, "advantages": pa.list_(pa.float32())}
+    columns |= {"trainer_logprobs": pa.list_(pa.float32()), "lags": pa.list_(pa.int32())}
+    return pa.schema(columns)

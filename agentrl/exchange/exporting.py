@@ -15,7 +15,7 @@ import msgspec
 
 from agentrl.core.errors import InputError, StorageError
 from agentrl.core.files import LOCAL, place, remedy
-from agentrl.exchange.building import building
+from agentrl.exchange.files import building
 from agentrl.exchange.formats import EXPORTS
 from agentrl.inspection.search import matches
 

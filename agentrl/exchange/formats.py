@@ -23,8 +23,10 @@ class ExportFormat(NamedTuple):
 
 EXPORTS: Mapping[str, ExportFormat] = {
     "html": ExportFormat("one page to look at, without a server", "episodes.html", "agentrl.exchange.html:write"),
-    "jsonl": ExportFormat("a line of JSON per episode", "episodes.jsonl", "agentrl.exchange.json_lines:write"),
-    "parquet": ExportFormat("a table with a line per token row", "rows.parquet", "agentrl.exchange.parquet:write"),
+    "jsonl": ExportFormat("a line of JSON per episode", "episodes.jsonl", "agentrl.exchange.episodes:write_json_lines"),
+    "parquet": ExportFormat(
+        "a table with a line per token row", "rows.parquet", "agentrl.exchange.episodes:write_table"
+    ),
     "atif": ExportFormat(
         "a directory with a trajectory file per episode, ATIF 1.8",
         "trajectories",
@@ -43,8 +45,6 @@ class ImportFormat(NamedTuple):
 
 
 IMPORTS: Mapping[str, ImportFormat] = {
-    "verifiers": ImportFormat(
-        "traces.jsonl or results.jsonl, or a run's directory", "agentrl.exchange.verifiers_files:read"
-    ),
-    "atif": ImportFormat("a trajectory, or a directory of trajectories", "agentrl.exchange.atif_files:read"),
+    "verifiers": ImportFormat("traces.jsonl or results.jsonl, or a run's directory", "agentrl.exchange.verifiers:read"),
+    "atif": ImportFormat("a trajectory, or a directory of trajectories", "agentrl.exchange.atif:read"),
 }

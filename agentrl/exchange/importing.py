@@ -19,8 +19,7 @@ import msgspec
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EpisodeError, InputError, StorageError
 from agentrl.core.files import place, remedy
-from agentrl.exchange.bounded import storable
-from agentrl.exchange.building import building
+from agentrl.exchange.files import building, storable
 from agentrl.exchange.formats import IMPORTS
 from agentrl.exchange.played import Reply, entries_of, header_of, missing, replies_of, spec_of
 from agentrl.journal.checksums import episode_digest

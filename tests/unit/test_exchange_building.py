@@ -15,8 +15,8 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError
-from agentrl.exchange.building import building
 from agentrl.exchange.exporting import export
+from agentrl.exchange.files import building
 from agentrl.exchange.formats import EXPORTS
 from agentrl.inspection.lines import EpisodeView
 from agentrl.inspection.reader import RunReader
@@ -158,15 +158,15 @@ KILLED_IMPORT = """
 import os, signal, sys
 from itertools import islice
 from pathlib import Path
-from agentrl.exchange import verifiers_files
+from agentrl.exchange import verifiers
 from agentrl.exchange.importing import BATCH_EPISODES, import_run
-read = verifiers_files.read
+read = verifiers.read
 
 def until_killed(source):
     yield from islice(read(source), BATCH_EPISODES + 1)
     os.kill(os.getpid(), signal.SIGKILL)
 
-verifiers_files.read = until_killed
+verifiers.read = until_killed
 import_run(Path(sys.argv[1]), "verifiers", Path(sys.argv[2]))
 """
 

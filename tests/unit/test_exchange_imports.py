@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError
-from agentrl.exchange import bounded
+from agentrl.exchange import files
 from agentrl.exchange.exporting import export
 from agentrl.exchange.importing import import_run
 from agentrl.inspection.conversation import Conversation, OtherAct, RewardAct, ToolAct, TurnAct, conversation
@@ -272,7 +272,7 @@ def test_bytes_that_are_no_text_and_lines_without_end_are_refused(
     (tmp_path / "bytes").write_bytes(json.dumps(episode()).encode() + b'\n{"id": "\xff", "traces": []}')
     with pytest.raises(InputError, match=r"line 2: .*utf-8"):
         import_run(tmp_path / "bytes", "verifiers", tmp_path / "run")
-    monkeypatch.setattr(bounded, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1 << 20)
     lines(tmp_path / "long", episode(), episode("x" * (2 << 20)))
     with pytest.raises(InputError, match="line 2: longer than 1 MiB"):
         import_run(tmp_path / "long", "verifiers", tmp_path / "run")

@@ -1,13 +1,20 @@
-"""Reading files that anybody may have written: bounded in size, in number of values and in depth, every error named.
+"""Files of other tools: read within bounds, and built beside their place.
 
-Each error is an `InputError` that says the file, the line, and what is wrong there. Nothing is guessed and nothing is
-repaired.
+Reading bounds the size, the number of values and the depth. Each error is an `InputError` that names the file, the line
+and the fault. Nothing is guessed and nothing is repaired.
+
+`building` makes a directory for an export or an import beside the place it will have. Each is locked while it is built
+in, so several processes may build for one place at once; the directories of dead processes are removed by the next one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
+import secrets
+import shutil
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from itertools import islice
@@ -17,7 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from agentrl.core.errors import InputError
-from agentrl.core.files import open_regular, read_at_most
+from agentrl.core.files import STAGING, open_regular, read_at_most, staged
 
 T = TypeVar("T")
 
@@ -31,6 +38,7 @@ MAX_DEPTH = 60
 """Of values that are kept as they are; the reading commands show a hundred levels."""
 MAX_INT = 2**63
 _OBJECT = re.compile(rb'\{\s*["}]')
+_NAME = "exchange-"
 
 
 def directories(source: Path) -> Iterator[tuple[Path, list[str]]]:
@@ -124,3 +132,35 @@ def storable(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
 
 def _unreadable(path: Path, error: OSError) -> InputError:
     return InputError(f"{path}: cannot be read ({error.strerror or error})")
+
+
+@contextlib.contextmanager
+def building(target: Path) -> Iterator[Path]:
+    """A path to build `target` at, on the same disk; gone at the end, unless what is there was given its name.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    with contextlib.ExitStack() as until_built:
+        target.parent.mkdir(exist_ok=True)
+        with _locked(target.parent):  # nobody takes it for a dead one's before it is locked
+            _remove_those_of_the_dead(target.parent)
+            directory = until_built.enter_context(staged(target.with_name(_NAME + secrets.token_hex(8))))
+            until_built.enter_context(_locked(directory))
+        yield directory / target.name
+
+
+def _remove_those_of_the_dead(parent: Path) -> None:
+    for directory in parent.glob(f"{STAGING}{_NAME}*"):
+        with contextlib.suppress(OSError), _locked(directory, os.O_NOFOLLOW, fcntl.LOCK_NB):  # a link, or in use
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path, opening: int = 0, waiting: int = 0) -> Iterator[None]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | opening)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | waiting)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,7 +1,7 @@
 """`--from verifiers`: episodes of `traces.jsonl` (verifiers 0.2 and later), and rollouts of `results.jsonl` (before).
 
-A trace is a graph of messages. Each of its paths from a root to a leaf is a row here; a message that the policy said in
-an earlier row stands in a later one as what it was told.
+A trace is a graph of messages. Each path from a root to a leaf is a row here; a message that the policy said in an
+earlier row stands in a later one as part of the prompt.
 """
 
 from __future__ import annotations
@@ -14,9 +14,19 @@ from typing import Any
 import msgspec
 
 from agentrl.core.errors import InputError
-from agentrl.exchange.bounded import decoded, directories, json_lines
-from agentrl.exchange.messages import call_of, finite_numbers, message_of, text_of, with_observations
-from agentrl.exchange.played import UNKNOWN, PlayedAgent, PlayedEpisode, PlayedRow, Reply
+from agentrl.exchange.files import decoded, directories, json_lines
+from agentrl.exchange.played import (
+    UNKNOWN,
+    MessageRow,
+    PlayedAgent,
+    PlayedEpisode,
+    Reply,
+    call_of,
+    finite_numbers,
+    message_of,
+    text_of,
+    with_observations,
+)
 from agentrl.journal.entries import Span
 
 FILES = ("traces.jsonl", "results.jsonl")
@@ -250,7 +260,7 @@ def _agent(trace: _Trace, index: int, policy: _Policy | None, where: str) -> Pla
     )
 
 
-def _rows(trace: _Trace, calls: dict[int, _ModelCall], step: int | None, where: str) -> Iterator[PlayedRow]:
+def _rows(trace: _Trace, calls: dict[int, _ModelCall], step: int | None, where: str) -> Iterator[MessageRow]:
     """A row for each leaf: what an earlier row has of its path is told, not said, in a later one."""
     nodes = trace.nodes
     parents = [node.parent for node in nodes]
@@ -295,8 +305,8 @@ def _row(
     calls: dict[int, _ModelCall],
     step: int | None,
     has_tokens: bool,
-) -> PlayedRow:
-    row: PlayedRow = []
+) -> MessageRow:
+    row: MessageRow = []
     context: list[int] = []
     for number in path:
         node = trace.nodes[number]
@@ -332,7 +342,7 @@ def _reply(node: _Node, call: _ModelCall, context: list[int] | None, ids: list[i
 def _rollout(told: _Rollout, where: str) -> PlayedEpisode:
     """A line of `results.jsonl`: messages and a reward; nothing is told of tokens and times."""
     number = where.rpartition(" ")[2]
-    row: PlayedRow = [
+    row: MessageRow = [
         message_of(message)
         for message in ([_Message("user", told.prompt)] if isinstance(told.prompt, str) else told.prompt)
     ]
