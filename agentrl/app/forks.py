@@ -30,7 +30,7 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVe
 from agentrl.core.words import plural
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import name_of, resolve
-from agentrl.inspection.forks import FORKS
+from agentrl.inspection.comparisons import FORKS
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import Begin, JournalEntry, TurnEntry
 from agentrl.journal.forks import read_prefix

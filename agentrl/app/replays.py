@@ -35,8 +35,8 @@ from agentrl.core.errors import (
 from agentrl.core.ports import EngineCapabilities
 from agentrl.environment.base import described
 from agentrl.environment.registry import loaded, registered, resolve
+from agentrl.inspection.comparisons import Outcome, Replayed
 from agentrl.inspection.reader import RunReader
-from agentrl.inspection.replayed import Outcome, Replayed
 from agentrl.journal.control import ADMISSION_COLUMNS, read_spec
 from agentrl.journal.entries import Begin, GatherEntry, JournalEntry, encode_body
 from agentrl.journal.rows import decode_entries
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat
     from agentrl.core.records import EpisodeHeader, EpisodeSpec
     from agentrl.environment.base import Environment
-    from agentrl.inspection.lines import EpisodeLine
+    from agentrl.inspection.reader import EpisodeLine
 
 MAX_SHOWN = 200
 """Characters of a name from a journal that are shown."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import argparse
 
     from agentrl.inspection.reader import RunReader
-    from agentrl.inspection.terminal import Page
+    from agentrl.inspection.render import Page
 
 INTERVAL_S = 1.0
 T = TypeVar("T")

@@ -62,7 +62,7 @@ def episode_rescore(reader: RunReader, options: argparse.Namespace) -> Answer:
 def episode_fork(reader: RunReader, options: argparse.Namespace) -> Answer:
     """`agentrl episode fork [RUN] [ID] --at TURN [-n K] [--edit FILE] [--environment REF] [--policy [SEAT=]WHO]`."""
     from agentrl.app.forks import fork
-    from agentrl.inspection.forks import fork_tree
+    from agentrl.inspection.comparisons import fork_tree
     from agentrl.inspection.render_episode import fork_page
 
     if options.n < 1:

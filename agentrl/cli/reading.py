@@ -18,15 +18,15 @@ import msgspec
 
 from agentrl.cli.output import print_json, print_json_line, print_text
 from agentrl.core.errors import CheckFailedError, InputError
-from agentrl.inspection.blame import damage_named
-from agentrl.inspection.forks import located
+from agentrl.inspection.comparisons import located
+from agentrl.inspection.damage import damage_named
 from agentrl.inspection.reader import RunReader, runs
 
 if TYPE_CHECKING:
     import argparse
 
-    from agentrl.inspection.lines import EpisodeLine
-    from agentrl.inspection.terminal import Page
+    from agentrl.inspection.reader import EpisodeLine
+    from agentrl.inspection.render import Page
     from agentrl.journal.port import Pruned
 
 RUNS = Path("runs")
@@ -164,7 +164,7 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> Answer:
 def run_winrates(reader: RunReader, options: argparse.Namespace) -> Answer:
     """`agentrl run winrates [RUN]`."""
     from agentrl.inspection.render import win_rate_table
-    from agentrl.inspection.winrates import run_win_rates
+    from agentrl.inspection.statistics import run_win_rates
 
     found = run_win_rates(reader)
     return Answer(found, lambda: win_rate_table(found))
@@ -173,8 +173,8 @@ def run_winrates(reader: RunReader, options: argparse.Namespace) -> Answer:
 @command
 def run_stats(reader: RunReader, options: argparse.Namespace) -> Answer:
     """`agentrl run stats [RUN]`."""
-    from agentrl.inspection.figures import run_figures
     from agentrl.inspection.render import figures_page
+    from agentrl.inspection.statistics import run_figures
 
     figures = run_figures(reader)
     return Answer(figures, lambda: figures_page(figures))
@@ -198,7 +198,7 @@ def run_timeline(reader: RunReader, options: argparse.Namespace) -> Answer:
 @command
 def episode_list(reader: RunReader, options: argparse.Namespace) -> Answer | None:
     """`agentrl episode list [RUN] [--where …] [--match …] [--sort …] [--columns …] [--follow]`."""
-    from agentrl.inspection.lines import COLUMNS
+    from agentrl.inspection.reader import COLUMNS
     from agentrl.inspection.render import episode_table
 
     if options.limit < 0 or options.offset < 0:
@@ -328,7 +328,7 @@ def episode_timeline(reader: RunReader, options: argparse.Namespace) -> Answer:
 @command
 def episode_forks(reader: RunReader, options: argparse.Namespace) -> Answer:
     """`agentrl episode forks [RUN]`."""
-    from agentrl.inspection.forks import fork_tree
+    from agentrl.inspection.comparisons import fork_tree
     from agentrl.inspection.render_episode import fork_page
 
     tree = fork_tree(reader)
@@ -338,7 +338,7 @@ def episode_forks(reader: RunReader, options: argparse.Namespace) -> Answer:
 @command
 def episode_diff(reader: RunReader, options: argparse.Namespace) -> Answer:
     """`agentrl episode diff [RUN] A [B]`: B is A's parent where A is a fork and B is left out."""
-    from agentrl.inspection.differences import compared
+    from agentrl.inspection.comparisons import compared
     from agentrl.inspection.render_episode import difference_page
 
     found = compared(reader, options.id, options.other)

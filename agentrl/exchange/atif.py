@@ -38,7 +38,6 @@ from agentrl.exchange.played import (
     text_of,
     with_observations,
 )
-from agentrl.inspection.columns import float32, int32
 from agentrl.inspection.conversation import (
     Conversation,
     RewardAct,
@@ -48,12 +47,12 @@ from agentrl.inspection.conversation import (
     reward_components,
     told,
 )
-from agentrl.inspection.tokens import played_rows
+from agentrl.inspection.tokens import float32, int32, played_rows
 from agentrl.journal.entries import Span
 
 if TYPE_CHECKING:
     from agentrl.exchange.exporting import Selection
-    from agentrl.inspection.lines import EpisodeView
+    from agentrl.inspection.reader import EpisodeView
     from agentrl.inspection.tokens import PlayedRow
     from agentrl.journal.entries import TurnEntry
 

@@ -18,17 +18,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core.errors import JournalError
-from agentrl.inspection.checked import checked_rows
-from agentrl.inspection.columns import float32, int32, step_rows
 from agentrl.inspection.conversation import Act, Conversation, RewardAct, TurnAct, told
-from agentrl.inspection.tokens import played_rows, trained_row
+from agentrl.inspection.damage import checked_rows
+from agentrl.inspection.tokens import float32, int32, played_rows, step_rows, trained_row
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from agentrl.exchange.exporting import Selection
-    from agentrl.inspection.lines import EpisodeView
-    from agentrl.inspection.reader import RunReader
+    from agentrl.inspection.reader import EpisodeView, RunReader
     from agentrl.inspection.tokens import PlayedRow, ReadStep, TrainedRow
 
 

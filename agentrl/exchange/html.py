@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import AgentRLError, InputError
-from agentrl.inspection.forks import FORKS, fork_tree
+from agentrl.inspection.comparisons import FORKS, fork_tree
 from agentrl.inspection.viewer.page import exported_page
 from agentrl.inspection.viewer.questions import QUESTIONS, Parameters, about_episode, as_json, run_summary
 

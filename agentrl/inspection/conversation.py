@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core.records import PolicyVersion
-from agentrl.inspection.checked import checked_rows
-from agentrl.inspection.lines import AgentLine, EpisodeLine, EpisodeView
+from agentrl.inspection.damage import checked_rows
+from agentrl.inspection.reader import AgentLine, EpisodeLine, EpisodeView
 from agentrl.journal.entries import (
     Begin,
     CancelEntry,

@@ -8,15 +8,14 @@ import msgspec
 
 from agentrl.core.errors import JournalError
 from agentrl.core.words import plural
-from agentrl.inspection.checked import checked_rows
 from agentrl.inspection.conversation import Conversation, EffectAct, ToolAct, TurnAct, conversation, reward_components
+from agentrl.inspection.damage import checked_rows
 from agentrl.journal.control import read_baselines, read_spec
 from agentrl.observe.alarms import ADVICE_ON_DROPS
 
 if TYPE_CHECKING:
-    from agentrl.inspection.checked import Row
-    from agentrl.inspection.lines import EpisodeLine
-    from agentrl.inspection.reader import RunReader
+    from agentrl.inspection.damage import Row
+    from agentrl.inspection.reader import EpisodeLine, RunReader
 
 SLOW_SHARE = 0.3
 """Of an episode's seconds: what takes more is named."""

@@ -19,17 +19,14 @@ from agentrl.inspection.conversation import (
     events,
     reward_components,
 )
-from agentrl.inspection.render import episode_table, number
-from agentrl.inspection.terminal import Page, Part
+from agentrl.inspection.render import Page, Part, episode_table, number
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from agentrl.inspection.comparisons import Departure, Difference, Fork, Replayed, Side
     from agentrl.inspection.conversation import Act, Conversation
-    from agentrl.inspection.differences import Departure, Difference, Side
-    from agentrl.inspection.forks import Fork
     from agentrl.inspection.reasons import Reason
-    from agentrl.inspection.replayed import Replayed
     from agentrl.inspection.timelines import EpisodeTimeline
     from agentrl.inspection.tokens import EpisodeTokens, Token, TokenRow
 

@@ -1,19 +1,206 @@
-"""A run as it is shown, read from its directory: by another process, while it is written, or afterwards.
+"""A run in numbers: episodes by environment and purpose, policies, win rates against past versions, current state.
 
 The journal is the truth about episodes; `metrics.jsonl`, `status.json` and `alarms.jsonl` may be missing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
 
 from agentrl.core.errors import StorageError
+from agentrl.journal.results import win_rates
 from agentrl.observe.run_state import RunState, plan_of, read_metrics
 from agentrl.observe.status import Status, read_status
 
 if TYPE_CHECKING:
     from agentrl.inspection.reader import RunReader
+
+QUANTILES = (0.1, 0.5, 0.9)
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """A quantity over episodes."""
+
+    mean: float | None
+    low: float | None
+    """A tenth lies below."""
+    median: float | None
+    high: float | None
+    """A tenth lies above."""
+
+
+class EpisodeFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The episodes of one environment and purpose that ended."""
+
+    environment: str
+    purpose: str
+    episodes: int
+    ended: dict[str, int]
+    """By stop reason or drop reason, the most frequent first."""
+    reward: Spread
+    turns: Spread
+    tokens: Spread
+    seconds: Spread
+
+
+class PolicyFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy that sampled."""
+
+    policy: str
+    trajectories: int
+    tokens: int
+    """Sampled ones."""
+    reward: float | None
+    """Mean of a trajectory."""
+    steps: int
+    staleness: dict[int, int]
+    """Trained trajectories by how many steps their oldest token was behind, where both are of one lineage."""
+
+
+class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """A run in figures."""
+
+    name: str
+    episodes: list[EpisodeFigures]
+    policies: list[PolicyFigures]
+    in_flight: int
+    repeated: int
+    """Attempts beyond the first."""
+    seconds: float
+    """From the first admission to the last thing that was written."""
+    tokens_per_second: float | None
+
+
+def run_figures(reader: RunReader) -> RunFigures:
+    """Count a run. Raises `JournalError` where its control log is damaged."""
+    log = reader.log
+    kinds = log.rows("SELECT environment, purpose, count(*) FROM episodes GROUP BY 1, 2 ORDER BY 2 DESC, 1")
+    first, last = log.rows(
+        "SELECT (SELECT min(admitted_at) FROM admissions), max(coalesce((SELECT max(committed_at) FROM episodes), 0),"
+        " coalesce((SELECT max(stepped_at) FROM steps), 0))"
+    )[0]
+    seconds = max(float(last) - float(first), 0.0) if first is not None and last else 0.0
+    ((tokens,),) = log.rows("SELECT coalesce(sum(tokens), 0) FROM episodes")
+    ((repeated,),) = log.rows("SELECT count(*) FROM admissions WHERE attempt > 0")
+    name = reader.info().get("name")
+    return RunFigures(
+        name=name if isinstance(name, str) else reader.path.name,
+        episodes=[_episodes(reader, environment, purpose, count) for environment, purpose, count in kinds],
+        policies=_policies(reader),
+        in_flight=reader.count("status = in_flight"),
+        repeated=repeated,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds if seconds else None,
+    )
+
+
+def _episodes(reader: RunReader, environment: str, purpose: str, count: int) -> EpisodeFigures:
+    ended = reader.log.rows(
+        "SELECT coalesce(drop_reason, stop_reason, '?') AS why, count(*) AS many FROM episodes"
+        " WHERE environment = ? AND purpose = ? GROUP BY why ORDER BY many DESC, why",
+        *(environment, purpose),
+    )
+    spreads = {
+        column: _spread(reader, column, environment, purpose) for column in ("reward", "turns", "tokens", "seconds")
+    }
+    return EpisodeFigures(
+        environment=environment,
+        purpose=purpose,
+        episodes=count,
+        ended={str(why): many for why, many in ended},
+        **spreads,
+    )
+
+
+def _spread(reader: RunReader, column: str, environment: str, purpose: str) -> Spread:
+    """Of committed episodes."""
+    condition = f"FROM episodes WHERE environment = ? AND purpose = ? AND drop_reason IS NULL AND {column} IS NOT NULL"
+    ((mean, count),) = reader.log.rows(f"SELECT avg({column}), count(*) {condition}", environment, purpose)
+    found = [None, None, None]
+    if count:
+        statement = f"SELECT {column} {condition} ORDER BY {column} LIMIT 1 OFFSET ?"
+        places = [min(int(share * count), count - 1) for share in QUANTILES]
+        found = [reader.log.rows(statement, environment, purpose, place)[0][0] for place in places]
+    return Spread(mean, *found)
+
+
+def _policies(reader: RunReader) -> list[PolicyFigures]:
+    log = reader.log
+    staleness: dict[str, dict[int, int]] = {}
+    for policy, steps, count in log.rows(
+        "SELECT s.policy, max(s.step - 1 - t.oldest_step, 0) AS steps, count(*) FROM step_units s JOIN trajectories t"
+        " ON t.episode = s.episode AND t.attempt = s.attempt AND t.seat = s.seat AND t.agent = s.agent"
+        " WHERE t.lineage = s.lineage GROUP BY s.policy, steps ORDER BY s.policy, steps"
+    ):
+        staleness.setdefault(policy, {})[steps] = count
+    taken = dict(log.rows("SELECT policy, count(*) FROM steps GROUP BY policy"))
+    return [
+        PolicyFigures(
+            policy=policy,
+            trajectories=count,
+            tokens=tokens,
+            reward=reward,
+            steps=taken.get(policy, 0),
+            staleness=staleness.get(policy, {}),
+        )
+        for policy, count, tokens, reward in log.rows(
+            "SELECT policy, count(*), sum(tokens), avg(reward) FROM trajectories GROUP BY policy ORDER BY policy"
+        )
+    ]
+
+
+class WinRate(msgspec.Struct, frozen=True):
+    """How a policy does against one past version of itself."""
+
+    policy: str
+    step: int
+    """Of the policy's oldest weights in the episode, rounded down to when versions join."""
+    opponent: str
+    """The policy that stands for the past."""
+    version: str
+    episodes: int
+    score: float
+    """Wins per episode; draws count half."""
+
+
+class _Policy(msgspec.Struct):
+    kind: str = ""
+    of: str = ""
+    every: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+
+class _Opponents(msgspec.Struct):
+    policies: dict[str, _Policy]
+
+
+def run_win_rates(reader: RunReader) -> list[WinRate]:
+    """Results against past versions, by the learner's step and the opponent's version."""
+    try:
+        config = msgspec.convert(reader.info().get("config"), _Opponents)
+    except msgspec.ValidationError:  # of an evaluation, or of nobody's
+        return []
+    found = []
+    for name, policy in config.policies.items():
+        if policy.kind == "past":
+            matrix = win_rates(reader.log.against({name}), name, policy.of, every=policy.every)
+            found += [
+                WinRate(policy.of, step, name, str(version), tally.episodes, tally.score / tally.episodes)
+                for (step, version), tally in matrix.items()
+            ]
+    return found
+
+
+def win_rate_matrix(found: Sequence[WinRate]) -> list[list[str]]:
+    """Win rates as text: a heading, then a row per step of the policy with a column per past version."""
+    versions = list(dict.fromkeys(line.version for line in found))
+    cells = {(line.policy, line.step, line.version): f"{line.score:.2f} of {line.episodes}" for line in found}
+    steps = sorted({(line.policy, line.step) for line in found})
+    rows = [[policy, str(step), *(cells.get((policy, step, each), "") for each in versions)] for policy, step in steps]
+    return [["policy", "from step", *versions], *rows]
 
 
 def run_state(reader: RunReader) -> RunState:

@@ -10,11 +10,11 @@ import msgspec
 
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
-from agentrl.inspection.checked import checked_rows
-from agentrl.inspection.columns import StepRow, step_rows
+from agentrl.inspection.damage import checked_rows
+from agentrl.inspection.tokens import StepRow, step_rows
 
 if TYPE_CHECKING:
-    from agentrl.inspection.checked import Row
+    from agentrl.inspection.damage import Row
     from agentrl.inspection.reader import RunReader
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from agentrl.core.words import plural
-from agentrl.inspection.checked import checked_rows
 from agentrl.inspection.conversation import (
     ChildAct,
     EffectAct,
@@ -18,6 +17,7 @@ from agentrl.inspection.conversation import (
     TurnAct,
     conversation,
 )
+from agentrl.inspection.damage import checked_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

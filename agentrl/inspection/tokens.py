@@ -1,29 +1,199 @@
-"""An episode's tokens, one by one: what sampled each, how likely it was, and what training made of it."""
+"""The tokens of an episode, one by one: their text, who sampled each, how likely it was, and how it was trained.
+
+Token columns are read without numpy, from journal entries and from a step's file. A file of a run is read as hostile:
+its header is bounded, and what it says of itself is compared with its size. Texts come from the model's
+`tokenizer.json` where the model lies on this machine, without a library.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+import re
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from agentrl.core.errors import JournalError
-from agentrl.inspection.checked import checked_rows
-from agentrl.inspection.columns import StepRow, float32, int32, step_rows
-from agentrl.inspection.vocabulary import Vocabulary, vocabulary
+from agentrl.core.files import open_regular, read_at_most
+from agentrl.inspection.damage import checked_rows
 from agentrl.journal.entries import TurnEntry
+from agentrl.journal.reader import pruned_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from agentrl.inspection.lines import EpisodeView
-    from agentrl.inspection.reader import RunReader
+    from agentrl.inspection.reader import EpisodeView, RunReader
 
+MAX_HEADER_BYTES = 8 << 20
+MAX_FILE_BYTES = 192 << 20
+_CODES = {"F32": "f", "I32": "i", "I64": "q"}
+MAX_TOKENIZER_BYTES = 128 << 20
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _CONTROL = ("<|start|>", "<|stop|>")
 """How formats whose tokens are bytes write the ids above them."""
+
+
+class _Tensor(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class StepRow(msgspec.Struct, frozen=True):
+    """What a step computed and used for the trained tokens of one row, by position in it."""
+
+    episode: str
+    row: int
+    """Of the unit: its rows are counted over all its agents."""
+    position: Sequence[int]
+    trainer_logprobs: Sequence[float]
+    """NaN where the row was not forwarded, since no gradient could come from it."""
+    entropy: Sequence[float]
+    """NaN likewise."""
+    behavior_logprobs: Sequence[float]
+    advantages: Sequence[float]
+    lag: Sequence[int]
+
+
+def int32(data: bytes) -> array[int]:
+    """Little-endian 32-bit integers; a tail that is no whole one is left out."""
+    return _column("i", data[: len(data) // 4 * 4])
+
+
+def float32(data: bytes) -> array[float]:
+    """Little-endian 32-bit floats; a tail that is no whole one is left out."""
+    return _column("f", data[: len(data) // 4 * 4])
+
+
+def step_rows(run: Path, name: Any) -> list[StepRow]:
+    """The rows of a step's file, in the order they were consumed.
+
+    Args:
+        run: the run's directory.
+        name: of the file, relative to it, as the step's record has it.
+
+    Raises:
+        PrunedError: it was given up.
+        JournalError: there is no such file, it lies outside the run, or it is damaged.
+    """
+    path = run / str(name)
+    if not isinstance(name, str) or not path.resolve().is_relative_to(run.resolve()):
+        raise JournalError(f"the columns of a step are said to lie in {str(name)[:200]!r}, which is not in the run")
+    try:
+        with open_regular(path) as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = msgspec.json.decode(read_at_most(file, min(size, MAX_HEADER_BYTES)), type=dict[str, Any])
+            data = memoryview(read_at_most(file, MAX_FILE_BYTES))
+        described = msgspec.json.decode(header.pop("__metadata__", {})["rows"], type=list[tuple[str, int]])
+        columns = {key: _tensor(msgspec.convert(value, _Tensor), data) for key, value in header.items()}
+        return _rows(described, columns)
+    except OSError as error:
+        raise pruned_file(run, name) or JournalError(
+            f"{path}: cannot be read ({error.strerror}); the step's columns are gone"
+        ) from error
+    except (msgspec.MsgspecError, ValueError, KeyError, TypeError, RecursionError, IndexError) as error:
+        raise JournalError(f"{path}: not the columns of a step ({error}); it is damaged") from error
+
+
+def _rows(described: list[tuple[str, int]], columns: dict[str, Any]) -> list[StepRow]:
+    offsets = columns["offsets"]
+    if len(offsets) != len(described) + 1 or offsets[-1] != len(columns["position"]) or min(offsets) < 0:
+        raise ValueError("its rows and their offsets differ")
+    names = ("position", "trainer_logprobs", "entropy", "behavior_logprobs", "advantages", "lag")
+    return [
+        StepRow(episode, row, *(columns[name][start:stop] for name in names))
+        for (episode, row), start, stop in zip(described, offsets, offsets[1:], strict=False)
+    ]
+
+
+def _tensor(tensor: _Tensor, data: memoryview) -> array[Any]:
+    start, stop = tensor.data_offsets
+    if not 0 <= start <= stop <= len(data):
+        raise ValueError("it is shorter than its header says")
+    return _column(_CODES[tensor.dtype], data[start:stop])
+
+
+def _column(code: str, data: bytes | memoryview) -> array[Any]:
+    column = array(code)
+    column.frombytes(data)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int]
+
+
+class _Tokenizer(msgspec.Struct):
+    model: _Model
+    added_tokens: list[_Added] = []
+
+
+@lru_cache(maxsize=2)
+def vocabulary(model: str | None) -> Vocabulary:
+    """The `Vocabulary` of a model, read once in a process."""
+    return Vocabulary(model)
+
+
+class Vocabulary:
+    """Pieces by id; empty where there is no tokenizer to read.
+
+    Args:
+        model: the directory of the run's model.
+    """
+
+    def __init__(self, model: str | None) -> None:
+        self._pieces: dict[int, str] = {}
+        self._bytes = _byte_characters()
+        if model is not None:
+            self._read(Path(model) / "tokenizer.json")
+
+    @property
+    def is_known(self) -> bool:
+        """Whether ids can be told in text."""
+        return bool(self._pieces)
+
+    def text(self, token: int) -> str:
+        """What a token says by itself; empty where that is not known. Half a character is U+FFFD."""
+        return self._pieces.get(token, "")
+
+    def _read(self, path: Path) -> None:
+        try:
+            with open_regular(path) as file:
+                found = msgspec.json.decode(read_at_most(file, MAX_TOKENIZER_BYTES), type=_Tokenizer)
+        except (OSError, ValueError, RecursionError):
+            return
+        is_byte_level = all(character in self._bytes for piece in list(found.model.vocab)[:2000] for character in piece)
+        for piece, token in found.model.vocab.items():
+            self._pieces[token] = self._of_bytes(piece) if is_byte_level else _of_pieces(piece)
+        self._pieces.update({added.id: added.content for added in found.added_tokens})
+
+    def _of_bytes(self, piece: str) -> str:
+        return bytes(self._bytes.get(character, 63) for character in piece).decode("utf-8", "replace")
+
+
+def _of_pieces(piece: str) -> str:
+    found = _BYTE_TOKEN.fullmatch(piece)
+    return bytes([int(found[1], 16)]).decode("utf-8", "replace") if found else piece.replace("\u2581", " ")
+
+
+def _byte_characters() -> dict[str, int]:
+    """The characters byte-level vocabularies write bytes as: printable ones as themselves, others from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 ReadStep = Callable[[Path, Any], list[StepRow]]

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from agentrl.inspection.render import run_timeline_page
-from agentrl.inspection.terminal import Page
+from agentrl.inspection.render import Page, run_timeline_page
 from agentrl.simulation.knobs import Turned, advice, bottleneck, shown
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.core.safe import safe
-from agentrl.inspection.differences import difference
+from agentrl.inspection.comparisons import difference
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.viewer import page
 from agentrl.journal.entries import JournalEntry, Span, TurnEntry, encode_body

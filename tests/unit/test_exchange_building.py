@@ -18,8 +18,7 @@ from agentrl.core.errors import InputError
 from agentrl.exchange.exporting import export
 from agentrl.exchange.files import building
 from agentrl.exchange.formats import EXPORTS
-from agentrl.inspection.lines import EpisodeView
-from agentrl.inspection.reader import RunReader
+from agentrl.inspection.reader import EpisodeView, RunReader
 from tests.processes import without_the_rights_of_root
 
 

@@ -16,9 +16,8 @@ from agentrl.core.records import PolicyVersion
 from agentrl.core.safe import safe
 from agentrl.inspection.conversation import conversation
 from agentrl.inspection.reader import RunReader, runs
-from agentrl.inspection.render import curves, episode_table, run_table
+from agentrl.inspection.render import MAX_CELL, curves, episode_table, run_table
 from agentrl.inspection.render_episode import conversation_page
-from agentrl.inspection.terminal import MAX_CELL
 from agentrl.journal.checksums import entry_checksum
 from agentrl.journal.entries import encode_body
 from agentrl.journal.store import SqliteJournal

@@ -16,15 +16,19 @@ from rich.console import Console
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.safe import safe
-from agentrl.inspection.columns import step_rows
+from agentrl.inspection.comparisons import compared, difference, fork_tree
 from agentrl.inspection.conversation import EffectAct, RewardAct, ToolAct, TurnAct, conversation
-from agentrl.inspection.differences import compared, difference
-from agentrl.inspection.figures import run_figures
-from agentrl.inspection.forks import fork_tree
-from agentrl.inspection.lines import EpisodeLine
-from agentrl.inspection.reader import RunReader
+from agentrl.inspection.reader import EpisodeLine, RunReader
 from agentrl.inspection.reasons import Reason, reasons
-from agentrl.inspection.render import episode_table, figures_page, run_timeline_page, step_page, step_table
+from agentrl.inspection.render import (
+    MAX_BLOCK,
+    Page,
+    episode_table,
+    figures_page,
+    run_timeline_page,
+    step_page,
+    step_table,
+)
 from agentrl.inspection.render_episode import (
     conversation_page,
     difference_page,
@@ -33,11 +37,10 @@ from agentrl.inspection.render_episode import (
     timeline_page,
     tokens_page,
 )
+from agentrl.inspection.statistics import run_figures
 from agentrl.inspection.steps import step_list, step_view
-from agentrl.inspection.terminal import MAX_BLOCK, Page
 from agentrl.inspection.timelines import Bar, EpisodeTimeline, Lane, episode_timeline, filled, run_timeline
-from agentrl.inspection.tokens import episode_tokens
-from agentrl.inspection.vocabulary import Vocabulary
+from agentrl.inspection.tokens import Vocabulary, episode_tokens, step_rows
 from tests.journal_cases import HOSTILE, write_run
 
 

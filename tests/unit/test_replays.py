@@ -17,10 +17,9 @@ from agentrl.cli import sample_environment
 from agentrl.cli.main import main
 from agentrl.cli.sample_run import sample_adapters
 from agentrl.core.errors import InputError
+from agentrl.inspection.comparisons import fork_tree
 from agentrl.inspection.conversation import RewardAct, TurnAct, conversation
-from agentrl.inspection.forks import fork_tree
-from agentrl.inspection.lines import EpisodeLine
-from agentrl.inspection.reader import RunReader
+from agentrl.inspection.reader import EpisodeLine, RunReader
 
 SOURCE = Path(sample_environment.__file__).read_text(encoding="utf-8")
 

@@ -15,10 +15,9 @@ from typing import Any
 import msgspec
 
 from agentrl.core.errors import InputError
+from agentrl.inspection.comparisons import fork_tree, located
 from agentrl.inspection.conversation import conversation
-from agentrl.inspection.forks import fork_tree, located
-from agentrl.inspection.lines import COLUMNS, EPISODES, STATUS, EpisodeLine
-from agentrl.inspection.reader import RunReader
+from agentrl.inspection.reader import COLUMNS, EPISODES, STATUS, EpisodeLine, RunReader
 from agentrl.inspection.reasons import reasons, reasons_of
 from agentrl.inspection.search import matches
 from agentrl.inspection.steps import step_list, step_view
