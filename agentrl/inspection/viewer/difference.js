@@ -1,4 +1,4 @@
-// Where two episodes part, by call and by token: the rules of agentrl/inspection/differences.py. Knows no elements.
+// Where two episodes part, by call and by token: the rules of agentrl/inspection/comparisons.py. Knows no elements.
 
 import { tokensByTurn } from "./tokens.js";
 
