@@ -1,4 +1,4 @@
-"""RL of language-model agents whose unit is the episode.
+"""Asynchronous reinforcement learning for multi-turn, multi-agent LLM agents.
 
 The public names; importing this loads nothing heavy. Everything else may change between releases.
 """
