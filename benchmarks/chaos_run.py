@@ -32,7 +32,7 @@ from agentrl.engines.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.manifest import CheckpointWriter
-from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from benchmarks import coevolution_kills
 
 ROOT = Path(__file__).parents[1]

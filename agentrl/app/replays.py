@@ -40,7 +40,7 @@ from agentrl.inspection.reader import RunReader
 from agentrl.journal.control import ADMISSION_COLUMNS, read_spec
 from agentrl.journal.entries import Begin, GatherEntry, JournalEntry, encode_body
 from agentrl.journal.rows import decode_entries
-from agentrl.rollout.replaying import RecordEndedError, ReplayHost, ReplayLog, ReplayRunner, ReplayStoppedError
+from agentrl.rollout.replay import RecordEndedError, ReplayHost, ReplayLog, ReplayRunner, ReplayStoppedError
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat

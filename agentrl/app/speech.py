@@ -9,8 +9,8 @@ from agentrl.config.policies import OutsidePolicy
 from agentrl.config.run import RunConfig, SamplingConfig
 from agentrl.core.ports import ChatFormat, SamplingParams
 from agentrl.environment.base import Limits
+from agentrl.rollout.byte_formats import JsonFormat
 from agentrl.rollout.episode import PolicySettings, RolloutSettings
-from agentrl.rollout.json_format import JsonFormat
 
 MAX_OUTSIDE_CONTEXT = 1 << 20
 """Longest conversation with a policy outside our engines, in bytes; how many tokens it takes is an endpoint's."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import agentrl
 from agentrl.core.rng import stream
 from agentrl.environment.tools import bind_tools, run_tool
-from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 
 if TYPE_CHECKING:
     import random

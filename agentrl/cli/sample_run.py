@@ -31,7 +31,7 @@ from agentrl.environment.registry import name_of
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.rows import trajectories
-from agentrl.rollout.plain_format import PlainFormat
+from agentrl.rollout.byte_formats import PlainFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 
 if TYPE_CHECKING:

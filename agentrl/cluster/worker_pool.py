@@ -62,7 +62,7 @@ class Placed:
     """Those of processes, by number, since something new of it came to disk; without those that another caused."""
     is_parked: bool = False
     deadline: float = float("inf")
-    """See `parking.Parkable`, of a parked one."""
+    """See `rollout.episode.LiveEpisode`, of a parked one."""
 
     @property
     def is_suspect(self) -> bool:

@@ -165,7 +165,7 @@ class Advanced(Message, frozen=True):
 
 
 class Parked(Message, frozen=True):
-    """An episode holds nothing of the engine any more; see `parking.Parkable.deadline`."""
+    """An episode holds nothing of the engine any more; see `rollout.episode.LiveEpisode.deadline`."""
 
     number: int
     deadline: float

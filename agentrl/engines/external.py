@@ -1,8 +1,8 @@
 """External policies: those that no engine of ours serves, behind an endpoint (`remote.py`) or as programs (bots).
 
 Owns: which policy is asked where, and how a bot is called. An external policy is given the conversation as JSON lines
-(`rollout/json_format.py`), a byte a token; its completion is such a line with logprob 0, recorded and replayed like any
-other and never trained.
+(`rollout/byte_formats.py`), a byte a token; its completion is such a line with logprob 0, recorded and replayed like
+any other and never trained.
 Invariants: the random numbers of a bot's turn follow from its call id alone, so a turn that is played again is the
 same; a bot that raises, or returns what is no text, ends the episode by name.
 """

@@ -1,7 +1,7 @@
 """Policies behind an endpoint that speaks OpenAI's chat completions.
 
 Owns: the HTTP calls, and what of an answer is kept. The context of a call is the conversation as JSON lines
-(`rollout/json_format.py`), a byte a token; so is what comes back, with logprob 0.
+(`rollout/byte_formats.py`), a byte a token; so is what comes back, with logprob 0.
 Invariants: the key is sent to its endpoint, also after redirects to none, and is removed from all that comes back, so
 it stands in no journal and no message of ours; what is not there in time, is overloaded or broken is `EngineLostError`,
 tried again by whoever asked; what is no answer, or is refused whatever is said, ends the episode by name; what is

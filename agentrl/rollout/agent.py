@@ -1,50 +1,78 @@
-"""One agent of a running episode: every turn is an engine call, or the journal's memory of one.
+"""One agent of a running episode: every turn is sampled by the engine, or recalled from the journal.
 
-Owns: the conversation's tokens, what a turn's entry holds. The engine call itself is in `turn_sampler.py`.
-Invariant: a turn is in the journal before the environment sees it, with the tokens exactly as they were sampled.
+`LiveAgent.act` is the way of a turn: new messages become tokens (`Conversation`), the call gets its id in the journal,
+and where the journal does not hold the reply, the engine samples it, in as many calls as interruptions make of it: an
+abort, a park, the loss of the engine, the death of the process before.
+
+Invariants
+1. A turn is in the journal before the environment sees it, with the tokens exactly as they were sampled.
+2. All engine calls of a turn have one seed and count their tokens through, so an interrupted turn is the turn it would
+   have been.
+3. No engine session is held after the engine's loss or while the episode is parked. A call begins once its
+   conversation holds a reservation in the KV-cache budget (`kv_budget.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError, RewardError
-from agentrl.core.ports import SamplingParams
+import numpy as np
+
+from agentrl.core.budget import RetryBudget
+from agentrl.core.errors import EngineError, EngineLostError, EnvironmentDefinitionError, EpisodeError, RewardError
+from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, Message, PolicyVersion, ToolSpec, TrajectoryHeader, Turn
 from agentrl.core.words import plural
 from agentrl.environment.base import Agent, LimitReachedError, finite_reward, valid_unicode
-from agentrl.journal.entries import RewardEntry, Span, TurnEntry, asked_hash
+from agentrl.journal.entries import Pause, RewardEntry, Span, TurnEntry, asked_hash
 from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
-from agentrl.rollout.conversation import Conversation
-from agentrl.rollout.json_format import JsonFormat
-from agentrl.rollout.recorded_words import shortened
+from agentrl.rollout.byte_formats import JsonFormat
+from agentrl.rollout.call_journal import encode, encode_arguments, shortened
 from agentrl.rollout.turn_entries import completion_of, message_data, message_of
-from agentrl.rollout.turn_sampler import TurnSampler, rank
 
 if TYPE_CHECKING:
-    from agentrl.rollout.calls import Call
+    from agentrl.core.ports import ChatFormat, EngineSession
+    from agentrl.core.records import EpisodeSpec, FinishReason, Int32Array
+    from agentrl.rollout.call_journal import Call
     from agentrl.rollout.episode import LiveEpisode
+    from agentrl.rollout.kv_budget import Reservation
+    from agentrl.rollout.turn_entries import PartialTurn
 
 CHARACTERS_PER_TOKEN = 64
 """Longer messages are not even tokenised: no tokenizer packs more text than this into a token."""
 
+LOST_IN_A_ROW = 8
+"""Number of times in a row that a call may lose the engine, without a token in between, before the error is raised:
+about two minutes in all."""
+
+MOST_WORK = (1 << 20) - 1
+"""Tokens sampled so far, in the priority of a call; more count as these."""
+DEEPEST = 3
+"""Depth of a child episode, in the priority of a call; deeper ones count as this."""
+
 
 class LiveAgent(Agent):
-    """One conversation, played against an engine and written to the journal."""
+    """One conversation, sampled by an engine and written to the journal."""
 
     __slots__ = (
         "_conversation",
         "_episode",
+        "_in_flight",
         "_messages",
         "_number",
+        "_partial",
+        "_pauses",
         "_pending",
+        "_reservation",
         "_sampled",
-        "_sampler",
-        "_spoken_to",
+        "_session",
+        "_settings",
         "_turn_rewards",
         "_turns",
         "counts",
@@ -62,12 +90,21 @@ class LiveAgent(Agent):
         self._episode = episode
         binding = episode.spec.seats[seat]
         self.policy = binding.policy
-        self._spoken_to = episode.spoken_to(seat)
-        self._conversation = Conversation(self._spoken_to.chat_format, tools)
-        room, place = episode.services.room, None
-        if room.is_bounded and not self._spoken_to.is_outside:
-            place = room.place((episode.spec.environment, seat), weights=(binding.policy, binding.pin))
-        self._sampler = TurnSampler(episode, binding, f"{seat}.{index}", place)
+        self._settings = episode.policy_settings(seat)
+        self._conversation = Conversation(self._settings.chat_format, tools)
+        kv_budget = episode.services.kv_budget
+        self._reservation: Reservation | None = None
+        """None where the engine's memory is not bounded, or another than the run's engine samples."""
+        if kv_budget.is_bounded and not self._settings.is_outside:
+            kind = (episode.spec.environment, seat)
+            self._reservation = kv_budget.reservation(kind, weights=(binding.policy, binding.pin))
+        self._session: EngineSession | None = None
+        self._in_flight: str | None = None
+        """Request id of the engine call that runs."""
+        self._partial: PartialTurn | None = None
+        """The turn that is being sampled."""
+        self._pauses: tuple[Pause, ...] = ()
+        """Pauses of the turn that is being sampled, or of the last one."""
         self._turns: list[Turn] = []
         self._sampled = 0
         self._turn_rewards: dict[int, float] | None = None
@@ -87,27 +124,27 @@ class LiveAgent(Agent):
         return self._messages
 
     async def act(self, *messages: Message, max_tokens: int | None = None) -> Turn:
-        """Ask the policy; from the journal where it was asked before."""
+        """Ask the policy; a recorded turn is recalled from the journal."""
         services = self._episode.services
-        limits = self._spoken_to.limits
+        limits = self._settings.limits
         if len(self._turns) >= limits.max_turns:
             raise LimitReachedError(
                 f"agent {self.seat!r} has used its {plural(limits.max_turns, 'turn')}", stop_reason="max_turns"
             )
         messages, self._pending = tuple(map(_valid, (*self._pending, *messages))), ()
-        messages = tuple(map(message_of, self._episode.journal.told_instead())) or messages
+        messages = tuple(map(message_of, self._episode.journal.fork_edits())) or messages
         sampling = self._sampling(max_tokens)
         journal = self._episode.journal
         asked = asked_hash(sampling.max_tokens.to_bytes(4, "little"), *self._conversation.question(messages))
-        before, known = len(self._conversation), journal.ahead(asked)
+        before, known = len(self._conversation), journal.peek(asked)
         if isinstance(known, TurnEntry):
             context = known.context_ids
             self._conversation.ask_again(context)
-        elif known is not None:  # it fitted then: a context that is smaller now bounds what is new
+        elif known is not None:  # it fitted when it was recorded: a smaller context of now bounds only new calls
             context = self._conversation.ask(messages)
         else:
             context = self._ask(messages, limits.max_context)
-        call = journal.open(asked, partial(_asked, self.seat, messages))
+        call = journal.open(asked, partial(_described, self.seat, messages))
         if journal.must_wait(call):
             await journal.reach(call)
         recorded = journal.recall(call, TurnEntry)
@@ -118,12 +155,11 @@ class LiveAgent(Agent):
             started = services.clock.monotonic()
             if journal.is_over_time:
                 journal.refuse_for_time(call)
-            # A turn's time is the engine's, and not the program's, unless a bot or an endpoint takes it.
-            limit = None if self._spoken_to.is_outside else self._episode.limit
+            # The time limit is held while the run's engine samples, but not while a bot or an endpoint does.
+            holding = nullcontext() if self._settings.is_outside else self._episode.time_limit_paused()
             try:
-                with journal.performing(call, "a turn", limit):
-                    priority = rank(self._episode.spec, self._sampled)
-                    completion = await self._sampler.sample(call, self._conversation.context(), sampling, priority)
+                with journal.performing(call, "a turn"), holding:
+                    completion = await self._sample(call, self._conversation.context(), sampling)
             except EngineError as error:
                 journal.fail(error)
                 raise
@@ -141,10 +177,140 @@ class LiveAgent(Agent):
             self._full(len(self._conversation))
         return context
 
+    async def _sample(self, call: Call, context: Int32Array, sampling: SamplingParams) -> Completion:
+        """Sample one whole turn after `context`, `[T]`.
+
+        Raises:
+            EngineLostError: the engine was gone for too long.
+            EpisodeError: the engine returned a logprob that is not finite.
+        """
+        episode, reservation = self._episode, self._reservation
+        priority = rank(episode.spec, self._sampled)
+        services = episode.services
+        capabilities = services.engine.capabilities
+        masked, routed = capabilities.sampling_mask and sampling.is_filtered, capabilities.expert_routing
+        turn = self._partial = episode.partials.turn(call, self._weights_of, masked=masked)
+        self._pauses = ()
+        budget: RetryBudget | None = None
+        completion = turn.completion(sampling, routed=routed)
+        try:
+            while completion is None:
+                if services.parking.is_parked(episode.spec.episode_id):
+                    await self._wait_while_parked(turn, call)
+                if reservation is not None and not reservation.reserve(len(context) + turn.sampled, context):
+                    await self._wait_for_kv(turn, reservation, priority)
+                    continue  # it may have been parked meanwhile
+                try:
+                    request = self._request(turn, call, context, sampling, priority)
+                    self._in_flight = request.request_id
+                    sampled = await self._open().generate(request, turn.on_delta)
+                    if turn.pieces or sampled.finish_reason == "abort":
+                        turn.ended(sampled)
+                        completion = turn.completion(sampling, routed=routed)
+                    else:
+                        completion = sampled
+                except EngineLostError as error:
+                    self._in_flight = None
+                    budget = await self._lost(error, turn, budget)
+                finally:
+                    self._in_flight = None
+        except BaseException:
+            self._release_kv()
+            raise
+        if reservation is not None:
+            reservation.idle(len(context) + len(completion.token_ids))
+        self._partial = None
+        if len(turn.pieces) > 1:
+            episode.metric("turns/interrupted", 1.0)
+        if not np.isfinite(completion.logprobs).all():
+            raise EpisodeError(
+                f"the engine returned a non-finite logprob for {self._name}, call {call.call_id}",
+                reason="nonfinite_logprob",
+            )
+        return completion
+
+    @property
+    def _name(self) -> str:
+        """Episode, attempt, seat and index, for messages and sessions."""
+        return f"{self._episode.name}:{self.seat}.{self.index}"
+
+    @property
+    def _weights_of(self) -> str:
+        """The policy whose versions sample: another than the seat's where a past version of it is pinned."""
+        pin = self._episode.spec.seats[self.seat].pin
+        return self.policy if pin is None else pin.policy
+
+    async def _wait_for_kv(self, turn: PartialTurn, reservation: Reservation, priority: int) -> None:
+        with self._episode.time_limit_paused(), self._pausing(turn, "no_room"):
+            await reservation.wait(priority)
+        self._episode.metric("no_room_s", self._pauses[-1].seconds)
+
+    async def _lost(self, error: EngineLostError, turn: PartialTurn, budget: RetryBudget | None) -> RetryBudget:
+        """Wait before the next call, after the engine was lost in the middle of one.
+
+        Raises:
+            EngineLostError: `error`, when it was lost too often.
+        """
+        self._session = None
+        self._release_kv()
+        budget = budget or RetryBudget(LOST_IN_A_ROW)
+        if turn.lost():
+            budget.achieved()
+        wait = budget.lost()
+        if wait is None:
+            raise error
+        with self._episode.time_limit_paused(), self._pausing(turn, "engine_lost"):
+            await self._episode.services.clock.sleep(wait)
+        return budget
+
+    @contextmanager
+    def _pausing(self, turn: PartialTurn, why: str) -> Iterator[None]:
+        """Record a pause of the turn, with its reason, around a wait."""
+        clock = self._episode.services.clock
+        since = clock.monotonic()
+        yield
+        self._pauses = (*self._pauses, Pause(turn.sampled, clock.monotonic() - since, why))
+
+    def _release_kv(self) -> None:
+        if self._reservation is not None:
+            self._reservation.release()
+
+    async def _wait_while_parked(self, turn: PartialTurn, call: Call) -> None:
+        """Give back what the engine holds, flush what was sampled, and wait until the episode is unparked."""
+        with self._pausing(turn, "parked"):
+            self.close()
+            await self._episode.partials.flush()
+            await self._episode.services.parking.wait_while_parked(self._episode.spec.episode_id, call.call_id)
+
+    def _request(
+        self, turn: PartialTurn, call: Call, context: Int32Array, sampling: SamplingParams, priority: int
+    ) -> GenerateRequest:
+        """The engine call for the tokens that the turn still lacks."""
+        sampled = turn.sampled
+        if sampled:
+            context = np.concatenate([context, *(piece.token_ids for piece in turn.pieces)])
+            sampling = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - sampled)
+        episode = self._episode
+        return GenerateRequest(
+            request_id=f"{episode.name}.{call.call_id}",
+            token_ids=context,
+            sampling=sampling,
+            seed=episode.sampling_seed(call.call_id),
+            sampled_before=sampled,
+            priority=priority,
+        )
+
+    def _open(self) -> EngineSession:
+        if self._session is None:
+            engine = self._episode.services.engine
+            pin = self._episode.spec.seats[self.seat].pin
+            self._session = engine.open(self._name, self._weights_of, pin=pin)
+        return self._session
+
     def restart(self, *messages: Message) -> None:
         """Begin a new row; the messages are sent with the next `act`."""
         self._conversation.restart()
-        self._sampler.restart()
+        self._release_kv()
         self._messages = []
         self._pending = messages
 
@@ -161,30 +327,38 @@ class LiveAgent(Agent):
             given[turn] = finite_reward(given.get(turn, 0.0) + number, where)
 
     def gate(self, accepted: bool, *, penalty: float) -> bool:
-        """Count the answer; where it is no, journal the penalty as a reward."""
+        """Count the decision; journal the penalty as a reward where it refuses."""
         self._episode.metric(GATE_PASSED if accepted else GATE_REFUSED, 1.0, self)
         if not accepted:
             self.reward(penalty)
         return accepted
 
     def suspend(self) -> None:
-        """Cut the call in flight and give the engine's KV and slot back: the episode is parked."""
-        self._sampler.suspend()
+        """Give back what the engine holds, as the episode is parked; a call in flight is cut, and gives it back when it
+        returns.
+        """
+        if self._in_flight is not None:
+            self._episode.services.engine.abort(self._in_flight)
+        else:
+            self.close()
 
     def close(self) -> None:
-        """Give the engine's KV and slot back."""
-        self._sampler.close()
+        """Give KV, slot and lease back. Idempotent."""
+        self._release_kv()
+        if self._session is not None:
+            self._session.close()
+            self._session = None
 
     def versions(self) -> Iterator[PolicyVersion]:
-        """Who sampled the agent's tokens, those of the running turn included, as far as its calls have returned."""
-        running = self._sampler.turn
+        """The versions that sampled the agent's tokens, those of the returned calls of the running turn included."""
+        running = self._partial
         pieces = () if running is None else running.pieces
         for completion in (*(turn.completion for turn in self._turns), *pieces):
             for span in completion.spans:
                 yield span.version
 
     def header(self) -> TrajectoryHeader:
-        """What the control path needs to know."""
+        """The agent's part of the episode's header."""
         oldest = min(self.versions(), key=_age, default=None)
         return TrajectoryHeader(
             seat=self.seat,
@@ -198,8 +372,8 @@ class LiveAgent(Agent):
         )
 
     def _tokens_of(self, completion: Completion) -> int:
-        """How many tokens were sampled; by an endpoint, as many as it says, or else the bytes of its line."""
-        chat_format, own = self._spoken_to.chat_format, len(completion.token_ids)
+        """Number of sampled tokens; for an endpoint, its own count or else the bytes of its line."""
+        chat_format, own = self._settings.chat_format, len(completion.token_ids)
         if not isinstance(chat_format, JsonFormat):
             return own
         return chat_format.usage(completion.token_ids.tolist()).get("completion_tokens", own)
@@ -207,13 +381,13 @@ class LiveAgent(Agent):
     def _answered(
         self, call: Call, messages: Sequence[Message], completion: Completion, sampled: Sequence[int]
     ) -> Turn:
-        """The turn that a call's completion is; the conversation goes on behind it."""
+        """Append a completion to the conversation and return it as a turn."""
         if completion.finish_reason == "length":
             self._episode.metric("turns/length", 1.0, self)
         assert call.branch is not None
         call.branch.speaker = self._number
-        self._episode.got_on()
-        message = self._spoken_to.chat_format.parse(sampled)
+        self._episode.restart_time_limit()
+        message = self._settings.chat_format.parse(sampled)
         self._conversation.answer(completion)
         self._sampled += self._tokens_of(completion)
         self._messages.extend(messages)
@@ -223,8 +397,8 @@ class LiveAgent(Agent):
         return turn
 
     def _full(self, tokens: int) -> NoReturn:
-        """The conversation does not fit; a first prompt that does not is told apart from a long episode."""
-        limit = self._spoken_to.limits.max_context
+        """Raise the error of a conversation that does not fit: it drops a first prompt, and truncates a later turn."""
+        limit = self._settings.limits.max_context
         if not self._turns:
             raise EpisodeError(
                 f"the first prompt of {self.seat!r} has at least {tokens} tokens, the context {limit}; "
@@ -237,7 +411,7 @@ class LiveAgent(Agent):
 
     def _sampling(self, max_tokens: int | None) -> SamplingParams:
         """The policy's sampling parameters, with a shorter turn where one is asked for."""
-        sampling = self._spoken_to.sampling
+        sampling = self._settings.sampling
         if max_tokens is None or max_tokens >= sampling.max_tokens:
             return sampling
         return dataclasses.replace(sampling, max_tokens=max_tokens)
@@ -253,7 +427,7 @@ class LiveAgent(Agent):
         seconds: float,
     ) -> None:
         services = self._episode.services
-        chat_format = self._spoken_to.chat_format
+        chat_format = self._settings.chat_format
         drift = chat_format.drift(sampled)
         if drift is not None:
             self._episode.metric(f"drift/{drift}", 1.0, self)
@@ -271,7 +445,7 @@ class LiveAgent(Agent):
             spans=tuple([Span(s.start, s.stop, s.version.lineage, s.version.step) for s in completion.spans]),
             text=chat_format.decode(sampled),
             messages=tuple([message_data(message) for message in messages]),
-            temperature=self._spoken_to.sampling.temperature,
+            temperature=self._settings.sampling.temperature,
             seconds=seconds,
             started=services.clock.wall() - seconds,
             expert_routing=None if routing is None else routing.tobytes(),
@@ -283,14 +457,83 @@ class LiveAgent(Agent):
             cached_tokens=completion.cached_tokens,
             parent_context=before,
             routing_breaks=completion.routing_breaks,
-            weights_of="" if self._sampler.weights_of == self.policy else self._sampler.weights_of,
-            pauses=self._sampler.pauses,
+            weights_of="" if self._weights_of == self.policy else self._weights_of,
+            pauses=self._pauses,
         )
         self._episode.journal.write(call, entry)
         self._episode.partials.ended(call)
 
 
-def _asked(seat: str, messages: Sequence[Message]) -> str:
+class Conversation:
+    """Message ↔ token bookkeeping of one agent: its rows of tokens, the last of them open.
+
+    1. A row's tokens are, turn by turn, `context_ids + token_ids`: exactly what the engine was sent and what it
+       sampled, so the trainer's row is the engine's context to the token. Nothing sampled is tokenised again.
+    2. The tokens of new messages are a function of `question`: where it was asked before, they are known.
+    """
+
+    __slots__ = ("_after", "_format", "_row_tokens", "_tools", "row")
+
+    def __init__(self, chat_format: ChatFormat, tools: Sequence[ToolSpec]) -> None:
+        self._format = chat_format
+        self._tools = tools
+        self._row_tokens = array("i")
+        self._after: FinishReason | None = None
+        self.row = 0
+
+    def __len__(self) -> int:
+        return len(self._row_tokens)
+
+    def question(self, messages: Sequence[Message]) -> tuple[bytes, ...]:
+        """All that the tokens of new messages depend on, to be hashed instead of them: it needs no tokenizer."""
+        if self._after is None:
+            before = encode_arguments([(tool.name, tool.description, dict(tool.parameters)) for tool in self._tools])
+        else:
+            before = self._after.encode()
+        return (self._format.fingerprint, before, *map(_said, messages))
+
+    def ask(self, messages: Sequence[Message]) -> bytes:
+        """Append messages; returns the context tokens that are new, as `int32`."""
+        if self._after is None:
+            context_ids = self._format.start(messages, self._tools)
+        else:
+            context_ids = self._format.extend(messages, after=self._after)
+        context = array("i", context_ids).tobytes()
+        self.ask_again(context)
+        return context
+
+    def ask_again(self, context: bytes) -> None:
+        """Append the context tokens that a journal entry recorded."""
+        self._row_tokens.frombytes(context)
+
+    def answer(self, completion: Completion) -> None:
+        """Append the tokens the engine sampled."""
+        self._row_tokens.frombytes(completion.token_ids.astype(np.intc, copy=False).tobytes())
+        self._after = completion.finish_reason
+
+    def restart(self) -> None:
+        """Begin a new row."""
+        if len(self._row_tokens):
+            self.row += 1
+        self._row_tokens = array("i")
+        self._after = None
+
+    def context(self) -> Int32Array:
+        """The whole open row, as sent to the engine; shape [T]."""
+        return np.array(self._row_tokens, dtype=np.int32)
+
+
+def rank(spec: EpisodeSpec, sampled: int) -> int:
+    """The priority of an agent's call among those that wait; lower is served first.
+
+    By deadline; then those with children to come before their children; then by the tokens sampled so far, most first:
+    where some episodes are very long, who has worked most has most left. It tells no sibling from any other episode.
+    """
+    depth = min(spec.episode_id.count("~"), DEEPEST)
+    return (spec.deadline * (DEEPEST + 1) + depth) * (MOST_WORK + 1) + MOST_WORK - min(sampled, MOST_WORK)
+
+
+def _described(seat: str, messages: Sequence[Message]) -> str:
     return f"a turn of {seat} asked {shortened(' / '.join(message.content for message in messages))}"
 
 
@@ -298,7 +541,7 @@ def _valid(message: object) -> Message:
     """A message whose text any tokenizer and database can take.
 
     Raises:
-        EnvironmentDefinitionError: it is none.
+        EnvironmentDefinitionError: the value is no message.
     """
     if not isinstance(message, Message):
         raise EnvironmentDefinitionError(
@@ -310,3 +553,10 @@ def _valid(message: object) -> Message:
 
 def _age(version: PolicyVersion) -> tuple[int, int]:
     return version.lineage, version.step
+
+
+def _said(message: Message) -> bytes:
+    """A message, to be hashed."""
+    calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
+    beside: bytes = (encode_arguments if calls else encode)((message.role, message.tool_call_id, message.name, calls))
+    return beside + message.content.encode("utf-8", "replace")

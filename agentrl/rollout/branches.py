@@ -1,11 +1,10 @@
-"""Branches of an episode's program, and the order in which its recorded calls come back.
+"""Branches of an episode's program, and the order in which their recorded calls come back.
 
-Owns: which task owns which branch, and `ReplayOrder`: on re-execution the recorded calls are delivered in the order in
-which they were appended, whatever the schedule, so that state the branches share evolves as it did; what is new begins
-when all of them have been delivered.
+On re-execution the recorded calls are delivered in the order they were appended, whatever the schedule, so that state
+that branches share evolves as it did; new calls begin when all recorded ones have been delivered (`ReplayOrder`).
 
 1. A branch waits at one call at a time. With one branch open nothing ever waits.
-2. A recorded call can be waited for without fear: all that led to it had been appended before it.
+2. A recorded call always comes due: everything that led to it was appended before it.
 3. If every branch waits and none is due, the code no longer makes the call that is next: a mismatch, named.
 """
 
@@ -58,26 +57,26 @@ class Branch:
         self.path = path
         self.owner: asyncio.Task[object] | None = None
         self.is_open = True
-        """It has not ended; it may not have begun."""
+        """False once the branch has ended; True also before it begins."""
         self.calls = 0
         self.resources = 0
         self.memoised: str | None = None
         """The effect or external tool the branch is in the middle of: it may make no calls of its own."""
         self.is_blocked = False
-        """Nothing but another branch of the episode can wake it."""
+        """Only another branch of the episode can wake it."""
         self.awaits_cancellation = False
-        """It waits at a call that the journal knows to have been cancelled."""
+        """It waits at a call that is recorded as cancelled."""
         self.is_dismissed = False
-        """The gather it belongs to no longer wants it; it ends where the journal says it did, else now."""
+        """Its gather has cancelled it: it ends where the journal says it did, else now."""
         self.children: Sequence[Branch] = ()
-        """Branches it waits for, unless the journal knows that it got them all."""
+        """Branches of the gather it is in, unless that gather is recorded."""
         self.task: asyncio.Task[object] | None = None
-        """What runs it, also before it has begun."""
+        """The task that runs it, also before it has begun."""
         self.steps: Steps | None = None
-        """Its code, while that runs."""
+        """The running steps of its code."""
         self.patches: Mapping[str, bool] = _NO_PATCHES
         self.speaker: int | None = None
-        """Which of the episode's agents acted last on it, or before it left the branch it comes from."""
+        """Number of the agent that acted last on it, or on its parent before it began."""
         self._key = key
         self._rng: random.Random | None = None
 
@@ -88,7 +87,7 @@ class Branch:
 
     @contextmanager
     def inside(self, memoised: str | None) -> Iterator[None]:
-        """Within: the branch is in the middle of something that is not run again, if that is named."""
+        """Around code that is not run again on re-execution; `memoised` names it, None: it is run again."""
         self.go_inside(memoised)
         try:
             yield
@@ -96,9 +95,9 @@ class Branch:
             self.come_out(memoised)
 
     def go_inside(self, memoised: str | None) -> None:
-        """Something begins that is not run again, if it is named.
+        """Begin code that is not run again, if `memoised` names it.
 
-        What that draws from global random generators is not the branch's: it would be missing when it is not run.
+        Its draws from global random generators do not count as the branch's: they would be missing on re-execution.
 
         Raises:
             CancelledError: the branch has drawn from them before.
@@ -109,7 +108,7 @@ class Branch:
             self.memoised = memoised
 
     def come_out(self, memoised: str | None) -> None:
-        """It has ended."""
+        """End what `go_inside` began."""
         if memoised is not None:
             self.memoised = None
             if self.steps is not None:
@@ -117,7 +116,7 @@ class Branch:
 
     @property
     def key(self) -> StreamKey:
-        """What the branch's randomness comes from at this point."""
+        """Seed and attempt that the branch's randomness comes from at this point."""
         return self._key
 
     @property
@@ -128,7 +127,7 @@ class Branch:
         return self._rng
 
     def use(self, key: StreamKey) -> None:
-        """From now on the stream, also where somebody holds it, is that of `key`: a fork goes its own way."""
+        """Switch the random stream, also where the program holds it, to `key`: a fork draws its own numbers."""
         if key != self._key:
             self._key = key
             if self._rng is not None:
@@ -159,7 +158,7 @@ def current_branch() -> Branch:
 
 
 def branch_inside() -> Branch | None:
-    """The branch whose code is running, None outside episodes; for those who watch what it does."""
+    """The branch whose code is running, None outside episodes; for observers."""
     return _branch.get(None)
 
 
@@ -173,7 +172,7 @@ class ReplayOrder:
 
     Args:
         recorded: the recorded calls' ids in the order they were appended.
-        stray: makes the error of a recorded call that nobody asks for.
+        stray: makes the error of a recorded call that the code no longer makes.
     """
 
     __slots__ = ("_dismissed", "_is_looking", "_left", "_open", "_queue", "_stray", "_waiting")
@@ -186,7 +185,7 @@ class ReplayOrder:
         self._dismissed: tuple[Branch, ...] = ()
         self._waiting: dict[Branch, tuple[int, asyncio.Future[None]]] = {}
         self._is_looking = False
-        """`_release` is about to be called: once for all that changes until then, however many branches there are."""
+        """`_release` is scheduled: one call covers all changes until it runs."""
 
     @property
     def next_id(self) -> str | None:
@@ -218,11 +217,11 @@ class ReplayOrder:
         branch.is_open = False
         if branch in self._open:
             self._open.remove(branch)
-        self.forgive(branch)
+        self.forget_dismissed(branch)
         self.look()
 
     def close(self) -> None:
-        """Nothing is waited for any more: forget the tasks of those that are open, and whom a stray call concerns."""
+        """End all waiting: drop the references to tasks and to the journal."""
         for branch in self._open:
             branch.owner = None
         self._stray = ReplayMismatchError
@@ -259,8 +258,8 @@ class ReplayOrder:
         rest = call_id[len(path) + 1 :]
         return call_id[len(path)] == "#" or int(rest.partition(".")[0]) > number
 
-    def forgive(self, branch: Branch) -> None:
-        """A branch was cancelled where the journal says so: once is enough."""
+    def forget_dismissed(self, branch: Branch) -> None:
+        """A branch was cancelled where the journal says so: do not cancel it again."""
         if self._dismissed:
             self._dismissed = tuple(each for each in self._dismissed if each is not branch)
 
@@ -285,20 +284,20 @@ class ReplayOrder:
             branch.is_blocked = False
 
     def look(self) -> None:
-        """See, soon, who may go on."""
+        """Schedule a look at which branches may go on."""
         if self._waiting and not self._is_looking:
             self._is_looking = True
             asyncio.get_running_loop().call_soon(self._release)
 
     def _cancel(self, branch: Branch) -> None:
-        self.forgive(branch)
+        self.forget_dismissed(branch)
         branch.is_blocked = False
         if branch.task is not None:
             branch.task.cancel()
         self.look()
 
     def _release(self) -> None:
-        """Wake whoever is due: one branch while there is something recorded, then all; first every branch begins."""
+        """Wake the branches that are due, once all have begun: one during replay, then all."""
         self._is_looking = False
         if not all(branch.owner or (branch.task and branch.task.cancelling()) for branch in self._open):
             return

@@ -1,7 +1,7 @@
 """`TemplateFormat`: messages ↔ tokens for any local Hugging Face model directory, by its own tokenizer and template.
 
-Owns the step from messages to the tokens that follow a sampled turn, and from a completion's tokens to a message.
-Does not run models or tools, and needs no transformers: `tokenizers` and jinja2 only.
+Turns messages into the tokens that follow a sampled turn, and the tokens of a completion into a message. Runs no models
+and no tools, and needs only `tokenizers` and jinja2, not transformers.
 
 Invariants
 1. Token in, token out: `extend` gives only what follows the sampled tokens; those are never rendered or tokenised
@@ -54,7 +54,7 @@ _TRANSFORMS: tuple[Callable[[str], str], ...] = (
     lambda content: json.dumps(content, ensure_ascii=False)[1:-1],
     lambda content: json.dumps(content.strip(), ensure_ascii=False)[1:-1],
 )
-"""What templates do to the content of a message; found by probing."""
+"""Transformations that templates apply to the content of a message; found by probing."""
 
 _PROBES = ("85", " two words ", '\n{"a": "b\\n"}\n', "é<|x|> </think>\t1.5", "<tool_response>\n1\n</tool_response>", "")
 
@@ -99,7 +99,7 @@ class TemplateFormat:
         self._openings: dict[object, tuple[_Frame | None, Sequence[ToolSpec]]] = {}
         self._replies: dict[str, _Frame] = {}
         self._decoded: tuple[list[int], str] = ([], "")
-        """What was decoded last: a turn's text is asked for several times, one after another."""
+        """The last decoded tokens and their text: a turn's text is asked for several times in a row."""
         roles: tuple[Role, ...] = ("user", "tool")
         for role in roles:
             frame = self._probe_reply(role)
@@ -199,7 +199,7 @@ class TemplateFormat:
         return ids
 
     def drift(self, token_ids: Sequence[int]) -> DriftCause | None:
-        """Why the template would tokenise the text of `token_ids` differently: not valid UTF-8, or other merges."""
+        """Why the text of `token_ids` would be tokenised differently: invalid UTF-8 or other merges; else None."""
         ids = _as_list(token_ids)
         text = self.decode(ids)
         if self.encode(text) == ids:
@@ -212,7 +212,7 @@ class TemplateFormat:
         return self._control.split(self._template.render(values, specs, prompt=True))
 
     def _reply_pieces(self, messages: Sequence[Message], *, with_call: bool = False) -> list[int | str]:
-        """What follows the closing token of a sampled turn, `messages` being new.
+        """The rendered pieces after the closing token of a sampled turn, up to the next turn, for new `messages`.
 
         The sampled turn is a stand-in: its text is never looked at, only what the template puts behind it. A template
         that wants a tool message to answer a call gets a stand-in with one.
@@ -395,7 +395,7 @@ def _bare(text: str) -> str:
 
 
 def _without_thinking(text: str) -> str:
-    """What follows the thinking; nothing where it was begun and not ended."""
+    """The text after the thinking; empty where the thinking was begun and not ended."""
     thinking, end, rest = text.partition(_THINK_END)
     if end:
         return rest.lstrip()

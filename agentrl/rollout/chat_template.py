@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from agentrl.core.records import Message, ToolSpec
 
 TEMPLATE_DATE = datetime(2026, 1, 1, tzinfo=UTC)
-"""What `strftime_now` tells a template: a constant, so that a prompt does not depend on the day it is rendered."""
+"""The date `strftime_now` gives a template: a constant, so that a prompt does not depend on the day it is rendered."""
 
 _ESCAPE, _END = "\ue000", "\ue001"
 PROBE = f"{_ESCAPE}p{_END}"
@@ -66,14 +66,14 @@ NODES_PER_STEP = 256
 """A round of a loop, and a call of a macro, with so many syntax nodes inside takes a step more."""
 MAX_TEMPLATE_CHARACTERS = 1 << 17
 MIN_BUILT_BYTES, BUILT_PER_GIVEN = 64 << 20, 8
-"""What one rendering may build, all its intermediate values together: so many bytes, and so many more for each byte of
-the conversation it is given."""
+"""Bytes that one rendering may build, all intermediate values together, and further bytes for each byte of the
+conversation it is given."""
 READ_PER_BUILT = 4
-"""What comparisons, searches and sorting may look through, as a multiple of that."""
+"""Bytes that comparisons, searches and sorting may read, as a multiple of those a rendering may build."""
 _MAX_OPERAND = 1_000_000
 """Items of a repeated sequence."""
 _MAX_BITS = 4096
-"""Of an integer."""
+"""Largest size of an integer."""
 _MAX_INDENT = 16
 _MAX_SEPARATOR = 8
 _MAX_DATE_FORMAT = 256
@@ -82,7 +82,7 @@ _CHARACTER_BYTES = 4
 _ITEM_BYTES = 80
 """A reference in a container, with the small object it refers to."""
 _ESCAPED_BYTES = 6
-"""How much longer escaping makes a text at most."""
+"""Largest factor by which escaping lengthens a text."""
 _SHOWN_BYTES = 40
 """A character of a text inside a container, when that is written: `\\U000e0001`, beside characters of four bytes."""
 _ITEM_FILTERS = frozenset(
@@ -96,7 +96,7 @@ _TEXT_FILTERS = frozenset(
 )
 _SORTING_FILTERS = frozenset({"dictsort", "groupby", "max", "min", "sort", "unique"})
 _COMPARISONS = 32
-"""Of an item with others, while it is sorted."""
+"""Comparisons of an item with others while it is sorted."""
 _CONTAINER_METHODS = frozenset({"copy", "count", "fromkeys", "get", "index", "items", "keys", "values"})
 _COMPARING_TESTS = frozenset(
     {"!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan", "lower"}
@@ -483,7 +483,7 @@ def _is_json_setting(value: Any) -> bool:
 
 
 def _depth(value: Any) -> int:
-    """How deep containers lie in each other."""
+    """Depth of nested containers."""
     deepest, waiting = 0, [(value, 1)]
     while waiting:
         item, depth = waiting.pop()
@@ -533,7 +533,7 @@ class ChatTemplate:
             key: text for key, value in named.items() if key.endswith("_token") and (text := _literal(value))
         }
         self.fingerprint = json.dumps([self.source, self._tokens], sort_keys=True).encode()
-        """What a rendering depends on beside the conversation."""
+        """Everything a rendering depends on besides the conversation."""
         environment = self._environment = _Sandbox()
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime

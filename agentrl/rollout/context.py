@@ -1,25 +1,38 @@
-"""The context of a running episode: tools, effects, resources, child episodes, branches, all through the journal.
+"""The context of a running episode: tools, effects, resources, child episodes and branches, all through the journal.
 
-What happens on re-execution differs by kind: plain code and tools run again and their observations are compared;
-effects and external tools are memoised; a resource declares how it comes back. Sampling is in `agent.py`, resources in
-`resources.py`.
+`LiveContext` is the `ctx` of a program. On re-execution its acts differ by kind:
+
+* plain code and tools run again, and their observations are compared;
+* effects and external tools are performed once and remembered; an effect raises its error, a tool makes it an
+  observation. A `once` act leaves its intent on disk before it happens;
+* a resource declares how it comes back (`LiveResource`): `replay` makes the recorded calls again and compares them,
+  `snapshot` restores the state after the last of them, and a `pinned` object died with its process, so the episode
+  begins again.
+
+Sampling is in `agent.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from agentrl.core.budget import RetryBudget
 from agentrl.core.errors import (
+    AgentRLError,
     EffectError,
     EnvironmentDefinitionError,
     EpisodeError,
     InfrastructureError,
     error_words,
 )
+from agentrl.core.ids import key64
 from agentrl.core.ports import Counted
 from agentrl.core.proposals import Recollection
 from agentrl.core.records import EpisodeHeader, PolicyVersion, StopReason, Task, ToolSpec
@@ -37,30 +50,29 @@ from agentrl.environment.base import (
     ToolCallError,
     valid_unicode,
 )
+from agentrl.environment.global_random import GlobalRandom, awaited_under
 from agentrl.environment.registry import name_of
-from agentrl.journal.entries import GatherEntry, SpawnEntry, ToolEntry, ValueEntry, asked_hash
+from agentrl.journal.entries import (
+    EffectEntry,
+    GatherEntry,
+    ResourceEntry,
+    SpawnEntry,
+    ToolEntry,
+    ValueEntry,
+    asked_hash,
+)
 from agentrl.observe.metrics import BROKEN_FORMAT
 from agentrl.rollout.agent import LiveAgent
 from agentrl.rollout.branches import current_branch
-from agentrl.rollout.calls import Call
-from agentrl.rollout.effects import (
-    error_text,
-    insist,
-    may_perform,
-    out_of_reach,
-    perform_effect,
-    remember,
-    unknown_effect,
-)
-from agentrl.rollout.gathering import gather
-from agentrl.rollout.journaled_data import plain_and_encoded
-from agentrl.rollout.recorded_words import shortened
-from agentrl.rollout.resources import LiveResource
-from agentrl.rollout.threads import in_thread
+from agentrl.rollout.call_journal import Call, encode, encode_arguments, journaled, plain, plain_and_encoded, shortened
+from agentrl.rollout.gather import gather
 
 if TYPE_CHECKING:
     import random
 
+    from agentrl.environment.base import Guarantee, Reconcile
+    from agentrl.rollout.branches import StreamKey
+    from agentrl.rollout.call_journal import Call
     from agentrl.rollout.episode import LiveEpisode
 
 T = TypeVar("T")
@@ -68,12 +80,14 @@ T = TypeVar("T")
 MAX_CHILD_DEPTH = 3
 """Child episodes of child episodes, at most: ids grow with depth and headers stay small."""
 _NO_CHILDREN: Mapping[str, int] = MappingProxyType({})
+LONGEST_STRUCTURE = 64
+"""Characters; a longer structure is remembered by its digest."""
 MAX_UNDECLARED = 256
 """Child episodes of one environment that an attempt may start where its `fan_out` says nothing of them."""
 
 
 class LiveContext(EpisodeContext):
-    """What `run` is given."""
+    """The `EpisodeContext` that `run` is given."""
 
     __slots__ = (
         "_fan_out",
@@ -142,7 +156,7 @@ class LiveContext(EpisodeContext):
             if external and not await may_perform(self.episode, opened, what, guarantee):
                 raise unknown_effect(self.episode, opened, what)
             if external:
-                observation, outcome = await self._insisted(call, timeout_s, guarantee)
+                observation, outcome = await self._observe_external(call, timeout_s, guarantee)
             else:
                 default_s = self._services.settings.tool_timeout_s
                 observation, outcome = await _observe(call, timeout_s, default_s, external=False)
@@ -169,7 +183,7 @@ class LiveContext(EpisodeContext):
         guarantee: Guarantee = "idempotent",
         reconcile: Reconcile[T] | None = None,
     ) -> T:
-        """Perform once, remember for ever."""
+        """Perform once, recall from the journal afterwards."""
         return await perform_effect(self.episode, name, function, guarantee, reconcile)
 
     def resource(
@@ -183,7 +197,7 @@ class LiveContext(EpisodeContext):
         return resource
 
     def patched(self, id: str) -> bool:
-        """Whether code that was added under running episodes may run here."""
+        """Whether code that was added while episodes were in flight may run here."""
         return self._journal.patched(id)
 
     def spawn(
@@ -269,7 +283,7 @@ class LiveContext(EpisodeContext):
         return uuid4(self.rng)
 
     async def sleep(self, seconds: float) -> None:
-        """Wait; a wait that was over before is not repeated."""
+        """Wait; a recorded wait is not repeated."""
         opened = self._journal.open()
         await self._journal.reach(opened)
         if self._journal.recall(opened, ValueEntry) is None:
@@ -278,16 +292,18 @@ class LiveContext(EpisodeContext):
             self._journal.write(opened, ValueEntry("sleep", seconds))
 
     def metric(self, name: str, value: float) -> None:
-        """Add to a number of the episode; who breaks the format is whoever acted last."""
+        """Add to a metric of the episode; a broken format counts for the agent that acted last."""
         self.episode.metric(name, value, self.episode.speaker() if name in BROKEN_FORMAT else None)
 
-    async def _insisted(
+    async def _observe_external(
         self, call: Callable[[], str | Awaitable[str]], own_s: float | None, guarantee: Guarantee
     ) -> tuple[str, str]:
         """Observation and outcome of an external tool."""
         try:
             default_s = self._services.settings.tool_timeout_s
-            return await insist(self.episode, guarantee, lambda: _observe(call, own_s, default_s, external=True))
+            return await retry_infrastructure(
+                self.episode, guarantee, lambda: _observe(call, own_s, default_s, external=True)
+            )
         except InfrastructureError as error:
             return f"error: {error_text(error)}", "error" if guarantee == "once" else "infrastructure"
 
@@ -298,7 +314,7 @@ class LiveContext(EpisodeContext):
         return entry.observation
 
     def counted(self) -> Mapping[str, Counted]:
-        """What each policy that acted has counted: its own, and what is nobody's in particular."""
+        """Turns and metrics of each policy that acted: its own metrics, and those of no agent in particular."""
         acted = [agent for agent in self.agents.values() if agent.turns]
         own = {name for agent in acted for name in agent.counts}
         counted: dict[str, Counted] = {}
@@ -312,7 +328,7 @@ class LiveContext(EpisodeContext):
         return counted
 
     def close(self) -> None:
-        """Give the engine back what the agents hold; nothing more can be done in the episode."""
+        """End the journal and give back what the agents hold of the engine."""
         self._journal.end()
         for agent in self.agents.values():
             agent.close()
@@ -324,7 +340,7 @@ class LiveChild(ChildEpisode):
     __slots__ = ("_measured_against", "_parent", "_result", "episode_id")
 
     def __init__(self, parent: LiveEpisode, measured_against: dict[str, PolicyVersion]) -> None:
-        """`measured_against`: its parent's, which learns from it whose rewards it was told."""
+        """`measured_against`: the parent's dict, updated with the versions behind the rewards the parent gets."""
         self._parent = parent
         self._measured_against = measured_against
         self._result: asyncio.Future[ChildResult] = asyncio.get_running_loop().create_future()
@@ -356,7 +372,7 @@ class LiveChild(ChildEpisode):
         recorded = journal.recall(opened, GatherEntry)
         if recorded is not None:
             versions = {policy: PolicyVersion(policy, *at) for policy, at in recorded.versions.items()}
-            return self._told(
+            return self._noted(
                 ChildResult(
                     episode_id=recorded.child,
                     drop_reason=recorded.drop_reason,
@@ -364,13 +380,13 @@ class LiveChild(ChildEpisode):
                     versions=versions,
                 )
             )
-        with journal.performing(opened), self._parent.standing_still():  # the child has a limit of its own
+        with journal.performing(opened), self._parent.time_limit_paused():  # the child has a limit of its own
             result = await asyncio.shield(self._result)
         at = {policy: (version.lineage, version.step) for policy, version in result.versions.items()}
         journal.write(opened, GatherEntry(result.episode_id, result.drop_reason, dict(result.rewards), at))
-        return self._told(result)
+        return self._noted(result)
 
-    def _told(self, result: ChildResult) -> ChildResult:
+    def _noted(self, result: ChildResult) -> ChildResult:
         for policy, version in result.versions.items():
             self._measured_against[policy] = min(self._measured_against.get(policy, version), version)
         return result
@@ -381,7 +397,7 @@ async def _observe(
 ) -> tuple[str, str]:
     """A tool's observation and outcome. Whatever the tool raises is an observation: it is the policy's to handle.
 
-    `own_s` is what the tool itself says of how long it may take.
+    `own_s` is the tool's own time limit in seconds.
     """
     limit_s = default_s if own_s is None else own_s
     timer: asyncio.Timeout | None = None
@@ -397,7 +413,7 @@ async def _observe(
         return valid_unicode(str(result)), "ok"
     except ToolCallError as error:
         return f"error: {error}", error.outcome
-    except EffectError as error:  # of the outside, which the tool asked: as if the tool itself had raised it
+    except EffectError as error:  # of an effect that the tool performed: as if the tool itself had raised it
         return f"error: {error.error}", "error"
     except (EpisodeError, LimitReachedError):
         raise
@@ -410,3 +426,319 @@ async def _observe(
             setting = "environment.tool_timeout_s or @tool" if own_s is None else "its @tool"
             return f"error: timed out after {limit_s:g} s ({setting}(timeout_s=…))", "timeout"
         return valid_unicode(f"error: {error_words(error)}"[:2000]), "error"
+
+
+async def perform_effect(
+    episode: LiveEpisode,
+    name: str,
+    function: Callable[[], T | Awaitable[T]],
+    guarantee: Guarantee,
+    reconcile: Reconcile[T] | None,
+) -> T:
+    """See `EpisodeContext.effect`."""
+    journal = episode.journal
+    call = journal.open(asked_hash(name.encode("utf-8", "replace")), lambda: f"the effect {name!r}")
+    await journal.reach(call)
+    entry = journal.recall(call, EffectEntry)
+    if entry is None:
+        started = episode.services.clock.monotonic()
+        is_out_of_reach = False
+        with journal.performing(call, f"the effect {name!r}"):
+            try:
+                value, error = await retry_infrastructure(
+                    episode, guarantee, lambda: _outcome(episode, call, name, function, guarantee, reconcile)
+                )
+            except InfrastructureError as failure:
+                value, error, is_out_of_reach = None, error_text(failure), guarantee != "once"
+        seconds = episode.services.clock.monotonic() - started
+        entry = EffectEntry(name, guarantee, value, error, seconds, is_out_of_reach)
+        journal.write(call, entry)
+    if entry.is_out_of_reach:
+        raise out_of_reach(f"effect {name!r}", entry.error or "")
+    if entry.error is not None:
+        raise EffectError(f"effect {name!r} failed", error=entry.error)
+    result: T = entry.value
+    return result
+
+
+async def remember(episode: LiveEpisode, key: str, structure: str) -> Recollection:
+    """See `EpisodeContext.remember`: an effect on the run itself."""
+    journal = episode.journal
+    if not (isinstance(key, str) and isinstance(structure, str)):
+        raise EnvironmentDefinitionError(f"ctx.remember takes text, not {key!r} and {structure!r}")
+    digest, structure = _digest(key), structure if len(structure) <= LONGEST_STRUCTURE else _digest(structure)
+    structure = structure.encode("utf-8", "replace").decode()
+    asked = asked_hash(b"remember", digest.encode(), structure.encode())
+    call = journal.open(asked, lambda: f"whether a proposal of structure {structure!r} is remembered")
+    await journal.reach(call)
+    entry = journal.recall(call, EffectEntry)
+    with journal.performing(call):  # also where it is recorded: the run may have died before it had noted it
+        found = await episode.services.host.remember(episode.spec, call.call_id, digest, structure)
+    if entry is None:
+        journal.write(call, EffectEntry("remember", "idempotent", list(found), None, 0.0))
+        return found
+    try:
+        times, share = entry.value
+        return Recollection(int(times), float(share))
+    except (TypeError, ValueError):
+        journal.mismatch(call.call_id, f"the journal holds {str(entry.value)[:100]!r}", "what is remembered is asked")
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()
+
+
+async def retry_infrastructure(episode: LiveEpisode, guarantee: Guarantee, perform: Callable[[], Awaitable[T]]) -> T:
+    """The result of `perform`, tried again when its infrastructure fails; a `once` act is not.
+
+    Raises:
+        InfrastructureError: it failed `infrastructure_attempts` times in a row.
+    """
+    budget: RetryBudget | None = None
+    while True:
+        try:
+            return await perform()
+        except InfrastructureError:
+            budget = budget or RetryBudget(episode.services.settings.infrastructure_attempts)
+            wait = None if guarantee == "once" else budget.lost()
+            if wait is None:
+                raise
+        await episode.services.clock.sleep(wait)
+
+
+def out_of_reach(what: str, error: str) -> LimitReachedError:
+    """The limit of an act whose infrastructure failed again and again: taken for the policy's doing."""
+    from agentrl.environment.base import LimitReachedError
+
+    return LimitReachedError(f"{what} failed again and again: {error}", stop_reason="infrastructure")
+
+
+async def may_perform(episode: LiveEpisode, call: Call, what: str, guarantee: Guarantee) -> bool:
+    """Whether an act may be performed now; False for a `once` act that an earlier process began."""
+    if guarantee != "once":
+        return True
+    if not episode.journal.intend(call, what):
+        return False
+    await episode.journal.flush()
+    return True
+
+
+def unknown_effect(episode: LiveEpisode, call: Call, what: str) -> EpisodeError:
+    """The error of a `once` act that an earlier process began, and whose outcome is unknown."""
+    return EpisodeError(
+        f"episode {episode.spec.episode_id}, call {call.call_id}: {what} must happen once at most, and the process "
+        "ended while it was performed: whether it happened is not known. Give `reconcile=` a function that finds out, "
+        "or make it idempotent",
+        reason="unknown_effect",
+    )
+
+
+async def _outcome(
+    episode: LiveEpisode,
+    call: Call,
+    name: str,
+    function: Callable[[], T | Awaitable[T]],
+    guarantee: Guarantee,
+    reconcile: Reconcile[T] | None,
+) -> tuple[Any, str | None]:
+    """The journaled value, or the error's type and message."""
+    what = f"effect {name!r}"
+    happened, value = False, None
+    if not await may_perform(episode, call, what, guarantee):
+        if reconcile is None:
+            raise unknown_effect(episode, call, what)
+        happened, value = await _awaited(reconcile())
+    try:
+        return journaled(value if happened else await _awaited(function()), what), None
+    except AgentRLError:  # InfrastructureError among them
+        raise  # ours, not the outside world's: storage, an engine, a result that cannot be journaled
+    except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is what happened
+        return None, error_text(error)
+
+
+def error_text(error: BaseException) -> str:
+    """The text of a foreign error, as recorded."""
+    from agentrl.environment.base import valid_unicode
+
+    return valid_unicode(error_words(error)[:2000])
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+class LiveResource(Resource):
+    """A stateful object called through the journal; its declared level is recorded with each call.
+
+    Every call runs under global random states of its own, keyed by the call, so no random state has to be kept and
+    nobody else's draws count.
+    """
+
+    __slots__ = ("_calls", "_episode", "_level", "_object", "_restore", "_seed", "_state", "name")
+
+    def __init__(
+        self, episode: LiveEpisode, factory: Callable[[], object], name: str, level: ResourceLevel, seed: int | None
+    ) -> None:
+        self._episode = episode
+        self._level = level
+        self._seed = seed
+        self._calls = 0
+        self._state = b""
+        """Encoded state of a snapshot resource after its last call."""
+        self._restore: Any = None
+        """State to restore before the next call; None: none."""
+        self.name = name
+        branch = current_branch()
+        own = self._random(branch.key)
+        with branch.inside(self._reaches_outside()), own.swapped_in():
+            self._object = factory()
+        own.release()
+        if level == "snapshot" and not (hasattr(self._object, "get_state") and hasattr(self._object, "set_state")):
+            raise EnvironmentDefinitionError(
+                f"{type(self._object).__qualname__} is a snapshot resource and needs get_state() and set_state(state)"
+            )
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method, or recall its recorded result."""
+        journal = self._episode.journal
+        where = f"{self.name}.{method}"
+        call = journal.open(
+            asked_hash(self.name.encode(), method.encode(), encode_arguments(arguments)),
+            lambda: f"{where}({shortened(plain(arguments))})",
+        )
+        await journal.reach(call)
+        self._calls += 1
+        recorded = call.recorded
+        if isinstance(recorded, ResourceEntry):
+            if recorded.level != self._level:
+                journal.mismatch(call.call_id, f"{self.name} was {recorded.level}", f"the code now says {self._level}")
+            if self._level == "pinned":
+                self._lost(call)
+            if self._level == "snapshot":
+                return self._remembered(call, where)
+        return await self._performed(call, method, arguments)
+
+    def state(self) -> Any:
+        """The object's state for comparisons; None where it has no `get_state`."""
+        if self._restore is not None:
+            return self._restore
+        get_state = getattr(self._object, "get_state", None)
+        return journaled(get_state(), f"{self.name}.get_state") if callable(get_state) else None
+
+    async def _performed(self, call: Call, method: str, arguments: tuple[Any, ...]) -> Any:
+        journal, clock, where = self._episode.journal, self._episode.services.clock, f"{self.name}.{method}"
+        started = clock.monotonic()
+        value, problem, state = None, None, None
+        cause: Exception | None = None
+        own = self._random(self._key_of(call))
+        with journal.performing(call, self._reaches_outside()):
+            try:
+                if self._restore is not None:
+                    with own.swapped_in():
+                        self._restored()
+                value = journaled(await awaited_under(own, getattr(self._object, method), *arguments), where)
+            except AgentRLError:
+                raise
+            except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is what happened
+                problem, cause = error_text(error), error
+            finally:
+                own.release()
+            if self._level == "snapshot":
+                state = self._new_state()
+        seconds = clock.monotonic() - started
+        recorded = journal.recall(call, ResourceEntry)
+        if recorded is None:
+            journal.write(
+                call,
+                ResourceEntry(self.name, self._level, method, value, seconds, plain(list(arguments)), problem, state),
+            )
+        elif recorded.value != value or _kind(recorded.error) != _kind(problem):
+            journal.mismatch(
+                call.call_id,
+                f"{where} returned {shortened(recorded.error or recorded.value)} when it was recorded",
+                f"now {shortened(problem or value)}; declare the resource `snapshot` or `pinned`",
+            )
+        if problem is not None:
+            raise EffectError(f"{where} failed", error=problem) from cause
+        return value
+
+    def _remembered(self, call: Call, where: str) -> Any:
+        recorded = self._episode.journal.recall(call, ResourceEntry)
+        assert recorded is not None
+        if recorded.state is not None:
+            self._restore, self._state = recorded.state, encode(recorded.state)
+        if recorded.error is not None:
+            raise EffectError(f"{where} failed", error=recorded.error)
+        return recorded.value
+
+    def _restored(self) -> None:
+        self._object.set_state(self._restore)  # type: ignore[attr-defined]
+        self._restore = None
+
+    def _new_state(self) -> Any:
+        """The state after a call; None where the call did not change it."""
+        state = journaled(self._object.get_state(), f"{self.name}.get_state")  # type: ignore[attr-defined]
+        if state is None:
+            raise EnvironmentDefinitionError(f"{type(self._object).__qualname__}.get_state() returned None")
+        encoded = encode(state)
+        if encoded == self._state:
+            return None
+        self._state = encoded
+        return state
+
+    def _lost(self, call: Call) -> None:
+        raise EpisodeError(
+            f"episode {self._episode.spec.episode_id}, call {call.call_id}: {self.name} is pinned and died with its "
+            "process, so the episode cannot go on from its journal",
+            reason="resource_lost",
+            begin_again=True,
+        )
+
+    def _reaches_outside(self) -> str | None:
+        """The resource's name where its calls are never made again, else None."""
+        return None if self._level == "replay" else self.name
+
+    def _key_of(self, call: Call) -> StreamKey:
+        assert call.branch is not None
+        return call.branch.key
+
+    def _random(self, key: StreamKey) -> GlobalRandom:
+        if self._seed is not None:
+            return GlobalRandom(key64("resource", self._seed, self._calls))
+        return GlobalRandom(key64("resource", *key, self.name, self._calls))
+
+
+def _kind(error: str | None) -> str | None:
+    """The type of a recorded error; messages are not compared, as they may hold addresses and paths."""
+    return None if error is None else error.partition(":")[0]
+
+
+class _Threads(Executor):
+    """A daemon thread per call.
+
+    In a pool, a few hung tools would hold up every other tool and the end of the program. A thread costs about 0.1 ms,
+    and a call that never returns keeps only its thread.
+    """
+
+    def submit(self, call: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
+        answer: Future[T] = Future()
+        answer.set_running_or_notify_cancel()  # a running call cannot be cancelled, only no longer waited for
+
+        def run() -> None:
+            try:
+                result = call(*arguments, **named)
+            except BaseException as error:  # noqa: BLE001 - handed over to the caller
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)
+
+        threading.Thread(target=run, name="tool", daemon=True).start()
+        return answer
+
+
+_THREADS = _Threads()
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """Run a blocking call without blocking the event loop; a caller that is cancelled no longer waits for it."""
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, call)

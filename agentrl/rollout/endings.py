@@ -1,7 +1,7 @@
-"""What would end the process from within an episode ends that episode: `sys.exit`, `os._exit`, a bare `BaseException`.
+"""`sys.exit`, `os._exit` or a bare `BaseException` in an environment ends its episode, not the process.
 
-Thousands of episodes share a process, and none of them may end it, least of all without a word. Owns `os._exit` while
-`none_ends_the_process` is entered. What a library does below Python (an abort, a crash) it does not see.
+Thousands of episodes share a process, and none of them may end it. `none_ends_the_process` replaces `os._exit` while it
+is entered. An abort or a crash of a library below Python is not seen here.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from agentrl.core.errors import EpisodeError
 from agentrl.environment.base import described
 
 leave = os._exit
-"""Ends this process at once, for who means it."""
+"""The original `os._exit`, which ends this process at once."""
 _loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
-"""That play episodes."""
+"""Event loops that run episodes."""
 _is_child = False
-"""This process was forked while they did."""
+"""Whether this process was forked while an event loop ran episodes."""
 
 
 @contextlib.contextmanager
@@ -51,15 +51,15 @@ def none_ends_the_process() -> Iterator[None]:
 
 
 def of_the_episode(error: BaseException, task: asyncio.Task[Any] | None) -> BaseException:
-    """An error that came out of an environment's program, as one that ends no more than its episode.
+    """An error of an environment's program as one that ends only its episode.
 
-    Cancellations are as they were. A `KeyboardInterrupt` is not Ctrl-C: that is a signal the run handles itself. A
+    Cancellations stay as they are. A `KeyboardInterrupt` is not Ctrl-C: that is a signal the run handles itself. A
     `GeneratorExit` while the program's task does not run is not the program's: Python closes a coroutine whose event
     loop has ended, and it must end.
 
     Args:
-        error: what was raised.
-        task: the one that the program runs in.
+        error: the raised error.
+        task: the task that the program runs in.
     """
     is_closed = isinstance(error, GeneratorExit) and _current_task() is not task
     if isinstance(error, Exception | asyncio.CancelledError) or is_closed:

@@ -1,16 +1,18 @@
-"""One attempt of an episode while it runs: what its agents, resources and context share, and who serves them.
+"""One attempt of an episode while it runs, the settings and services it runs with, and the parking of episodes.
 
-Owns the counts an episode adds up (`metrics`), and stops its time while it is parked or its engine is gone. `runner.py`
-makes one per attempt; `context.py` is what the environment sees of it.
+`runner.py` makes a `LiveEpisode` per attempt; its agents, resources and context share it. It adds up the episode's
+`metrics`, and holds its `TimeLimit` while it is parked or its engine is gone. `Parking` holds up the calls of parked
+episodes; which episodes to park is the scheduler's decision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from agentrl.core import ids
 from agentrl.journal.entries import PlayedUnder
@@ -19,35 +21,36 @@ from agentrl.rollout.branches import current_branch
 if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.core.ports import ChatFormat, EpisodeHost, Sampler, SamplingParams
-    from agentrl.core.records import EpisodeSpec, PolicyVersion
+    from agentrl.core.records import EpisodeSpec, PolicyVersion, Turn
     from agentrl.environment.base import Limits
     from agentrl.rollout.branches import Branch
-    from agentrl.rollout.calls import CallJournal
-    from agentrl.rollout.parking import Parking
-    from agentrl.rollout.partials import EpisodePartials
-    from agentrl.rollout.room import Room
-    from agentrl.rollout.time_limit import TimeLimit
+    from agentrl.rollout.call_journal import CallJournal
+    from agentrl.rollout.kv_budget import KVBudget
+    from agentrl.rollout.turn_entries import EpisodePartials
 
 
 _AS_THE_RUN: Mapping[str, PolicySettings] = MappingProxyType({})
 
+GRACE_S = 5.0
+"""Seconds a cancelled program may take to end before it is left behind."""
+
 OnCodeChange = Literal["try", "restart", "drop"]
-"""What becomes of an episode whose environment was edited since it was recorded."""
+"""How an episode continues whose environment was edited since it was recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
-    """How a policy is spoken to."""
+    """Chat format, sampling and limits of a policy."""
 
     chat_format: ChatFormat
     sampling: SamplingParams
     limits: Limits
     is_outside: bool = False
-    """It samples elsewhere than in the engine, and takes none of its memory."""
+    """Whether another than the run's engine samples it, so that it takes none of the engine's memory."""
 
     @property
     def recorded(self) -> PlayedUnder:
-        """As the first entry of an episode has it."""
+        """These settings as the first entry of an episode records them."""
         sampling, limits = self.sampling, self.limits
         return PlayedUnder(
             temperature=sampling.temperature,
@@ -60,7 +63,7 @@ class PolicySettings:
         )
 
     def as_recorded(self, began: PlayedUnder) -> PolicySettings:
-        """The same policy, sampled and limited as when an episode began; a smaller context of now bounds it still."""
+        """The same policy with the settings an episode began with; a smaller context set since still bounds it."""
         sampling = replace(
             self.sampling,
             temperature=began.temperature,
@@ -80,72 +83,77 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
-    """What is the same for every episode of a worker."""
+    """Settings that every episode of a worker shares."""
 
     sampling: SamplingParams
     limits: Limits
     policies: Mapping[str, PolicySettings] = field(default_factory=dict)
-    """Those that are spoken to otherwise than by the two before and the worker's chat format."""
+    """Policies with settings of their own, instead of the two above and the worker's chat format."""
     tool_timeout_s: float
     episode_timeout_s: float
     max_staleness: Mapping[str, int] = field(default_factory=dict)
-    """By policy, for the order in which parked episodes go on; 0 where absent."""
+    """By policy, for the order in which parked episodes resume; 0 where absent."""
     on_code_change: OnCodeChange = "try"
     infrastructure_attempts: int = 5
-    """How often in a row an act's infrastructure may fail before it is taken for the policy's doing."""
+    """Failures in a row of an act's infrastructure before they are taken for the policy's doing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """Who serves the episodes of a worker."""
+    """The engine, host, clock and settings that the episodes of a worker share."""
 
     engine: Sampler
     default: PolicySettings
-    """Of policies that are spoken to as the run says."""
+    """Settings of policies that have none of their own."""
     host: EpisodeHost
     clock: Clock
     settings: RolloutSettings
     parking: Parking
-    room: Room
+    kv_budget: KVBudget
 
-    def spoken_to(self, policy: str) -> PolicySettings:
-        """How a policy is spoken to."""
+    def policy_settings(self, policy: str) -> PolicySettings:
+        """The settings of a policy."""
         return self.settings.policies.get(policy) or self.default
 
 
-class Sampling(Protocol):
-    """What an episode asks of its agents: `agent.LiveAgent`."""
+class EpisodeAgent(Protocol):
+    """What an episode asks of its agents; see `agent.LiveAgent`."""
 
     seat: str
     policy: str
     counts: dict[str, float]
-    """What of the episode's `metrics` is its doing."""
+    """The part of the episode's `metrics` that is the agent's doing."""
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """The agent's turns so far."""
+        ...
 
     def suspend(self) -> None:
         """Cut the call in flight and give back what the engine holds."""
         ...
 
     def versions(self) -> Iterable[PolicyVersion]:
-        """Who sampled the agent's tokens."""
+        """The versions that sampled the agent's tokens."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class LiveEpisode:
-    """An attempt that runs."""
+    """A running attempt of an episode."""
 
     spec: EpisodeSpec
     journal: CallJournal
     services: Services
     partials: EpisodePartials
     began_under: Mapping[str, PolicySettings] = field(default_factory=lambda: _AS_THE_RUN)
-    """By seat, and under "" for `ctx.limits`: those it began with, where the run has others now."""
-    agents: list[Sampling] = field(default_factory=list)
+    """The settings it began with where the run has others now, by seat, and under "" for `ctx.limits`."""
+    agents: list[EpisodeAgent] = field(default_factory=list)
     """In the order in which the program first asked for them."""
     limit: TimeLimit | None = None
-    """Of the program, while it runs."""
+    """Time limit of the program, while it runs."""
     _counts: dict[str, float] | None = None
-    """What is nobody's doing."""
+    """Metrics of no agent in particular."""
 
     @property
     def name(self) -> str:
@@ -153,28 +161,28 @@ class LiveEpisode:
         return f"{self.spec.episode_id}.{self.spec.attempt}"
 
     @property
-    def whereabouts(self) -> str:
-        """Where the program is, for messages about what went wrong there."""
+    def location(self) -> str:
+        """The episode and its last turn, for error messages."""
         agent = self.speaker()
         who = "before any turn" if agent is None else f"after a turn of seat {agent.seat!r}, policy {agent.policy!r}"
         return f"episode {self.name}, {who}"
 
     @property
     def limits(self) -> Limits:
-        """What `ctx.limits` says."""
+        """The limits that `ctx.limits` shows."""
         began = self.began_under.get("")
         return self.services.settings.limits if began is None else began.limits
 
-    def spoken_to(self, seat: str) -> PolicySettings:
-        """How the policy of a seat is spoken to."""
-        return self.began_under.get(seat) or self.services.spoken_to(self.spec.seats[seat].policy)
+    def policy_settings(self, seat: str) -> PolicySettings:
+        """The settings of the policy that holds a seat."""
+        return self.began_under.get(seat) or self.services.policy_settings(self.spec.seats[seat].policy)
 
     def sampling_seed(self, call_id: str) -> int:
-        """Of one engine call: the same on every execution of the attempt."""
+        """Seed of one engine call: the same on every execution of the attempt."""
         return ids.key64(self.spec.seed, self.spec.attempt, call_id)
 
-    def metric(self, name: str, value: float, of: Sampling | None = None) -> None:
-        """Add to a number of the episode, which is that of the agent whose doing it is."""
+    def metric(self, name: str, value: float, of: EpisodeAgent | None = None) -> None:
+        """Add to a metric of the episode; `of` is the agent whose doing it is."""
         if of is not None:
             counts = of.counts
         else:
@@ -183,7 +191,7 @@ class LiveEpisode:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """All that was added up, whosever doing it was."""
+        """All metrics added up, over the agents too."""
         metrics = dict(self._counts or {})
         for agent in self.agents:
             for name, value in agent.counts.items():
@@ -191,17 +199,17 @@ class LiveEpisode:
         return metrics
 
     def close(self) -> None:
-        """The attempt has ended: its agents are let go, each of which knows its episode; what they counted stays."""
+        """The attempt has ended: keep the agents' counts and drop the agents, which refer to the episode."""
         self._counts = self.metrics
         self.agents.clear()
 
-    def speaker(self, branch: Branch | None = None) -> Sampling | None:
-        """Who acted last on a branch; default: where the program is now."""
+    def speaker(self, branch: Branch | None = None) -> EpisodeAgent | None:
+        """The agent that acted last on a branch; default: the calling branch."""
         number = (branch or current_branch()).speaker
         return None if number is None else self.agents[number]
 
     def deadline(self) -> float:
-        """See `parking.Parkable`."""
+        """The step of its policy at which its oldest tokens become too old; infinite before the first token."""
         bounds = self.services.settings.max_staleness
         return min(
             (
@@ -214,34 +222,227 @@ class LiveEpisode:
         )
 
     def suspend(self) -> None:
-        """See `parking.Parkable`."""
+        """Cut the calls in flight, give back what the engine holds, hold the time limit."""
         self.metric("parked", 1.0)
         for agent in self.agents:
             agent.suspend()
-        self._hold()
-
-    def go_on(self) -> None:
-        """See `parking.Parkable`."""
-        self._release()
-
-    @contextmanager
-    def standing_still(self) -> Iterator[None]:
-        """Within, the time that passes is the machinery's, not the episode's."""
-        self._hold()
-        try:
-            yield
-        finally:
-            self._release()
-
-    def got_on(self) -> None:
-        """A turn ended: the program has its time again."""
-        if self.limit is not None:
-            self.limit.restart()
-
-    def _hold(self) -> None:
         if self.limit is not None:
             self.limit.hold()
 
-    def _release(self) -> None:
+    def resume(self) -> None:
+        """Let the time limit run on."""
         if self.limit is not None:
             self.limit.release()
+
+    def time_limit_paused(self) -> AbstractContextManager[None]:
+        """Around waits that do not count against the episode's time limit."""
+        return nullcontext() if self.limit is None else self.limit
+
+    def restart_time_limit(self) -> None:
+        """A turn ended: the program has all its time again."""
+        if self.limit is not None:
+            self.limit.restart()
+
+
+class TimeLimit:
+    """Ends a program that takes too many seconds of its own without a turn.
+
+    Where its agents have acted, the act in flight raises `LimitReachedError`, and the episode is truncated as if it had
+    no turn left. Where none has, or where the program hangs in code of its own, the episode has failed. A program that
+    swallows its cancellation is left behind.
+
+    Time in which the limit is held, also by a `with` statement, does not count. There is one timer per episode: when it
+    fires before the deadline, since that was put off, it is set again.
+    """
+
+    __slots__ = (
+        "_deadline",
+        "_episode",
+        "_grace",
+        "_has_given_up",
+        "_held",
+        "_left",
+        "_loop",
+        "_on_stuck",
+        "_seconds",
+        "_timer",
+        "task",
+    )
+
+    def __init__(self, episode: LiveEpisode, seconds: float, on_stuck: Callable[[asyncio.Task[Any]], None]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._episode = episode
+        self._on_stuck = on_stuck
+        self.task = task
+        self._grace: asyncio.TimerHandle | None = None
+        self._has_given_up = False
+        self._loop = asyncio.get_running_loop()
+        self._seconds = self._left = seconds
+        self._held = 0
+        self._deadline = self._loop.time() + seconds
+        self._timer: asyncio.TimerHandle | None = self._loop.call_at(self._deadline, self._look)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the program's task was cancelled."""
+        return bool(self.task.cancelling())
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the program was cancelled, and no act of it has answered."""
+        return self._has_given_up or self._episode.journal.is_cutting
+
+    @property
+    def explanation(self) -> str:
+        """The message of the error a program that was given up ends with."""
+        turns = sum(len(agent.turns) for agent in self._episode.agents)
+        where = "in code of its own, where ctx cannot end it as truncated" if turns else "before any turn"
+        return f"the episode took longer than {self._seconds:g} s without a turn, {where}"
+
+    def restart(self) -> None:
+        """All the seconds are left again."""
+        self._left = self._seconds
+        if not self._held:
+            self._resume()
+
+    def hold(self) -> None:
+        """Stop the clock until `release` was called as often."""
+        if not self._held:
+            self._left = max(self._deadline - self._loop.time(), 0.0)
+        self._held += 1
+
+    def release(self) -> None:
+        """Let the clock run on unless something else holds it."""
+        self._held -= 1
+        if not self._held:
+            self._resume()
+
+    def __enter__(self) -> None:
+        self.hold()
+
+    def __exit__(self, *raised: object) -> None:
+        self.release()
+
+    def end(self) -> None:
+        """The program has ended."""
+        self._stop()
+        if self.has_given_up:
+            self.task.uncancel()
+        if self._grace is not None:
+            self._grace.cancel()
+
+    def _stop(self) -> None:
+        """Never expire, whatever a program that was left behind still does."""
+        self._held += 1
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _resume(self) -> None:
+        self._deadline = self._loop.time() + self._left
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._deadline, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._held:
+            return
+        if self._loop.time() < self._deadline:
+            self._timer = self._loop.call_at(self._deadline, self._look)
+        else:
+            self._expired()
+
+    def _expired(self) -> None:
+        """End the act in flight, or give the program up."""
+        journal = self._episode.journal
+        acted = any(agent.turns for agent in self._episode.agents)
+        if acted and not (journal.is_over_time or journal.is_replaying):
+            journal.end_act()
+            self.restart()
+        else:
+            self._has_given_up = True
+        self.task.cancel()
+        if self._grace is not None:
+            self._grace.cancel()
+        self._grace = self._loop.call_later(GRACE_S, self._end_of_grace)
+
+    def _end_of_grace(self) -> None:
+        if self.has_given_up:
+            self._stop()
+            self._on_stuck(self.task)
+
+
+class Parking:
+    """Parks and unparks the episodes of one worker.
+
+    A call of a parked episode waits. Episodes resume in deadline order and, within one, calls in the order of their
+    ids; an episode stays parked through a retry, and no longer than it is in flight.
+    """
+
+    def __init__(self) -> None:
+        self._in_flight: dict[str, LiveEpisode | None] = {}
+        self._waiting: dict[str, list[tuple[str, asyncio.Future[None]]]] = {}
+
+    def admit(self, episode_id: str) -> None:
+        """An episode is in flight from now on, and can be parked."""
+        self._in_flight[episode_id] = None
+
+    def begin(self, episode_id: str, attempt: LiveEpisode) -> None:
+        """An attempt of an episode begins to run."""
+        if episode_id in self._in_flight:
+            self._in_flight[episode_id] = attempt
+        if episode_id in self._waiting:
+            attempt.suspend()
+
+    def leave(self, episode_id: str) -> None:
+        """The episode is in flight no more."""
+        self._in_flight.pop(episode_id, None)
+        self._waiting.pop(episode_id, None)
+
+    @property
+    def parked(self) -> tuple[str, ...]:
+        """Parked episodes, in the order in which they will resume."""
+        return tuple(sorted(self._waiting, key=lambda episode_id: (self.deadline(episode_id), episode_id)))
+
+    def is_parked(self, episode_id: str) -> bool:
+        """Whether an episode is parked."""
+        return episode_id in self._waiting
+
+    def park(self, episode_id: str) -> bool:
+        """See `core.ports.Worker.park`; parking twice is parking once."""
+        if episode_id not in self._in_flight:
+            return False
+        if episode_id not in self._waiting:
+            self._waiting[episode_id] = []
+            attempt = self._in_flight[episode_id]
+            if attempt is not None:
+                attempt.suspend()
+        return True
+
+    async def wait_while_parked(self, episode_id: str, call_id: str) -> None:
+        """Wait while the episode is parked."""
+        while (waiting := self._waiting.get(episode_id)) is not None:
+            gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            waiting.append((call_id, gate))
+            await gate
+
+    def unpark(self, count: int = 1) -> tuple[str, ...]:
+        """See `core.ports.Worker.unpark`."""
+        chosen = self.parked[:count]
+        for episode_id in chosen:
+            self.release(episode_id)
+        return chosen
+
+    def release(self, episode_id: str) -> None:
+        """Resume one parked episode."""
+        attempt = self._in_flight.get(episode_id)
+        if attempt is not None and episode_id in self._waiting:
+            attempt.resume()
+        for _, gate in sorted(self._waiting.pop(episode_id, []), key=lambda waiting: waiting[0]):
+            if not gate.done():
+                gate.set_result(None)
+
+    def deadline(self, episode_id: str) -> float:
+        """See `LiveEpisode.deadline`; infinite while no attempt runs."""
+        attempt = self._in_flight.get(episode_id)
+        return float("inf") if attempt is None else attempt.deadline()

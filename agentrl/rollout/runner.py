@@ -33,18 +33,13 @@ from agentrl.journal.entries import Begin, JournalEntry, PlayedUnder
 from agentrl.journal.forks import edits_of
 from agentrl.journal.port import TurnLog
 from agentrl.rollout.branches import current_branch
-from agentrl.rollout.calls import CallJournal
+from agentrl.rollout.call_journal import CallJournal
 from agentrl.rollout.context import LiveContext
 from agentrl.rollout.endings import end_if_forked, of_the_episode
-from agentrl.rollout.episode import LiveEpisode, PolicySettings, RolloutSettings, Services
-from agentrl.rollout.gathering import end_steps, steps_of
-from agentrl.rollout.parking import Parking
-from agentrl.rollout.partials import EpisodePartials
-from agentrl.rollout.room import room_of
-from agentrl.rollout.time_limit import TimeLimit
-
-GRACE_S = 5.0
-"""How long a program that was cancelled may take to end, before it is left behind."""
+from agentrl.rollout.episode import LiveEpisode, Parking, PolicySettings, RolloutSettings, Services, TimeLimit
+from agentrl.rollout.gather import branch_steps, end_steps
+from agentrl.rollout.kv_budget import kv_budget_of
+from agentrl.rollout.turn_entries import EpisodePartials
 
 
 class EpisodeRunner:
@@ -64,7 +59,7 @@ class EpisodeRunner:
         self.host = host
         self.clock = clock
         self.parking = Parking()
-        self.room = room_of(engine.capabilities)
+        self.kv_budget = kv_budget_of(engine.capabilities)
         self._services = Services(
             engine=engine,
             default=PolicySettings(chat_format=chat_format, sampling=settings.sampling, limits=settings.limits),
@@ -72,18 +67,18 @@ class EpisodeRunner:
             clock=clock,
             settings=settings,
             parking=self.parking,
-            room=self.room,
+            kv_budget=self.kv_budget,
         )
         self._store = store
         self._log = log
         self._code_hashes: dict[type[Environment], str] = {}
-        self._run_settings = self._services.spoken_to("").recorded
+        self._run_settings = self._services.policy_settings("").recorded
         self._own_settings = {policy: own.recorded for policy, own in settings.policies.items()}
         self._running: dict[str, LiveContext] = {}
         """The newest attempt of each episode."""
 
     def stop(self, spec: EpisodeSpec) -> None:
-        """Say that a running attempt is about to be cancelled to go on another time: it did not cancel itself."""
+        """Note that a running attempt is about to be cancelled from outside, to be resumed later."""
         context = self._running.get(spec.episode_id)
         if context is not None and context.episode.spec.attempt == spec.attempt:
             context.episode.journal.stop()
@@ -133,7 +128,7 @@ class EpisodeRunner:
             journal.finish()
             self.finished(context)
         except Exception as error:
-            error.add_note(episode.whereabouts)
+            error.add_note(episode.location)
             raise
         finally:
             self.leave(spec)
@@ -164,7 +159,7 @@ class EpisodeRunner:
         )
 
     def leave(self, spec: EpisodeSpec) -> None:
-        """Take everything from an attempt that ended, or is to count as ended: nothing it still does is heard."""
+        """Close an attempt that ended or was left behind: nothing it still does counts."""
         context = self._running.get(spec.episode_id)
         if context is not None and context.episode.spec.attempt == spec.attempt:
             del self._running[spec.episode_id]
@@ -172,14 +167,14 @@ class EpisodeRunner:
             context.episode.close()
 
     def finished(self, context: LiveContext) -> None:
-        """Called when a program has returned, before its commit: for who compares executions."""
+        """Called when a program has returned, before its commit; overridden to compare executions."""
 
     async def flush(self) -> None:
-        """Wait until what episodes did here is on disk."""
+        """Wait until the entries of this worker's episodes are on disk."""
         await self._log.flush()
 
     async def recorded(self, spec: EpisodeSpec) -> list[JournalEntry]:
-        """What the journal holds of an attempt, which goes on here, whoever began it.
+        """The recorded entries of an attempt, which this worker takes over.
 
         Raises:
             EpisodeError: some of it is damaged.
@@ -191,7 +186,7 @@ class EpisodeRunner:
             raise EpisodeError(f"it cannot go on: {error}", reason="journal_damaged") from None
 
     def forget(self, spec: EpisodeSpec) -> None:
-        """An attempt has failed: what its turns had sampled will not be gone on with."""
+        """An attempt has failed: discard its partial turns."""
         self._log.remove_partials(spec.episode_id, spec.attempt)
 
     async def drop(self, spec: EpisodeSpec, reason: str, detail: str, seconds: float) -> EpisodeHeader:
@@ -215,37 +210,37 @@ class EpisodeRunner:
     async def _play(
         self, environment: type[Environment], context: LiveContext, on_stuck: Callable[[asyncio.Task[Any]], None]
     ) -> None:
-        """The program of the episode, within its time; where the episode failed under it, it ends with that, caught or
-        not. The commit is outside: what is on disk is what is told.
+        """Run the program within its time limit. Where the episode failed, that error is raised even if the program
+        caught it. The commit is outside the limit.
         """
         episode, journal, branch = context.episode, context.episode.journal, current_branch()
-        watch = episode.limit = _Watch(context, self._services.settings.episode_timeout_s, on_stuck)
+        limit = episode.limit = TimeLimit(episode, self._services.settings.episode_timeout_s, on_stuck)
         try:
             self.parking.begin(episode.spec.episode_id, episode)
-            await steps_of(partial(_begun, environment, context), branch, journal)
+            await branch_steps(partial(_begun, environment, context), branch, journal)
             end_if_forked()
         except BaseException as error:  # noqa: BLE001 - foreign code: raised again below, if it says how that ended
             end_if_forked()
-            ended = _ended_with(error, journal, watch)
+            ended = _ended_with(error, journal, limit)
             if ended is not None:
                 raise ended  # noqa: B904 - it is the same one, or has it as its cause
         finally:
             end_steps(branch)
             episode.limit = None
-            watch.end()
+            limit.end()
         if isinstance(journal.failure, GlobalRandomError):
             environment.own_random = True
         if journal.failure is not None:
             raise journal.failure
-        if journal.is_stopped:  # the program swallowed it: another time it goes on where it was
+        if journal.is_stopped:  # the program swallowed its cancellation: it will be resumed where it was
             raise asyncio.CancelledError
-        if watch.has_given_up:  # also where the program swallowed the cancellation and returned
-            raise EpisodeError(watch.told, reason="episode_timeout")
+        if limit.has_given_up:  # also where the program swallowed the cancellation and returned
+            raise EpisodeError(limit.explanation, reason="episode_timeout")
 
     def _begin(
         self, journal: CallJournal, spec: EpisodeSpec, environment: type[Environment]
     ) -> Mapping[str, PolicySettings]:
-        """Journal or recall what the episode is; the settings it began with, where the run has others now."""
+        """Journal or recall the first entry; returns the settings it recorded where the run has others now."""
         code_hash = self._code_hashes.get(environment)
         if code_hash is None:
             code_hash = code_digest(environment.source())
@@ -280,26 +275,26 @@ class EpisodeRunner:
         return {} if began.settings in ({}, settings) else self._began_under(spec, began)
 
     def _settings(self, spec: EpisodeSpec) -> dict[str, PlayedUnder]:
-        """As the run has them now, for `Begin.settings`."""
+        """The run's settings now, for `Begin.settings`."""
         own = self._own_settings
         return {"": self._run_settings} | {
             seat: own[binding.policy] for seat, binding in spec.seats.items() if binding.policy in own
         }
 
     def _began_under(self, spec: EpisodeSpec, began: Begin) -> Mapping[str, PolicySettings]:
-        """How an episode goes on that began under other settings than the run has now.
+        """The settings of an episode that began under others than the run has now.
 
         Raises:
-            EpisodeError: the engine of now cannot give what they need; it begins again under those of now.
+            EpisodeError: the engine can no longer serve them; the episode begins again under the run's settings.
         """
         services, settings = self._services, began.settings
         run = settings.get("")
-        found = {} if run is None else {"": services.spoken_to("").as_recorded(run)}
+        found = {} if run is None else {"": services.policy_settings("").as_recorded(run)}
         for seat, binding in spec.seats.items():
             recorded = settings.get(seat, run)
             if recorded is None:
                 continue
-            found[seat] = own = services.spoken_to(binding.policy).as_recorded(recorded)
+            found[seat] = own = services.policy_settings(binding.policy).as_recorded(recorded)
             needs_masks = own.sampling.is_filtered and not own.is_outside and spec.purpose == "train"
             if needs_masks and not services.engine.capabilities.sampling_mask:
                 raise EpisodeError(
@@ -330,91 +325,25 @@ def _inherited(now: Mapping[str, PlayedUnder], begin: Begin, spec: EpisodeSpec) 
 
 
 def _nobody(task: asyncio.Task[Any]) -> None:
-    """Nobody minds a stuck program."""
+    """Ignore a stuck program."""
 
 
 def _begun(environment: type[Environment], context: LiveContext) -> Awaitable[None]:
     return environment().run(context)
 
 
-def _ended_with(error: BaseException, journal: CallJournal, watch: _Watch) -> BaseException | None:
-    """What an episode ends with whose program raised; None where that is known otherwise: the episode had failed under
-    it, or was given up."""
+def _ended_with(error: BaseException, journal: CallJournal, limit: TimeLimit) -> BaseException | None:
+    """The error that ends an episode whose program raised; None where the episode had failed or was given up before."""
     if journal.failure is not None:
         return None
     if isinstance(error, asyncio.CancelledError):
-        if watch.has_given_up and not journal.is_stopped:
+        if limit.has_given_up and not journal.is_stopped:
             return None
-        if not watch.is_cancelled:
+        if not limit.is_cancelled:
             ended = EpisodeError("run() raised CancelledError, and nobody had cancelled it", reason="environment_error")
             ended.__cause__ = error
             return ended
-    return of_the_episode(error, watch.task)
-
-
-class _Watch(TimeLimit):
-    """Ends a program that takes too long without a turn.
-
-    Where its agents have acted, the act in flight raises `LimitReachedError`, and the episode is truncated like one
-    that has no turn left. Where none has, where the program hangs in code of its own or goes on without end, it has
-    failed. One that swallows its cancellation is left behind.
-    """
-
-    __slots__ = ("_context", "_grace", "_has_given_up", "_on_stuck", "task")
-
-    def __init__(self, context: LiveContext, seconds: float, on_stuck: Callable[[asyncio.Task[Any]], None]) -> None:
-        super().__init__(seconds)
-        task = asyncio.current_task()
-        assert task is not None
-        self._context = context
-        self._on_stuck = on_stuck
-        self.task = task
-        self._grace: asyncio.TimerHandle | None = None
-        self._has_given_up = False
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether somebody has cancelled the program's task."""
-        return bool(self.task.cancelling())
-
-    @property
-    def has_given_up(self) -> bool:
-        """Whether the program was cancelled, and no act of it answered."""
-        return self._has_given_up or self._context.episode.journal.is_cutting
-
-    @property
-    def told(self) -> str:
-        """What happened, for people."""
-        turns = sum(len(agent.turns) for agent in self._context.agents.values())
-        where = "in code of its own, where ctx cannot end it as truncated" if turns else "before any turn"
-        return f"the episode took longer than {self._seconds:g} s without a turn, {where}"
-
-    def end(self) -> None:
-        """The program has ended."""
-        self.stop()
-        if self.has_given_up:
-            self.task.uncancel()
-        if self._grace is not None:
-            self._grace.cancel()
-
-    def expired(self) -> None:
-        """Too long without a turn: end the act in flight, or give the program up."""
-        journal = self._context.episode.journal
-        acted = any(agent.turns for agent in self._context.agents.values())
-        if acted and not (journal.is_over_time or journal.is_replaying):
-            journal.end_act()
-            self.restart()
-        else:
-            self._has_given_up = True
-        self.task.cancel()
-        if self._grace is not None:
-            self._grace.cancel()
-        self._grace = asyncio.get_running_loop().call_later(GRACE_S, self._look_again)
-
-    def _look_again(self) -> None:
-        if self.has_given_up:
-            self.stop()
-            self._on_stuck(self.task)
+    return of_the_episode(error, limit.task)
 
 
 async def _whatever_happens(commit: Coroutine[Any, Any, None]) -> None:

@@ -1,9 +1,9 @@
-"""How models write tool calls: text of a completion → content and `ToolCall`s.
+"""Tool-call formats: the text of a completion → content and `ToolCall`s.
 
-Owns the two formats in use (`hermes`, `llama`) and the limits on what a model may write.
-Does not know tokens or tools: names and arguments are checked by the environment.
+There are two formats (`hermes`, `llama`), with limits on the length, number and depth of calls. Tokens and tools are
+unknown here: names and arguments are checked by the environment.
 
-Invariants: parsing never raises, whatever the text; what looks like a call and is not well-formed JSON becomes a
+Invariants: parsing never raises, whatever the text; text that looks like a call but is not well-formed JSON becomes a
 `ToolCall` whose `arguments` are the raw text, so that the environment can answer it; ids count from `call-0`.
 """
 
@@ -75,7 +75,7 @@ def _is_deep(value: Any, levels: int = MAX_CALL_DEPTH) -> bool:
 
 
 def json_value(text: str) -> Any:
-    """The JSON value in `text`; None where there is none, or none that can be kept.
+    """The JSON value in `text`; None where there is none, or none that can be represented.
 
     Refused are NaN, numbers beyond float64 and int64, lone surrogates, objects with a key twice (nobody can know which
     of the two values is meant), and text that is too long or too deep.

@@ -1,7 +1,15 @@
-"""Between turns and their journal entries."""
+"""A turn on disk: the journal entry of a finished turn, and the partials of one that is being sampled.
+
+`completion_of` reads an entry back. `PartialTurn` collects a turn over several engine calls and, if need be, several
+processes; `EpisodePartials` decides when new tokens go to disk, and reads back those of an earlier process.
+
+Invariants: tokens reach the disk in order, each once; tokens that were read back are never sampled again; a turn that
+ends before `FIRST_SECONDS` writes no partial.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -10,12 +18,18 @@ import msgspec
 import numpy as np
 
 from agentrl.core.errors import EngineError, JournalError
-from agentrl.core.records import Completion, Message, PolicyVersion, RoutingBreak, SamplingMask, VersionSpan
-from agentrl.journal.entries import TurnEntry
+from agentrl.core.records import Completion, MaskKind, Message, PolicyVersion, RoutingBreak, SamplingMask, VersionSpan
+from agentrl.journal.entries import JournalEntry, Span, TurnEntry
+from agentrl.journal.partials import Partial, decode_partial, encode_partial
 
 if TYPE_CHECKING:
-    from agentrl.core.records import FinishReason
-    from agentrl.journal.entries import Span
+    from collections.abc import Iterable, Sequence
+
+    from agentrl.core.clock import Clock
+    from agentrl.core.ports import SamplingParams
+    from agentrl.core.records import ExpertArray, FinishReason
+    from agentrl.journal.port import TurnLog
+    from agentrl.rollout.call_journal import Call
 
 
 def message_data(message: Message) -> dict[str, Any]:
@@ -34,7 +48,7 @@ def message_of(data: Mapping[str, Any]) -> Message:
     """The message that `message_data` wrote.
 
     Raises:
-        JournalError: it is none.
+        JournalError: `data` is no message.
     """
     try:
         calls = data.get("tool_calls", ())
@@ -49,7 +63,7 @@ def completion_of(entry: TurnEntry) -> Completion:
     """The completion an entry recorded.
 
     Raises:
-        EngineError: its finish reason is none we know.
+        EngineError: its finish reason is unknown.
     """
     finish_reason: FinishReason
     match entry.finish_reason:
@@ -79,5 +93,317 @@ def completion_of(entry: TurnEntry) -> Completion:
 
 @lru_cache(maxsize=4096)
 def _spans(policy: str, spans: tuple[Span, ...]) -> tuple[VersionSpan, ...]:
-    """Shared: most turns have one span, and their lengths and versions are few."""
+    """Version spans, cached: most turns have one, and their lengths and versions are few."""
     return tuple(VersionSpan(s.start, s.stop, PolicyVersion(policy, s.lineage, s.step)) for s in spans)
+
+
+FIRST_SECONDS = 0.2
+"""Seconds a call runs before its tokens are written to disk: most turns end earlier, and write none."""
+
+_NO_PIECES: list[Completion] = []
+"""Shared by turns whose first call runs; never added to, as the next."""
+_NONE_FOUND: dict[str, list[JournalEntry]] = {}
+
+
+class EpisodePartials:
+    """The partials of one attempt.
+
+    Args:
+        log: where they are written.
+        episode_id: of the episode.
+        attempt: of the episode.
+        clock: for `FIRST_SECONDS`.
+        kept: whether they are written at all: evaluations are never resumed.
+        resumed: whether an earlier process may have left some.
+    """
+
+    __slots__ = ("_attempt", "_clock", "_episode_id", "_found", "_kept", "_log", "_on_disk")
+
+    def __init__(self, log: TurnLog, episode_id: str, attempt: int, *, clock: Clock, kept: bool, resumed: bool) -> None:
+        self._log = log
+        self._episode_id = episode_id
+        self._attempt = attempt
+        self._clock = clock
+        self._kept = kept
+        self._found: dict[str, list[JournalEntry]] = {} if resumed else _NONE_FOUND
+        for entry in log.read_partials(episode_id, attempt) if resumed else ():
+            self._found.setdefault(entry.call_id, []).append(entry)
+        self._on_disk = tuple(self._found)
+
+    def turn(self, call: Call, policy: str, *, masked: bool) -> PartialTurn:
+        """A turn to be sampled, with the tokens that an earlier process had sampled of it.
+
+        Args:
+            call: the turn's call; partials of another question are ignored.
+            policy: the policy that samples it.
+            masked: whether kept sets belong to the tokens; those read back are without.
+        """
+        turn = PartialTurn(self, call, self._clock, masked=masked)
+        found = self._found.pop(call.call_id, None)
+        if found is not None:
+            turn.recall(_contiguous(found, call.asked, policy))
+        return turn
+
+    def append(self, call: Call, start: int, piece: Completion) -> None:
+        """Put tokens of a call on disk with the next group commit."""
+        if not self._kept:
+            return
+        body = encode_partial(
+            Partial(
+                start=start,
+                token_ids=piece.token_ids.tobytes(),
+                logprobs=piece.logprobs.tobytes(),
+                spans=tuple(Span(s.start, s.stop, s.version.lineage, s.version.step) for s in piece.spans),
+            )
+        )
+        if call.call_id not in self._on_disk:
+            self._on_disk = (*self._on_disk, call.call_id)
+        self._log.append_partial(JournalEntry(self._episode_id, self._attempt, call.call_id, call.asked, body))
+
+    def ended(self, call: Call) -> None:
+        """The turn has its journal entry: remove its partials."""
+        if call.call_id in self._on_disk:
+            self._on_disk = tuple(each for each in self._on_disk if each != call.call_id)
+            self._log.remove_partials(self._episode_id, self._attempt, call.call_id)
+
+    def forget(self) -> None:
+        """The attempt has ended: remove the partials of its cancelled turns."""
+        for call_id in sorted(self._on_disk):
+            self._log.remove_partials(self._episode_id, self._attempt, call_id)
+        self._on_disk = ()
+
+    async def flush(self) -> None:
+        """Wait until what was appended is on disk."""
+        if self._kept:
+            await self._log.flush()
+
+
+class PartialTurn:
+    """One turn while it is sampled: the pieces of calls that were cut, and the deltas of the running call."""
+
+    __slots__ = (
+        "_call",
+        "_clock",
+        "_delivered",
+        "_masked",
+        "_partials",
+        "_since",
+        "_unwritten",
+        "_written",
+        "pieces",
+        "sampled",
+    )
+
+    def __init__(self, partials: EpisodePartials, call: Call, clock: Clock, *, masked: bool) -> None:
+        self.pieces: list[Completion] = _NO_PIECES
+        self.sampled = 0
+        """Tokens in `pieces`."""
+        self._partials = partials
+        self._call = call
+        self._clock = clock
+        self._masked = masked
+        self._delivered: list[Completion] | None = None
+        """Deltas of the running call; None until there is one: most turns of fast engines have none."""
+        self._unwritten: list[Completion] | None = None
+        self._written = 0
+        self._since = clock.monotonic()
+
+    def recall(self, pieces: Sequence[Completion]) -> None:
+        """Begin with the pieces read back from disk."""
+        for piece in pieces:
+            self._add(self._without_masks(piece))
+        self._written = self.sampled
+
+    def on_delta(
+        self, request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion
+    ) -> None:
+        """New tokens of the running call; see `core.ports.Delta`."""
+        piece = Completion(
+            token_ids=np.array(token_ids, dtype=np.int32),
+            logprobs=np.array(logprobs, dtype=np.float32),
+            finish_reason="abort",
+            spans=(VersionSpan(0, len(token_ids), version),),
+        )
+        self._delivered = self._delivered or []
+        self._unwritten = self._unwritten or []
+        self._delivered.append(piece)
+        self._unwritten.append(piece)
+        if self._clock.monotonic() - self._since >= FIRST_SECONDS:
+            self._write()
+
+    def ended(self, completion: Completion) -> None:
+        """The running call has returned; if it was cut, tokens that are not on disk are written at once."""
+        self._add(completion)
+        if completion.finish_reason == "abort":
+            delivered = sum(len(piece.token_ids) for piece in self._delivered or ())
+            self._delivered = None
+            if len(completion.token_ids) > delivered:
+                self._unwritten = [*(self._unwritten or ()), part(completion, delivered, len(completion.token_ids))]
+            self._write()
+
+    def lost(self) -> bool:
+        """The running call will never return: keep its deltas. Returns whether there were any."""
+        delivered, self._delivered = self._delivered, None
+        self._write()
+        if delivered:
+            self._add(self._without_masks(joined(delivered)))
+        return bool(delivered)
+
+    def finish_reason(self, sampling: SamplingParams) -> FinishReason | None:
+        """Why the turn has ended; None while it has not."""
+        if not self.pieces:
+            return None
+        last = self.pieces[-1]
+        if last.finish_reason != "abort":
+            return last.finish_reason
+        newest = self.pieces[self._newest()]
+        if len(newest.token_ids) and int(newest.token_ids[-1]) in sampling.stop_token_ids:
+            return "stop"
+        return "length" if self.sampled >= sampling.max_tokens else None
+
+    def completion(self, sampling: SamplingParams, *, routed: bool) -> Completion | None:
+        """The turn as one completion, where it has ended; `routed` ones need the routing of all tokens before."""
+        if not self.pieces:
+            return None
+        reason = self.finish_reason(sampling)
+        return None if reason is None or (routed and self.give_back_last()) else self.whole(reason)
+
+    def whole(self, finish_reason: FinishReason) -> Completion:
+        """The turn as one completion."""
+        whole = joined(self.pieces)
+        return (
+            whole if whole.finish_reason == finish_reason else dataclasses.replace(whole, finish_reason=finish_reason)
+        )
+
+    def give_back_last(self) -> bool:
+        """Leave the last token of an ended turn to be sampled again, where no call ended with it: only a call that
+        returns brings the expert routing of the tokens before. Returns whether that was so.
+        """
+        index = self._newest()
+        newest = self.pieces[index]
+        if newest.finish_reason != "abort" or newest.expert_routing is not None:
+            return False
+        self.pieces[index] = part(newest, 0, len(newest.token_ids) - 1)
+        self.sampled -= 1
+        self._written -= 1
+        return True
+
+    def _newest(self) -> int:
+        """The last of the pieces that has tokens; the first, if none has."""
+        return max((at for at, piece in enumerate(self.pieces) if len(piece.token_ids)), default=0)
+
+    def _add(self, piece: Completion) -> None:
+        self.pieces = [*self.pieces, piece]
+        self.sampled += len(piece.token_ids)
+
+    def _write(self) -> None:
+        if self._unwritten:
+            piece = joined(self._unwritten)
+            self._partials.append(self._call, self._written, piece)
+            self._written += len(piece.token_ids)
+            self._unwritten = None
+
+    def _without_masks(self, piece: Completion) -> Completion:
+        """Kept sets are lost with the call that sampled: such tokens are not trained."""
+        if not self._masked:
+            return piece
+        missing = np.full(len(piece.token_ids), MaskKind.MISSING, dtype=np.int32)
+        return dataclasses.replace(piece, sampling_mask=SamplingMask(counts=missing, token_ids=np.zeros(0, np.int32)))
+
+
+def joined(pieces: Sequence[Completion]) -> Completion:
+    """Pieces of a turn, in order, as one completion; it ended as the last did, and was asked what the first was."""
+    first, last = pieces[0], pieces[-1]
+    if len(pieces) == 1:
+        return first
+    spans: list[VersionSpan] = []
+    at = 0
+    for piece in pieces:
+        for start, stop, version in piece.spans:
+            begin = at + start
+            if spans and spans[-1].version == version:
+                begin = spans.pop().start
+            spans.append(VersionSpan(begin, at + stop, version))
+        at += len(piece.token_ids)
+    routing_start, routing, breaks = _joined_routing(pieces)
+    return Completion(
+        token_ids=np.concatenate([piece.token_ids for piece in pieces]),
+        logprobs=np.concatenate([piece.logprobs for piece in pieces]),
+        finish_reason=last.finish_reason,
+        spans=tuple(spans),
+        expert_routing=routing,
+        routing_start=routing_start,
+        routing_breaks=breaks,
+        sampling_mask=_joined_masks(pieces),
+        prompt_tokens=first.prompt_tokens,
+        cached_tokens=first.cached_tokens,
+    )
+
+
+def part(piece: Completion, start: int, stop: int) -> Completion:
+    """Tokens `[start, stop)` of a piece, with logprobs and versions alone."""
+    spans = ((max(span.start, start) - start, min(span.stop, stop) - start, span.version) for span in piece.spans)
+    return Completion(
+        token_ids=piece.token_ids[start:stop],
+        logprobs=piece.logprobs[start:stop],
+        finish_reason=piece.finish_reason,
+        spans=tuple(VersionSpan(*span) for span in spans if span[0] < span[1]),
+    )
+
+
+def _contiguous(entries: Iterable[JournalEntry], asked: bytes, policy: str) -> list[Completion]:
+    """The partials read back, up to the first that is damaged, leaves a gap or belongs to another question."""
+    pieces: list[Completion] = []
+    reached = 0
+    for entry in entries:
+        try:
+            partial = decode_partial(entry.body)
+            piece = Completion(
+                token_ids=np.frombuffer(partial.token_ids, dtype="<i4"),
+                logprobs=np.frombuffer(partial.logprobs, dtype="<f4"),
+                finish_reason="abort",
+                spans=tuple(
+                    VersionSpan(s.start, s.stop, PolicyVersion(policy, s.lineage, s.step)) for s in partial.spans
+                ),
+            )
+        except (msgspec.MsgspecError, ValueError):
+            break
+        if entry.asked != asked or partial.start != reached:
+            break
+        pieces.append(piece)
+        reached += len(piece.token_ids)
+    return pieces
+
+
+def _joined_masks(pieces: Sequence[Completion]) -> SamplingMask | None:
+    """The kept sets of all pieces; a piece without them was sampled without filters."""
+    if all(piece.sampling_mask is None for piece in pieces):
+        return None
+    none = np.zeros(0, np.int32)
+    counts, ids = [], []
+    for piece in pieces:
+        mask = piece.sampling_mask
+        unfiltered = np.full(len(piece.token_ids), MaskKind.NONE, dtype=np.int32)
+        counts.append(unfiltered if mask is None else mask.counts)
+        ids.append(none if mask is None else mask.token_ids)
+    return SamplingMask(counts=np.concatenate(counts), token_ids=np.concatenate(ids))
+
+
+def _joined_routing(pieces: Sequence[Completion]) -> tuple[int, ExpertArray | None, tuple[RoutingBreak, ...]]:
+    """Start, rows and breaks of all pieces: where a call forwarded positions again, they begin again in the rows."""
+    parts: list[ExpertArray] = []
+    breaks: list[RoutingBreak] = []
+    rows = start = end = 0
+    for piece in pieces:
+        if piece.expert_routing is None:
+            continue
+        if not parts:
+            start = piece.routing_start
+        elif piece.routing_start != end:
+            breaks.append(RoutingBreak(rows, piece.routing_start))
+        breaks += (RoutingBreak(rows + row, position) for row, position in piece.routing_breaks)
+        last = piece.routing_breaks[-1] if piece.routing_breaks else RoutingBreak(0, piece.routing_start)
+        end = last.position + len(piece.expert_routing) - last.row
+        rows += len(piece.expert_routing)
+        parts.append(piece.expert_routing)
+    return start, np.concatenate(parts) if parts else None, tuple(breaks)

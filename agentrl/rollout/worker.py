@@ -1,11 +1,11 @@
-"""An asyncio worker: runs episodes in this process's event loop, retries what may be retried, reports each end once.
+"""An asyncio worker: runs episodes in this process's event loop, retries failed attempts, reports each end once.
 
-This is one of the two places where foreign errors stop (the other is the cluster's supervision): whatever an
-environment raises becomes a retry or a drop with a reason, never a reward and never the end of the run.
+Foreign errors stop here (and in the cluster's supervision): whatever an environment raises becomes a retry or a drop
+with a reason, never a reward and never the end of the run.
 
-An environment that raises begins again, `data_attempts` times; an episode under which the engine is lost again and
-again, however long its turn waited (`turn_sampler.py`), is dropped. A program that swallows its cancellation is left
-behind: it may run on, nothing it does counts, and nobody waits for it.
+An episode whose environment raises begins again, up to `data_attempts` times. An episode that loses the engine again
+and again, however long its turn waited (`agent.py`), is dropped. A program that swallows its cancellation is left
+behind: it may run on, but nothing it does counts and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec
 from agentrl.environment.base import Environment, described, place_of
 from agentrl.environment.registry import resolve
 from agentrl.journal.entries import JournalEntry
-from agentrl.rollout.room import Room
-from agentrl.rollout.runner import GRACE_S, EpisodeRunner
+from agentrl.rollout.episode import GRACE_S
+from agentrl.rollout.kv_budget import KVBudget
+from agentrl.rollout.runner import EpisodeRunner
 
 MAX_ATTEMPTS = 8
-"""Attempts of an episode over all lives of a run, where what ends them is no fault of its environment: a resource died
-with its process, the code changed."""
+"""Attempts of an episode over all restarts of a run, where they end by no fault of its environment: a resource died
+with its process, or the code changed."""
 
 MAX_STRAYS = 3
 """Cancellations of an episode's task by code that does not own it, before the episode is dropped."""
@@ -67,19 +68,19 @@ class AsyncioWorker:
         self._data_attempts = data_attempts
         self._on_failure = on_failure
         self._tasks: dict[asyncio.Task[None], tuple[EpisodeSpec, OnEnd]] = {}
-        """With the attempt each is at, and whom its end is told."""
+        """By task: the current attempt, and the callback for its end."""
         self._on_end, self._on_stuck = self._ended, self._stuck  # made once, and not for each episode
         self._is_cancelling = False
         self._strays = Counter[str]()
-        """How often the task of an episode was cancelled by code that does not own it."""
+        """By episode: cancellations of its task by code that does not own it."""
         self._reading = asyncio.Lock()
         self.last_failure = ""
-        """What the last dropped episode said, for people."""
+        """The message of the last dropped episode."""
 
     @property
-    def room(self) -> Room:
-        """The places of its conversations in the engine's memory."""
-        return self._runner.room
+    def kv_budget(self) -> KVBudget:
+        """The reservations of its conversations in the engine's KV cache."""
+        return self._runner.kv_budget
 
     def submit(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool = False) -> None:
         """Start an episode in a task of its own."""
@@ -99,7 +100,7 @@ class AsyncioWorker:
             await asyncio.wait(self._tasks)
 
     async def cancel(self) -> None:
-        """Stop what is in flight. Nothing is reported or dropped: the journal knows them as unfinished."""
+        """Cancel the episodes in flight. Nothing is reported or dropped: they stay unfinished in the journal."""
         self._is_cancelling = True
         try:
             for task, (spec, _) in list(self._tasks.items()):
@@ -128,12 +129,12 @@ class AsyncioWorker:
             # long where there are many, so `cancel`, which ends thousands, does not ask.
             if not self._is_cancelling and not all(other.cancelling() for other in asyncio.all_tasks()):
                 spec, on_end = known
-                self._start(spec, on_end, self._go_on(spec, on_end))
+                self._start(spec, on_end, self._resume(spec, on_end))
         elif (error := task.exception()) is not None:
             self._on_failure(error)
 
-    async def _go_on(self, spec: EpisodeSpec, on_end: OnEnd) -> None:
-        """Go on from the journal: code that does not own the episode's task cancelled it."""
+    async def _resume(self, spec: EpisodeSpec, on_end: OnEnd) -> None:
+        """Resume an episode whose task was cancelled by code that does not own it."""
         self._strays[spec.episode_id] += 1
         if self._strays[spec.episode_id] < MAX_STRAYS:
             await self._runner.flush()
@@ -149,7 +150,7 @@ class AsyncioWorker:
         asyncio._unregister_task(task)  # else the end of the event loop would wait for it
 
     def _stuck(self, task: asyncio.Task[None]) -> None:
-        """The program of an episode was cancelled at its deadline, and goes on."""
+        """Leave a program behind that swallowed its cancellation at the time limit, and drop its episode."""
         spec, on_end = self._tasks[task]
         self._leave_behind(task)
         self._start(spec, on_end, self._drop_stuck(spec, on_end))
@@ -161,8 +162,8 @@ class AsyncioWorker:
         self.last_failure = detail
         on_end(await self._runner.drop(spec, "episode_timeout", detail, 0.0))
 
-    async def _recorded(self, spec: EpisodeSpec) -> Sequence[JournalEntry]:
-        async with self._reading:  # one after another, and the loop goes on in between
+    async def _read_recorded(self, spec: EpisodeSpec) -> Sequence[JournalEntry]:
+        async with self._reading:  # one episode at a time, and the loop runs others in between
             recorded = await self._runner.recorded(spec)
             await asyncio.sleep(0)
         return recorded
@@ -182,7 +183,7 @@ class AsyncioWorker:
         while True:
             begin_again = False
             try:
-                recorded = await self._recorded(spec) if resume else ()
+                recorded = await self._read_recorded(spec) if resume else ()
                 header = await self._runner.run(spec, environment, recorded, on_stuck=self._on_stuck)
                 break
             except EngineLostError as error:
@@ -228,7 +229,7 @@ class AsyncioWorker:
 
 
 def _noted(error: Exception) -> str:
-    """Where in its episode an error was raised, as the runner noted it."""
+    """The location in its episode where an error was raised, as the runner noted it."""
     notes = getattr(error, "__notes__", None)
     return f" ({notes[-1]})" if notes else ""
 

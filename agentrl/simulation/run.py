@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import Engine
     from agentrl.core.training_records import TrainBatch
     from agentrl.orchestrator.loop import Orchestrator
-    from agentrl.rollout.room import Room
+    from agentrl.rollout.kv_budget import KVBudget
     from agentrl.simulation.plan import Plan
 
 LOOKS = 24
@@ -106,9 +106,9 @@ async def _run(scenario: Scenario) -> Account:
     worker = orchestrator.dispatcher.worker
     assert isinstance(worker, AsyncioWorker)
     for engine in account.engines:
-        engine.is_waited_for = lambda: worker.room.waiting > 0
+        engine.is_waited_for = lambda: worker.kv_budget.waiting > 0
     scenario.alter(orchestrator)
-    looks = asyncio.get_running_loop().create_task(_look(plan, account, orchestrator, worker.room))
+    looks = asyncio.get_running_loop().create_task(_look(plan, account, orchestrator, worker.kv_budget))
     await orchestrator.run()
     looks.cancel()
     return account
@@ -144,11 +144,11 @@ def step_seconds(plan: Plan, account: Account) -> Callable[[TrainBatch], float]:
     return seconds
 
 
-async def _look(plan: Plan, account: Account, orchestrator: Orchestrator, room: Room) -> None:
+async def _look(plan: Plan, account: Account, orchestrator: Orchestrator, kv_budget: KVBudget) -> None:
     """Note now and then what holds admission back, and how full the engine has been so far."""
     every = plan.least_step_seconds() / LOOKS
     while True:
-        account.look(orchestrator.scheduler.why_not(orchestrator.demand()), no_room=room.waiting > 0)
+        account.look(orchestrator.scheduler.why_not(orchestrator.demand()), no_room=kv_budget.waiting > 0)
         await asyncio.sleep(every)
 
 

@@ -19,8 +19,8 @@ from agentrl.orchestrator.counts import Counts
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.groups import WholeGroups
 from agentrl.orchestrator.signal import Signal
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from agentrl.rollout.episode import OnCodeChange, RolloutSettings
-from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.simulation.virtual_time import SimLoop

@@ -15,7 +15,7 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.core.rng import stream
 from agentrl.engines.scripted import Script
-from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.rollout.byte_formats import STOP_TOKEN
 
 GARBAGE = ("@@ %% zz !!", '<tool_call>{"name": ', "")
 """What nobody can read: noise, a call that does not parse, nothing."""

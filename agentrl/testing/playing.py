@@ -13,7 +13,7 @@ from agentrl.core.errors import CheckFailedError
 from agentrl.core.records import EpisodeSpec, SeatBinding
 from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.entries import TurnEntry
-from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.execution import POLICY, execute
 
 if TYPE_CHECKING:

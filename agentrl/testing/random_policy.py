@@ -10,7 +10,7 @@ import msgspec
 from agentrl.core.rng import stream
 from agentrl.environment.pettingzoo_games import LEGAL_ACTIONS, PettingZooEnvironment
 from agentrl.environment.tools import ToolEnvironment
-from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 
 if TYPE_CHECKING:
     import random

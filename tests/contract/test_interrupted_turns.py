@@ -18,10 +18,10 @@ from agentrl.core.records import Completion, EpisodeSpec, MaskKind, Row, SeatBin
 from agentrl.engines.embedded import EmbeddedEngine
 from agentrl.environment.base import Limits
 from agentrl.journal.rows import trajectories
+from agentrl.rollout.byte_formats import PlainFormat
 from agentrl.rollout.episode import RolloutSettings
-from agentrl.rollout.partials import joined
-from agentrl.rollout.plain_format import PlainFormat
 from agentrl.rollout.runner import EpisodeRunner
+from agentrl.rollout.turn_entries import joined
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.testing.memory_journal import MemoryJournal
 from tests.contract.engine_kinds import (

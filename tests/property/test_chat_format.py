@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from agentrl.core.ports import ChatFormat
 from agentrl.core.records import Message, Role
+from agentrl.rollout.byte_formats import PlainFormat
 from agentrl.rollout.chat_format import TemplateFormat
-from agentrl.rollout.plain_format import PlainFormat
 
 MODEL = Path(__file__).parents[2] / "environments/calculator/model"
 FORMATS: dict[str, ChatFormat] = {"template": TemplateFormat.load(MODEL), "plain": PlainFormat()}

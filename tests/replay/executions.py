@@ -16,7 +16,7 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task
 from agentrl.engines.scripted import Script, ScriptedEngine
 from agentrl.journal.entries import EntryBody, JournalEntry
-from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import PARTITION, settings_of, wired
 from agentrl.testing.memory_journal import MemoryJournal

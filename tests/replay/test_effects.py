@@ -12,7 +12,7 @@ import pytest
 import agentrl
 from agentrl.core.errors import EffectError
 from agentrl.journal.entries import EffectEntry, IntentEntry, ResourceEntry, ToolEntry
-from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.rollout.byte_formats import STOP_TOKEN
 from tests.replay.executions import Execution, Stage, digits_among_draws, resumed_everywhere, told
 
 
@@ -268,7 +268,7 @@ def test_a_snapshot_needs_its_methods() -> None:
 
 def test_a_tool_entry_names_the_arguments() -> None:
     huge = 1 << 80
-    from agentrl.rollout.journaled_data import plain
+    from agentrl.rollout.call_journal import plain
 
     assert plain({"n": huge}) == str({"n": huge})
     assert ToolEntry("t", plain({"n": huge}), "", "ok", False, 0.0).arguments == "{'n': 1208925819614629174706176}"

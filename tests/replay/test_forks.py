@@ -26,7 +26,7 @@ from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import SpawnEntry, TurnEntry
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.dispatch import Dispatcher
-from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.execution import settings_of, wired
 from tests.sim.small_run import config_for
 

@@ -17,7 +17,7 @@ from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.orchestrator import loop
 from agentrl.orchestrator.loop import Orchestrator, Outcome
-from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.testing.memory_journal import MemoryJournal
 

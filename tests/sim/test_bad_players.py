@@ -11,7 +11,7 @@ from agentrl.core.records import Task
 from agentrl.environment.games import Game, GameEnvironment, Position
 from agentrl.observe.alarms import alarms
 from agentrl.observe.run_state import RunPlan, RunState
-from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.memory_journal import EpisodeEnd
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import SmallRun, config_for

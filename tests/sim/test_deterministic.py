@@ -13,7 +13,7 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.core.rng import stream
 from agentrl.journal.port import StepRow
-from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import SmallRun, config_for

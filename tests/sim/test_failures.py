@@ -15,7 +15,7 @@ from agentrl.core.ports import Delta, GenerateRequest
 from agentrl.core.records import Completion, EpisodeHeader, EpisodeSpec
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.rollout.turn_sampler import LOST_IN_A_ROW
+from agentrl.rollout.agent import LOST_IN_A_ROW
 from agentrl.testing.memory_journal import EpisodeEnd
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import Ask, Guess, SmallRun, config_for

@@ -13,8 +13,8 @@ from agentrl.app.assemble import past_of
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
-from agentrl.rollout.plain_format import STOP_TOKEN
-from agentrl.rollout.runner import GRACE_S
+from agentrl.rollout.byte_formats import STOP_TOKEN
+from agentrl.rollout.episode import GRACE_S
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import PARTITION, POLICY, settings_of, wired
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal

@@ -20,7 +20,7 @@ from agentrl.journal.results import Tally, win_rates
 from agentrl.observe.metrics import describe
 from agentrl.orchestrator.counts import Counts
 from agentrl.orchestrator.opponents import OpponentPool, Opponents, joined_by
-from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import SmallRun, config_for
 from tests.sim.test_schedules import SHARE, Duel

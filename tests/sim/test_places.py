@@ -11,7 +11,7 @@ import pytest
 import agentrl
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import POLICY, settings_of, wired
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
@@ -38,7 +38,7 @@ def ran(environment: type[agentrl.Environment], groups: int) -> list[EpisodeEnd]
         async with asyncio.timeout(10_000):
             await dispatcher.worker.drain()
         assert not failures
-        assert (runner.room.taken, runner.room.waiting) == (0, 0)
+        assert (runner.kv_budget.reserved, runner.kv_budget.waiting) == (0, 0)
         return list(journal.of_kind(EpisodeEnd))
 
     return simulate(main, seed=0)

@@ -16,8 +16,8 @@ from agentrl.journal.entries import LimitEntry
 from agentrl.observe.alarms import alarms
 from agentrl.observe.run_state import RunPlan, RunState
 from agentrl.observe.status import Status
-from agentrl.rollout.plain_format import STOP_TOKEN
-from agentrl.rollout.runner import GRACE_S
+from agentrl.rollout.byte_formats import STOP_TOKEN
+from agentrl.rollout.episode import GRACE_S
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.memory_journal import EpisodeEnd
 from agentrl.testing.plugin import SimulatedLoop

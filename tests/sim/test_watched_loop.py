@@ -14,7 +14,7 @@ from agentrl.observe.metrics import describe
 from agentrl.observe.run_state import RunPlan, RunState
 from agentrl.observe.status import Status
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import TASKS, SmallRun, config_for
 

@@ -16,7 +16,7 @@ from agentrl.core.records import PolicyVersion, Task
 from agentrl.environment.games import Game, GameEnvironment, GameEpisode, Position
 from agentrl.environment.pettingzoo_games import LEGAL_ACTIONS
 from agentrl.journal.entries import RewardEntry, TurnEntry
-from agentrl.rollout.plain_format import PlainFormat
+from agentrl.rollout.byte_formats import PlainFormat
 from agentrl.testing.random_policy import random_policy
 from tests.unit.episodes import Played, play
 

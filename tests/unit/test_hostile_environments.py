@@ -25,7 +25,7 @@ from agentrl.core.errors import EnvironmentDefinitionError, EnvironmentFaultErro
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import as_environment
 from agentrl.journal.store import SqliteJournal
-from agentrl.rollout.plain_format import PlainFormat
+from agentrl.rollout.byte_formats import PlainFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from tests.sim.small_run import TASKS, config_for, guess
 

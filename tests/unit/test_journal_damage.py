@@ -18,7 +18,7 @@ from agentrl.journal.entries import JournalEntry
 from agentrl.journal.reader import EntryKey, TurnReader
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import SqliteJournal
-from agentrl.rollout.plain_format import STOP_TOKEN
+from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.execution import POLICY, settings_of, wired
 from tests.journal_cases import one_episode, spec, write
 

@@ -20,7 +20,7 @@ from agentrl.core.errors import TrainerLostError
 from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from tests.journal_oracle import entry_checksum, judge, row_checksum
 from tests.sim.small_run import TASKS, config_for

@@ -41,7 +41,7 @@ from agentrl.journal.lock import RunLock
 from agentrl.journal.run_log import Change, Life
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.run_directory import RunDirectory
-from agentrl.rollout.plain_format import PlainFormat
+from agentrl.rollout.byte_formats import PlainFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from tests import journal_cases
 from tests.sim.small_run import TASKS, Guess, config_for, guess

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from agentrl.rollout.parking import Parking
+from agentrl.rollout.episode import Parking
 
 
 class Attempt:
@@ -20,8 +20,8 @@ class Attempt:
     def suspend(self) -> None:
         self.told.append("suspend")
 
-    def go_on(self) -> None:
-        self.told.append("go on")
+    def resume(self) -> None:
+        self.told.append("resume")
 
 
 def begun(parking: Parking, **deadlines: float) -> dict[str, Attempt]:
@@ -38,7 +38,7 @@ def test_episodes_go_on_in_deadline_order_and_their_calls_by_id() -> None:
         begun(parking, e0=7, e1=3, e2=3, e3=float("inf"))
 
         async def call(episode_id: str, call_id: str) -> None:
-            await parking.passage(episode_id, call_id)
+            await parking.wait_while_parked(episode_id, call_id)
             passed.append(f"{episode_id} {call_id}")
 
         for episode_id in ("e0", "e3", "e2", "e1"):
@@ -67,7 +67,7 @@ def test_only_what_is_in_flight_is_parked_and_only_once() -> None:
     assert parking.park("e0")
     assert attempts["e0"].told == ["suspend"]
     assert parking.unpark(2) == ("e0",)
-    assert attempts["e0"].told == ["suspend", "go on"]
+    assert attempts["e0"].told == ["suspend", "resume"]
     parking.park("e0")
     parking.leave("e0")
     assert parking.parked == ()
@@ -90,7 +90,7 @@ def test_a_call_that_is_parked_again_before_it_went_on_waits_again() -> None:
         parking = Parking()
         begun(parking, e0=1)
         parking.park("e0")
-        call = asyncio.ensure_future(parking.passage("e0", "r#0"))
+        call = asyncio.ensure_future(parking.wait_while_parked("e0", "r#0"))
         await asyncio.sleep(0)
         parking.unpark()
         parking.park("e0")

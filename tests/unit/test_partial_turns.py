@@ -13,8 +13,8 @@ from agentrl.core.ports import SamplingParams
 from agentrl.core.records import Completion, MaskKind, PolicyVersion, RoutingBreak, SamplingMask, VersionSpan
 from agentrl.journal.entries import JournalEntry, Span
 from agentrl.journal.partials import Partial, encode_partial
-from agentrl.rollout.calls import Call
-from agentrl.rollout.partials import EpisodePartials, PartialTurn, joined, part
+from agentrl.rollout.call_journal import Call
+from agentrl.rollout.turn_entries import EpisodePartials, PartialTurn, joined, part
 from agentrl.testing.memory_journal import MemoryTurnLog
 from tests.support.builders import make_completion
 

@@ -28,7 +28,7 @@ from agentrl.engines.external import RoutedEngine
 from agentrl.engines.remote import MAX_ANSWER_BYTES, REFUSAL_SHOWN, REFUSED_IN_A_ROW, Endpoint
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
-from agentrl.rollout.json_format import JsonFormat
+from agentrl.rollout.byte_formats import JsonFormat
 from agentrl.testing.memory_journal import EpisodeEnd
 from tests.sim.small_run import SmallRun, config_for
 

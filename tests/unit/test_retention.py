@@ -19,7 +19,7 @@ from agentrl.inspection.reader import RunReader
 from agentrl.journal.port import Pruned, PruneRule
 from agentrl.orchestrator.manifest import CheckpointWriter
 from agentrl.orchestrator.retention import JournalRetention, VersionRetention
-from agentrl.rollout.plain_format import PlainFormat
+from agentrl.rollout.byte_formats import PlainFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.testing.memory_journal import MemoryJournal
 from tests.sim.small_run import TASKS, Guess, config_for, guess

@@ -11,7 +11,7 @@ import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.journal.entries import GatherEntry, RewardEntry, SpawnEntry, TurnEntry
 from agentrl.journal.rows import trajectories
-from agentrl.rollout.plain_format import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from tests.unit.episodes import play
 
 

@@ -1,9 +1,9 @@
-"""Branches of an episode's code as they run; several at once are a gather, whose end is an entry like any other.
+"""`ctx.gather`: branches of an episode's code as they run, and the entry that records in which order they ended.
 
-1. Nothing is delivered to a branch before all have begun. What a branch does before its first call must not depend on
-   what the others do.
-2. They have all ended when the program goes on after the gather, whether they returned, one raised (the others are
-   cancelled), or the gather itself was cancelled.
+1. Nothing is delivered to a branch before all have begun, so what a branch does before its first call must not depend
+   on the others.
+2. All branches have ended when the program goes on after the gather, whether they returned, one raised (the others
+   are cancelled), or the gather itself was cancelled.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from agentrl.rollout.endings import of_the_episode
 
 if TYPE_CHECKING:
     from agentrl.rollout.branches import Branch
-    from agentrl.rollout.calls import Call, CallJournal
+    from agentrl.rollout.call_journal import Call, CallJournal
 
 T = TypeVar("T")
 
 
-async def played(program: Callable[[], Awaitable[T]], branch: Branch, journal: CallJournal) -> T:
-    """What the code of a branch returns, which `program` begins. It has global random generators of its own, or must
+async def run_branch(program: Callable[[], Awaitable[T]], branch: Branch, journal: CallJournal) -> T:
+    """The result of a branch's code, which `program` begins. The code has global random generators of its own, or must
     not draw from them.
 
     Raises:
         GlobalRandomError: it drew.
     """
     try:
-        value: T = await steps_of(program, branch, journal)
+        value: T = await branch_steps(program, branch, journal)
         return value
     finally:
         end_steps(branch)
@@ -44,7 +44,7 @@ async def played(program: Callable[[], Awaitable[T]], branch: Branch, journal: C
             raise journal.failure
 
 
-def steps_of(program: Callable[[], Awaitable[Any]], branch: Branch, journal: CallJournal) -> Steps:
+def branch_steps(program: Callable[[], Awaitable[Any]], branch: Branch, journal: CallJournal) -> Steps:
     """The steps of a branch's code, to be awaited."""
     guard = GlobalRandom(ids.key64("branch", *branch.key, branch.path)) if journal.own_random else NoDraws()
     branch.steps = Steps(guard, program, journal.drew)
@@ -87,9 +87,9 @@ class _Gathering:
         self._awaitables = awaitables
         self._is_ending = False
         self.finished: list[int] = []
-        """Which coroutines returned, in that order."""
+        """Indices of the coroutines that returned, in that order."""
         self.error: BaseException | None = None
-        """What the first of them to fail raised."""
+        """The error of the first branch that failed."""
         loop = asyncio.get_running_loop()
         self._branches = [
             journal.enter(ids.child_branch(branch.path, call.number, index)) for index in range(len(awaitables))
@@ -109,11 +109,11 @@ class _Gathering:
 
     @property
     def is_answered(self) -> bool:
-        """Whether every branch has returned, or one has raised what is none of the gather's doing."""
+        """Whether every branch has returned, or one has raised an error of its own."""
         return self.error is not None or not any(task.cancelled() for task in self.tasks)
 
     async def settled(self) -> bool:
-        """Wait until all have returned, or one has failed and the others are cancelled; whether this was cancelled."""
+        """Wait until all branches have ended, the others cancelled if one fails. Whether the wait was cancelled."""
         cancelled = False
         self._branch.is_blocked = True
         try:
@@ -148,7 +148,7 @@ class _Gathering:
         own.begin()
         self._journal.look()
         try:
-            value = await played(lambda: awaitable, own, self._journal)
+            value = await run_branch(lambda: awaitable, own, self._journal)
             self.finished.append(index)
             return value
         except asyncio.CancelledError:

@@ -1,7 +1,7 @@
-"""Running an episode's program again over its journal, and nothing but its journal: nothing is sampled or performed.
+"""Replay: an episode's program runs over its journal alone; nothing is sampled or performed.
 
-A call that the journal does not hold ends the execution before anything of it happens. With `rescoring`, rewards are
-left out of what is compared: those the code gives now are the episode's.
+A call that the journal does not hold ends the execution before it is performed. With `rescoring`, recorded rewards are
+not compared: the rewards the code gives now are the episode's.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from agentrl.core.proposals import Recollection
 from agentrl.journal.entries import RewardEntry, SpawnEntry
 from agentrl.journal.forks import edits_of
 from agentrl.rollout.branches import current_branch
-from agentrl.rollout.calls import Call, CallJournal
-from agentrl.rollout.recorded_words import in_words
+from agentrl.rollout.call_journal import Call, CallJournal, describe_entry
 from agentrl.rollout.runner import EpisodeRunner
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from agentrl.journal.entries import EntryBody, JournalEntry
 
 OnCall = Callable[[str, str], None]
-"""Told of each recorded call that came back: its id, and what it is in words."""
+"""Called for each recorded call that came back, with its id and a description."""
 
 
 class RecordEndedError(EngineError):
@@ -38,7 +37,7 @@ class RecordEndedError(EngineError):
 
 
 class ReplayStoppedError(EngineError):
-    """The call was reached that the execution was to stop at."""
+    """The execution reached the call it was to stop at."""
 
 
 class ReplayJournal(CallJournal):
@@ -52,7 +51,7 @@ class ReplayJournal(CallJournal):
         seed: see `CallJournal`.
         inherited: see `CallJournal`.
         edits: see `CallJournal`.
-        on_call: told of each call.
+        on_call: called for each recorded call that came back.
         until: the call id to stop at, once it has come back.
         rescoring: leave recorded rewards out.
     """
@@ -86,20 +85,20 @@ class ReplayJournal(CallJournal):
         self.given: list[RewardEntry] | None = [] if rescoring else None
         """Rewards the code gave, where they are not compared."""
 
-    def open(self, asked: bytes = b"", told: Callable[[], str] | None = None) -> Call:
+    def open(self, asked: bytes = b"", describe: Callable[[], str] | None = None) -> Call:
         """See `CallJournal.open`; the numbers of recorded rewards are passed over where they are left out."""
-        self._pass_over()
-        return super().open(asked, told)
+        self._skip_rewards()
+        return super().open(asked, describe)
 
-    def ahead(self, asked: bytes) -> EntryBody | None:
-        """See `CallJournal.ahead`."""
-        self._pass_over()
-        return super().ahead(asked)
+    def peek(self, asked: bytes) -> EntryBody | None:
+        """See `CallJournal.peek`."""
+        self._skip_rewards()
+        return super().peek(asked)
 
-    def told_instead(self) -> Sequence[Mapping[str, Any]]:
-        """See `CallJournal.told_instead`."""
-        self._pass_over()
-        return super().told_instead()
+    def fork_edits(self) -> Sequence[Mapping[str, Any]]:
+        """See `CallJournal.fork_edits`."""
+        self._skip_rewards()
+        return super().fork_edits()
 
     async def reach(self, call: Call, *, cancelled: bool = False) -> None:
         """See `CallJournal.reach`; all that is recorded has come back when a new call is reached."""
@@ -109,7 +108,7 @@ class ReplayJournal(CallJournal):
 
     def write(self, call: Call, body: EntryBody) -> None:
         """Nothing is written."""
-        self._end_at(call, in_words(body))
+        self._end_at(call, describe_entry(body))
 
     def reward(self, body: RewardEntry) -> None:
         """See `CallJournal.reward`; not compared, where rewards are left out."""
@@ -123,13 +122,13 @@ class ReplayJournal(CallJournal):
         super()._take(call_id)
         if entry is not None and ids.is_numbered(call_id):
             self.reached += 1
-            self._on_call(call_id, in_words(entry.decode()))
+            self._on_call(call_id, describe_entry(entry.decode()))
         if call_id == self._until:
             stopped = ReplayStoppedError(f"stopped at call {call_id}, as asked")
             self.fail(stopped)
             raise stopped
 
-    def _pass_over(self) -> None:
+    def _skip_rewards(self) -> None:
         if self._rewards:
             branch = current_branch()
             while ids.call_id(branch.path, branch.calls) in self._rewards:
@@ -150,7 +149,7 @@ class ReplayRunner(EpisodeRunner):
         self.until = until
         self._rescoring = rescoring
         self.journal: ReplayJournal | None = None
-        """Of the newest attempt."""
+        """The journal of the newest attempt."""
 
     def _journal_of(
         self, spec: EpisodeSpec, recorded: Iterable[JournalEntry], answers: Iterable[JournalEntry]
@@ -169,13 +168,13 @@ class ReplayRunner(EpisodeRunner):
 
 
 class ReplayLog:
-    """Where nothing is appended; implements `TurnLog` and `JournalStore` as far as a replay asks them anything."""
+    """A log that stores nothing; implements what a replay needs of `TurnLog` and `JournalStore`."""
 
     name = "replay"
 
     def __init__(self, inherited: Sequence[JournalEntry] = ()) -> None:
         self.inherited = inherited
-        """Of a fork: what was recorded before its fork point."""
+        """Entries recorded before the fork point; empty unless the episode is a fork."""
 
     def append(self, entry: JournalEntry) -> None:
         """Nothing is kept."""
@@ -184,15 +183,15 @@ class ReplayLog:
         """Nothing is written."""
 
     def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """Nothing is read here: who replays has read it."""
+        """Nothing: the caller has read the entries."""
         return []
 
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
-        """What a fork took over."""
+        """The entries that a fork took over."""
         return list(self.inherited)
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
-        """Who replays has read it."""
+        """Nothing to do: the caller has read the entries."""
 
     def append_partial(self, entry: JournalEntry) -> None:
         """Nothing is kept."""
@@ -207,11 +206,11 @@ class ReplayLog:
     async def commit_episode(
         self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
     ) -> None:
-        """Nothing is kept: the header is returned to who asked."""
+        """Nothing is kept: the header is returned to the caller."""
 
 
 class ReplayHost:
-    """Knows the children an episode had, and starts none; implements `EpisodeHost`.
+    """An `EpisodeHost` that knows the children an episode had, and starts none.
 
     Args:
         entries: of the episode, inherited ones among them.
@@ -238,11 +237,11 @@ class ReplayHost:
         return SpawnedGroup(group_id=f"{parent.episode_id}~{parent.attempt}.{spawn_call}", episode_ids=tuple(names))
 
     async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> Recollection:
-        """Nothing is remembered; what the run knew then is in the journal, and that is what the episode is told."""
+        """Nothing is remembered: the episode gets the recorded recollection from its journal."""
         return Recollection(0, 0.0)
 
     def readmit(self, spec: EpisodeSpec) -> None:
         """There is no further attempt."""
 
     def measured(self, spec: EpisodeSpec, header: EpisodeHeader, metrics: Mapping[str, float]) -> None:
-        """Nobody counts."""
+        """Nothing is counted."""

@@ -1,13 +1,13 @@
 """The journal of one attempt of an episode, as the acts of its program see it.
 
-Owns the seam every act passes through: `open` gives the act its id and, where the journal already holds it, the
-recorded entry; `reach` waits until it is the act's turn; `recall` compares instead of performing, `write` appends what
-was performed. To resume, to fork and to replay are all this with a prefix.
+`CallJournal` is the seam that every act passes through: `open` gives the act its id and, where the journal holds it,
+the recorded entry; `reach` waits until it is the act's turn; `recall` compares instead of performing; `write` appends
+what was performed. Resuming, forking and replaying are all this over a prefix of recorded entries (`RecordedCalls`).
 
 1. A call id belongs to a branch; a branch's calls are made by the task that owns it.
-2. Recorded calls come back in the order they were appended (`ReplayOrder`), new ones begin after the last of them.
-3. A cancellation is recorded once the episode has made something of it: by its next act, or by ending normally. Who
-   stops an episode from outside says so (`stop`), and nothing more is recorded.
+2. Recorded calls come back in the order they were appended (`branches.ReplayOrder`); new ones begin after the last.
+3. A cancellation is recorded once the episode has made something of it: by its next act, or by ending normally. Code
+   that stops an episode from outside says so (`stop`), and nothing more is recorded.
 """
 
 from __future__ import annotations
@@ -19,29 +19,48 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
+import msgspec
+
 from agentrl.core import ids
-from agentrl.core.errors import EngineError, GlobalRandomError, ReplayMismatchError, UnstructuredConcurrencyError
-from agentrl.environment.base import LimitReachedError
+from agentrl.core.errors import (
+    EngineError,
+    EpisodeError,
+    GlobalRandomError,
+    ReplayMismatchError,
+    UnstructuredConcurrencyError,
+)
+from agentrl.core.words import plural
+from agentrl.environment.base import LimitReachedError, valid_unicode
 from agentrl.journal.checksums import EpisodeDigest
 from agentrl.journal.entries import (
     Begin,
     CancelEntry,
+    EffectEntry,
     EntryBody,
+    GatherEntry,
     IntentEntry,
     JournalEntry,
     LimitEntry,
+    OrderEntry,
     PatchEntry,
+    ResourceEntry,
     RewardEntry,
+    SpawnEntry,
+    ToolEntry,
+    TurnEntry,
+    ValueEntry,
     asked_hash,
     encode_body,
 )
+from agentrl.journal.forks import edits_of
 from agentrl.rollout.branches import Branch, ReplayOrder, current_branch
-from agentrl.rollout.recorded import BEGIN, RecordedCalls
-from agentrl.rollout.recorded_words import departure, in_words, on_one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from agentrl.journal.entries import EntryBody
     from agentrl.journal.port import TurnLog
-    from agentrl.rollout.time_limit import TimeLimit
+    from agentrl.rollout.branches import StreamKey
 
 Body = TypeVar("Body")
 
@@ -67,7 +86,7 @@ class CallJournal:
         seed: of the episode.
         inherited: see `RecordedCalls`.
         edits: see `RecordedCalls`.
-        answers: see `RecordedCalls`: how the checker lets the outside world answer as it did.
+        answers: see `RecordedCalls`; the checker uses them to let the outside world answer as it did.
     """
 
     __slots__ = (
@@ -108,14 +127,14 @@ class CallJournal:
         self._ended = False
         self._stopped = False
         self.failure: EngineError | GlobalRandomError | None = None
-        """The episode ends with it, whatever its program makes of it."""
+        """The error the episode ends with, even if its program catches it."""
         self.is_over_time = False
-        """The clock ended an act of the episode, now or when it was recorded: no turn begins any more."""
+        """The time limit ended an act of the episode, now or when it was recorded: no further turn begins."""
         self._is_cutting = False
-        """The act in flight is being ended by the clock."""
+        """The time limit has cancelled the program, and no act has raised `LimitReachedError` for it yet."""
         self._cancelled: tuple[Call, ...] = ()
         self.code_hash = self.code_hash_then = ""
-        """Of the code that runs now, and of the code that wrote what is recorded."""
+        """Hash of the code that runs now, and of the code that wrote the recorded entries."""
         self.own_random = False
         """Whether the episode's code has global random generators of its own."""
         self.written = 0
@@ -128,12 +147,12 @@ class CallJournal:
 
     # --- an act, in order ---------------------------------------------------------------------------------------------
 
-    def open(self, asked: bytes = b"", told: Callable[[], str] | None = None) -> Call:
+    def open(self, asked: bytes = b"", describe: Callable[[], str] | None = None) -> Call:
         """The next call of the calling branch.
 
         Args:
             asked: hash of what is newly asked.
-            told: what is newly asked, for the message of a mismatch.
+            describe: returns what is newly asked, for the message of a mismatch.
 
         Raises:
             UnstructuredConcurrencyError: the call is made by another task, inside an effect, or after the episode's
@@ -169,25 +188,25 @@ class CallJournal:
             return Call(call_id, asked, None, branch, number)
         body = self._recorded.body(entry)
         if entry.asked != asked:
-            now = "something else" if told is None else on_one_line(told())
-            self.mismatch(call_id, f"the journal holds {in_words(body)}", f"the code now asks {now}")
+            now = "something else" if describe is None else on_one_line(describe())
+            self.mismatch(call_id, f"the journal holds {describe_entry(body)}", f"the code now asks {now}")
         return Call(call_id, asked, body, branch, number)
 
-    def ahead(self, asked: bytes) -> EntryBody | None:
-        """What the journal holds of the calling branch's next call, if just this was asked; the call is not made."""
+    def peek(self, asked: bytes) -> EntryBody | None:
+        """The recorded body of the calling branch's next call, if exactly this was asked; the call is not made."""
         if self._recorded.is_empty:
             return None
         branch = current_branch()
         entry = self._recorded.get(ids.call_id(branch.path, branch.calls))
         return self._recorded.body(entry) if entry is not None and entry.asked == asked else None
 
-    def told_instead(self) -> Sequence[Mapping[str, Any]]:
-        """What the policy is told at the calling branch's next call, where a fork was edited there; else nothing."""
-        branch = current_branch() if self._recorded.has_edits else None
-        return () if branch is None else self._recorded.told_instead(ids.call_id(branch.path, branch.calls))
+    def fork_edits(self) -> Sequence[Mapping[str, Any]]:
+        """The messages that a fork puts in place of the program's at the calling branch's next call; mostly none."""
+        branch = current_branch() if self._recorded.edits else None
+        return () if branch is None else self._recorded.edits.get(ids.call_id(branch.path, branch.calls), ())
 
     def must_wait(self, call: Call) -> bool:
-        """Whether there may be anything for `reach` to do; False for a new call while no other branch is open."""
+        """Whether `reach` may have to wait; False for a new call while no other branch is open."""
         return call.recorded is not None or not self._order.is_free
 
     async def reach(self, call: Call, *, cancelled: bool = False) -> None:
@@ -197,8 +216,8 @@ class CallJournal:
 
         Raises:
             asyncio.CancelledError: the call is cancelled, now or in the journal.
-            LimitReachedError: the clock ended the call, in the journal.
-            ReplayMismatchError: the recorded call that is next is made no more.
+            LimitReachedError: the time limit ended the call when it was recorded.
+            ReplayMismatchError: the code no longer makes the recorded call that is next.
         """
         assert call.branch is not None
         if isinstance(call.recorded, LimitEntry):
@@ -232,7 +251,7 @@ class CallJournal:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.get_running_loop().create_future()
             branch.awaits_cancellation = False
-        self._order.forgive(branch)
+        self._order.forget_dismissed(branch)
         self._take(call.call_id)
         raise asyncio.CancelledError
 
@@ -246,25 +265,23 @@ class CallJournal:
             return None
         if not isinstance(call.recorded, kind):
             now = f"the code now makes a {kind.__name__}"
-            self.mismatch(call.call_id, f"the journal holds {in_words(call.recorded)}", now)
+            self.mismatch(call.call_id, f"the journal holds {describe_entry(call.recorded)}", now)
         self._take(call.call_id)
         return call.recorded
 
-    def performing(self, call: Call, memoised: str | None = None, limit: TimeLimit | None = None) -> _Performing:
+    def performing(self, call: Call, memoised: str | None = None) -> _Performing:
         """Around an act performed now: notes its cancellation; a `memoised` one may make no calls of its own.
 
-        Meanwhile `limit` stands still.
-
         Raises:
-            LimitReachedError: the clock ended it.
+            LimitReachedError: the time limit ended it.
         """
-        return _Performing(self, call, memoised, limit)
+        return _Performing(self, call, memoised)
 
     def interrupted(self, call: Call) -> None:
         """Note that the act of a call was cancelled.
 
         Raises:
-            LimitReachedError: by the clock.
+            LimitReachedError: the time limit cancelled it.
         """
         if self._is_cutting and call.recorded is None and not self._stopped:
             assert call.branch is not None
@@ -276,14 +293,14 @@ class CallJournal:
         """Append the entry of a call that was performed.
 
         Raises:
-            UnstructuredConcurrencyError: the episode has ended, and its journal is another's to continue.
+            UnstructuredConcurrencyError: the episode has ended.
             ReplayMismatchError: the journal has a hole where this entry belongs.
             EngineError, GlobalRandomError: the episode has failed.
         """
         if self._ended:
             raise UnstructuredConcurrencyError(f"episode {self._episode_id}, call {call.call_id}: it ended meanwhile")
         if self.failure is not None:
-            raise self.failure  # what comes of that is no part of the episode
+            raise self.failure  # what the program does after a failure is not recorded
         if self._cancelled:
             self.settle()
         later = None if call.branch is None else self._order.after(call.branch.path, call.number)
@@ -300,12 +317,12 @@ class CallJournal:
         if self.recall(call, RewardEntry) is None:
             self.write(call, body)
 
-    # --- beside the numbered calls ------------------------------------------------------------------------------------
+    # --- entries without a number ------------------------------------------------------------------------------------
 
     def begin(self, make: Callable[[], Begin]) -> Begin:
-        """The first entry: what the journal holds, else what is made now; tells the code then and now apart."""
+        """The first entry: the recorded one, else `make()`; notes the hash of the code then and now."""
         made = make()
-        call = self._aside(BEGIN)
+        call = self._unnumbered(BEGIN)
         begin = self.recall(call, Begin)
         if begin is None:
             if self.written:
@@ -317,8 +334,8 @@ class CallJournal:
         return begin
 
     def intend(self, call: Call, name: str) -> bool:
-        """Record that a call is about to be performed that must not be twice; False where that was recorded before."""
-        intent = self._aside(f"{call.call_id}!")
+        """Record that a `once` call is about to be performed; False where that was recorded before."""
+        intent = self._unnumbered(f"{call.call_id}!")
         if self.recall(intent, IntentEntry) is not None:
             return False
         self.write(intent, IntentEntry(name))
@@ -329,7 +346,7 @@ class CallJournal:
         branch = current_branch()
         known = branch.patches.get(name)
         if known is None:
-            call = self._aside(f"{branch.path}@{name}")
+            call = self._unnumbered(f"{branch.path}@{name}")
             known = self.recall(call, PatchEntry) is not None
             if not known and not self.holds(branch):
                 self.write(call, PatchEntry(name))
@@ -346,7 +363,7 @@ class CallJournal:
         """Wait until everything written is on disk."""
         await self._log.flush()
 
-    def _aside(self, call_id: str) -> Call:
+    def _unnumbered(self, call_id: str) -> Call:
         entry = self._recorded.get(call_id)
         return Call(call_id, b"", None if entry is None else entry.decode())
 
@@ -388,16 +405,16 @@ class CallJournal:
             self._cancelled = (*self._cancelled, call)
 
     def end_act(self) -> None:
-        """The clock is about to cancel the program: whatever act is in flight raises `LimitReachedError`."""
+        """The time limit is about to cancel the program: the act in flight will raise `LimitReachedError`."""
         self.is_over_time = self._is_cutting = True
 
     @property
     def is_cutting(self) -> bool:
-        """Whether the clock has cancelled the program, and no act of it has ended by that."""
+        """Whether the time limit has cancelled the program, and no act has ended by that yet."""
         return self._is_cutting
 
     def cut(self, branch: Branch) -> bool:
-        """The clock's cancellation has reached an act, which answers it; whether it was the clock's."""
+        """A cancellation has reached an act; whether it was the time limit's, which is then answered."""
         task = asyncio.current_task()
         if self._is_cutting and task is not None:
             task.uncancel()
@@ -406,7 +423,7 @@ class CallJournal:
         return False
 
     def refuse_for_time(self, call: Call) -> NoReturn:
-        """Record that the clock ended a call, or that it begins no more.
+        """Record that the time limit ended a call, or keeps it from beginning.
 
         Raises:
             LimitReachedError: always.
@@ -416,21 +433,21 @@ class CallJournal:
         raise _time_limit(entry)
 
     def settle(self) -> None:
-        """Record what the episode cancelled: it goes on, so it was not stopped from outside."""
+        """Record the calls that were cancelled: the episode goes on, so it cancelled them itself."""
         cancelled, self._cancelled = self._cancelled, ()
         for call in cancelled:
             self.write(call, CancelEntry())
 
     def stop(self) -> None:
-        """The episode is about to be cancelled from outside, to go on another time: not an act of its own."""
+        """The episode is about to be cancelled from outside, to be resumed later: nothing more is recorded."""
         self._stopped = True
 
     def drew(self) -> None:
-        """The episode's code drew from the random generators of the process."""
+        """The episode's code drew from the global random generators of the process."""
         self.fail(GlobalRandomError(self._episode_id))
 
     def fail(self, error: EngineError | GlobalRandomError) -> None:
-        """The episode cannot go on: what is cancelled because of that is no act of its own."""
+        """The episode cannot go on; cancellations that follow are not recorded."""
         self.failure = self.failure or error
         self.stop()
         self._cancelled = ()
@@ -446,7 +463,7 @@ class CallJournal:
             raise self._stray(self._order.next_id)
 
     def end(self) -> None:
-        """Refuse further calls. What the episode held is then freed at once, since nothing of it is a circle."""
+        """Refuse further calls, and break reference cycles so that the episode is freed at once."""
         self._ended = True
         self._order.close()
 
@@ -457,12 +474,12 @@ class CallJournal:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the episode is cancelled from outside."""
+        """Whether the episode was cancelled from outside."""
         return self._stopped
 
     @property
     def digest(self) -> bytes:
-        """Of all entries of the attempt so far; see `EpisodeDigest`."""
+        """Digest of all entries of the attempt so far; see `EpisodeDigest`."""
         return self._digest.value
 
     # --- differences --------------------------------------------------------------------------------------------------
@@ -476,12 +493,12 @@ class CallJournal:
         raise self._mismatch(call_id, then, now)
 
     def _mismatch(self, call_id: str, then: str, now: str) -> ReplayMismatchError:
-        return departure(self._episode_id, call_id, then, now, code=(self.code_hash_then, self.code_hash))
+        return replay_mismatch(self._episode_id, call_id, then, now, code=(self.code_hash_then, self.code_hash))
 
     def _stray(self, call_id: str) -> ReplayMismatchError:
         entry = self._recorded.get(call_id)
         assert entry is not None
-        then = f"the journal holds {in_words(entry.decode())}"
+        then = f"the journal holds {describe_entry(entry.decode())}"
         return self._mismatch(call_id, then, "the code now makes no such call")
 
     def _take(self, call_id: str) -> None:
@@ -503,13 +520,12 @@ def _time_limit(entry: LimitEntry) -> LimitReachedError:
 class _Performing:
     """See `CallJournal.performing`; a class, since every act enters one: a generator takes four times as long."""
 
-    __slots__ = ("_call", "_journal", "_limit", "_memoised")
+    __slots__ = ("_call", "_journal", "_memoised")
 
-    def __init__(self, journal: CallJournal, call: Call, memoised: str | None, limit: TimeLimit | None) -> None:
+    def __init__(self, journal: CallJournal, call: Call, memoised: str | None) -> None:
         self._journal = journal
         self._call = call
         self._memoised = memoised
-        self._limit = limit
 
     def __enter__(self) -> None:
         assert self._call.branch is not None
@@ -518,13 +534,203 @@ class _Performing:
         except asyncio.CancelledError:
             self._journal.interrupted(self._call)
             raise
-        if self._limit is not None:
-            self._limit.hold()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         assert self._call.branch is not None
-        if self._limit is not None:
-            self._limit.release()
         self._call.branch.come_out(self._memoised)
         if isinstance(error, asyncio.CancelledError):
             self._journal.interrupted(self._call)
+
+
+BEGIN = "begin"
+"""Call id of the first entry."""
+_NONE: dict[Any, Any] = {}
+"""Stands for the empty dicts of most episodes; never added to."""
+
+
+class RecordedCalls:
+    """The recorded calls of an attempt, by id.
+
+    Args:
+        episode_id: of the episode.
+        key: seed and attempt of the episode, with which new calls are made.
+        own: the attempt's entries on disk.
+        inherited: of a fork: the entries before the fork point, each ancestor's own `begin` among them.
+        edits: of a fork: messages that replace the program's, by call id.
+        answers: recorded calls to be remembered whenever they are asked for, in no order.
+    """
+
+    __slots__ = ("_answers", "_decoded", "_entries", "_keys", "edits", "forked_from", "is_empty", "key")
+
+    def __init__(
+        self,
+        episode_id: str,
+        key: StreamKey,
+        own: Iterable[JournalEntry],
+        inherited: Iterable[JournalEntry],
+        edits: Mapping[str, Sequence[Mapping[str, Any]]],
+        answers: Iterable[JournalEntry],
+    ) -> None:
+        self.key = key
+        keys: dict[str, StreamKey] = {}
+        entries: dict[str, JournalEntry] = {}
+        edits = dict(edits)
+        self._decoded: tuple[JournalEntry, EntryBody] | None = None
+        self.forked_from: Begin | None = None
+        """The beginning of what the episode was forked from."""
+        for entry in inherited:
+            if entry.call_id == BEGIN:
+                begin = entry.decode()
+                assert isinstance(begin, Begin)
+                keys[entry.episode_id] = (begin.seed, entry.attempt)
+                edits |= edits_of(begin.fork)
+                self.forked_from = begin
+            else:
+                entries[entry.call_id] = entry
+        for entry in own:
+            entries[entry.call_id] = entry
+        self._keys: Mapping[str, StreamKey] = keys or _NONE
+        """Seed and attempt of each ancestor of a fork."""
+        self.edits: Mapping[str, Sequence[Mapping[str, Any]]] = edits or _NONE
+        """Messages that replace the program's, by call id."""
+        self._entries = entries or _NONE
+        self._answers = {entry.call_id: entry for entry in answers} or _NONE
+        self.is_empty = not (self._entries or self._answers)
+        """Nothing was recorded before: every call is new."""
+
+    def numbered(self) -> Iterator[str]:
+        """Ids of the calls that come back in order, in the order they were appended."""
+        return filter(ids.is_numbered, self._entries)
+
+    def get(self, call_id: str) -> JournalEntry | None:
+        """The entry of a call that has not come back yet; answers left out."""
+        return self._entries.get(call_id)
+
+    def answer(self, call_id: str) -> JournalEntry | None:
+        """The recorded answer of the outside world to a call."""
+        return self._answers.get(call_id)
+
+    def key_of(self, entry: JournalEntry | None) -> StreamKey:
+        """Seed and attempt under which a call was made; the episode's own for a new call."""
+        return self.key if entry is None else self._keys.get(entry.episode_id, self.key)
+
+    def body(self, entry: JournalEntry) -> EntryBody:
+        """The body of an entry, decoded once by whoever looks ahead and then makes the call."""
+        if self._decoded is None or self._decoded[0] is not entry:
+            self._decoded = (entry, entry.decode())
+        return self._decoded[1]
+
+    def take(self, call_id: str) -> bool:
+        """A call has come back; whether it was recorded."""
+        self._decoded = None
+        return self._entries.pop(call_id, None) is not None
+
+    def take_answer(self, call_id: str) -> JournalEntry | None:
+        """An answer was given."""
+        return self._answers.pop(call_id, None)
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder().decode
+
+
+def plain(arguments: Any) -> Any:
+    """Arguments as the journal can hold them; anything else (an integer of 80 bits, say) becomes text."""
+    return plain_and_encoded(arguments)[0]
+
+
+def encode_arguments(arguments: Any) -> bytes:
+    """Bytes of arguments, to be hashed."""
+    return plain_and_encoded(arguments)[1]
+
+
+def plain_and_encoded(arguments: Any) -> tuple[Any, bytes]:
+    """`plain` and `encode_arguments` at once."""
+    data = dict(arguments) if type(arguments) is dict or isinstance(arguments, Mapping) else arguments
+    try:
+        return data, encode(data)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        text = valid_unicode(str(data)[:2000])
+        return text, encode(text)
+
+
+def journaled(value: Any, where: str) -> Any:
+    """A value as it comes back from the journal: the same on the first execution as on every other.
+
+    Tuples are lists, and what the caller does to it changes nothing recorded.
+
+    Raises:
+        EpisodeError: it cannot be journaled; `where` says what returned it.
+    """
+    try:
+        return decode(encode(value))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        numpy = " (`.tolist()`, `float()`)" if type(value).__module__ == "numpy" else ""
+        raise EpisodeError(
+            f"{where} returned {type(value).__name__}, which cannot be journaled ({error}); return JSON data{numpy}",
+            reason="environment_error",
+        ) from error
+
+
+CHARACTERS = 200
+
+REMEDY = (
+    "run() must do the same when it is run again: randomness through ctx.rng, time through ctx.now(), the outside "
+    "world through ctx.effect()"
+)
+
+
+def shortened(value: object) -> str:
+    """A value as Python writes it, at most `CHARACTERS` long."""
+    text = valid_unicode(repr(value))
+    return text if len(text) <= CHARACTERS else f"{text[: CHARACTERS - 1]}…"
+
+
+def on_one_line(text: str) -> str:
+    """Text with what cannot be printed escaped, at most twice `CHARACTERS` long."""
+    shown = valid_unicode(text)[: 2 * CHARACTERS]
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)
+
+
+def describe_entry(body: EntryBody) -> str:
+    """A short description of an entry, for messages."""
+    match body:
+        case TurnEntry():
+            return f"a turn of {body.seat} asked {shortened(' / '.join(_content(m) for m in body.messages))}"
+        case ToolEntry():
+            return f"the tool call {body.name}({shortened(body.arguments)})"
+        case EffectEntry():
+            return f"the effect {body.name!r}"
+        case ResourceEntry():
+            return f"the call {body.resource}.{body.method}({shortened(body.arguments)})"
+        case GatherEntry():
+            return f"the wait for {body.child}"
+        case SpawnEntry():
+            return f"the start of {plural(len(body.children), 'child', 'children')}"
+        case RewardEntry():
+            return f"a reward of {body.value} to {body.seat}"
+        case ValueEntry():
+            return f"{body.kind} = {shortened(body.value)}"
+        case LimitEntry():
+            return f"the end of the episode's time ({body.stop_reason})"
+        case OrderEntry():
+            return f"the order in which {len(body.order)} branches ended"
+    return f"an entry of kind {type(body).__struct_config__.tag}"
+
+
+def replay_mismatch(
+    episode_id: str, call_id: str, then: str, now: str, *, code: tuple[str, str]
+) -> ReplayMismatchError:
+    """The error of a re-execution that differs from the journal at a call.
+
+    `then` and `now` are clauses, `code` holds the code's hashes then and now.
+    """
+    changed = code[0] != code[1]
+    why = f"The code has changed since ({code[0]} then, {code[1]} now)"
+    text = why if changed else f"The code is the same ({code[1]}): {REMEDY}"
+    message = f"episode {episode_id}, call {call_id}: {then}, {now}. {text}"
+    return ReplayMismatchError(message, code_changed=changed, call_id=call_id)
+
+
+def _content(message: dict[str, object]) -> str:
+    return str(message.get("content", ""))

@@ -14,7 +14,7 @@ import pytest
 
 from agentrl.core.errors import EngineError
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.rollout.room import Place, Room
+from agentrl.rollout.kv_budget import KVBudget, Reservation
 from agentrl.simulation.virtual_time import simulate
 
 if TYPE_CHECKING:
@@ -25,16 +25,16 @@ def ran(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     return simulate(main, seed=0)
 
 
-def room(kv_tokens: int = 1000, prefill_rate: float = 100.0) -> Room:
+def budget(kv_tokens: int = 1000, prefill_rate: float = 100.0) -> KVBudget:
     """Of 900 tokens, after what is left for running calls; places are kept for 10 s."""
-    return Room(kv_tokens, prefill_rate)
+    return KVBudget(kv_tokens, prefill_rate)
 
 
-def asked(place: Place, tokens: int, priority: int = 0) -> asyncio.Task[float]:
+def asked(place: Reservation, tokens: int, priority: int = 0) -> asyncio.Task[float]:
     """A call that waits until it may begin; when it did."""
 
     async def begin() -> float:
-        while not place.take(tokens):
+        while not place.reserve(tokens):
             await place.wait(priority)
         return asyncio.get_running_loop().time()
 
@@ -43,25 +43,25 @@ def asked(place: Place, tokens: int, priority: int = 0) -> asyncio.Task[float]:
 
 def test_without_a_bound_everybody_passes() -> None:
     async def main() -> None:
-        places = [Room(None).place("kind") for _ in range(3)]
-        assert all(place.take(1 << 40) for place in places)
+        places = [KVBudget(None).reservation("kind") for _ in range(3)]
+        assert all(place.reserve(1 << 40) for place in places)
         for place in places:
-            place.rest(1 << 41)
-            place.leave()
+            place.idle(1 << 41)
+            place.release()
 
     ran(main)
 
 
 def test_who_does_not_fit_waits_until_somebody_leaves() -> None:
     async def main() -> float:
-        shared = room()
-        first, second = shared.place("kind"), shared.place("kind")
-        assert first.take(500)
-        assert not second.take(500)
+        shared = budget()
+        first, second = shared.reservation("kind"), shared.reservation("kind")
+        assert first.reserve(500)
+        assert not second.reserve(500)
         waiting = asked(second, 500)
         await asyncio.sleep(3)
         assert not waiting.done()
-        first.leave()
+        first.release()
         return await waiting
 
     assert ran(main) == 3
@@ -69,14 +69,14 @@ def test_who_does_not_fit_waits_until_somebody_leaves() -> None:
 
 def test_a_rest_keeps_the_place_for_as_long_as_the_engine_computes_all_it_holds() -> None:
     async def main() -> float:
-        shared = room()
-        first, second = shared.place("kind"), shared.place("kind")
-        first.take(500)
+        shared = budget()
+        first, second = shared.reservation("kind"), shared.reservation("kind")
+        first.reserve(500)
         await asyncio.sleep(1)
-        first.rest(600)
+        first.idle(600)
         waiting = asked(second, 500)
         began = await waiting
-        assert not first.take(600), "it has lost its place"
+        assert not first.reserve(600), "it has lost its place"
         return began
 
     assert ran(main) == 1 + 10
@@ -84,16 +84,16 @@ def test_a_rest_keeps_the_place_for_as_long_as_the_engine_computes_all_it_holds(
 
 def test_who_has_a_place_goes_on_before_all_that_wait() -> None:
     async def main() -> None:
-        shared = room()
-        first, second = shared.place("kind"), shared.place("kind")
-        first.take(500)
+        shared = budget()
+        first, second = shared.reservation("kind"), shared.reservation("kind")
+        first.reserve(500)
         waiting = asked(second, 500, priority=-1)
         await asyncio.sleep(0)
-        first.rest(600)
-        assert first.take(700)
+        first.idle(600)
+        assert first.reserve(700)
         await asyncio.sleep(100)
         assert not waiting.done()
-        first.leave()
+        first.release()
         await waiting
 
     ran(main)
@@ -101,18 +101,20 @@ def test_who_has_a_place_goes_on_before_all_that_wait() -> None:
 
 def test_those_that_wait_pass_by_priority_then_arrival_and_none_overtakes_one_that_does_not_fit() -> None:
     async def main() -> list[str]:
-        shared, passed = room(), list[str]()
-        first, small = shared.place("kind"), shared.place("kind")
-        first.take(500)
-        small.take(100)
+        shared, passed = budget(), list[str]()
+        first, small = shared.reservation("kind"), shared.reservation("kind")
+        first.reserve(500)
+        small.reserve(100)
         for name, tokens, priority in (("a", 600, 0), ("c", 100, 2), ("d", 100, 2), ("b", 100, 1)):
-            asked(shared.place("kind"), tokens, priority).add_done_callback(lambda _, name=name: passed.append(name))
+            asked(shared.reservation("kind"), tokens, priority).add_done_callback(
+                lambda _, name=name: passed.append(name)
+            )
             await asyncio.sleep(1)
         assert passed == [], "b, c and d would fit, and come after a"
-        first.leave()
+        first.release()
         await asyncio.sleep(1)
         assert passed == ["a", "b", "c"]
-        small.leave()
+        small.release()
         await asyncio.sleep(1)
         return passed
 
@@ -124,13 +126,13 @@ def test_one_larger_than_the_memory_passes_alone(kv_tokens: int) -> None:
     """Less than a block may be left of a worker's share."""
 
     async def main() -> None:
-        shared = room(kv_tokens)
-        first, large = shared.place("kind"), shared.place("kind")
-        first.take(10)
+        shared = budget(kv_tokens)
+        first, large = shared.reservation("kind"), shared.reservation("kind")
+        first.reserve(10)
         waiting = asked(large, 5000)
         await asyncio.sleep(1)
         assert not waiting.done()
-        first.leave()
+        first.release()
         await waiting
 
     ran(main)
@@ -138,16 +140,16 @@ def test_one_larger_than_the_memory_passes_alone(kv_tokens: int) -> None:
 
 def test_what_grows_beyond_the_memory_takes_the_places_that_rested_longest() -> None:
     async def main() -> None:
-        shared = room()
-        places = [shared.place("kind") for _ in range(3)]
+        shared = budget()
+        places = [shared.reservation("kind") for _ in range(3)]
         for place in places:
-            place.take(300)
-        places[0].rest(300)
-        places[1].rest(300)
-        places[2].rest(400)
-        assert not places[0].take(600), "its place went to the third's growth"
-        assert places[1].take(300)
-        assert places[2].take(400)
+            place.reserve(300)
+        places[0].idle(300)
+        places[1].idle(300)
+        places[2].idle(400)
+        assert not places[0].reserve(600), "its place went to the third's growth"
+        assert places[1].reserve(300)
+        assert places[2].reserve(400)
 
     ran(main)
 
@@ -156,23 +158,23 @@ def test_a_kind_that_rests_too_long_keeps_nothing_and_others_do() -> None:
     """To keep costs 2 for each rest of more than 10 s, to forget 1."""
 
     async def main() -> tuple[float, float]:
-        shared = room()
+        shared = budget()
         for kind, seconds in (("slow", 20.0), ("quick", 5.0)):
-            place = shared.place(kind)
-            place.take(100)
-            place.rest(100)
+            place = shared.reservation(kind)
+            place.reserve(100)
+            place.idle(100)
             await asyncio.sleep(seconds)
-            place.take(100)
-            place.leave()
+            place.reserve(100)
+            place.release()
         began = []
         for kind in ("slow", "quick"):
-            place, other = shared.place(kind), shared.place("other")
+            place, other = shared.reservation(kind), shared.reservation("other")
             now = asyncio.get_running_loop().time()
-            place.take(800)
-            place.rest(800)
+            place.reserve(800)
+            place.idle(800)
             began.append(await asked(other, 800) - now)
-            other.leave()
-            place.leave()
+            other.release()
+            place.release()
         return began[0], began[1]
 
     assert ran(main) == (0.0, 10.0)
@@ -180,21 +182,21 @@ def test_a_kind_that_rests_too_long_keeps_nothing_and_others_do() -> None:
 
 def test_who_leaves_while_it_waits_asks_again_and_who_is_cancelled_is_forgotten() -> None:
     async def main() -> None:
-        shared = room()
-        first, parked, cancelled, last = (shared.place("kind") for _ in range(4))
-        first.take(800)
-        assert not parked.take(500)
-        assert not cancelled.take(900)
+        shared = budget()
+        first, parked, cancelled, last = (shared.reservation("kind") for _ in range(4))
+        first.reserve(800)
+        assert not parked.reserve(500)
+        assert not cancelled.reserve(900)
         returned = asyncio.ensure_future(parked.wait(0))
         gone = asyncio.ensure_future(cancelled.wait(0))
         waiting = asked(last, 500, priority=1)
         await asyncio.sleep(0)
-        parked.leave()
+        parked.release()
         await returned
-        assert not parked.take(500), "it was woken without a place"
+        assert not parked.reserve(500), "it was woken without a place"
         gone.cancel()
         await asyncio.sleep(0)
-        first.leave()
+        first.release()
         await waiting
 
     ran(main)
@@ -205,24 +207,24 @@ def test_nobody_waits_for_ever_and_the_memory_holds_what_runs(seed: int) -> None
     """Conversations of random sizes, rests and ends, some cancelled while they wait."""
     held: dict[int, int] = {}
 
-    async def converse(number: int, shared: Room, rng: random.Random) -> None:
-        place, tokens = shared.place(rng.randrange(2)), rng.randint(10, 500)
+    async def converse(number: int, shared: KVBudget, rng: random.Random) -> None:
+        place, tokens = shared.reservation(rng.randrange(2)), rng.randint(10, 500)
         try:
             for _ in range(rng.randint(1, 6)):
-                while not place.take(tokens):
+                while not place.reserve(tokens):
                     await place.wait(rng.randint(0, 3))
                 held[number] = tokens
                 assert len(held) == 1 or sum(held.values()) <= 900, "what runs does not fit"
                 await asyncio.sleep(rng.expovariate(1.0))
                 del held[number]
-                place.rest(tokens)
+                place.idle(tokens)
                 await asyncio.sleep(rng.expovariate(0.1))
         finally:
             held.pop(number, None)
-            place.leave()
+            place.release()
 
     async def main() -> None:
-        shared, rng = room(), random.Random(seed)
+        shared, rng = budget(), random.Random(seed)
         tasks = [
             asyncio.ensure_future(converse(number, shared, random.Random(seed * 1000 + number))) for number in range(60)
         ]
@@ -230,24 +232,24 @@ def test_nobody_waits_for_ever_and_the_memory_holds_what_runs(seed: int) -> None
             asyncio.get_running_loop().call_later(rng.uniform(0, 100), task.cancel)
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results)
-        last = shared.place("kind")
-        assert last.take(900), "nothing is held any more"
+        last = shared.reservation("kind")
+        assert last.reserve(900), "nothing is held any more"
 
     simulate(main, seed=seed)
 
 
 def test_who_is_cancelled_as_it_is_let_in_leaves_nothing_behind() -> None:
     async def main() -> None:
-        shared = room()
-        first, cancelled, last = (shared.place("kind") for _ in range(3))
-        first.take(800)
+        shared = budget()
+        first, cancelled, last = (shared.reservation("kind") for _ in range(3))
+        first.reserve(800)
         waiting = asked(cancelled, 800)
         await asyncio.sleep(0)
-        first.leave()
+        first.release()
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        assert shared.taken == 0
-        assert last.take(800)
+        assert shared.reserved == 0
+        assert last.reserve(800)
 
     ran(main)
 
@@ -255,8 +257,8 @@ def test_who_is_cancelled_as_it_is_let_in_leaves_nothing_behind() -> None:
 TASK = np.arange(600, dtype=np.int32)
 
 
-def sharing(kv_tokens: int = 1000) -> Room:
-    return Room(kv_tokens, 100.0, shares_prefixes=True)
+def sharing(kv_tokens: int = 1000) -> KVBudget:
+    return KVBudget(kv_tokens, 100.0, shares_prefixes=True)
 
 
 def context_of(task: int, own: int) -> Int32Array:
@@ -267,21 +269,21 @@ def context_of(task: int, own: int) -> Int32Array:
 def test_a_group_is_charged_for_its_task_once_and_until_the_last_has_left() -> None:
     async def main() -> None:
         shared = sharing()
-        places = [shared.place("kind") for _ in range(8)]
-        assert [place.take(620, TASK) for place in places] == [True] * 8
-        assert shared.taken == 600 + 8 * 20
+        places = [shared.reservation("kind") for _ in range(8)]
+        assert [place.reserve(620, TASK) for place in places] == [True] * 8
+        assert shared.reserved == 600 + 8 * 20
         for number, place in enumerate(places):
-            assert shared.taken == 600 + (8 - number) * 20
-            place.leave()
-        assert shared.taken == 0
+            assert shared.reserved == 600 + (8 - number) * 20
+            place.release()
+        assert shared.reserved == 0
 
     ran(main)
 
 
 def test_without_prefixes_that_are_held_once_everybody_is_charged_for_all() -> None:
     async def main() -> None:
-        shared = room()
-        assert [shared.place("kind").take(620, TASK) for _ in range(2)] == [True, False]
+        shared = budget()
+        assert [shared.reservation("kind").reserve(620, TASK) for _ in range(2)] == [True, False]
 
     ran(main)
 
@@ -289,12 +291,12 @@ def test_without_prefixes_that_are_held_once_everybody_is_charged_for_all() -> N
 def test_tasks_that_begin_alike_share_a_part_and_other_weights_nothing() -> None:
     async def main() -> None:
         shared = sharing(10_000)
-        shared.place("kind", weights="a").take(620, context_of(0, 0))
-        assert shared.taken == 620
-        shared.place("kind", weights="a").take(620, context_of(1, 0))
-        assert shared.taken == 620 + 620 - 256
-        shared.place("kind", weights="b").take(620, context_of(1, 0))
-        assert shared.taken == 620 + 620 - 256 + 620
+        shared.reservation("kind", weights="a").reserve(620, context_of(0, 0))
+        assert shared.reserved == 620
+        shared.reservation("kind", weights="a").reserve(620, context_of(1, 0))
+        assert shared.reserved == 620 + 620 - 256
+        shared.reservation("kind", weights="b").reserve(620, context_of(1, 0))
+        assert shared.reserved == 620 + 620 - 256 + 620
 
     ran(main)
 
@@ -302,13 +304,13 @@ def test_tasks_that_begin_alike_share_a_part_and_other_weights_nothing() -> None
 def test_a_conversation_that_begins_anew_is_charged_for_what_it_is() -> None:
     async def main() -> None:
         shared = sharing()
-        first, second = shared.place("kind"), shared.place("kind")
+        first, second = shared.reservation("kind"), shared.reservation("kind")
         for place in (first, second):
-            assert place.take(600, TASK)
-            place.rest(650)
-        assert shared.taken == 700
-        second.leave()
-        assert not second.take(500, TASK + 1)
+            assert place.reserve(600, TASK)
+            place.idle(650)
+        assert shared.reserved == 700
+        second.release()
+        assert not second.reserve(500, TASK + 1)
 
     ran(main)
 
@@ -316,14 +318,14 @@ def test_a_conversation_that_begins_anew_is_charged_for_what_it_is() -> None:
 def test_all_that_rest_make_room_for_one_that_has_a_task_in_common_with_them() -> None:
     async def main() -> None:
         shared = sharing()
-        places = [shared.place("kind") for _ in range(4)]
+        places = [shared.reservation("kind") for _ in range(4)]
         for place in places:
-            place.take(640, TASK)
-            place.rest(640)
+            place.reserve(640, TASK)
+            place.idle(640)
         await asyncio.sleep(11)
-        last = shared.place("kind")
-        assert last.take(880, TASK)
-        assert shared.taken == 880
+        last = shared.reservation("kind")
+        assert last.reserve(880, TASK)
+        assert shared.reserved == 880
         assert not any(place.is_held for place in places)
 
     ran(main)
@@ -335,27 +337,27 @@ def test_what_is_taken_is_what_is_held_each_part_once(seed: int) -> None:
 
     async def main() -> None:
         shared = sharing(rng.randint(600, 5000))
-        places = [shared.place("kind", weights=number % 2) for number in range(12)]
-        running: set[Place] = set()
+        places = [shared.reservation("kind", weights=number % 2) for number in range(12)]
+        running: set[Reservation] = set()
         for _ in range(400):
             place = rng.choice(places)
             if place in running:
                 running.discard(place)
-                place.rest(place.tokens + rng.randint(-100, 200))
+                place.idle(place.tokens + rng.randint(-100, 200))
             elif rng.random() < 0.2:
-                place.leave()
-            elif place.take(rng.randint(620, 900), context_of(rng.randrange(3), rng.randrange(2))):
+                place.release()
+            elif place.reserve(rng.randint(620, 900), context_of(rng.randrange(3), rng.randrange(2))):
                 running.add(place)
             await asyncio.sleep(rng.choice([0.0, 0.1, 20.0]))
             held = [place for place in places if place.is_held]
             assert running <= set(held)
             parts = {key: count for place in held for key, count in place.parts}
             own = sum(place.tokens - sum(count for _, count in place.parts) for place in held)
-            assert shared.taken == own + sum(parts.values())
+            assert shared.reserved == own + sum(parts.values())
         for place in places:
-            place.leave()
-        assert shared.taken == 0
-        assert shared.place("kind").take(10_000), "nothing is firm"
+            place.release()
+        assert shared.reserved == 0
+        assert shared.reservation("kind").reserve(10_000), "nothing is firm"
 
     ran(main)
 
@@ -368,10 +370,10 @@ def test_an_engine_that_computes_nothing_is_refused(rate: float) -> None:
 
 def test_a_place_is_kept_for_a_minute_at_most() -> None:
     async def main() -> float:
-        shared = Room(1000, 1e-9)
-        first = shared.place("kind")
-        first.take(900)
-        first.rest(900)
-        return await asked(shared.place("kind"), 500)
+        shared = KVBudget(1000, 1e-9)
+        first = shared.reservation("kind")
+        first.reserve(900)
+        first.idle(900)
+        return await asked(shared.reservation("kind"), 500)
 
     assert ran(main) == 60

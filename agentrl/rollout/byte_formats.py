@@ -1,0 +1,209 @@
+"""Chat formats that need no tokenizer: a token is a UTF-8 byte.
+
+`PlainFormat` is for tests, simulations and the environment checker: ids 256 and above are control tokens, tool calls
+are written in the Hermes form, and content never becomes a control token. It needs no files and no libraries, and is
+cheap beside the loop it tests.
+
+`JsonFormat` is for policies behind a chat endpoint, which take messages and return a message; what they tokenise is
+not visible. The context is the conversation itself, a JSON line per message in OpenAI's form (the first may hold the
+tools), and the engine (`engines/remote.py`) reads it back, so journal, replay and forks work as for any other policy.
+A line with `refused` is no message: the endpoint declined to answer, a limit like the length of a context. A line's
+`usage` is the endpoint's own count of tokens, which is never sent back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from agentrl.core.records import FinishReason, Message, ToolCall, ToolSpec, usage_of
+from agentrl.environment.base import LimitReachedError
+from agentrl.rollout.tool_call_format import CLOSE, OPEN, json_value, parse_hermes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agentrl.core.records import FinishReason, ToolSpec
+
+START_TOKEN, STOP_TOKEN = 256, 257
+VOCABULARY_SIZE = 258
+
+_LITERALS = {START_TOKEN: "<|start|>", STOP_TOKEN: "<|stop|>"}
+_IDS = {literal: token for token, literal in _LITERALS.items()}
+_PIECES = [*(bytes([byte]) for byte in range(256)), *(literal.encode() for _, literal in sorted(_LITERALS.items()))]
+"""Bytes by token, tabulated since a policy decodes its whole context at every turn."""
+_CONTROL = re.compile("(" + "|".join(map(re.escape, _IDS)) + ")")
+_PROMPT = [START_TOKEN, *b"assistant\n"]
+
+
+class PlainFormat:
+    """`<|start|>role\\ncontent<|stop|>` per message, in bytes.
+
+    Example:
+        >>> chat = PlainFormat()
+        >>> chat.parse(chat.encode("hello") + [STOP_TOKEN]).content
+        'hello'
+    """
+
+    stop_token_ids: tuple[int, ...] = (STOP_TOKEN,)
+    fingerprint = b"bytes"
+
+    def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        """Token ids of a new conversation; tools become a first message that lists name and argument names."""
+        ids: list[int] = []
+        if tools:
+            listed = "\n".join(f"{tool.name}({', '.join(tool.parameters.get('properties', ()))})" for tool in tools)
+            ids += [START_TOKEN, *f"tools\n{listed}".encode("utf-8", "replace"), STOP_TOKEN]
+        for message in messages:
+            ids += _message_ids(message)
+        return ids + _PROMPT
+
+    def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
+        """Token ids that follow a sampled turn; its stop token is added unless it was sampled."""
+        ids = [] if after == "stop" else [STOP_TOKEN]
+        for message in messages:
+            ids += _message_ids(message)
+        return ids + _PROMPT
+
+    def parse(self, token_ids: Sequence[int]) -> Message:
+        """The assistant message a completion says; control tokens are left out."""
+        text = _bytes(token_ids).decode("utf-8", "replace")
+        content, calls = parse_hermes(text)
+        return Message(role="assistant", content=content, tool_calls=calls)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, control tokens as `<|start|>` and `<|stop|>`."""
+        return b"".join([_PIECES[token] for token in token_ids]).decode("utf-8", "replace")
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of text, the control tokens' literals recognised."""
+        ids: list[int] = []
+        for part in _CONTROL.split(text):
+            control = _IDS.get(part)
+            ids += part.encode("utf-8", "replace") if control is None else (control,)
+        return ids
+
+    def drift(self, token_ids: Sequence[int]) -> str | None:
+        """`undecodable` where the bytes are not UTF-8, else None: bytes are never merged."""
+        try:
+            _bytes(token_ids).decode()
+        except UnicodeDecodeError:
+            return "undecodable"
+        return None
+
+
+def _bytes(token_ids: Sequence[int]) -> bytes:
+    return bytes([token for token in token_ids if token < START_TOKEN])
+
+
+def _message_ids(message: Message) -> list[int]:
+    """Tokens of one message; an assistant's is its content and its calls, as they would have been sampled."""
+    text = message.content + "".join(_call_text(call) for call in message.tool_calls)
+    return [START_TOKEN, *f"{message.role}\n{text}".encode("utf-8", "replace"), STOP_TOKEN]
+
+
+def _call_text(call: ToolCall) -> str:
+    arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(dict(call.arguments))
+    return f'{OPEN}{{"name":{json.dumps(call.name)},"arguments":{arguments}}}{CLOSE}'
+
+
+class JsonFormat:
+    """A line of JSON per message.
+
+    Example:
+        >>> chat = JsonFormat()
+        >>> chat.decode(chat.extend([Message(role="user", content="2 + 3?")], after="stop"))
+        '{"role": "user", "content": "2 + 3?"}\\n'
+    """
+
+    stop_token_ids: tuple[int, ...] = ()
+    fingerprint = b"json lines"
+
+    def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        """See `core.ports.ChatFormat.start`."""
+        described = [{"type": "function", "function": _described(tool)} for tool in tools]
+        return (self.encode(_line({"tools": described})) if described else []) + self.extend(messages, after="stop")
+
+    def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
+        """See `core.ports.ChatFormat.extend`; a sampled turn is a whole line, however it ended."""
+        return self.encode("".join(_line(_message_value(message)) for message in messages))
+
+    def parse(self, token_ids: Sequence[int]) -> Message:
+        """See `core.ports.ChatFormat.parse`.
+
+        Raises:
+            LimitReachedError: the endpoint refused.
+        """
+        text = self.decode(token_ids)
+        try:
+            said = json.loads(text)
+            content, calls, refused = said.get("content"), said.get("tool_calls"), said.get("refused")
+        except (ValueError, AttributeError, RecursionError):
+            return Message(role="assistant", content=text)
+        if refused is not None:
+            raise LimitReachedError(str(refused), stop_reason="refused")
+        return Message(
+            role="assistant",
+            content=content if isinstance(content, str) else "",
+            tool_calls=tuple(_tool_call(call) for call in calls if _is_call(call)) if isinstance(calls, list) else (),
+        )
+
+    def usage(self, token_ids: Sequence[int]) -> dict[str, int]:
+        """The endpoint's own counts of tokens for a turn; empty where it gave none."""
+        try:
+            said = json.loads(self.decode(token_ids))
+        except (ValueError, RecursionError):
+            return {}
+        return usage_of(said) if isinstance(said, dict) else {}
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """See `core.ports.ChatFormat.decode`."""
+        return bytes(token for token in token_ids if 0 <= token < 256).decode("utf-8", "replace")
+
+    def encode(self, text: str) -> list[int]:
+        """See `core.ports.ChatFormat.encode`."""
+        return list(text.encode("utf-8", "replace"))
+
+    def drift(self, token_ids: Sequence[int]) -> str | None:
+        """See `core.ports.ChatFormat.drift`: bytes are never merged."""
+        return None
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"
+
+
+def _described(tool: ToolSpec) -> dict[str, Any]:
+    return {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+
+
+def _message_value(message: Message) -> dict[str, Any]:
+    said: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        said["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _written(call)}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        said["tool_call_id"] = message.tool_call_id
+    return said
+
+
+def _written(call: ToolCall) -> str:
+    return call.arguments if isinstance(call.arguments, str) else json.dumps(dict(call.arguments))
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _tool_call(call: Mapping[str, Any]) -> ToolCall:
+    """A call as the endpoint wrote it; arguments that are no JSON object stay text."""
+    written = call["function"].get("arguments")
+    text = written if isinstance(written, str) else json.dumps(written)
+    parsed = json_value(text)
+    name = call["function"]["name"]
+    return ToolCall(id=str(call.get("id")), name=name, arguments=parsed if isinstance(parsed, dict) else text)

@@ -1,0 +1,358 @@
+"""The KV-cache budget of a worker: which conversations hold memory of the engine, and which calls wait for it.
+
+Owns the budget in tokens, the reservations in it, the order of the calls that wait, and how long the reservation of an
+idle conversation is kept. Does not know episodes or engines.
+
+A conversation reserves memory with its first call. Between two turns it is idle: keeping its n of M tokens for t
+seconds costs n/M of what the engine could do in that time; recomputing them at p tokens per second costs all that the
+engine could do in n/p seconds. The two are equal after M/p seconds, whatever n is. An idle reservation is therefore
+kept for that long (the break-even rule of the ski-rental problem), or not at all where keeping has cost more than
+recomputing over the recent idle times of its kind. After that it is evictable: a waiting call may take its memory.
+
+Where the engine stores shared prefixes once (system prompt and tools, the task of a group), a prefix is charged once,
+as long as any conversation that has it holds a reservation.
+
+Invariants: a conversation that holds a reservation never waits; waiting calls are admitted by priority, then by
+arrival, and none overtakes one that does not fit; a conversation larger than the budget is admitted when nobody else
+holds a reservation. Scheduling never depends on the content of siblings, shared prefixes aside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from agentrl.core.ports import EngineCapabilities
+    from agentrl.core.records import Int32Array
+
+HEADROOM = 0.1
+"""Share of the memory left free for the tokens that running calls sample."""
+MAX_IDLE_S = 60.0
+"""Seconds an idle reservation is kept at most, however slow the engine."""
+AVERAGED_IDLES = 64
+"""Number of idle times of a kind over which the cost of keeping is averaged, about."""
+FIRST_PART = 64
+"""Tokens of the first part of a prefix. Each part ends at twice the tokens of the one before, so parts are few."""
+
+
+class KVBudget:
+    """The KV-cache memory of one worker's engine, and the reservations in it.
+
+    Args:
+        kv_tokens: tokens that the engine's KV cache holds; None: unbounded.
+        prefill_rate: tokens of context that the engine computes per second.
+        shares_prefixes: whether the engine stores a prefix that several conversations share once.
+    """
+
+    def __init__(self, kv_tokens: int | None, prefill_rate: float = math.inf, *, shares_prefixes: bool = False) -> None:
+        self._budget = math.inf if kv_tokens is None else kv_tokens * (1 - HEADROOM)
+        self._costs = _KeepingCosts(0.0 if kv_tokens is None else min(kv_tokens / prefill_rate, MAX_IDLE_S))
+        self._shares_prefixes = shares_prefixes
+        self._tokens = _Tokens()
+        self._kept: dict[Reservation, None] = {}
+        """Idle reservations that are not evictable yet, the longest idle first."""
+        self._evictable: dict[Reservation, None] = {}
+        """Idle reservations whose memory a waiting call may take."""
+        self._waiting: list[tuple[int, int, Reservation, asyncio.Future[None]]] = []
+        """A heap of (priority, arrival, reservation, future)."""
+        self._arrivals = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a reservation can ever be refused: whether the engine states its memory."""
+        return not math.isinf(self._budget)
+
+    @property
+    def waiting(self) -> int:
+        """Number of waiting calls; cancelled ones may still be counted."""
+        return len(self._waiting)
+
+    @property
+    def reserved(self) -> int:
+        """Tokens that reservations hold, shared prefixes counted once."""
+        return self._tokens.reserved
+
+    def reservation(self, kind: Hashable, weights: Hashable = None) -> Reservation:
+        """A handle for one conversation, which holds no memory yet.
+
+        Args:
+            kind: the cost of keeping idle reservations is learned per kind.
+            weights: what samples the conversation; prefixes are shared only under the same weights.
+        """
+        return Reservation(self, kind, weights)
+
+    def reserve(self, reservation: Reservation, tokens: int, context: Int32Array | None) -> bool:
+        """See `Reservation.reserve`."""
+        if math.isinf(self._budget):
+            return True
+        if reservation.idle_since is not None:
+            self._costs.learn(reservation.kind, asyncio.get_running_loop().time() - reservation.idle_since)
+            reservation.idle_since = None
+        if reservation.is_held:
+            self._pin(reservation)
+        else:
+            reservation.tokens, reservation.parts = tokens, self._parts(reservation.weights, context)
+            reservation.common = sum([count for _, count in reservation.parts])
+            if self._waiting or not self._make_space(reservation):
+                return False
+        self._hold(reservation, tokens)
+        return True
+
+    async def wait(self, reservation: Reservation, priority: int) -> None:
+        """See `Reservation.wait`."""
+        self._arrivals += 1
+        reservation.admitted = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (priority, self._arrivals, reservation, reservation.admitted))
+        self._admit_waiting()
+        try:
+            await reservation.admitted
+        except asyncio.CancelledError:
+            self.release(reservation)
+            raise
+
+    def idle(self, reservation: Reservation, tokens: int) -> None:
+        """See `Reservation.idle`."""
+        if reservation.is_held:
+            keep_s = self._costs.keep_s(reservation.kind)
+            reservation.idle_since = asyncio.get_running_loop().time()
+            reservation.kept_until = reservation.idle_since + keep_s
+            self._hold(reservation, tokens)
+            if keep_s:
+                self._kept[reservation] = None
+            else:
+                self._make_evictable(reservation)
+            self._admit_waiting()
+
+    def release(self, reservation: Reservation) -> None:
+        """See `Reservation.release`."""
+        reservation.idle_since = None
+        self._evict(reservation)
+        if reservation.admitted is not None and not reservation.admitted.done():
+            reservation.admitted.set_result(None)
+        self._admit_waiting()
+
+    def _parts(self, weights: Hashable, context: Int32Array | None) -> tuple[tuple[int, int], ...]:
+        """The context in parts that others may share: (hash of all tokens up to the part's end, tokens of the part)."""
+        if context is None or not self._shares_prefixes:
+            return ()
+        parts, key, start = [], hash(weights), 0
+        while start < len(context):
+            stop = min(max(2 * start, FIRST_PART), len(context))
+            key = hash((key, context[start:stop].tobytes()))
+            parts.append((key, stop - start))
+            start = stop
+        return tuple(parts)
+
+    def _hold(self, reservation: Reservation, tokens: int) -> None:
+        """Account for `tokens`; beyond the budget, evict the reservations that have been idle longest."""
+        self._tokens.hold(reservation, tokens)
+        while self._tokens.reserved > self._budget and (self._evictable or self._kept):
+            self._evict(next(iter(self._evictable or self._kept)))
+
+    def _make_evictable(self, reservation: Reservation) -> None:
+        self._evictable[reservation] = None
+        self._tokens.make_evictable(reservation)
+
+    def _pin(self, reservation: Reservation) -> None:
+        """The conversation is idle no more: its memory cannot be taken."""
+        self._kept.pop(reservation, None)
+        if reservation in self._evictable:
+            del self._evictable[reservation]
+            self._tokens.pin(reservation)
+
+    def _evict(self, reservation: Reservation) -> None:
+        self._pin(reservation)
+        if reservation.is_held:
+            self._tokens.evict(reservation)
+
+    def _make_space(self, reservation: Reservation) -> bool:
+        """Evict what `reservation` needs of the evictable ones, or nothing if that is not enough. Whether it fits."""
+        now = asyncio.get_running_loop().time()
+        while self._kept and (longest := next(iter(self._kept))).kept_until <= now:
+            del self._kept[longest]
+            self._make_evictable(longest)
+        tokens = self._tokens
+        if tokens.pinned and tokens.pinned + tokens.new_pinned(reservation) > self._budget:
+            return False
+        while self._evictable and tokens.reserved + tokens.new(reservation) > self._budget:
+            self._evict(next(iter(self._evictable)))
+        return True
+
+    def _admit_waiting(self) -> None:
+        """Admit waiting calls as far as they fit; look again when the next idle reservation becomes evictable."""
+        while self._waiting:
+            _, _, reservation, admitted = self._waiting[0]
+            if not admitted.done():  # else it waits no more
+                if not self._make_space(reservation):
+                    break
+                self._hold(reservation, reservation.tokens)
+                admitted.set_result(None)
+            heapq.heappop(self._waiting)
+        if self._waiting and self._kept and self._timer is None:
+            until = next(iter(self._kept)).kept_until
+            self._timer = asyncio.get_running_loop().call_at(until, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._admit_waiting()
+
+
+class Reservation:
+    """One conversation's share of the engine's KV cache; made by `KVBudget.reservation`."""
+
+    __slots__ = (
+        "_budget",
+        "admitted",
+        "common",
+        "idle_since",
+        "is_held",
+        "kept_until",
+        "kind",
+        "parts",
+        "tokens",
+        "weights",
+    )
+
+    def __init__(self, budget: KVBudget, kind: Hashable, weights: Hashable) -> None:
+        self._budget = budget
+        self.kind = kind
+        self.weights = weights
+        self.is_held = False
+        self.tokens = 0
+        """Tokens of the conversation, as last stated."""
+        self.parts: tuple[tuple[int, int], ...] = ()
+        """The prefix that others may share, see `KVBudget._parts`."""
+        self.common = 0
+        """Tokens in `parts`."""
+        self.idle_since: float | None = None
+        self.kept_until = 0.0
+        self.admitted: asyncio.Future[None] | None = None
+        """Resolved when the newest `wait` ends."""
+
+    def reserve(self, tokens: int, context: Int32Array | None = None) -> bool:
+        """Whether a call may begin now. If so, the memory is held until `release`, or until it is idle and evicted.
+
+        Args:
+            tokens: length of the context.
+            context: the part of the context that others may share, `[T]`; None: nothing is shared.
+        """
+        return self._budget.reserve(self, tokens, context)
+
+    async def wait(self, priority: int) -> None:
+        """Wait until `reserve`, which refused, may be tried again; lower priorities go first."""
+        await self._budget.wait(self, priority)
+
+    def idle(self, tokens: int) -> None:
+        """The turn has ended, and the conversation has `tokens` tokens."""
+        self._budget.idle(self, tokens)
+
+    def release(self) -> None:
+        """Give the memory back and end any wait. Idempotent."""
+        self._budget.release(self)
+
+
+class _Tokens:
+    """Counts of tokens over all reservations; a part that several share is counted once.
+
+    A part is pinned while any reservation that has it is pinned, evictable while all of them are.
+    """
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self.pinned = 0
+        """Tokens left if everything evictable were evicted."""
+        self._holders: Counter[int] = Counter()
+        """Number of reservations by part."""
+        self._evictables: Counter[int] = Counter()
+        """Number of evictable reservations by part."""
+
+    def new(self, reservation: Reservation) -> int:
+        """Tokens that a reservation would add to `reserved`."""
+        return reservation.tokens - sum([tokens for key, tokens in reservation.parts if key in self._holders])
+
+    def new_pinned(self, reservation: Reservation) -> int:
+        """Tokens that a reservation would add to `pinned`."""
+        return reservation.tokens - sum([tokens for key, tokens in reservation.parts if self._is_pinned(key)])
+
+    def hold(self, reservation: Reservation, tokens: int) -> None:
+        """A pinned reservation has `tokens` tokens now."""
+        if reservation.is_held:
+            tokens = max(tokens, reservation.common)
+            self.reserved += tokens - reservation.tokens
+            self.pinned += tokens - reservation.tokens
+        else:
+            own = tokens - reservation.common
+            self.reserved += own
+            self.pinned += own
+            for key, count in reservation.parts:
+                if not self._is_pinned(key):
+                    self.pinned += count
+                if key not in self._holders:
+                    self.reserved += count
+                self._holders[key] += 1
+        reservation.is_held, reservation.tokens = True, tokens
+
+    def make_evictable(self, reservation: Reservation) -> None:
+        """A pinned reservation becomes evictable."""
+        self.pinned -= reservation.tokens - reservation.common
+        for key, count in reservation.parts:
+            self._evictables[key] += 1
+            if not self._is_pinned(key):
+                self.pinned -= count
+
+    def pin(self, reservation: Reservation) -> None:
+        """An evictable reservation becomes pinned."""
+        self.pinned += reservation.tokens - reservation.common
+        for key, count in reservation.parts:
+            if not self._is_pinned(key):
+                self.pinned += count
+            self._evictables[key] -= 1
+
+    def evict(self, reservation: Reservation) -> None:
+        """A pinned reservation is gone."""
+        own = reservation.tokens - reservation.common
+        self.reserved -= own
+        self.pinned -= own
+        for key, count in reservation.parts:
+            self._holders[key] -= 1
+            if not self._is_pinned(key):
+                self.pinned -= count
+            if not self._holders[key]:
+                self.reserved -= count
+                del self._holders[key], self._evictables[key]
+        reservation.is_held = False
+
+    def _is_pinned(self, key: int) -> bool:
+        return self._holders.get(key, 0) > self._evictables.get(key, 0)
+
+
+class _KeepingCosts:
+    """Mean cost of keeping idle reservations, by kind, relative to evicting them at once (1)."""
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+        self._idles: Counter[Hashable] = Counter()
+        self._means: dict[Hashable, float] = {}
+
+    def learn(self, kind: Hashable, seconds: float) -> None:
+        """A conversation was idle for `seconds`."""
+        cost = seconds / self._most_s if seconds < self._most_s else 2.0
+        self._idles[kind] += 1
+        before = self._means.get(kind, 0.0)
+        self._means[kind] = before + (cost - before) / min(self._idles[kind], AVERAGED_IDLES)
+
+    def keep_s(self, kind: Hashable) -> float:
+        """Seconds to keep an idle reservation of a kind."""
+        return self._most_s if self._means.get(kind, 0.0) < 1.0 else 0.0
+
+
+def kv_budget_of(engine: EngineCapabilities) -> KVBudget:
+    """The budget of an engine, by its stated capabilities."""
+    return KVBudget(engine.kv_tokens, engine.prefill_rate, shares_prefixes=engine.shares_prefixes)
