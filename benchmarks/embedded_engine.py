@@ -29,7 +29,7 @@ from agentrl.core.files import sha256_of
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.counter_random import uniform
-from agentrl.engines.embedded import EmbeddedEngine
+from agentrl.engines.embedded.engine import EmbeddedEngine
 
 PROMPT, NEW = 57, 48
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

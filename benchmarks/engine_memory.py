@@ -34,7 +34,7 @@ from agentrl.app.assemble import Parts, assemble
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.records import PolicyVersion
-from agentrl.engines import vllm_process
+from agentrl.engines.vllm import process as vllm_process
 from agentrl.journal.entries import TurnEntry
 from agentrl.rollout.byte_formats import VOCABULARY_SIZE, PlainFormat
 from agentrl.simulation.plan import Tail
@@ -46,7 +46,7 @@ from benchmarks.report import Report
 
 if TYPE_CHECKING:
     from agentrl.core.records import WeightsRef
-    from agentrl.engines.vllm_engine import VllmEngine
+    from agentrl.engines.vllm.engine import VllmEngine
     from agentrl.orchestrator.loop import Orchestrator
 
 POLICY = "policy"
@@ -171,7 +171,7 @@ def wired(engine: VllmEngine, weights: WeightsRef, journal: MemoryJournal, seed:
 
 async def compare(report: Report, names: list[str], repeats: int) -> None:
     """Start vLLM and measure, with places and without by turns."""
-    from agentrl.engines.vllm_engine import VllmEngine
+    from agentrl.engines.vllm.engine import VllmEngine
     from benchmarks.vllm_parts import RANK, Adapters, random_qwen3
 
     with tempfile.TemporaryDirectory() as scratch:

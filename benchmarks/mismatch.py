@@ -39,8 +39,8 @@ from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, DataLocation, PolicyVersion
 from agentrl.core.training_records import TrainingSample, TrajectoryCredit, Unit
 from agentrl.credit.samples import samples as unit_samples
-from agentrl.engines.capture import chosen_experts, find_routers
-from agentrl.engines.embedded import EmbeddedEngine
+from agentrl.engines.embedded.capture import chosen_experts, find_routers
+from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.journal.entries import Begin, EntryBody, JournalEntry, Span, TurnEntry, encode_body
 from agentrl.journal.rows import trajectories
 from agentrl.learn.forward import token_logprobs

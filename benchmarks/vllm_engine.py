@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.engines import vllm_process
+from agentrl.engines.vllm import process as vllm_process
 from benchmarks.report import Report
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from agentrl.core.ports import Engine
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.child_process import EngineProgram
 from agentrl.engines.client import ProcessEngine
-from agentrl.engines.embedded import EmbeddedEngine
-from agentrl.engines.vllm_start import start_vllm
+from agentrl.engines.embedded.engine import EmbeddedEngine
+from agentrl.engines.vllm.startup import start_vllm
 from benchmarks.processes import ProcessTree
 from benchmarks.report import Report
 from benchmarks.vllm_parts import RANK, Adapters, Requests, random_qwen3, settings_for, spread
@@ -171,7 +171,7 @@ async def client(report: Report, *, repeats: int, concurrent: int = 64, count: i
         "adapter_slots": PLACES,
         "max_rank": RANK,
     }
-    program = EngineProgram("agentrl.engines.vllm_engine:VllmEngine.load", arguments, "agentrl.engines.vllm_process")
+    program = EngineProgram("agentrl.engines.vllm.engine:VllmEngine.load", arguments, "agentrl.engines.vllm.process")
     engine = await ProcessEngine(program, START).ready()
     host = engine.supervisor.process_id
     assert host is not None

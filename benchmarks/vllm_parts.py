@@ -1,6 +1,6 @@
 """What the benchmarks of vLLM share: models, published weights, requests, and a vLLM that is watched.
 
-Imported after `agentrl.engines.vllm_process`, which prepares the process; see `agentrl/engines/vllm_process.py`.
+Imported after `agentrl.engines.vllm.process`, which prepares the process; see `agentrl/engines/vllm/process.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from agentrl.core.files import WEIGHT_FILES, sha256_of
 from agentrl.core.ports import Engine, GenerateRequest, Refresh, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
-from agentrl.engines.probe import Probe
-from agentrl.engines.vllm_start import VllmSettings
+from agentrl.engines.vllm.startup import VllmSettings
+from agentrl.engines.weights import Probe
 from benchmarks.embedded_engine import random_adapter
 
 if TYPE_CHECKING:

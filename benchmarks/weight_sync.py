@@ -22,7 +22,7 @@ import argparse
 import asyncio
 import os
 
-from agentrl.engines import vllm_process
+from agentrl.engines.vllm import process as vllm_process
 from benchmarks.report import Report
 
 NAMES = (

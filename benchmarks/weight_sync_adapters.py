@@ -15,8 +15,8 @@ import numpy as np
 
 from agentrl.core.ports import Refresh
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.vllm_engine import VllmEngine
-from agentrl.engines.vllm_start import start_vllm
+from agentrl.engines.vllm.engine import VllmEngine
+from agentrl.engines.vllm.startup import start_vllm
 from benchmarks.report import Report
 from benchmarks.vllm_parts import Adapters, Requests, WatchedVllm, at_percent, settings_for, spread
 

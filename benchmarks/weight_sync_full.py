@@ -13,8 +13,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
 from agentrl.core.errors import EngineError
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.vllm_engine import VllmEngine
-from agentrl.engines.vllm_start import start_vllm
+from agentrl.engines.vllm.engine import VllmEngine
+from agentrl.engines.vllm.startup import start_vllm
 from benchmarks.report import Report
 from benchmarks.vllm_parts import CountingModel, Requests, WatchedVllm, at_percent, settings_for, spread
 

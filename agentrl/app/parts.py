@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from agentrl.engines.external import ExternalPolicy
     from agentrl.orchestrator.loop import Orchestrator
 
-EMBEDDED = "agentrl.engines.embedded:EmbeddedEngine.load"
-VLLM = "agentrl.engines.vllm_engine:VllmEngine.load"
-VLLM_HOST = "agentrl.engines.vllm_process"
+EMBEDDED = "agentrl.engines.embedded.engine:EmbeddedEngine.load"
+VLLM = "agentrl.engines.vllm.engine:VllmEngine.load"
+VLLM_HOST = "agentrl.engines.vllm.process"
 VLLM_FLOOR = (0, 32)
 """The oldest vLLM that serves each request the adapter it asked for; see pyproject.toml."""
 
@@ -102,7 +102,7 @@ async def _own_engine(
         return await _beside(config, EngineProgram(VLLM, arguments, VLLM_HOST), versions, tell, log)
     if config.engine.placement != "here" or config.workers > 1:
         return await _beside(config, EngineProgram(EMBEDDED, arguments), versions, tell, log)
-    from agentrl.engines.embedded import EmbeddedEngine
+    from agentrl.engines.embedded.engine import EmbeddedEngine
 
     return await asyncio.to_thread(EmbeddedEngine.load, versions=versions, **arguments)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.ports import Delta, GenerateRequest, Refresh
     from agentrl.core.records import FinishReason, PolicyVersion
-    from agentrl.engines.probe import Probe
+    from agentrl.engines.weights import Probe
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

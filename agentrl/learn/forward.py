@@ -23,7 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from agentrl.core.errors import ModelError
 from agentrl.core.training_records import TrainingSample
-from agentrl.engines.weight_files import special_lengths
+from agentrl.engines.models import special_lengths
 from agentrl.learn.logprobs import HeadOutput, KeptSets, logprobs_of
 from agentrl.learn.packing import MicroBatch, pack
 

@@ -23,8 +23,8 @@ from agentrl.config.policies import LoraConfig
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.ids import key64
-from agentrl.engines.adapter_files import adaptable_layers, read_matrices
-from agentrl.engines.weight_files import match_full_weights, read_model, read_weights
+from agentrl.engines.models import read_model
+from agentrl.engines.weights import adaptable_layers, match_full_weights, read_matrices, read_weights
 from agentrl.learn.forward import shares_prefixes
 from agentrl.learn.routing_replay import RoutingReplay
 

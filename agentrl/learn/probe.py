@@ -1,6 +1,6 @@
 """The trainer's side of a version's probe: a few contexts, and what the weights that are published say to them.
 
-Owns: which tokens, and the forward pass. What an engine makes of it is `engines.probe`'s.
+Owns: which tokens, and the forward pass. What an engine makes of it is `engines.weights`'s.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from agentrl.core.errors import TrainerError
 from agentrl.core.ids import key64
 from agentrl.core.training_records import TrainingSample
-from agentrl.engines.probe import Probe
+from agentrl.engines.weights import Probe
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.packing import pack
 

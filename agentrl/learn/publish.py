@@ -27,7 +27,7 @@ from agentrl.learn.writing import writing
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from agentrl.engines.probe import Probe
+    from agentrl.engines.weights import Probe
 
 (FULL_FILE,) = WEIGHT_FILES["full"]
 ADAPTER_FILE, ADAPTER_CONFIG = WEIGHT_FILES["adapter"]

@@ -6,9 +6,9 @@ arXiv:2510.11370). Replaced is the choice alone: with s the router's logits of t
 experts, the gate values are what the router itself makes of its scores at I (softmax over I, for most). So router
 weights keep their gradient, and each architecture its own formula.
 
-Owns: the routers of one model, what they are made to choose. Does not own: recording (`engines.capture`), which record
-belongs to which token (`journal.rows`, `packing`). Invariant: a token without a record (-1) is routed as if nothing
-were replayed, and outside `forced` the model is untouched.
+Owns: the routers of one model, what they are made to choose. Does not own: recording (`engines.embedded.capture`),
+which record belongs to which token (`journal.rows`, `packing`). Invariant: a token without a record (-1) is routed as
+if nothing were replayed, and outside `forced` the model is untouched.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from agentrl.core.errors import ModelError
-from agentrl.engines.capture import chosen_experts, find_routers
+from agentrl.engines.embedded.capture import chosen_experts, find_routers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

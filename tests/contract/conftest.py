@@ -50,7 +50,7 @@ def make_engine(request: pytest.FixtureRequest, zoo: ModelZoo) -> MakeEngine:
     made: dict[str, MakeEngine] = {maker.kind: maker for maker in (scripted, replicas, embedded)}
     program = "tests.contract.scripted_program:scripted_engine"
     made["scripted in a process"] = MakeProcess(scripted, program)
-    program = "agentrl.engines.embedded:EmbeddedEngine.load"
+    program = "agentrl.engines.embedded.engine:EmbeddedEngine.load"
     made["embedded in a process"] = MakeProcess(embedded, program, model_path=str(zoo.directory()))
     return made[request.param]
 

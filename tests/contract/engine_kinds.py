@@ -22,9 +22,9 @@ from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.child_process import EngineProgram
 from agentrl.engines.client import ProcessEngine
-from agentrl.engines.embedded import EmbeddedEngine
+from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.fleet import ReplicatedEngine
-from agentrl.engines.probe import Probe
+from agentrl.engines.weights import Probe
 from agentrl.simulation.virtual_time import simulate
 from tests.contract.scripted_program import VOCABULARY, scripted_engine
 

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 
 from agentrl.core.errors import EngineError
-from agentrl.engines.embedded import EmbeddedEngine
+from agentrl.engines.embedded.engine import EmbeddedEngine
 from tests.contract.engine_kinds import (
     ModelZoo,
     StepClock,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.capture import RoutingTap
-from agentrl.engines.embedded import EmbeddedEngine
+from agentrl.engines.embedded.capture import RoutingTap
+from agentrl.engines.embedded.engine import EmbeddedEngine
 from tests.contract.engine_kinds import START, ModelZoo, StepClock, plain_logprobs, prompt, request, update_after
 
 if TYPE_CHECKING:

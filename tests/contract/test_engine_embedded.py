@@ -12,7 +12,7 @@ import torch
 
 from agentrl.core.errors import EngineCapabilityError, EngineError, ModelError
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.embedded import EmbeddedEngine
+from agentrl.engines.embedded.engine import EmbeddedEngine
 from tests.contract.engine_kinds import (
     START,
     VOCABULARY,

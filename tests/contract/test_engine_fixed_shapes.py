@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from agentrl.core.errors import EngineCapabilityError
-from agentrl.engines.embedded import EmbeddedEngine
-from agentrl.engines.self_check import check_rows
+from agentrl.engines.embedded.engine import EmbeddedEngine
+from agentrl.engines.embedded.forward import check_rows
 from tests.contract.engine_kinds import START, ModelZoo, prompt, request, version, write_adapter
 
 if TYPE_CHECKING:

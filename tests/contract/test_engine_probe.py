@@ -13,8 +13,8 @@ import torch
 
 from agentrl.core.errors import EngineError
 from agentrl.core.records import WeightsRef
-from agentrl.engines.embedded import EmbeddedEngine
-from agentrl.engines.probe import KEY
+from agentrl.engines.embedded.engine import EmbeddedEngine
+from agentrl.engines.weights import KEY
 from tests.contract.engine_kinds import (
     ModelZoo,
     check_logprobs,

@@ -83,7 +83,8 @@ def test_a_call_whose_process_dies_keeps_what_was_delivered_and_goes_on_in_the_n
 def test_the_next_process_serves_the_versions_of_the_one_before(zoo: ModelZoo) -> None:
     async def main() -> None:
         program = EngineProgram(
-            "agentrl.engines.embedded:EmbeddedEngine.load", {"model_path": str(zoo.directory()), "max_context": 256}
+            "agentrl.engines.embedded.engine:EmbeddedEngine.load",
+            {"model_path": str(zoo.directory()), "max_context": 256},
         )
         engine, _ = await made(program)
         await engine.update(zoo.full(version(1), seed=1), keep=True)
@@ -339,7 +340,7 @@ def test_a_process_that_dies_before_it_serves_is_replaced() -> None:
 
 def test_what_the_factory_raises_is_raised_here(tmp_path: Path) -> None:
     async def main() -> None:
-        program = EngineProgram("agentrl.engines.embedded:EmbeddedEngine.load", {"model_path": str(tmp_path)})
+        program = EngineProgram("agentrl.engines.embedded.engine:EmbeddedEngine.load", {"model_path": str(tmp_path)})
         engine = ProcessEngine(program, START)
         with pytest.raises(ModelError, match=str(tmp_path)):
             await engine.ready()

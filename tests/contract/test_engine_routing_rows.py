@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agentrl.core.records import Row
-from agentrl.engines.embedded import EmbeddedEngine
+from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.wire import Completed, completed_of, completion_of
 from agentrl.journal.entries import Begin, EntryBody, JournalEntry, Span, TurnEntry, encode_body
 from agentrl.journal.rows import trajectories

@@ -15,7 +15,7 @@ from agentrl.app.parts import make_engine
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import EngineError
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.embedded import EmbeddedEngine
+from agentrl.engines.embedded.engine import EmbeddedEngine
 from tests.contract.engine_kinds import (
     START,
     ModelZoo,

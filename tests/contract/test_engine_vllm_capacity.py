@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from agentrl.engines.vllm_capacity import prefill_rate
+from agentrl.engines.vllm.startup import prefill_rate
 from tests.contract.engine_kinds import prompt, request
 from tests.contract.vllm_suite import MakeVllm
 

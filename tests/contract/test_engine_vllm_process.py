@@ -48,7 +48,7 @@ def test_the_suite_passes_over_one_vllm(repository: Path, suite: str) -> None:
 
 def program(path: Path, **options: Any) -> EngineProgram:
     arguments = {"model_path": str(path), "adapter_slots": 3, "max_rank": 8, "slots": 8, **options}
-    return EngineProgram("agentrl.engines.vllm_engine:VllmEngine.load", arguments, host="agentrl.engines.vllm_process")
+    return EngineProgram("agentrl.engines.vllm.engine:VllmEngine.load", arguments, host="agentrl.engines.vllm.process")
 
 
 async def gone(leader: int) -> None:

@@ -15,7 +15,7 @@ from agentrl.core.errors import EngineError
 from agentrl.core.ports import Engine, Refresh, SamplingParams
 from agentrl.core.proposals import Recollection
 from agentrl.core.records import Completion, EpisodeSpec, MaskKind, Row, SeatBinding, Task
-from agentrl.engines.embedded import EmbeddedEngine
+from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.environment.base import Limits
 from agentrl.journal.rows import trajectories
 from agentrl.rollout.byte_formats import PlainFormat

@@ -22,10 +22,10 @@ if __name__ == "__main__":
     files = PrivateFiles()
     os.environ[VARIABLE] = str(files.path)
 if __name__ in ("__main__", "__mp_main__"):  # before torch and vLLM, here and in vLLM's processes
-    import agentrl.engines.vllm_process  # noqa: F401
+    import agentrl.engines.vllm.process  # noqa: F401
 
 if TYPE_CHECKING:
-    from agentrl.engines.vllm_engine import VllmEngine
+    from agentrl.engines.vllm.engine import VllmEngine
     from tests.contract.engine_kinds import ModelZoo
 
 SWITCH = "AGENTRL_VLLM_SUITE"
@@ -84,7 +84,7 @@ class MakeVllm:
     def __call__(
         self, *, max_context: int = 512, refresh: Any = "token", slots: int = SLOTS, versions: Any = None, **more: Any
     ) -> VllmEngine:
-        from agentrl.engines.vllm_engine import VllmEngine
+        from agentrl.engines.vllm.engine import VllmEngine
         from tests.contract.engine_kinds import START
 
         options = {"adapter_slots": self._places, "max_context": max_context, "refresh": refresh, "slots": slots}
@@ -130,7 +130,7 @@ def vllm_settings(
     *, max_context: int = 512, refresh: Any = "token", slots: int = SLOTS, adapter_slots: int, **more: Any
 ) -> Any:
     """As the suite starts vLLM, or as one engine over it is made."""
-    from agentrl.engines.vllm_start import VllmSettings
+    from agentrl.engines.vllm.startup import VllmSettings
 
     settings = {"keep_kv": True, "max_rank": 8, "max_staleness": {}, **more}
     return VllmSettings(slots=slots, max_context=max_context, refresh=refresh, adapter_slots=adapter_slots, **settings)
@@ -138,8 +138,7 @@ def vllm_settings(
 
 def started(zoo: ModelZoo) -> Iterator[MakeVllm]:
     """Start vLLM, and stop it at the end."""
-    from agentrl.engines.vllm_capacity import prefill_rate
-    from agentrl.engines.vllm_start import start_vllm
+    from agentrl.engines.vllm.startup import prefill_rate, start_vllm
 
     places = PLACES[chosen()[0]]
 

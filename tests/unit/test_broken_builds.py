@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-MODELS = "import agentrl.engines.embedded, agentrl.learn.models; print('loaded')"
+MODELS = "import agentrl.engines.embedded.engine, agentrl.learn.models; print('loaded')"
 IMPORT = "import agentrl.engines, torchvision"
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from agentrl.engines.counter_random import uniform
-from agentrl.engines.sampler import SamplingBatch, kept_set, sample
+from agentrl.engines.embedded.forward import SamplingBatch, kept_set, sample
 
 
 def batch(uniforms: list[float], **filters: float) -> SamplingBatch:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from agentrl.core.errors import ModelError
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.embedded import EmbeddedEngine
+from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.learn.models import load_models
 from tests.learn_cases import run_config, write_model
 

@@ -14,9 +14,7 @@ from transformers import AutoModelForCausalLM
 from agentrl.config.run import EngineConfig, PolicyConfig, TrainerConfig
 from agentrl.core.errors import TrainerError
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.adapter_files import read_adapter
-from agentrl.engines.probe import Probe, read_probe
-from agentrl.engines.weight_files import read_weights
+from agentrl.engines.weights import Probe, read_adapter, read_probe, read_weights
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model, write_tokenizer
 

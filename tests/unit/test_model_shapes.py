@@ -13,8 +13,8 @@ from transformers import Gemma3Config, MistralConfig
 
 from agentrl.core.errors import ModelError
 from agentrl.core.training_records import TrainingSample
-from agentrl.engines.self_check import check_slots
-from agentrl.engines.weight_files import kv_bytes_per_token, load_model, read_shapes, special_lengths
+from agentrl.engines.embedded.forward import check_slots
+from agentrl.engines.models import kv_bytes_per_token, load_model, read_shapes, special_lengths
 from agentrl.learn.forward import ATTENTION, shares_prefixes, token_logprobs
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack

@@ -18,7 +18,7 @@ from agentrl.config.run import EngineConfig, RunConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.records import PolicyVersion, RoutingSpan, VersionSpan
 from agentrl.core.training_records import TrainingSample
-from agentrl.engines.capture import chosen_experts, find_routers
+from agentrl.engines.embedded.capture import chosen_experts, find_routers
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack

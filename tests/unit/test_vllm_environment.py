@@ -20,7 +20,7 @@ _HOSTILE = {
 
 
 def test_the_users_environment_opens_nothing(tmp_path: Path, repository: Path) -> None:
-    program = "import json, os, agentrl.engines.vllm_process; print(json.dumps(dict(os.environ)))"
+    program = "import json, os, agentrl.engines.vllm.process; print(json.dumps(dict(os.environ)))"
     told = {**os.environ, **_HOSTILE, VARIABLE: str(tmp_path)}
     ran = subprocess.run([sys.executable, "-c", program], cwd=repository, env=told, capture_output=True, check=True)
     found = json.loads(ran.stdout)

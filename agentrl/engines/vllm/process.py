@@ -1,4 +1,4 @@
-"""vLLM's process: `python -m agentrl.engines.vllm_process FD PARENT`: `server.py`, and what vLLM needs around it.
+"""vLLM's process: `python -m agentrl.engines.vllm.process FD PARENT`: `server.py`, and what vLLM needs around it.
 
 vLLM starts processes of its own by spawning, and each of them imports this module before anything else: what stands
 here at module level holds in all of them. Imports nothing heavy.

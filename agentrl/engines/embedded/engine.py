@@ -23,18 +23,14 @@ import torch
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError
 from agentrl.core.ports import EngineCapabilities
-from agentrl.engines.batcher import Batcher
-from agentrl.engines.calls import Call, EmbeddedSession
-from agentrl.engines.capture import KeptSets, RoutingTap
-from agentrl.engines.passes import Pass, PassRunner
-from agentrl.engines.self_check import check_memory, check_rows, check_slots
-from agentrl.engines.serving import ServedModel, VersionTable
+from agentrl.core.records import Completion
+from agentrl.engines.embedded.batcher import Batcher, Call, EmbeddedSession, SlotTable
+from agentrl.engines.embedded.capture import KeptSets, RoutingTap
+from agentrl.engines.embedded.forward import Pass, PassRunner, check_memory, check_rows, check_slots
+from agentrl.engines.embedded.slots import SlotCache, SlotColumns
+from agentrl.engines.embedded.versions import EmbeddedSettings, ServedModel, VersionTable, WeightUpdates
+from agentrl.engines.models import load_model
 from agentrl.engines.sessions import check_request, empty_completion, needs_adapters
-from agentrl.engines.slot_cache import SlotCache
-from agentrl.engines.slot_columns import SlotColumns
-from agentrl.engines.slot_table import SlotTable
-from agentrl.engines.updates import EmbeddedSettings, WeightUpdates
-from agentrl.engines.weight_files import load_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -44,10 +40,10 @@ if TYPE_CHECKING:
 
     from agentrl.core.clock import Clock
     from agentrl.core.ports import Delta, GenerateRequest, Refresh
-    from agentrl.core.records import Completion, FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
-    from agentrl.engines.passes import EngineStats
-    from agentrl.engines.probe import Probe
-    from agentrl.engines.serving import Serving
+    from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
+    from agentrl.engines.embedded.forward import EngineStats
+    from agentrl.engines.embedded.versions import Serving
+    from agentrl.engines.weights import Probe
 
 _DELTA_SECONDS = 0.2
 
@@ -63,7 +59,7 @@ class EmbeddedEngine:
         versions: for each policy, the version that the directory's weights are.
         slots: conversations whose KV is held at once.
         max_context: longest context in tokens, completion included.
-        refresh: when sessions move to newer weights, of all policies or by policy; see `updates.py`.
+        refresh: when sessions move to newer weights, of all policies or by policy; see `versions.py`.
         keep_kv: whether calls in flight keep the KV that older weights computed (refresh `token`).
         capture_routing: record the experts of each position.
         capture_mask: record the kept set of each sampled token.
@@ -327,7 +323,7 @@ class EmbeddedEngine:
     # --- control ------------------------------------------------------------------------------------------------------
 
     async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
-        """See `agentrl.core.ports.Engine.update`; what happens to calls in flight is told in `updates.py`."""
+        """See `agentrl.core.ports.Engine.update`; what happens to calls in flight is described in `versions.py`."""
         self._check_running(f"weights {weights.version}")
         try:
             await self._updates.apply(weights, keep=keep)

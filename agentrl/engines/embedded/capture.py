@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from agentrl.core.records import BoolArray, ExpertArray
-    from agentrl.engines.slot_columns import Slots
+    from agentrl.engines.embedded.slots import Slots
 
 _MOST_EXPERTS = 256
 

@@ -1,41 +1,177 @@
 """Which calls run in the next forward passes: admission to slots, prefix reuse, and the plan of one step.
 
-Owns: waiting and running calls, the slot table and the columns. Lives on the event loop, between passes.
-Does not run models, and does not choose versions: the engine hands it a resolver.
-Invariants: a call runs in exactly one slot; keys and values are reused only under the version that computed them;
-prefill per step is bounded, so that no long context holds up the others; no call waits for ever, whatever its priority.
+Owns: calls and their completions, waiting and running; which conversation holds which slot, least recently used first.
+Lives on the event loop, between passes. Does not run models, and does not choose versions: the engine hands it a
+resolver.
+Invariants: a call runs in exactly one slot; a session has at most one slot, a slot at most one session; a busy slot is
+never taken away; keys and values are reused only under the version that computed them; prefill per step is bounded, so
+that no long context holds up the others; no call waits for ever, whatever its priority.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
+from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agentrl.engines.passes import Pass
+from agentrl.core.records import Completion, VersionSpan
+from agentrl.engines.embedded.forward import Pass
+from agentrl.engines.sessions import Session, empty_completion
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Collection
 
     from numpy.typing import NDArray
 
-    from agentrl.engines.calls import Call, EmbeddedSession
-    from agentrl.engines.capture import KeptSets, RoutingTap
-    from agentrl.engines.serving import ServedModel, Serving
-    from agentrl.engines.slot_cache import SlotCache
-    from agentrl.engines.slot_columns import SlotColumns, Slots
-    from agentrl.engines.slot_table import SlotTable
+    from agentrl.core.clock import Clock
+    from agentrl.core.ports import Delta, GenerateRequest
+    from agentrl.core.records import FinishReason
+    from agentrl.engines.embedded.capture import KeptSets, RoutingTap
+    from agentrl.engines.embedded.slots import SlotCache, SlotColumns, Slots
+    from agentrl.engines.embedded.versions import ServedModel, Serving
 
 _WORTH_SHARING = 8
 """Shortest common prefix, in tokens, that is copied from another conversation instead of computed."""
-
 _TURNS_IN_A_ROW = 16
 """How many calls per slot go ahead of one that waits: by one step of priority, or because their session has a slot."""
-
 _PATIENCE = 4
 """For how many steps contexts that are few beside the decoding rows wait for others to be computed with."""
+_LONG_IDLE_SECONDS = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class EmbeddedSession(Session["Serving"]):
+    """One conversation, and its slot while it has one. Made by `EmbeddedEngine.open`."""
+
+    slot: int = -1
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether its keys and values still lie in a slot."""
+        return self.slot >= 0
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One request in flight."""
+
+    request: GenerateRequest
+    session: EmbeddedSession
+    future: asyncio.Future[Completion]
+    on_delta: Delta | None
+    order: int
+    """Arrival number."""
+    due: int = 0
+    """Waiting calls are served in this order: the arrival number, put back by the priority."""
+    serving: Serving | None = None
+    """Whose weights sample it now; None while it waits for a slot."""
+    ending: bool = False
+    """Aborted or cancelled: it ends before the next pass."""
+    fresh: bool = False
+    """Nothing is computed yet: a prefix may be copied from a slot that has it."""
+    cached: int = 0
+    delivered: int = 0
+    """Tokens given to `on_delta`."""
+    since: int = 0
+    """First token sampled by `serving`."""
+    spans: list[VersionSpan] = field(default_factory=list)
+
+    def __lt__(self, other: Call) -> bool:
+        return (self.due, self.order) < (other.due, other.order)
+
+    def close_span(self, sampled: int) -> None:
+        """All tokens before the `sampled`-th belong to versions up to the present one."""
+        if self.serving is None or sampled == self.since:
+            return
+        version, start = self.serving.version, self.since
+        if self.spans and self.spans[-1].version == version:
+            start = self.spans.pop().start
+        self.spans.append(VersionSpan(start, sampled, version))
+        self.since = sampled
+
+    def deliver(self, columns: SlotColumns) -> None:
+        """Give `on_delta` the tokens sampled since it was last called, apart by version."""
+        if self.on_delta is None or self.serving is None:
+            return
+        tokens, logprobs = columns.sampled(self.session.slot, self.delivered)
+        sampled, start = self.delivered + len(tokens), self.delivered
+        for span in (*self.spans, VersionSpan(self.since, sampled, self.serving.version)):
+            first, last = max(span.start, start) - start, span.stop - start
+            if last > max(first, 0):
+                piece = slice(max(first, 0), last)
+                self.on_delta(self.request.request_id, tokens[piece].tolist(), logprobs[piece].tolist(), span.version)
+        self.delivered = sampled
+
+    def complete(
+        self, columns: SlotColumns, reason: FinishReason, *, tap: RoutingTap | None, kept: KeptSets | None
+    ) -> Completion:
+        """What was sampled so far, as the engine's reply."""
+        context = len(self.request.token_ids)
+        if self.serving is None:
+            return empty_completion(context, reason)
+        slot = self.session.slot
+        tokens, logprobs = columns.sampled(slot)
+        self.close_span(len(tokens))
+        routing = tap.take(slot, int(columns.computed[slot])) if tap else None
+        return Completion(
+            token_ids=tokens,
+            logprobs=logprobs,
+            finish_reason=reason,
+            spans=tuple(self.spans),
+            expert_routing=routing.rows if routing else None,
+            routing_start=routing.start if routing else 0,
+            routing_breaks=routing.breaks if routing else (),
+            sampling_mask=kept.take(slot) if kept else None,
+            prompt_tokens=context,
+            cached_tokens=self.cached,
+        )
+
+
+class SlotTable:
+    """The slots of one engine."""
+
+    def __init__(self, slots: int, *, clock: Clock) -> None:
+        self._free = list(range(slots))
+        self._idle: OrderedDict[int, tuple[EmbeddedSession, float]] = OrderedDict()
+        self._clock = clock
+        self.computed_by: list[Serving | None] = [None] * slots
+        """Which version computed all of a slot's keys and values; None: nothing there, or a mixture."""
+
+    def has_slot(self, *, patient: bool) -> bool:
+        """Whether a session without a slot gets one; if `patient`, not that of a conversation between two turns."""
+        if self._free or not self._idle:
+            return bool(self._free)
+        _, since = next(iter(self._idle.values()))
+        return not patient or self._clock.monotonic() - since > _LONG_IDLE_SECONDS
+
+    def take(self, session: EmbeddedSession) -> int:
+        """A slot for a call of `session`: its own, a free one, or else the least recently used idle one."""
+        if session.slot >= 0:
+            del self._idle[session.slot]
+        elif self._free:
+            session.slot = heapq.heappop(self._free)
+            self.computed_by[session.slot] = None
+        else:
+            session.slot, (evicted, _) = self._idle.popitem(last=False)
+            evicted.slot = -1
+            self.computed_by[session.slot] = None
+        return session.slot
+
+    def rest(self, session: EmbeddedSession) -> None:
+        """The session's call ended; its slot may be taken by others from now on."""
+        self._idle[session.slot] = (session, self._clock.monotonic())
+
+    def leave(self, session: EmbeddedSession) -> None:
+        """An idle session gives its slot back, if it has one."""
+        if session.slot >= 0:
+            del self._idle[session.slot]
+            heapq.heappush(self._free, session.slot)
+            session.slot = -1
 
 
 class Batcher:

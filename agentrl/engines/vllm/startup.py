@@ -1,26 +1,34 @@
-"""How vLLM is started: what it is told for adapters, memory, and the CPU.
+"""How vLLM is started, and what one vLLM can do: asked and measured once, before it serves.
 
-Owns the arguments of `AsyncLLM`. Imported in vLLM's own process only.
+Owns the arguments of `AsyncLLM` (adapters, memory, the CPU). Nothing of the measurement stays in vLLM: neither its
+contexts nor its adapter. Imported in vLLM's own process only.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from vllm import AsyncEngineArgs
+from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
 from vllm.config import WeightTransferConfig
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError
 from agentrl.core.memory import memory
-from agentrl.engines import vllm_worker
-from agentrl.engines.weight_files import kv_bytes_per_token, read_shapes
+from agentrl.engines.models import kv_bytes_per_token, read_shapes
+from agentrl.engines.vllm import worker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from vllm.config import VllmConfig
 
     from agentrl.core.ports import Refresh
 
@@ -30,6 +38,11 @@ _REASON = 600
 """Characters of vLLM's own words in a message."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The largest ranks vLLM can be started for."""
+_TRIES = 3
+_ENOUGH_S = 1.0
+"""When so much time has passed, no further try begins."""
+_ADAPTER = 1 << 30
+"""The number of the adapter that is measured with; those of versions count from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +82,8 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
         disable_log_stats=True,
         use_tqdm_on_load=False,
         config_format="hf",  # "auto" would prefer params.json
-        worker_extension_cls=f"{vllm_worker.__name__}.WorkerExtension",
-        weight_transfer_config=WeightTransferConfig(backend=vllm_worker.BACKEND),
+        worker_extension_cls=f"{worker.__name__}.WorkerExtension",
+        weight_transfer_config=WeightTransferConfig(backend=worker.BACKEND),
         **_memory(shapes.config, slots=slots, max_context=max_context, kv_memory=kv_memory),
         **_adapters(settings.adapter_slots, settings.max_rank),
     )
@@ -115,3 +128,47 @@ def _memory(config: Any, *, slots: int, max_context: int, kv_memory: int) -> dic
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(max_context, 8192),
     }
+
+
+def kv_tokens(config: VllmConfig) -> int | None:
+    """Tokens of context whose keys and values fit; None where vLLM keeps none between two turns (without a prefix
+    cache: multi-head latent attention on CPU, recurrent models)."""
+    cache = config.cache_config
+    if not cache.enable_prefix_caching or cache.kv_cache_size_tokens is None:
+        return None
+    return cache.kv_cache_size_tokens - cache.block_size  # one block is vLLM's own, and never holds anything
+
+
+async def prefill_rate(llm: AsyncLLM) -> float:
+    """Tokens of context computed per second, with nothing else to do: of half the longest context, if one pass takes
+    that, and under an adapter, if there can be one, which takes several times as long on a CPU."""
+    config = llm.vllm_config
+    longest = config.scheduler_config.max_num_batched_tokens
+    length = max(min(config.model_config.max_model_len // 2, longest), 1)
+    adapter = None
+    if config.lora_config is not None:
+        await llm.collective_rpc("add_blank_adapter", args=(_ADAPTER, config.lora_config.max_lora_rank))
+        adapter = LoRARequest(lora_name="blank", lora_int_id=_ADAPTER, lora_path="blank")
+    clock, random = SystemClock(), np.random.default_rng(0)
+    parameters = SamplingParams(
+        max_tokens=1, logprobs=0, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+
+    async def seconds(name: str) -> float:
+        context = random.integers(0, config.model_config.get_vocab_size(), length).tolist()
+        asked = clock.monotonic()
+        prompt = TokensPrompt(prompt_token_ids=context)
+        async for _ in llm.generate(prompt, parameters, name, lora_request=adapter):
+            pass
+        return clock.monotonic() - asked
+
+    await seconds("rate/first")  # it compiles what turns need, log-probabilities too, and takes as long as it takes
+    best, began = math.inf, clock.monotonic()
+    for attempt in range(_TRIES):
+        best = min(best, await seconds(f"rate/{attempt}"))
+        if clock.monotonic() - began > _ENOUGH_S:
+            break
+    if adapter is not None:
+        await llm.remove_lora(_ADAPTER)
+    await llm.reset_prefix_cache()
+    return length / best

@@ -1,7 +1,8 @@
 """vLLM behind the port: sessions, calls and versions over one `AsyncLLM`; implements `core.ports.Engine`.
 
-Lives in a process of its own (`vllm_process`). Owns sessions, calls in flight and their spans; how a version comes to
-serve is `vllm_updates`'. Token in, token out: vLLM never sees text, and what stops a turn is the request's.
+Lives in a process of its own (`process.py`). Owns sessions, calls in flight and their spans; how a version comes to
+serve is the business of `versions.py`. Token in, token out: vLLM never sees text, and the request says what stops a
+turn.
 Invariants: a span's version is the one whose weights sampled its tokens; a call cut by an abort, an update or a pause
 keeps its tokens; nothing is asked of vLLM while it is paused; when vLLM dies the calls in flight fail as lost.
 """
@@ -10,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -21,27 +24,104 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError
 from agentrl.core.ids import key64
 from agentrl.core.ports import EngineCapabilities
-from agentrl.engines.sessions import check_request, empty_completion, needs_adapters
-from agentrl.engines.vllm_calls import VllmCall, VllmSession
-from agentrl.engines.vllm_capacity import kv_tokens, prefill_rate
-from agentrl.engines.vllm_start import VllmSettings, start_vllm
-from agentrl.engines.vllm_updates import VllmUpdates, VllmVersion
-from agentrl.engines.weight_files import read_shapes
+from agentrl.core.records import Completion, VersionSpan
+from agentrl.engines.models import read_shapes
+from agentrl.engines.sessions import Session, check_request, empty_completion, needs_adapters
+from agentrl.engines.vllm.startup import VllmSettings, kv_tokens, prefill_rate, start_vllm
+from agentrl.engines.vllm.versions import VllmVersion, VllmVersions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from agentrl.core.clock import Clock
     from agentrl.core.ports import Delta, GenerateRequest, Refresh
-    from agentrl.core.records import Completion, FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
+    from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
 
 _SEED_BITS = 2**63 - 1
 _AT_ONCE = 8
 """Tokens vLLM hands over together, which spares CPU; one by one where weights are replaced under a call, so that the
 tokens it has are known to be the older version's."""
+_DELTA_SECONDS = 0.2
+VllmSession: TypeAlias = Session["VllmVersion"]
+"""One conversation: its pin or lease. Its keys and values are vLLM's to keep."""
+
+
+@dataclass(slots=True, eq=False)
+class VllmCall:
+    """One request in flight, over as many requests to vLLM as its weights changed."""
+
+    request: GenerateRequest
+    session: VllmSession
+    on_delta: Delta | None
+    clock: Clock
+    serving: VllmVersion
+    """Whose weights sample it, or sampled it last."""
+    name: str = ""
+    """Of vLLM's request."""
+    asked: bool = False
+    """vLLM works on it: it is counted among the calls of `serving`."""
+    ending: bool = False
+    """Aborted: it returns what it has."""
+    moving: bool = False
+    """Other weights sample it from here on, in a new request."""
+    cached: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    _delivered: int = 0
+    _next_delta: float = 0.0
+
+    def take(self, chosen: CompletionOutput) -> None:
+        """Add what vLLM sampled since it last spoke."""
+        if chosen.token_ids:
+            if self._next_delta == 0.0:
+                self._next_delta = self.clock.monotonic() + _DELTA_SECONDS
+            self.tokens.extend(chosen.token_ids)
+            self.logprobs.extend(_logprobs_of(chosen))
+            if self.on_delta is not None and self.clock.monotonic() >= self._next_delta:
+                self.deliver()
+
+    def deliver(self) -> None:
+        """Give `on_delta` what it was not given yet, sampled by the version that serves; not while that is on trial."""
+        if self.serving.is_on_trial:
+            return
+        first, self._delivered = self._delivered, len(self.tokens)
+        self._next_delta = self.clock.monotonic() + _DELTA_SECONDS
+        if self.on_delta is not None and self._delivered > first:
+            self.on_delta(self.request.request_id, self.tokens[first:], self.logprobs[first:], self.serving.version)
+
+    def cut(self) -> None:
+        """Forget what was held back: the version that sampled it is none."""
+        del self.tokens[self._delivered :], self.logprobs[self._delivered :]
+
+    def close_spans(self, spans: Sequence[tuple[int, PolicyVersion]]) -> None:
+        """All tokens so far belong to the versions of `spans`, which say where each ends."""
+        for stop, version in spans:
+            start = self.spans[-1].stop if self.spans else 0
+            if stop > start:
+                if self.spans and self.spans[-1].version == version:
+                    start = self.spans.pop().start
+                self.spans.append(VersionSpan(start, stop, version))
+
+    def complete(self, reason: FinishReason) -> Completion:
+        """What was sampled, as the engine's reply."""
+        return Completion(
+            token_ids=np.array(self.tokens, np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            finish_reason=reason,
+            spans=tuple(self.spans),
+            prompt_tokens=len(self.request.token_ids),
+            cached_tokens=self.cached,
+        )
+
+
+def _logprobs_of(chosen: CompletionOutput) -> list[float]:
+    """The sampled tokens' log-probabilities, one each."""
+    flat: Any = chosen.logprobs
+    return [float(flat.logprobs[start]) for start in flat.start_indices]
 
 
 class VllmEngine:
@@ -86,7 +166,7 @@ class VllmEngine:
             shares_prefixes=True,
         )
         self._llm = llm
-        self._versions = VllmUpdates(
+        self._versions = VllmVersions(
             llm, shapes, versions, settings, switch=self._switch_calls, recall=self._recall_calls
         )
         self._vocabulary = int(shapes.config.get_text_config().vocab_size)
@@ -122,7 +202,7 @@ class VllmEngine:
             versions: for each policy, the version that the directory's weights are.
             slots: conversations sampled at once (one more while no probe is asked); more wait.
             max_context: longest context in tokens, completion included.
-            refresh: when sessions move to newer weights, of all policies or by policy; see `vllm_updates.py`.
+            refresh: when sessions move to newer weights, of all policies or by policy; see `versions.py`.
             keep_kv: full weights, refresh `token`: whether calls in flight keep the KV that older weights computed.
             adapter_slots: adapters served side by side; 0: full weights, of one policy.
             max_rank: the largest rank of an adapter.

@@ -1,16 +1,13 @@
-"""Models and weights from disk: load a model directory, check published weights before they are served.
+"""Model directories: load a local Hugging Face causal LM for sampling or training, or read its shapes alone.
 
-Owns: the checks a published version must pass (digest, names, shapes, dtypes, finite values).
-Does not decide which version serves; never executes code from a directory, never unpickles.
+Owns: the checks a directory must pass, and the attention that suits the embedded engine. Never executes code from a
+directory, never unpickles.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -18,25 +15,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from safetensors.torch import load as load_safetensors
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import nn
+from torch.nn import functional
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging as transformers_logging
 
-from agentrl.core.errors import EngineError, ModelError
+from agentrl.core.errors import ModelError
 from agentrl.core.files import WEIGHT_FILES
-from agentrl.engines.attention import use_grouped_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from agentrl.core.records import WeightsRef
 
-_ONE_AT_A_TIME = Lock()
+ONE_LOAD_AT_A_TIME = Lock()
 """transformers changes global state while it loads; an update that was cancelled may still be at it."""
-_WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SPECIAL = re.compile("window|chunk|block|topk|original_max_position")
 _LOAD_ERRORS = (
     OSError,
@@ -52,6 +48,7 @@ _LOAD_ERRORS = (
     StrictDataclassError,
 )
 """What transformers raises on a directory that is damaged, or whose configuration makes no sense."""
+_ATTENTION_NAME = "agentrl_grouped"
 
 
 def load_model(path: str, *, max_context: int, dtype: torch.dtype, device: str) -> PreTrainedModel:
@@ -129,6 +126,14 @@ def read_shapes(path: str | Path, *, max_context: int) -> PreTrainedModel:
     return model
 
 
+def ready_to_sample(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
+    """Move a model to its device, without gradients or dropout, with the attention that suits the slots."""
+    module: nn.Module = model
+    module.to(device).requires_grad_(False).train(False)
+    use_grouped_attention(model)
+    return model
+
+
 def kv_bytes_per_token(config: PretrainedConfig) -> int:
     """Bytes of keys and values of one token in all layers of a model, of its decoder where it has other parts."""
     text = config.get_text_config()
@@ -136,6 +141,21 @@ def kv_bytes_per_token(config: PretrainedConfig) -> int:
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     dtype: Any = config.dtype or text.dtype or torch.float32
     return int(2 * heads * size * text.num_hidden_layers * dtype.itemsize)
+
+
+def special_lengths(config: PretrainedConfig, max_context: int) -> list[int]:
+    """Lengths below `max_context` at which a model may begin to compute otherwise, ascending.
+
+    Every whole number of its configuration that is called a window, a chunk, a block, a top-k or original positions:
+    one too many costs a check, one too few would leave it unchecked.
+    """
+    return sorted(
+        {
+            value
+            for name, value in config.get_text_config().to_dict().items()
+            if type(value) is int and _SPECIAL.search(name) and 1 < value < max_context
+        }
+    )
 
 
 def _check_directory(path: str | Path) -> None:
@@ -155,7 +175,7 @@ def _check_alone(path: Path) -> None:
         others = {each.name for each in path.glob("*.safetensors")} - {WEIGHT_FILES["full"][0]}
         if others:
             raise ModelError(
-                f"{path}: vLLM would load {_first(others)} over model.safetensors; move it away, or save the "
+                f"{path}: vLLM would load {first_names(others)} over model.safetensors; move it away, or save the "
                 "model with model.save_pretrained(directory)"
             )
 
@@ -169,42 +189,19 @@ def _check_report(path: str | Path, report: Mapping[str, Any]) -> None:
     for what, names in wrong.items():
         if names:
             raise ModelError(
-                f"{path}: {len(names)} weights {what} ({_first(names)}), so the files are not those of config.json. "
-                "Copy the directory again, or save it with model.save_pretrained(directory)"
+                f"{path}: {len(names)} weights {what} ({first_names(names)}), so the files are not those of "
+                "config.json. Copy the directory again, or save it with model.save_pretrained(directory)"
             )
     if unused := report["unexpected_keys"]:
         warnings.warn(
-            f"{path}: {len(unused)} tensors are not the model's and are ignored: {_first(unused)}", stacklevel=3
+            f"{path}: {len(unused)} tensors are not the model's and are ignored: {first_names(unused)}", stacklevel=3
         )
 
 
-def _first(names: Iterable[str]) -> str:
+def first_names(names: Iterable[str]) -> str:
     """The first few names as literals without control characters, shortened."""
     ordered = sorted(names)
     return ", ".join(ascii(name[:100]) for name in ordered[:4]) + (", …" if len(ordered) > 4 else "")
-
-
-def ready_to_sample(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
-    """Move a model to its device, without gradients or dropout, with the attention that suits the slots."""
-    module: nn.Module = model
-    module.to(device).requires_grad_(False).train(False)
-    use_grouped_attention(model)
-    return model
-
-
-def special_lengths(config: PretrainedConfig, max_context: int) -> list[int]:
-    """Lengths below `max_context` at which a model may begin to compute otherwise, ascending.
-
-    Every whole number of its configuration that is called a window, a chunk, a block, a top-k or original positions:
-    one too many costs a check, one too few would leave it unchecked.
-    """
-    return sorted(
-        {
-            value
-            for name, value in config.get_text_config().to_dict().items()
-            if type(value) is int and _SPECIAL.search(name) and 1 < value < max_context
-        }
-    )
 
 
 def _check_rope(config: PretrainedConfig, max_context: int, path: str | Path) -> None:
@@ -241,92 +238,30 @@ def _check_window(config: PretrainedConfig, max_context: int, path: str | Path) 
         )
 
 
-@dataclass(frozen=True, slots=True)
-class WeightFile:
-    """A version's safetensors file, checked."""
-
-    tensors: dict[str, Tensor]
-    metadata: dict[str, str]
-
-
-def read_weights(weights: WeightsRef, *, beside: bytes = b"") -> WeightFile:
-    """Read a version's safetensors file after checking its digest, which is also of what lies `beside` it.
-
-    Raises:
-        EngineError: the file is missing, damaged or not the one whose digest was published; or a tensor is of a wrong
-            dtype or has a value that is not finite.
-    """
-    path = Path(weights.path) / WEIGHT_FILES[weights.kind][0]
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise refusal(weights, f"{path} cannot be read ({error.strerror})") from error
-    digest = hashlib.sha256(content)
-    digest.update(beside)
-    if digest.hexdigest() != weights.sha256:
-        what = f"{path} and its configuration" if beside else path
-        raise refusal(weights, f"the SHA-256 digest of {what} is {digest.hexdigest()}, {weights.sha256} was published")
-    try:
-        tensors = load_safetensors(content)
-    except SafetensorError as error:
-        raise refusal(weights, f"{path} is damaged ({error})") from error
-    for key, tensor in tensors.items():
-        if tensor.dtype not in _WEIGHT_TYPES:
-            raise refusal(weights, f"{key} has dtype {tensor.dtype}; float32, bfloat16 or float16 is needed")
-        if not bool(torch.isfinite(tensor).all()):
-            raise refusal(weights, f"{key} has values that are not finite")
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])  # which safetensors has checked
-    return WeightFile(tensors, header.get("__metadata__") or {})
+def use_grouped_attention(model: PreTrainedModel) -> None:
+    """Let a model on CPU attend without repeating keys and values; models with attention of their own keep it."""
+    if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
+        AttentionInterface.register(_ATTENTION_NAME, _grouped_attention)
+        model.set_attn_implementation(_ATTENTION_NAME)
 
 
-def match_full_weights(
-    weights: WeightsRef, read: Mapping[str, Tensor], expected: Mapping[str, Tensor], model: PreTrainedModel
-) -> Mapping[str, Tensor]:
-    """The tensors of a full version under the names of the module's state, `expected`.
-
-    A file in the architecture's hub layout (experts apart, say) is converted as `from_pretrained` does.
-
-    Raises:
-        EngineError: a name or shape does not fit the model.
-    """
-    matched = read if set(read) <= set(expected) else _convert_layout(weights, read, model)
-    stored = {tensor.untyped_storage()._cdata for name, tensor in expected.items() if name in matched}
-    for name, tensor in expected.items():
-        if name not in matched:
-            if tensor.untyped_storage()._cdata not in stored:  # a tied weight may be stored under its other name
-                raise refusal(weights, f"{name} is missing")
-        elif matched[name].shape != tensor.shape:
-            have, need = tuple(matched[name].shape), tuple(tensor.shape)
-            raise refusal(weights, f"{name} has shape {have}, the model's is {need}")
-    return matched
-
-
-def _convert_layout(weights: WeightsRef, read: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-    load: Any = type(model).from_pretrained
-    try:
-        with _ONE_AT_A_TIME:
-            made, report = load(
-                None,
-                config=model.config,
-                state_dict=dict(read),
-                dtype=torch.float32,
-                ignore_mismatched_sizes=True,  # so that they are in the report
-                output_loading_info=True,
-            )
-    except (ValueError, RuntimeError) as error:
-        raise refusal(weights, f"its tensors are not those of the model ({error})") from error
-    wrong = {
-        "not those of the model": report["unexpected_keys"],
-        "missing": report["missing_keys"],
-        "of a wrong shape": [key for key, *_ in report["mismatched_keys"]],
-    }
-    for what, names in wrong.items():
-        if names:
-            raise refusal(weights, f"tensors are {what}: {_first(names)}")
-    state: dict[str, Tensor] = made.state_dict()
-    return state
-
-
-def refusal(weights: WeightsRef, reason: str) -> EngineError:
-    """The error that says why a version is not served."""
-    return EngineError(f"weights {weights.version} refused: {reason}. The version before it keeps serving")
+def _grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Queries `[B, heads, t, dim]` over keys and values `[B, kv_heads, T, dim]`, as `sdpa` computes it."""
+    if attention_mask is None or unused.get("position_bias") is not None:
+        attended: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **unused
+        )
+        return attended
+    out = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2).contiguous(), None

@@ -1,0 +1,361 @@
+"""Forward passes over slots: what the engine's worker thread runs, and the checks that a model can run so.
+
+`PassRunner` turns slots into model inputs, runs the model, samples, and writes the outcome to the columns; which slots
+run and which weights serve them is the plan that the event loop hands it.
+Invariants: rows of a pass do not see one another; padding is written to a position that is never read; the n-th token
+of a request depends on (seed, n) and its distribution, never on the company in the batch; a logprob is that of the
+processed distribution (after temperature and filters, renormalised); a token outside the kept set is never sampled.
+
+Models differ in how they use a cache, a mask and positions. Rather than keep a list of those that work, `check_slots`
+lets the model prefill two ragged contexts in pieces, decode, and compares with a plain forward pass: short contexts,
+and those that grow beyond a length at which the model may begin to compute otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import EngineCapabilityError, ModelError
+from agentrl.core.memory import memory
+from agentrl.engines.embedded.slots import SamplingBatch, SlotCache, SlotColumns
+from agentrl.engines.models import kv_bytes_per_token, special_lengths
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from agentrl.core.clock import Clock
+    from agentrl.engines.embedded.capture import KeptSets, RoutingTap
+    from agentrl.engines.embedded.slots import Slots
+    from agentrl.engines.embedded.versions import AdapterBank
+
+_REPEAT_SECONDS = 0.1
+"""How long the worker stays with a plan; partials are delivered about every 0.2 s."""
+_CONTEXTS = ((0, 5, 1, 3, 2, 4), (0, 2, 0, 1))
+_PIECES = ((4, 2), (1, 1), (1, 1))
+"""Tokens of each context computed by each pass."""
+_ROW_TOKENS = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One forward pass of one model: how many tokens each slot computes, and under which adapter."""
+
+    model: PreTrainedModel
+    bank: AdapterBank | None
+    slots: Slots  # [B], ascending
+    counts: NDArray[np.int64]  # [B]; 0 only where `fixed`: the row keeps its place and computes nothing
+    adapters: NDArray[np.int64]  # [B], place in the bank, -1: base weights
+    fixed: bool = False
+    """One token per row over the whole capacity, whatever the rows hold: the same shapes in every pass."""
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the start; rates are the reader's business."""
+
+    sampled_tokens: int = 0
+    prefill_tokens: int = 0
+    """Context tokens computed; those of contexts computed again count again."""
+    cached_tokens: int = 0
+    """Context tokens served from KV."""
+    passes: int = 0
+    rows: int = 0
+    """Rows summed over passes: `rows / passes` is the mean batch."""
+    busy_seconds: float = 0.0
+
+
+class PassRunner:
+    """Runs passes; lives on the worker thread."""
+
+    def __init__(
+        self,
+        *,
+        cache: SlotCache,
+        columns: SlotColumns,
+        device: torch.device,
+        dtype: torch.dtype,
+        tap: RoutingTap | None,
+        kept: KeptSets | None,
+        clock: Clock,
+    ) -> None:
+        self._cache = cache
+        self._columns = columns
+        self._device = device
+        self._blocked = torch.finfo(dtype).min
+        self._zero = torch.zeros((), dtype=dtype, device=self._device)
+        self._keys = torch.arange(cache.capacity + 1, device=self._device)
+        self._tap = tap
+        self._kept = kept
+        self._clock = clock
+        self.stats = EngineStats()
+        self.interrupted = False
+        """Set by the event loop when there is something to do between two passes."""
+
+    def run(self, plan: Sequence[Pass], *, repeat: bool) -> list[int]:
+        """Run the passes in order; returns the slots whose calls ended with a stop token or at their limit.
+
+        With `repeat` (all rows decode, nobody waits) the plan is run again, for a while, as long as no call ends and
+        nothing sets `interrupted`: a change of threads costs a few rows, on a busy machine a pass.
+        """
+        start = now = self._clock.monotonic()
+        ended: list[int] = []
+        with torch.inference_mode():
+            while True:
+                for one in plan:
+                    ended += self._sample(one, self.logits(one))
+                now = self._clock.monotonic()
+                if not repeat or ended or self.interrupted or now - start > _REPEAT_SECONDS:
+                    break
+        self.stats.busy_seconds += now - start
+        return ended
+
+    def logits(self, one: Pass) -> Tensor:
+        """Run one pass; the logits after each row's last token, `[B, V]`."""
+        slots, counts, columns = one.slots, one.counts, self._columns
+        first, rows = int(slots[0]), len(slots)
+        consecutive = int(slots[-1]) - first + 1 == rows
+        begin = columns.computed[slots]
+        width = int(counts.max())
+        length = self._cache.capacity if one.fixed else int((begin + counts).max())
+        write: Tensor | int
+        if one.fixed:
+            ids = columns.tokens[slots, begin][:, None]
+            positions = self._to_device(begin[:, None])
+            write = self._to_device(np.where(counts > 0, begin, self._cache.capacity)[:, None])
+        elif width == 1:
+            ids = columns.tokens[slots, begin][:, None]
+            positions = self._to_device(begin[:, None])
+            write = int(begin[0]) if length - 1 == begin[0] and bool((begin == begin[0]).all()) else positions
+        else:
+            offset = np.arange(width) - (width - counts[:, None])
+            place = np.where(offset >= 0, begin[:, None] + offset, 0)
+            ids = columns.tokens[slots[:, None], place]
+            positions = self._to_device(place)
+            write = self._to_device(np.where(offset >= 0, place, self._cache.capacity))
+        index = None if consecutive else self._to_device(slots)
+        self._cache.address(first=first, count=rows, rows=index, positions=write, length=length)
+        mask = torch.where(self._keys[:length] <= positions[:, :, None], self._zero, self._blocked)[:, None]
+        if one.bank is not None:
+            one.bank.select(one.adapters)
+        if self._tap is not None:
+            self._tap.begin()
+        logits: Tensor = one.model(
+            input_ids=self._to_device(ids),
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        if self._tap is not None:
+            self._tap.store(slots, begin, counts, width)
+        columns.computed[slots] = begin + counts
+        self.stats.passes += 1
+        self.stats.rows += rows
+        self.stats.prefill_tokens += int(counts.sum()) if width > 1 else 0
+        return logits
+
+    def _sample(self, one: Pass, logits: Tensor) -> list[int]:
+        columns, slots = self._columns, one.slots
+        ready = (columns.computed[slots] == columns.length[slots]) & (one.counts > 0)
+        if not ready.all():
+            slots = slots[ready]
+            if not len(slots):
+                return []
+            logits = logits[torch.from_numpy(np.flatnonzero(ready)).to(self._device)]
+        tokens, logprobs, kept = sample(logits, columns.sampling(slots))
+        drawn = tokens.cpu().numpy()
+        if self._kept is not None:
+            self._kept.store(slots, kept, columns.filtered[slots])
+        self.stats.sampled_tokens += len(slots)
+        return columns.append(slots, drawn, logprobs.cpu().numpy())
+
+    def score(self, one: Pass, token_ids: NDArray[np.int64], temperature: float) -> NDArray[np.float32]:
+        """Log-probability of each token of one sequence given those before it, without the cache; entry 0 is 0."""
+        start = self._clock.monotonic()
+        ids = self._to_device(token_ids)[None]
+        with torch.inference_mode():
+            if one.bank is not None:
+                one.bank.select(one.adapters)
+            logits = one.model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature
+            found = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+        scored = np.zeros(len(token_ids), np.float32)
+        scored[1:] = found.cpu().numpy()
+        self.stats.busy_seconds += self._clock.monotonic() - start
+        return scored
+
+    def next_logprobs(self, one: Pass, contexts: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Log-probability of each of `tokens` after each context, `[B, n]`, without the cache."""
+        start = self._clock.monotonic()
+        with torch.inference_mode():
+            if one.bank is not None:
+                one.bank.select(one.adapters)
+            logits = one.model(input_ids=self._to_device(contexts), use_cache=False, logits_to_keep=1).logits[:, -1]
+            found: NDArray[np.float32] = torch.log_softmax(logits.float(), dim=-1)[:, tokens].cpu().numpy()
+        self.stats.busy_seconds += self._clock.monotonic() - start
+        return found
+
+    def _to_device(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw one token per row.
+
+    Args:
+        logits: `[B, V]`, any floating dtype.
+        batch: how each row samples.
+
+    Returns:
+        tokens `[B]` int64; their logprobs `[B]` float32; the kept set `[B, V]` bool, None where no row has a filter.
+    """
+    scores = logits.float()
+    if batch.tempered:
+        scores = scores / torch.from_numpy(batch.temperature).to(scores.device)[:, None]
+    kept = kept_set(scores, batch.top_k, batch.top_p, batch.min_p) if batch.filtered else None
+    if kept is not None:
+        scores = scores.masked_fill(~kept, -torch.inf)
+    logprobs = torch.log_softmax(scores, dim=-1)
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    at = torch.from_numpy(batch.uniforms).to(scores.device)[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, at, right=True)
+    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0], kept
+
+
+def kept_set(
+    scores: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32], min_p: NDArray[np.float32]
+) -> Tensor:
+    """Which tokens survive top-k, then top-p (arXiv:1904.09751), then min-p (arXiv:2407.01082), as `[B, V]` bool.
+
+    Each filter acts on the distribution renormalised after the one before. Ties are broken by token id; top-p keeps
+    the smallest set whose mass reaches `top_p`; min-p keeps what has at least `min_p` of the likeliest token's mass.
+    """
+    vocabulary = scores.shape[-1]
+    ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+    limit = torch.from_numpy(np.where(top_k > 0, top_k, vocabulary)).to(scores.device)[:, None]
+    beyond = torch.arange(vocabulary, device=scores.device) >= limit
+    mass = torch.softmax(ordered.masked_fill(beyond, -torch.inf), dim=-1)
+    before = mass.cumsum(-1, dtype=torch.float64) - mass
+    nucleus = torch.from_numpy(top_p.astype(np.float64)).to(scores.device)[:, None]
+    floor = torch.from_numpy(min_p).to(scores.device)[:, None] * mass[:, :1]
+    keep = ~beyond & ((before < nucleus) | (nucleus >= 1)) & (mass >= floor)
+    return torch.zeros_like(keep).scatter_(1, order, keep)
+
+
+def check_memory(model: PreTrainedModel, *, slots: int, max_context: int) -> None:
+    """Refuse more keys and values than there is memory for: they are allocated with the first call.
+
+    Raises:
+        EngineCapabilityError: so many contexts of that length do not fit this machine.
+    """
+    if model.device.type != "cpu":
+        return
+    needed, free = slots * (max_context + 1) * kv_bytes_per_token(model.config), memory().free
+    if needed > free:
+        raise EngineCapabilityError(
+            f"keys and values of {slots} contexts of {max_context} tokens take {needed >> 20} MiB, and {free >> 20} "
+            "are free; lower engine.slots or engine.max_context"
+        )
+
+
+def check_slots(model: PreTrainedModel, path: str, *, max_context: int) -> None:
+    """Refuse a model that computes something else over slots than alone, in contexts of up to `max_context` tokens.
+
+    Raises:
+        ModelError: it does, or it fails.
+    """
+    random, few = np.random.default_rng(0), min(6, int(model.config.get_text_config().vocab_size))
+    try:
+        difference = _largest_difference(model, _CONTEXTS, _PIECES)
+        for length in special_lengths(model.config, max_context):
+            grown = min(length + 5, max_context)
+            contexts = (tuple(random.integers(0, few, grown).tolist()), _CONTEXTS[1])
+            pieces = ((length - 1, 2), (grown - length, 1), (1, 1))
+            difference = float(np.maximum(difference, _largest_difference(model, contexts, pieces)))
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ModelError(f"{path}: {type(model).__name__} cannot run in the embedded engine ({error!r})") from error
+    if not difference < 1e-2 + 4 * torch.finfo(model.dtype).eps:
+        raise ModelError(
+            f"{path}: {type(model).__name__} gives other logits over slots than alone (by {difference:.2g} of their "
+            "spread); its attention or cache is of a kind that the embedded engine does not support"
+        )
+
+
+def _largest_difference(
+    model: PreTrainedModel, contexts: tuple[tuple[int, ...], ...], pieces: tuple[tuple[int, int], ...]
+) -> float:
+    """Relative to the spread of the logits."""
+    longest = max(map(len, contexts))
+    cache = SlotCache(slots=2, capacity=longest, layers=model.config.num_hidden_layers)
+    columns = SlotColumns(slots=2, capacity=longest)
+    for slot, context in enumerate(contexts):
+        columns.tokens[slot, : len(context)] = context
+        columns.length[slot] = len(context)
+    runner = PassRunner(
+        cache=cache, columns=columns, device=model.device, dtype=model.dtype, tap=None, kept=None, clock=SystemClock()
+    )
+    largest = 0.0
+    for counts in pieces:
+        one = Pass(
+            model=model, bank=None, slots=np.arange(2), counts=np.array(counts), adapters=np.full(2, -1, np.int64)
+        )
+        with torch.inference_mode():
+            logits = runner.logits(one)
+        for slot, context in enumerate(contexts):
+            plain = _plain_logits(model, context[: columns.computed[slot]])
+            # NumPy's, since that of Python drops a NaN.
+            largest = float(np.maximum(largest, float((logits[slot] - plain).abs().max() / plain.std())))
+    return largest
+
+
+def _plain_logits(model: PreTrainedModel, context: tuple[int, ...]) -> Tensor:
+    with torch.inference_mode():
+        ids = torch.tensor([context], device=model.device)
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, -1]
+    return logits
+
+
+def check_rows(model: PreTrainedModel, path: str, *, slots: int) -> None:
+    """Refuse fixed shapes where a row's logits depend on its place in the pass or on the other rows.
+
+    Raises:
+        EngineCapabilityError: they do, on this machine, with this many slots.
+    """
+    rng = np.random.default_rng(0)
+    context = rng.integers(0, int(model.config.vocab_size), _ROW_TOKENS)
+    reference = _fixed_logits(model, np.tile(context, (slots, 1)))
+    company = rng.integers(0, int(model.config.vocab_size), (slots, _ROW_TOKENS))
+    company[slots // 2] = context
+    alone = _fixed_logits(model, company)[slots // 2]
+    if not (bool((reference == reference[0]).all()) and bool((alone == reference[0]).all())):
+        raise EngineCapabilityError(
+            f"{path}: on this machine a row's logits depend on its place among the {slots} slots, so that a run cannot "
+            "be repeated bit for bit; try another engine.slots (a multiple of 16), or set deterministic = false"
+        )
+
+
+def _fixed_logits(model: PreTrainedModel, contexts: NDArray[np.int64]) -> Tensor:
+    """Logits after the last token of each context, one token at a time; `[slots, V]`."""
+    slots, length = contexts.shape
+    cache = SlotCache(slots=slots, capacity=length, layers=model.config.num_hidden_layers)
+    columns = SlotColumns(slots=slots, capacity=length)
+    columns.tokens[:, :length] = contexts
+    columns.length[:] = length
+    runner = PassRunner(
+        cache=cache, columns=columns, device=model.device, dtype=model.dtype, tap=None, kept=None, clock=SystemClock()
+    )
+    everyone, ones, base = np.arange(slots), np.ones(slots, np.int64), np.full(slots, -1, np.int64)
+    one = Pass(model=model, bank=None, slots=everyone, counts=ones, adapters=base, fixed=True)
+    with torch.inference_mode():
+        for _ in range(length):
+            logits = runner.logits(one)
+    return logits

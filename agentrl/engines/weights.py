@@ -1,0 +1,466 @@
+"""Published weights from disk: read and checked before an engine serves them, and the canary check afterwards.
+
+Owns: the checks that full weights and LoRA adapters must pass (digest, names, shapes, dtypes, finite values), and the
+probe in a version's file: what its trainer computes for a few next tokens after a few contexts. The probe is part of
+the file whose digest is checked, so it belongs to those weights and to no others. Does not decide which version serves,
+and does not know how an engine answers; never unpickles.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from torch import nn
+
+from agentrl.core.errors import EngineError
+from agentrl.core.files import WEIGHT_FILES
+from agentrl.engines.child_process import MAKE_ROOM
+from agentrl.engines.models import ONE_LOAD_AT_A_TIME, first_names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from agentrl.core.records import Float32Array, Int32Array, WeightsRef
+
+_WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+KEY = "agentrl_probe"
+"""In the metadata of the safetensors file."""
+_MAX_CONTEXTS = 64
+_MAX_LENGTH = 512
+_MAX_TOKENS = 128
+"""The log-probabilities vLLM gives at once."""
+_MAX_CHARACTERS = 1 << 20
+_MAX_NATS = 1e6
+_START_NAME = "the model the run began with"
+_PEFT_PREFIX = "base_model.model."
+_CONFIG_BYTES = 1 << 16
+_HARMLESS = {
+    *("auto_mapping", "base_model_name_or_path", "bias", "eva_config", "exclude_modules", "inference_mode"),
+    *("init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core"),
+    *("peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules"),
+    *("task_type", "use_rslora"),
+}
+"""Keys of PEFT's configuration that ask for nothing but plain LoRA. Another one that is set would be left out by the
+embedded engine, or refused by vLLM."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A version's safetensors file, checked."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+
+def read_weights(weights: WeightsRef, *, beside: bytes = b"") -> WeightFile:
+    """Read a version's safetensors file after checking its digest, which is also of what lies `beside` it.
+
+    Raises:
+        EngineError: the file is missing, damaged or not the one whose digest was published; or a tensor is of a wrong
+            dtype or has a value that is not finite.
+    """
+    path = Path(weights.path) / WEIGHT_FILES[weights.kind][0]
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise refusal(weights, f"{path} cannot be read ({error.strerror})") from error
+    digest = hashlib.sha256(content)
+    digest.update(beside)
+    if digest.hexdigest() != weights.sha256:
+        what = f"{path} and its configuration" if beside else path
+        raise refusal(weights, f"the SHA-256 digest of {what} is {digest.hexdigest()}, {weights.sha256} was published")
+    try:
+        tensors = load_safetensors(content)
+    except SafetensorError as error:
+        raise refusal(weights, f"{path} is damaged ({error})") from error
+    for key, tensor in tensors.items():
+        if tensor.dtype not in _WEIGHT_TYPES:
+            raise refusal(weights, f"{key} has dtype {tensor.dtype}; float32, bfloat16 or float16 is needed")
+        if not bool(torch.isfinite(tensor).all()):
+            raise refusal(weights, f"{key} has values that are not finite")
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])  # which safetensors has checked
+    return WeightFile(tensors, header.get("__metadata__") or {})
+
+
+def match_full_weights(
+    weights: WeightsRef, read: Mapping[str, Tensor], expected: Mapping[str, Tensor], model: PreTrainedModel
+) -> Mapping[str, Tensor]:
+    """The tensors of a full version under the names of the module's state, `expected`.
+
+    A file in the architecture's hub layout (experts apart, say) is converted as `from_pretrained` does.
+
+    Raises:
+        EngineError: a name or shape does not fit the model.
+    """
+    matched = read if set(read) <= set(expected) else _convert_layout(weights, read, model)
+    stored = {tensor.untyped_storage()._cdata for name, tensor in expected.items() if name in matched}
+    for name, tensor in expected.items():
+        if name not in matched:
+            if tensor.untyped_storage()._cdata not in stored:  # a tied weight may be stored under its other name
+                raise refusal(weights, f"{name} is missing")
+        elif matched[name].shape != tensor.shape:
+            have, need = tuple(matched[name].shape), tuple(tensor.shape)
+            raise refusal(weights, f"{name} has shape {have}, the model's is {need}")
+    return matched
+
+
+def _convert_layout(weights: WeightsRef, read: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    load: Any = type(model).from_pretrained
+    try:
+        with ONE_LOAD_AT_A_TIME:
+            made, report = load(
+                None,
+                config=model.config,
+                state_dict=dict(read),
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,  # so that they are in the report
+                output_loading_info=True,
+            )
+    except (ValueError, RuntimeError) as error:
+        raise refusal(weights, f"its tensors are not those of the model ({error})") from error
+    wrong = {
+        "not those of the model": report["unexpected_keys"],
+        "missing": report["missing_keys"],
+        "of a wrong shape": [key for key, *_ in report["mismatched_keys"]],
+    }
+    for what, names in wrong.items():
+        if names:
+            raise refusal(weights, f"tensors are {what}: {first_names(names)}")
+    state: dict[str, Tensor] = made.state_dict()
+    return state
+
+
+def refusal(weights: WeightsRef, reason: str) -> EngineError:
+    """The error that says why a version is not served."""
+    return EngineError(f"weights {weights.version} refused: {reason}. The version before it keeps serving")
+
+
+class _AdapterConfig(msgspec.Struct, kw_only=True):
+    peft_type: Literal["LORA"]
+    r: Annotated[int, msgspec.Meta(ge=1)]
+    lora_alpha: float
+    use_rslora: bool = False
+    bias: Literal["none"] = "none"
+    init_lora_weights: bool | Literal["gaussian", "orthogonal", "eva"] | None = True
+    """The other ways begin by changing the base model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFile:
+    """An adapter read from PEFT files: per module A `[rank, in]` and B `[out, rank]`, B scaled by alpha / rank."""
+
+    rank: int
+    matrices: Mapping[str, tuple[Tensor, Tensor]]
+    probe: Probe | None
+
+
+def read_adapter(weights: WeightsRef) -> AdapterFile:
+    """Read and check an adapter directory in PEFT's format.
+
+    Raises:
+        EngineError: the files are damaged, not the published ones, or of a kind that is not served.
+    """
+    content = _read_config(weights)
+    file = read_weights(weights, beside=content)
+    config = _decode_config(weights, content)
+    rank = config.r
+    scale = config.lora_alpha / (math.sqrt(rank) if config.use_rslora else rank)
+    halves: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in file.tensors.items():
+        module, _, kind = key.removeprefix(_PEFT_PREFIX).removesuffix(".weight").rpartition(".")
+        if not key.startswith(_PEFT_PREFIX) or kind not in ("lora_A", "lora_B"):
+            raise refusal(weights, f"{key} is not a LoRA matrix of a linear layer")
+        if tensor.ndim != 2:
+            raise refusal(weights, f"{key} has shape {tuple(tensor.shape)}, which is no matrix")
+        halves.setdefault(module, {})[kind] = tensor
+    matrices = {}
+    for module, pair in halves.items():
+        if len(pair) != 2:
+            raise refusal(weights, f"{module} has only {next(iter(pair))}")
+        if pair["lora_A"].shape[0] != rank or pair["lora_B"].shape[1] != rank:
+            found = (tuple(pair["lora_A"].shape), tuple(pair["lora_B"].shape))
+            raise refusal(weights, f"{module} has shapes {found}, which are not of the configured rank {rank}")
+        matrices[module] = (pair["lora_A"], scaled := pair["lora_B"] * scale)
+        if not bool(scaled.isfinite().all()):
+            raise refusal(weights, f"{module} has values that are not finite once they are scaled by {scale:g}")
+    if not matrices:
+        raise refusal(weights, "it has no matrices")
+    return AdapterFile(rank=rank, matrices=matrices, probe=read_probe(weights, file))
+
+
+def read_matrices(weights: WeightsRef) -> Mapping[str, Tensor]:
+    """The tensors of an adapter's file as they are, after its digest was checked.
+
+    Raises:
+        EngineError: the files are damaged, or not the published ones.
+    """
+    return read_weights(weights, beside=_read_config(weights)).tensors
+
+
+def copy_adapter(weights: WeightsRef, directory: Path) -> WeightsRef:
+    """Copy an adapter's files, and nothing that lies beside them, into a directory; where they lie now.
+
+    Raises:
+        EngineError: a file cannot be read, or there is no room for its copy.
+    """
+    directory.mkdir(exist_ok=True)
+    for name in WEIGHT_FILES["adapter"]:
+        try:
+            shutil.copyfile(Path(weights.path) / name, directory / name)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise refusal(weights, f"{weights.path}/{name} cannot be read ({error.strerror})") from error
+            reason = (
+                f"there is no room for a copy of {weights.path}/{name} in {directory} ({error.strerror}); {MAKE_ROOM}"
+            )
+            raise refusal(weights, reason) from error
+    return replace(weights, path=str(directory))
+
+
+def _read_config(weights: WeightsRef) -> bytes:
+    path = Path(weights.path) / WEIGHT_FILES["adapter"][1]
+    try:
+        with path.open("rb") as file:
+            content = file.read(_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise refusal(weights, f"{path} cannot be read ({error.strerror})") from error
+    if len(content) > _CONFIG_BYTES:
+        raise refusal(weights, f"{path} is longer than {_CONFIG_BYTES} bytes")
+    return content
+
+
+def _decode_config(weights: WeightsRef, content: bytes) -> _AdapterConfig:
+    try:
+        config = msgspec.json.decode(content, type=_AdapterConfig)
+        found = msgspec.json.decode(content, type=dict[str, Any])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise refusal(weights, f"its configuration is not that of a LoRA adapter that is served ({error})") from error
+    used = sorted(ascii(key) for key, value in found.items() if value and key not in _HARMLESS)
+    if used:
+        raise refusal(weights, f"plain LoRA is served, without {', '.join(used)}")
+    return config
+
+
+def check_adapter(weights: WeightsRef, adapter: AdapterFile, model: PreTrainedModel, *, max_rank: int) -> None:
+    """Refuse an adapter that does not fit a model; of the model, only the shapes are looked at.
+
+    Raises:
+        EngineError: wrong rank, module or shape.
+    """
+    if adapter.rank > max_rank:
+        raise refusal(weights, f"its rank is {adapter.rank}, the engine was started for at most {max_rank}")
+    for name, (down, up) in adapter.matrices.items():
+        layer = linear_layer(model, name)
+        if layer is None:
+            raise refusal(weights, f"the model has no linear layer {name}")
+        if down.shape[1] != layer.in_features or up.shape[0] != layer.out_features:
+            found = (tuple(down.shape), tuple(up.shape))
+            raise refusal(
+                weights, f"{name} has shapes {found}, the layer is {layer.in_features} → {layer.out_features}"
+            )
+
+
+def adaptable_layers(model: PreTrainedModel) -> list[str]:
+    """Names of the linear layers that can be served under adapters: those the decoder calls once, over all tokens.
+
+    The output projection is none of them, nor are embeddings, experts whose weights are one tensor, and layers that see
+    a part of the tokens. Tried with the model's own attention, which must be set.
+    """
+    rows, width = 5, 7
+    seen: dict[str, list[tuple[int, ...]]] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+
+            def note(module: nn.Module, inputs: tuple[Tensor, ...], name: str = name) -> None:
+                seen.setdefault(name, []).append(tuple(inputs[0].shape[:-1]))
+
+            hooks.append(module.register_forward_pre_hook(note))
+    ids = torch.arange(rows * width, device=model.device).view(rows, width) % int(
+        model.config.get_text_config().vocab_size
+    )
+    with torch.inference_mode():
+        model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    head = model.get_output_embeddings()
+    return [
+        name
+        for name, shapes in seen.items()
+        if len(shapes) == 1
+        and math.prod(shapes[0]) == rows * width
+        and shapes[0][0] in (rows, rows * width)
+        and model.get_submodule(name) is not head
+    ]
+
+
+def linear_layer(model: PreTrainedModel, name: str) -> nn.Linear | None:
+    """The linear layer of that name, also where an engine has wrapped it; None where there is none."""
+    try:
+        layer = model.get_submodule(name)
+    except AttributeError:
+        return None
+    layer = getattr(layer, "base", layer)
+    return layer if isinstance(layer, nn.Linear) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """In nats, of the distance between an answer and log-probabilities."""
+
+    tolerance: float
+    """More is another model, or arithmetic that no ratio survives."""
+    floor: float
+    """Less is rounding: nobody is told apart by it."""
+
+
+_EXACT = _Limits(tolerance=1e-2, floor=1e-5)
+"""Engine and file in float32."""
+_ROUNDED = _Limits(tolerance=0.25, floor=1e-2)
+"""Either in 16 bits."""
+_NEARER = 2.0
+"""An answer that is this many times nearer to another version is that version's."""
+
+
+class _ProbeJson(msgspec.Struct, forbid_unknown_fields=True):
+    """The probe as JSON."""
+
+    contexts: list[list[int]]
+    token_ids: list[int]
+    logprobs: list[list[float]]
+    start_logprobs: list[list[float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What an engine that serves the version must answer: how likely each token is after each context."""
+
+    contexts: Int32Array  # [m, k]
+    token_ids: Int32Array  # [n]
+    logprobs: Float32Array  # [m, n], under the version
+    start_logprobs: Float32Array  # [m, n], under the model the run began with
+    is_exact: bool = True
+    """Whether the version's file holds its weights unrounded."""
+
+    def metadata(self) -> dict[str, str]:
+        """For the metadata of the version's safetensors file."""
+        columns = (self.contexts, self.token_ids, self.logprobs, self.start_logprobs)
+        said = _ProbeJson(*(column.tolist() for column in columns))
+        return {KEY: msgspec.json.encode(said).decode()}
+
+    def check_vocabulary(self, weights: WeightsRef, vocabulary: int) -> None:
+        """Refuse the probe of another model.
+
+        Raises:
+            EngineError: it has tokens beyond the vocabulary.
+        """
+        if max(int(self.contexts.max()), int(self.token_ids.max())) >= vocabulary:
+            raise refusal(weights, f"its probe has tokens outside the model's vocabulary of {vocabulary}")
+
+    def asks_like(self, other: Probe) -> bool:
+        """Whether answers to both can be compared."""
+        return np.array_equal(self.contexts, other.contexts) and np.array_equal(self.token_ids, other.token_ids)
+
+
+def read_probe(weights: WeightsRef, file: WeightFile) -> Probe | None:
+    """The probe of a version's file; None where it has none.
+
+    Raises:
+        EngineError: what stands there is not a probe.
+    """
+    text = file.metadata.get(KEY)
+    if text is None:
+        return None
+    try:
+        if len(text) > _MAX_CHARACTERS:
+            raise ValueError(f"{len(text)} characters")
+        said = msgspec.json.decode(text, type=_ProbeJson)
+        contexts, tokens = np.array(said.contexts, np.int64), np.array(said.token_ids, np.int64)
+        logprobs, start = (np.array(rows, np.float64) for rows in (said.logprobs, said.start_logprobs))
+    except (ValueError, OverflowError) as error:  # msgspec's errors are ValueErrors
+        raise refusal(weights, f"its probe cannot be read ({str(error)[:200]!a})") from error
+    if contexts.ndim != 2 or not (0 < len(contexts) <= _MAX_CONTEXTS and 0 < contexts.shape[1] <= _MAX_LENGTH):
+        raise refusal(weights, f"its probe has contexts of shape {contexts.shape}")
+    if not 1 < len(tokens) <= _MAX_TOKENS or {logprobs.shape, start.shape} != {(len(contexts), len(tokens))}:
+        raise refusal(weights, f"its probe has {len(tokens)} tokens, or not a log-probability for each")
+    for ids in (contexts, tokens):
+        if int(ids.min()) < 0 or int(ids.max()) > np.iinfo(np.int32).max:
+            raise refusal(weights, "its probe has tokens of no vocabulary")
+    if not all(((each >= -_MAX_NATS) & (each <= 1e-3)).all() for each in (logprobs, start)):
+        raise refusal(weights, "its probe has log-probabilities that are none")
+    return Probe(
+        contexts=contexts.astype(np.int32),
+        token_ids=tokens.astype(np.int32),
+        logprobs=logprobs.astype(np.float32),
+        start_logprobs=start.astype(np.float32),
+        is_exact=all(tensor.dtype == torch.float32 for tensor in file.tensors.values()),
+    )
+
+
+def check_answer(
+    weights: WeightsRef, probe: Probe, answer: Float32Array, *, dtype: torch.dtype, others: Mapping[str, Probe]
+) -> None:
+    """Refuse a version whose engine answers its probe as other weights would.
+
+    Two ways to be wrong: further from the trainer's answer than any dtype explains; or, where one update changed less
+    than that, at least twice as near to the answer of another version as to its own.
+
+    Args:
+        weights: the new version.
+        probe: its own.
+        answer: [m, n], the engine's log-probabilities of the probe's tokens.
+        dtype: the engine computes in.
+        others: by version, of what else the engine serves, or served before: what it may have been mistaken for.
+
+    Raises:
+        EngineError: the answer is not the version's.
+    """
+    limits = _EXACT if probe.is_exact and dtype == torch.float32 else _ROUNDED
+    own, nearest, name = _distance(answer, probe.logprobs), _distance(answer, probe.start_logprobs), _START_NAME
+    for version, other in others.items():
+        if other.asks_like(probe) and (distance := _distance(answer, other.logprobs)) < nearest:
+            nearest, name = distance, version
+    if own > limits.floor and own > _NEARER * nearest:
+        raise refusal(
+            weights,
+            f"the engine that loaded it answers its probe as {name} would: the log-probabilities of {answer.size} "
+            f"next tokens differ by {nearest:.2g} nats on average from those of that, by {own:.2g} from those its "
+            "trainer computed. The engine serves other weights than it was given",
+        )
+    if not own <= limits.tolerance:
+        raise _too_far(weights, own, limits.tolerance, dtype)
+
+
+def _too_far(weights: WeightsRef, difference: float, tolerance: float, dtype: torch.dtype) -> EngineError:
+    name = str(dtype).removeprefix("torch.")
+    return refusal(
+        weights,
+        f"the engine's log-probabilities of its probe differ by {difference:.2g} nats on average from those its "
+        f"trainer computed; with {name} in the engine at most {tolerance:g} are taken. Either these are not the "
+        "trainer's weights on the trainer's model, or both compute so differently that no ratio means anything; "
+        "trainer.probe_contexts = 0 publishes without a probe",
+    )
+
+
+def _distance(answer: Float32Array, logprobs: Float32Array) -> float:
+    """Mean |Δ log-probability| in nats, each context's mean Δ taken off.
+
+    That is the rounding of one normaliser for all its tokens: left in, it makes strangers look alike.
+    """
+    difference = answer.astype(np.float64) - logprobs
+    return float(np.abs(difference - difference.mean(axis=1, keepdims=True)).mean())
