@@ -187,14 +187,12 @@ async def scripted_engine(
     config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path
 ) -> Engine:
     program = EngineProgram("benchmarks.chaos_run:scripted", {})
-    attempts = config.infrastructure_attempts
     placement = LocalPlacement(log)
     return await ProcessEngine(
         program,
         versions,
         placement=placement,
         silence_s=config.engine.silence_timeout_s,
-        attempts=attempts,
         clock=Hurried(),
         tell=tell,
     ).ready()
@@ -218,7 +216,7 @@ def scripted_config(directory: str, seed: int, steps: int) -> RunConfig:
                 "solver": {"step_size": 16, "max_staleness": 1},
             },
             "credit": {"group_size": 4},
-            "checkpoint": {"every": 2, "keep": 2},
+            "checkpoint": {"every": 2},
             "evaluation": {"tasks": 0},
             "journal": {"keep": 2},
             "engine": {"silence_timeout_s": float(os.environ.get("CHAOS_SILENCE_S", "300"))},
@@ -227,7 +225,7 @@ def scripted_config(directory: str, seed: int, steps: int) -> RunConfig:
 
 
 TOOL_USE = ROOT / "examples" / "01_tool_use.toml"
-SMALL = ["trainer.kind=in_process", "trainer.probe_contexts=0", "credit.group_size=4", "policies.solver.step_size=8"]
+SMALL = ["trainer.kind=in_process", "credit.group_size=4", "policies.solver.step_size=8"]
 TWO_WORKERS = ["workers=2", "max_in_flight=24"]
 TWO_POLICIES = [
     *("deterministic=false", "engine.refresh=token", "engine.max_context=256"),

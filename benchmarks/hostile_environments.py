@@ -112,7 +112,6 @@ def play(act: str, directory: str, *, resume: bool) -> int:
             "evaluation": {"tasks": 0},
             "checkpoint": {"every": 1},
             "episode_timeout_s": 5.0,
-            "data_attempts": 1,
             "max_in_flight": 12,
         }
     )

@@ -9,7 +9,7 @@ forwarded by the trainer's own pass, with and without what was recorded. Figures
   refresh_k3_lazy          k3 of the tokens that the weights being trained had sampled, in runs of the calculator's task
                            with an adapter and a large learning rate: `lazy` refresh, the default
   refresh_k3_recomputed    the same under `token` refresh, keys and values of older weights computed again
-  refresh_k3_kept          the same, and they are kept (`keep_kv`): what an `engine_mismatch` alarm is about
+  refresh_k3_kept          the same, and they are kept (`token_keep_kv`): what an `engine_mismatch` alarm is about
 The k3 of all tokens, and the bias that kept sets remove, are shown beside. The model is a random Qwen3-MoE (8 experts,
 top 2) whose weights are drawn six times as wide as usual, so that its experts differ as trained ones do.
 
@@ -284,7 +284,7 @@ def refreshes(seeds: range) -> dict[str, float]:
     settings: dict[str, dict[str, Any]] = {
         "lazy": {},
         "recomputed": {"refresh": "token"},
-        "kept": {"refresh": "token", "keep_kv": True},
+        "kept": {"refresh": "token_keep_kv"},
     }
     found: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in settings}
     for seed in seeds:

@@ -67,7 +67,6 @@ KINDS: dict[type[Section], str] = {
 
 CHANGED: dict[str, Any] = {
     "environment.options": {"split": "other"},
-    "model.tool_call_format": "llama",
     "policies.guesser.lora": None,
     "policies.guesser.lora.target_modules": ["q_proj"],
     "policies.guesser.sampling": {"temperature": 0.5},
@@ -111,8 +110,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "best.stop_at": {"best.metric": "reward/mean"},
     "best.stop_fall": {"best.metric": "reward/mean"},
     "engine.replicas": {"engine.placement": "process"},
-    "engine.kv_memory": {"engine.kind": "vllm"},
-    "engine.keep_kv": {"engine.refresh": "token"},
     "trainer.loss.clip_low": {"trainer.loss": {"kind": "ppo"}},
     "trainer.loss.clip_high": {"trainer.loss": {"kind": "ppo"}},
 }
@@ -507,8 +504,7 @@ def wrong(setting: Setting, found: Resumed) -> list[str]:
         problems.append("it is declared as refused, and the run went on")
     if found.outcome == "went on" and found.steps < 2:
         problems.append(f"{found.steps} steps were taken")
-    allowed = {"dead_lineage"} if setting.key == "checkpoint.dead_lineage" else set()
-    problems += [f"{count} dropped as {reason}" for reason, count in found.dropped.items() if reason not in allowed]
+    problems += [f"{count} dropped as {reason}" for reason, count in found.dropped.items()]
     return problems
 
 

@@ -573,7 +573,7 @@ class _Judge:
             if row["purpose"] == "train" and row["drop_reason"] is None
         }
         if estimator == "role_mean":
-            expected = self.role_means(committed, credit.get("role_decay", 0.95))
+            expected = self.role_means(committed, 0.95)
         elif estimator == "none":
             expected = _Expected(lambda row: (row["reward"], 0.0, None))
         elif credit.get("release", "group") == "group":

@@ -34,7 +34,7 @@ from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.groups import FirstFinishers, Release, WholeGroups, history_of
 from agentrl.orchestrator.loop import Orchestrator, Plan
-from agentrl.orchestrator.manifest import CheckpointWriter
+from agentrl.orchestrator.manifest import KEPT_CHECKPOINTS, CheckpointWriter
 from agentrl.orchestrator.opponents import OpponentPool, Opponents
 from agentrl.orchestrator.phases import Phase, Phases
 from agentrl.orchestrator.retention import JournalRetention, VersionRetention
@@ -61,9 +61,6 @@ class Past:
     """Committed episodes of groups of which something is still to be trained."""
     resolved: Mapping[tuple[str, str], str | None] = field(default_factory=dict)
     """What became of units among them, by (policy, episode id): None for trained ones, else the drop reason."""
-    dead: frozenset[tuple[str, str]] = frozenset()
-    """Units among those and of the unfinished, by (policy, episode id), to be left out: some of their tokens are of
-    weights that a rollback undid."""
     unfinished: Sequence[EpisodeSpec] = ()
     ended_children: Mapping[str, EpisodeHeader] = field(default_factory=dict)
     """Of unfinished parents."""
@@ -291,7 +288,7 @@ def _opponents(config: RunConfig, parts: Parts, dispatcher: Dispatcher) -> Oppon
         run_seed=config.seed,
         pinned=dispatcher.pinned,
         counts=dispatcher.buffer.counts,
-        checkpoints=config.checkpoint.keep,
+        checkpoints=KEPT_CHECKPOINTS,
     )
 
 
@@ -302,7 +299,6 @@ def _buffer(config: RunConfig, parts: Parts) -> EpisodeBuffer:
         config.trained,
         _release(config, parts),
         resolved_before=past.resolved,
-        dead=past.dead,
         compositions={**compositions(step_sizes), **past.compositions},
     )
 
@@ -322,7 +318,7 @@ def _release(config: RunConfig, parts: Parts) -> Release:
 
 
 def _roles(config: RunConfig, means: Mapping[Role, Mean]) -> RoleMeans | None:
-    return RoleMeans(config.credit.role_decay, means) if config.credit.advantage == "role_mean" else None
+    return RoleMeans(means) if config.credit.advantage == "role_mean" else None
 
 
 def _choice(config: RunConfig, measured: Measured) -> Choice:
@@ -334,7 +330,7 @@ def _choice(config: RunConfig, measured: Measured) -> Choice:
         window=best.window,
         stop_at=best.stop_at,
         stop_fall=best.stop_fall,
-        checkpoints=config.checkpoint.keep,
+        checkpoints=KEPT_CHECKPOINTS,
         measured=measured,
     )
 
@@ -408,7 +404,6 @@ def make_dispatcher(
         next_number=past.next_number,
         next_evaluation=past.next_evaluation,
         ended_children=dict(past.ended_children),
-        memory_size=config.credit.memory_size,
     )
 
 
@@ -435,7 +430,6 @@ def attach_worker(
     dispatcher.worker = AsyncioWorker(
         runner,
         environments={name_of(environment): environment},
-        data_attempts=config.data_attempts,
         on_failure=on_failure,
         admitted=store.flush,
     )

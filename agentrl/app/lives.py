@@ -31,8 +31,7 @@ from agentrl.app.weights import given_weights, load_weights
 from agentrl.cluster.worker_pool import NAMED, SUSPECTED
 from agentrl.config.run import Difference, RunConfig
 from agentrl.core import ids
-from agentrl.core.budget import RetryBudget
-from agentrl.core.clock import SteadyLoop
+from agentrl.core.clock import RetryBudget, SteadyLoop
 from agentrl.core.errors import (
     AgentRLError,
     EngineLostError,
@@ -299,10 +298,10 @@ async def lives(lasting: Lasting) -> Orchestrator:
     """Run to the end, over as many lives as it takes; the orchestrator of the last one.
 
     Raises:
-        TrainerLostError: lost `infrastructure_attempts` times in a row, with no step in between.
+        TrainerLostError: lost `core.clock.ATTEMPTS` times in a row, with no step in between.
         AgentRLError: what else ended the run.
     """
-    budget = RetryBudget(lasting.config.infrastructure_attempts)
+    budget = RetryBudget()
     observer = lasting.observer
     while True:
         steps = len(observer.steps)
@@ -363,7 +362,7 @@ async def _life(lasting: Lasting) -> Orchestrator:
             clock=lasting.adapters.clock,
             tasks=lasting.tasks,
             held_out=lasting.held_out,
-            checkpoints=CheckpointWriter(directory.checkpoints, keep=config.checkpoint.keep),
+            checkpoints=CheckpointWriter(directory.checkpoints),
             versions=versions,
             weights=served.weights,
             opponents=served.opponents,

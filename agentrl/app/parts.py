@@ -122,10 +122,10 @@ def _engine_arguments(config: RunConfig) -> dict[str, Any]:
         "adapter_slots": adapter_places(config),
         "max_rank": largest_rank(config),
         "max_staleness": {name: policy.max_staleness for name, policy in config.trained.items()},
-        "threads": section.threads,
+        "threads": config.threads,
     }
     if section.kind == "vllm":
-        return {**arguments, "kv_memory": section.kv_memory << 20}
+        return arguments
     return {
         **arguments,
         "capture_routing": section.capture_routing,
@@ -142,11 +142,9 @@ async def _beside(
     log: Path | None,
 ) -> Engine:
     """As many processes of an engine as are configured, as one engine; none is left where one does not start."""
-    silence_s, attempts = config.engine.silence_timeout_s, config.infrastructure_attempts
+    silence_s = config.engine.silence_timeout_s
     engines = [
-        ProcessEngine(
-            program, versions, placement=_placement(config, log), silence_s=silence_s, attempts=attempts, tell=tell
-        )
+        ProcessEngine(program, versions, placement=_placement(config, log), silence_s=silence_s, tell=tell)
         for _ in range(config.engine.replicas)
     ]
     try:
@@ -214,7 +212,6 @@ def make_workers(
         workers=config.workers,
         work=work,
         max_in_flight=config.max_in_flight,
-        attempts=config.infrastructure_attempts,
         silence_s=config.engine.silence_timeout_s,
     )
     return WorkerPool(settings, engine=shared, placement=_placement(config, log, gpus=False), clock=clock, tell=tell)
@@ -278,7 +275,7 @@ def make_chat_format(config: RunConfig) -> ChatFormat:
         return JsonFormat()
     from agentrl.rollout.chat_format import TemplateFormat
 
-    return TemplateFormat.load(config.model.path, tool_call_format=config.model.tool_call_format)
+    return TemplateFormat.load(config.model.path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import inspect
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ from agentrl.app.weights import SPARE
 from agentrl.config.policies import BotPolicy, PastPolicy
 from agentrl.config.run import Difference, RunConfig
 from agentrl.core.clock import Clock
-from agentrl.core.errors import EngineError, JournalError, RunDirectoryError, StorageError
+from agentrl.core.errors import EngineError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_leftovers
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
@@ -32,8 +32,7 @@ from agentrl.credit.role_means import Mean, Role
 from agentrl.environment.base import Environment, children_of
 from agentrl.environment.registry import load_function, name_of
 from agentrl.journal.checksums import code_digest
-from agentrl.journal.entries import Begin, TurnEntry
-from agentrl.journal.partials import decode_partial
+from agentrl.journal.entries import Begin
 from agentrl.journal.port import JournalStore, RunLog
 from agentrl.journal.reader import EntryKey, TurnReader
 from agentrl.journal.rows import decode_entries
@@ -41,6 +40,7 @@ from agentrl.journal.run_log import Change, Life
 from agentrl.orchestrator.choice import UNMEASURED, Measured
 from agentrl.orchestrator.manifest import Manifest, newest
 from agentrl.orchestrator.opponents import joined_by
+from agentrl.orchestrator.proposals import MEMORY_SIZE
 from agentrl.orchestrator.retention import versions_in
 from agentrl.orchestrator.versions import PolicyBoard, publish
 
@@ -169,17 +169,14 @@ class Recovery:
     def past(self, config: RunConfig, journal: RunJournal) -> Past:
         """What the journal says is left of the lives before."""
         versions = {} if self.manifest is None else self.manifest.versions
-        past = past_of(
+        return past_of(
             journal,
             versions,
             group_size=config.credit.group_size,
             opponents=config.of_kind(PastPolicy).keys(),
-            remembered=None if config.deterministic else config.credit.memory_size,
+            remembered=None if config.deterministic else MEMORY_SIZE,
             step_sizes={name: policy.step_size for name, policy in config.trained.items()},
         )
-        if config.checkpoint.dead_lineage == "keep" or not versions:
-            return past
-        return replace(past, dead=_dead_units(past, versions, journal))
 
 
 def begin_life(
@@ -299,28 +296,6 @@ def _file_of(made: Any) -> str:
         return os.path.abspath(inspect.getsourcefile(made) or "")
     except TypeError:
         return f"{made.__module__}:{made.__qualname__}"
-
-
-def _dead_units(past: Past, versions: Mapping[str, PolicyVersion], journal: RunJournal) -> frozenset[tuple[str, str]]:
-    """Units, by (policy, episode id), with a token that no ancestor of the checkpoint's versions sampled."""
-    board = PolicyBoard(versions, (), journal.parents())
-    dead = set()
-    for spec in (*(spec for spec, _ in past.ended), *past.unfinished):
-        policies = {binding.policy for binding in spec.seats.values()} & versions.keys()
-        sampled_by = set()
-        try:
-            recorded, partials = journal.recorded(spec.episode_id, spec.attempt)
-        except JournalError:
-            continue  # whoever needs it says so
-        for entry in recorded:
-            turn = entry.decode()
-            if isinstance(turn, TurnEntry) and turn.policy in versions:
-                sampled_by |= {PolicyVersion(turn.policy, span.lineage, span.step) for span in turn.spans}
-        for row in partials:
-            spans = decode_partial(row.body).spans  # a partial does not say whose it is
-            sampled_by |= {PolicyVersion(policy, span.lineage, span.step) for policy in policies for span in spans}
-        dead |= {(version.policy, spec.episode_id) for version in sampled_by if not board.survives(version)}
-    return frozenset(dead)
 
 
 async def serve_older(

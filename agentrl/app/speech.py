@@ -27,7 +27,6 @@ def rollout_settings(config: RunConfig, chat_format: ChatFormat, max_context: in
         episode_timeout_s=config.episode_timeout_s,
         max_staleness={name: policy.max_staleness for name, policy in config.trained.items()},
         on_code_change=config.environment.on_code_change,
-        infrastructure_attempts=config.infrastructure_attempts,
     )
 
 

@@ -228,7 +228,6 @@ class WorkerHost:
         self._worker = AsyncioWorker(
             runner,
             environments={name: resolve(found) for name, found in work.environments.items()},
-            data_attempts=config.data_attempts,
             on_failure=self.run.failed,
         )
         self._cancelling: asyncio.Task[None] | None = None

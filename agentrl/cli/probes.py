@@ -213,7 +213,7 @@ def plan() -> list[Check]:
     config = load(shipped_example("01_tool_use"))
     has_gpu = _version("torch") is not None and _asked_torch().stdout.split()[1:] not in ([], ["0"])
     device = "GPU" if has_gpu else "CPU"
-    engine = f"{config.engine.kind}, in this process, {config.engine.threads} thread(s), on the {device}"
+    engine = f"{config.engine.kind}, in this process, {config.threads} thread(s), on the {device}"
     checks = [Check(name="engine", found=engine)]
     if config.trainer.kind == "in_process" or _version("ray") is None:
         checks.append(Check(name="trainer", found=f"in this process, on the {device}"))

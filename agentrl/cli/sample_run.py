@@ -83,7 +83,7 @@ def sample_config(directory: str | Path, name: str) -> RunConfig:
         "engine": {"max_context": 1024, "refresh": "token"},
         "sampling": {"max_tokens": 96, "max_turns": 8},
         "credit": {"group_size": 2},
-        "trainer": {"kind": "in_process", "probe_contexts": 0},
+        "trainer": {"kind": "in_process"},
         "checkpoint": {"every": 2, "versions": 0},
         "evaluation": {"tasks": len(held_out_tasks())},
         "max_in_flight": 48,

@@ -24,6 +24,7 @@ import msgspec
 
 from agentrl.cluster import worker_wire as wire
 from agentrl.cluster.worker_process import WorkerProcess
+from agentrl.core.clock import ATTEMPTS
 from agentrl.core.errors import AgentRLError, EngineError
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, dropped_header
 from agentrl.core.words import plural
@@ -78,10 +79,10 @@ class PoolSettings:
     work: wire.Work
     """What each process is told first, but for its number."""
     max_in_flight: int
-    attempts: int
-    """How often in a row a process may be lost."""
     silence_s: float
     """How long it may give no sign of life."""
+    attempts: int = ATTEMPTS
+    """How often in a row a process may be lost."""
 
 
 class WorkerPool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from agentrl.cluster import worker_wire as wire
-from agentrl.core.budget import RetryBudget
+from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import AgentRLError, EngineLostError, error_named
 from agentrl.engines.child_process import EngineProgram, Supervisor
 from agentrl.engines.wire import receive, send

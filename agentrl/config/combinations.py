@@ -201,32 +201,17 @@ def _check_engine(config: RunConfig) -> None:
     engine = config.engine
     if engine.kind == "vllm":
         _check_vllm(config)
-    elif engine.kv_memory:
-        raise ValueError(
-            f"engine.kv_memory = {engine.kv_memory}: the embedded engine holds slots x max_context tokens; set these, "
-            "or engine.kind = 'vllm'"
-        )
     elif engine.placement == "here" and engine.replicas > 1:
         raise ValueError(
             "engine.replicas > 1 needs engines in processes of their own: set engine.placement = 'process', or 'ray'"
         )
-    if engine.keep_kv:
-        _check_kept_kv(config)
+    if engine.keep_kv and engine.kind == "vllm" and all(policy.lora for policy in config.trained.values()):
+        raise ValueError(
+            "engine.refresh = 'token_keep_kv': vLLM never serves keys and values of one adapter to another, so a turn "
+            "that goes on under a newer one is computed again. Set engine.refresh = 'token'"
+        )
     if engine.replicas > 1 and config.deterministic:
         raise ValueError("deterministic = true needs engine.replicas = 1: who shares a batch with whom must not vary")
-
-
-def _check_kept_kv(config: RunConfig) -> None:
-    if all(config.refresh_of(name) != "token" for name in config.trained):
-        raise ValueError(
-            "engine.keep_kv = true is for turns that go on under newer weights, and with engine.refresh = "
-            f"{config.engine.refresh!r} none does: leave it out, or set engine.refresh = 'token'"
-        )
-    if config.engine.kind == "vllm" and all(policy.lora is not None for policy in config.trained.values()):
-        raise ValueError(
-            "engine.keep_kv = true: vLLM never serves keys and values of one adapter to another, so a turn that goes "
-            "on under a newer one is computed again. Leave it out"
-        )
 
 
 def _check_vllm(config: RunConfig) -> None:

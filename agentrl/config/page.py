@@ -65,18 +65,22 @@ def page() -> str:
     """The page as Markdown."""
     example = '[environment]\nid = "calculator"\n\n[model]\npath = "environments.calculator:model"\n\n'
     example += "[policies.solver]\nlearning_rate = 1e-4"
-    parts = [_INTRODUCTION.format(toml=example, count=sum(1 for _ in fields()))]
+    parts = [_INTRODUCTION.format(toml=example, count=len(fields()))]
     parts += [_section(section, path) for section, path in _walk(RunConfig, "")]
     parts.append(f"## All defaults\n\n```toml\n{_defaults()}```\n")
     return "\n".join(parts)
 
 
-def fields() -> Iterator[tuple[str, str]]:
-    """(section, field) of every value a user can set; the sections of a union each count."""
-    for section, _ in _walk(RunConfig, ""):
-        for name, field in section.model_fields.items():
-            if not sections_in(field.annotation)[0]:
-                yield section.__name__, name
+def fields() -> list[str]:
+    """Every key that holds a value, such as `policies.NAME.kind`, once: several kinds of a section may have it."""
+    return list(
+        dict.fromkeys(
+            f"{path}{name}"
+            for section, path in _walk(RunConfig, "")
+            for name, field in section.model_fields.items()
+            if not sections_in(field.annotation)[0]
+        )
+    )
 
 
 def _walk(section: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel], str]]:

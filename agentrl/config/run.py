@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -30,7 +31,6 @@ from agentrl.config.section import (
     Section,
     Share,
     Steps,
-    Threads,
     Tokens,
     Unit,
     WaveFixed,
@@ -64,8 +64,6 @@ class ModelConfig(Section):
     """A local Hugging Face causal-LM directory with tokenizer and chat template: a path, in a TOML file relative to
     that file, or `package:directory` for one inside an installed package, such as `environments.calculator:model`.
     Needed unless every policy is remote or a bot."""
-    tool_call_format: Fixed[Literal["auto", "hermes", "llama"]] = "auto"
-    """How the model writes tool calls; `auto` reads it off the chat template."""
 
     @field_validator("path")
     @classmethod
@@ -88,20 +86,20 @@ class EngineConfig(Section):
     """Conversations whose KV is held at once; more of them share each forward pass."""
     max_context: PerEpisode[Tokens] = 512
     """Longest conversation; memory for the KV grows with it."""
-    refresh: WaveFixed[Literal["auto", "token", "turn", "episode", "lazy"]] = "auto"
+    refresh: WaveFixed[Literal["auto", "token", "token_keep_kv", "turn", "episode", "lazy"]] = "auto"
     """When a conversation in flight moves to newer weights. `auto`, by policy: `lazy` for an adapter, `token` for full
-    weights, which can only have `token` or `turn` (docs/engines.md)."""
-    keep_kv: WaveFixed[bool] = False
-    """`token` refresh: keep the KV that older weights computed. That saves computing it again, but the tokens that
-    follow have logprobs that neither version gives alone: the trainer cannot reproduce them (docs/off_policy.md)."""
+    weights, which can only have a `token` refresh or `turn` (docs/engines.md). `token` computes the conversation's KV
+    again; `token_keep_kv` keeps what older weights computed, which saves that, but the tokens that follow have logprobs
+    that neither version gives alone: the trainer cannot reproduce them (docs/off_policy.md)."""
     capture_routing: WaveFixed[bool] = False
     """Record which experts each position used, and train through them (mixture-of-experts models)."""
-    threads: WaveFixed[Threads] = 1
-    """Torch threads of the engine on CPU; one each for engine and trainer is best on two cores."""
     silence_timeout_s: Free[Seconds] = 300.0
     """A process of an engine, or of a worker, that gives no sign of life for so long is replaced, whatever it does."""
-    kv_memory: Free[Annotated[NonNegative, Unit("MiB")]] = 0
-    """`vllm`: memory for keys and values; 0: what `slots` contexts need on CPU, what vLLM finds free on a GPU."""
+
+    @property
+    def keep_kv(self) -> bool:
+        """Whether a turn that goes on under newer weights keeps the KV that older ones computed."""
+        return self.refresh == "token_keep_kv"
 
 
 class SamplingConfig(Section):
@@ -135,10 +133,6 @@ class CreditConfig(Section):
     """What a reward is compared with: the others of its group in the same seat, by `leave_one_out` (RLOO), `group_mean`
     (Dr. GRPO) or `group_std` (GRPO, by n - 1); `role_mean`: what the policy used to get in that seat (zero-sum games,
     SPIRAL); `none` (REINFORCE on the raw reward)."""
-    role_decay: Free[Share] = 0.95
-    """Of `role_mean`: the share of the running mean that stays per reward; 0.95 remembers about twenty rewards."""
-    memory_size: WaveFixed[Annotated[Positive, Field(le=1_000_000), Unit("proposals")]] = 2000
-    """Proposals the run remembers (`ctx.remember`); the oldest go."""
     release: Fixed[Literal["group", "episode", "late"]] = "group"
     """When episodes may be trained: `group`, when all of their group have ended; `late`, the first half of a group
     together and every later one when it ends, paid in full and compared with the same first ones; `episode`, each when
@@ -169,9 +163,6 @@ class PpoLoss(Section):
     clip_high: Free[Rate] = 0.28
     """The ratio is not rewarded above 1 + this; larger than the lower bound, which keeps exploration (DAPO,
     arXiv:2503.14476)."""
-    clip_dual: Free[Annotated[float, Field(gt=1)]] = 3.0
-    """A token of negative advantage whose ratio is above this pushes no further (dual clip, arXiv:1912.09729; verl's
-    `clip_ratio_c`): else its gradient grows with the ratio, without bound."""
 
 
 class ReinforceLoss(Section):
@@ -187,12 +178,6 @@ LossConfig = Annotated[PolicyGradientLoss | PpoLoss | ReinforceLoss, Field(discr
 class OptimizerConfig(Section):
     """AdamW (arXiv:1711.05101), one per policy."""
 
-    beta1: Free[Share] = 0.9
-    """Decay of the mean gradient."""
-    beta2: Free[Share] = 0.95
-    """Decay of the mean squared gradient; below the usual 0.999, since a run has tens of steps."""
-    weight_decay: Free[Annotated[float, Field(ge=0)]] = 0.0
-    """Decoupled; 0, since RL starts from weights worth keeping."""
     max_grad_norm: Free[Rate] = 1.0
     """A longer gradient is scaled down to this length."""
     warmup_steps: Free[MaybeSteps] = 0
@@ -215,11 +200,7 @@ class TrainerConfig(Section):
     """The constant c of the normaliser step_size × c: a typical number of sampled tokens of a unit."""
     micro_batch_tokens: Free[Tokens] = 8192
     """Padded tokens per forward pass: memory; the update is the same for any value."""
-    probe_contexts: Free[Annotated[int, Field(ge=0, le=64), Unit("contexts")]] = 1
-    """Contexts whose next tokens' logprobs a version carries, for an engine to find before it samples; 0: none."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    threads: Free[Threads] = 1
-    """Torch threads per rank on CPU."""
 
 
 class EvaluationConfig(Section):
@@ -257,11 +238,6 @@ class CheckpointConfig(Section):
 
     every: Free[MaybeSteps] = 10
     """Steps between checkpoints; one is always written at the end, and that alone where this is 0."""
-    dead_lineage: Free[Literal["keep", "drop"]] = "keep"
-    """Units with tokens sampled by weights that a rollback undid: train on them, as their recorded logprobs stay true
-    and their staleness is counted from where the lineages part; or drop them."""
-    keep: Free[Annotated[Positive, Unit("checkpoints")]] = 2
-    """How many of the newest are kept; two, so that a damaged one costs no more than `every` steps."""
     versions: Free[Annotated[NonNegative, Unit("versions")]] = 4
     """Published versions of each policy that stay on disk; 0 keeps all."""
 
@@ -302,15 +278,10 @@ class RunConfig(Section):
     own, so that a stuck one holds nothing for ever; sampling, waiting for the engine or for child episodes, and being
     parked do not count. Beyond it, an episode whose agents have acted is truncated (`time_limit`) with the
     environment's penalty; one that hangs before any turn, or outside ctx, is dropped (`episode_timeout`)."""
-    data_attempts: Free[Annotated[Positive, Unit("attempts")]] = 2
-    """How often an episode whose environment raises is tried before it is dropped, in one life of the run."""
     deterministic: Fixed[bool] = False
     """The weights after any number of kills are those of the undisturbed run, bit for bit: episodes in waves, each
     played with the weights of one step, computed in fixed shapes. Several times slower: to find a fault, and to test.
     """
-    infrastructure_attempts: Free[Annotated[Positive, Unit("attempts")]] = 5
-    """How often in a row, with nothing achieved in between, a trainer or an engine process may be lost and replaced
-    before the run ends; the wait in between grows from 1 s to 30 s."""
     sinks: Free[tuple[Literal["trackio", "wandb", "tensorboard"], ...]] = ()
     """Where metrics go besides `metrics.jsonl` and the journal; each is an extra of its name."""
     environment: EnvironmentConfig
@@ -364,7 +335,7 @@ class RunConfig(Section):
             return "token"  # nothing newer ever comes
         if self.engine.refresh == "auto":
             return "token" if section.lora is None else "lazy"
-        return self.engine.refresh
+        return "token" if self.engine.refresh == "token_keep_kv" else self.engine.refresh
 
     def steps_of(self, policy: str) -> int:
         """How often a policy that learns is updated."""
@@ -382,6 +353,15 @@ class RunConfig(Section):
         if isinstance(section, PastPolicy):
             return self.sampling_of(section.of)
         return SamplingConfig.model_validate({**self.sampling.model_dump(), **section.sampling})
+
+    @property
+    def threads(self) -> int:
+        """Torch threads of each engine and each rank on CPUs: the machine's cores, shared evenly by all of them.
+
+        One in a deterministic run: the number of threads decides the order in which a sum's parts are added.
+        """
+        ranks = self.trainer.workers if self.trainer.kind == "ray" else 1
+        return 1 if self.deterministic else max(1, len(os.sched_getaffinity(0)) // (self.engine.replicas + ranks))
 
     @property
     def filtered(self) -> list[str]:

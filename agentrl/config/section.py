@@ -45,7 +45,6 @@ Tokens = Annotated[int, Field(gt=0, le=10**8), Unit("tokens")]
 Episodes = Annotated[int, Field(gt=0, le=10**7), Unit("episodes")]
 Steps = Annotated[int, Field(gt=0, le=10**9), Unit("optimizer steps")]
 MaybeSteps = Annotated[int, Field(ge=0, le=10**9), Unit("optimizer steps")]
-Threads = Annotated[int, Field(gt=0, le=4096), Unit("threads")]
 Seconds = Annotated[float, Field(gt=0, le=1e9), Unit("s")]
 Share = Annotated[float, Field(ge=0, lt=1)]
 

@@ -36,6 +36,10 @@ class Mean(NamedTuple):
         return Mean(decay * self.total + reward, decay * self.weight + 1.0)
 
 
+DECAY = 0.95
+"""The share of a running mean that stays per reward: it remembers about twenty rewards."""
+
+
 class RoleMeans:
     """Role-conditioned advantage estimation (SPIRAL, arXiv:2506.24119): A = R - b_role, b_role ← d·b_role + (1 - d)·R.
 
@@ -45,11 +49,11 @@ class RoleMeans:
     advantage 0. Agents of one episode in one seat are compared with the same mean and enter it together.
 
     Args:
-        decay: d, the share that stays per reward: .95 remembers about twenty.
         means: of an earlier life of the run.
+        decay: d, the share that stays per reward.
     """
 
-    def __init__(self, decay: float, means: Mapping[Role, Mean] | None = None) -> None:
+    def __init__(self, means: Mapping[Role, Mean] | None = None, *, decay: float = DECAY) -> None:
         self._decay = decay
         self._means = dict(means or {})
         self._next: dict[str, dict[Role, Mean]] = {}

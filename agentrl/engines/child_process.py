@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from asyncio.subprocess import Process
     from collections.abc import Callable, Mapping
 
-    from agentrl.core.budget import RetryBudget
-    from agentrl.core.clock import Clock
+    from agentrl.core.clock import Clock, RetryBudget
 
 VARIABLE = "AGENTRL_PRIVATE_FILES"
 """Tells a child where its directory is."""

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from agentrl.core.budget import RetryBudget
-from agentrl.core.clock import SystemClock
+from agentrl.core.clock import RetryBudget, SystemClock
 from agentrl.core.errors import AgentRLError, EngineError, EngineFailedError, EngineLostError, InputError, error_named
 from agentrl.core.ids import key64
 from agentrl.engines import wire

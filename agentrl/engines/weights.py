@@ -452,8 +452,7 @@ def _too_far(weights: WeightsRef, difference: float, tolerance: float, dtype: to
         weights,
         f"the engine's log-probabilities of its probe differ by {difference:.2g} nats on average from those its "
         f"trainer computed; with {name} in the engine at most {tolerance:g} are taken. Either these are not the "
-        "trainer's weights on the trainer's model, or both compute so differently that no ratio means anything; "
-        "trainer.probe_contexts = 0 publishes without a probe",
+        "trainer's weights on the trainer's model, or both compute so differently that no ratio means anything",
     )
 
 

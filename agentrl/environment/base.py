@@ -242,7 +242,7 @@ class EpisodeContext(ABC):
     async def remember(self, key: str, structure: str = "") -> Recollection:
         """Have the run remember a proposal, and hear what it knew of it: journaled, so the same on every execution.
 
-        The newest `credit.memory_size` proposals of all training episodes are remembered. Other episodes only hear.
+        The newest 2,000 proposals of all training episodes are remembered. Other episodes only hear.
 
         Args:
             key: equal for proposals that are the same. Normalise it: what differs by a space is another one.

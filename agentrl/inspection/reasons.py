@@ -137,7 +137,7 @@ def _no_room(view: Conversation) -> list[Reason]:
         "its first turn, and loses it between two when to keep it costs more than to compute its context again, and "
         "others wait"
     )
-    return [Reason("time", text, "raise engine.kv_memory, or shorten the contexts")]
+    return [Reason("time", text, "raise engine.slots, or shorten the contexts")]
 
 
 def _named(act: TurnAct | ToolAct | EffectAct) -> str:

@@ -9,7 +9,7 @@ Symbols: pi = exp(logprobs), mu = exp(behavior_logprobs), A = advantages, w = pi
 
 The gradient of a token's loss with respect to its log pi is bounded by |A| times
 truncated   max_ratio, also far from mu: the weight is a constant, cut there
-ppo         max(1 + clip_high, clip_dual): the former where A > 0, the latter where A < 0
+ppo         max(1 + clip_high, DUAL_CLIP): the former where A > 0, the latter where A < 0
 reinforce   1
 """
 
@@ -90,22 +90,27 @@ def truncated(
     )
 
 
+DUAL_CLIP = 3.0
+"""A token of negative advantage whose ratio is above this pushes no further (verl's `clip_ratio_c`): else its gradient
+grows with the ratio, without bound."""
+
+
 def ppo(
     logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, section: PpoLoss
 ) -> LossTerms:
     """Clipped surrogate (PPO, arXiv:1707.06347) with dual clip (Ye et al. 2020, arXiv:1912.09729).
 
     -min(w A, clip(w, 1 - l, 1 + h) A) where A >= 0, -max(min(w A, clip(w, 1 - l, 1 + h) A), c A) where A < 0.
-    l = `section.clip_low`, h = `section.clip_high` (asymmetric: DAPO, arXiv:2503.14476), c = `section.clip_dual`.
+    l = `section.clip_low`, h = `section.clip_high` (asymmetric: DAPO, arXiv:2503.14476), c = `DUAL_CLIP`.
     Tokens whose gradient a clip removed count as masked. All tensors have one shape, any; `loss_mask` is bool.
     """
     w = log_ratio(logprobs, behavior_logprobs).exp()
     clipped = w.clamp(1 - section.clip_low, 1 + section.clip_high)
     objective = torch.minimum(w * advantages, clipped * advantages)
-    objective = torch.where(advantages < 0, torch.maximum(objective, section.clip_dual * advantages), objective)
+    objective = torch.where(advantages < 0, torch.maximum(objective, DUAL_CLIP * advantages), objective)
     loss = -objective
     with torch.no_grad():
-        masked = (clipped * advantages < w * advantages) | ((advantages < 0) & (w > section.clip_dual))
+        masked = (clipped * advantages < w * advantages) | ((advantages < 0) & (w > DUAL_CLIP))
     return _terms(
         loss,
         logprobs=logprobs,

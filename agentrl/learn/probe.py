@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from agentrl.learn.models import PolicyModel
 
 
+_CONTEXTS = 1
+"""Enough to tell versions apart; each more costs every publishing a forward pass."""
 _TOKENS = 128
 """Next tokens asked for after each context."""
 _LENGTH = 16
@@ -35,11 +37,10 @@ class ProbeMaker:
 
     Args:
         model: with the weights that the run began with.
-        contexts: how many.
         max_context: longest one an engine takes, with one more token.
     """
 
-    def __init__(self, model: PolicyModel, *, contexts: int, max_context: int) -> None:
+    def __init__(self, model: PolicyModel, *, max_context: int) -> None:
         vocabulary = int(model.model.config.get_text_config().vocab_size)
         length = max(1, min(_LENGTH, max_context - 1))
 
@@ -47,7 +48,7 @@ class ProbeMaker:
             return np.array([key64("probe", kind, at) % vocabulary for at in range(count)], np.int32)
 
         # Likely tokens hardly move with the weights; those drawn from the whole vocabulary do.
-        self._contexts = drawn("contexts", contexts * length).reshape(contexts, length)
+        self._contexts = drawn("contexts", _CONTEXTS * length).reshape(_CONTEXTS, length)
         self._token_ids = drawn("tokens", _TOKENS)
         self._start_logprobs = self._logprobs(model)
 

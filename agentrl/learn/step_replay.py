@@ -45,8 +45,7 @@ def compute_step(
         EngineError, TrainerError: the files of the weights are damaged, or of another configuration.
         JournalError: what the step was fed cannot be read.
     """
-    settings = config.trainer.model_copy(update={"probe_contexts": 0})  # which only publishing needs
-    trainer = PolicyTrainer(config.model_copy(update={"trainer": settings}), run_directory)
+    trainer = PolicyTrainer(config, run_directory, publishes=False)
     trainer.start()
     model = trainer.stand_at(started_from)
     if isinstance(weights, WeightsRef):

@@ -41,6 +41,8 @@ from agentrl.learn.publish import Publisher
 from agentrl.learn.ranks import OneRank, Ranks
 from agentrl.learn.writing import writing
 
+_BETAS = (0.9, 0.95)
+"""Of AdamW. The second lies below the usual 0.999, since a run has tens of steps."""
 _COUNTS = ("samples", "tokens", "skipped_samples", "row_tokens", "forwarded_tokens", "unrouted_tokens")
 _MEASURED = ("loss", "entropy", "kept_mass", *SUMS)
 _TOTALS = (*_COUNTS, *_MEASURED)
@@ -79,8 +81,8 @@ class _Learner:
         self.optimizer = torch.optim.AdamW(
             list(model.parameters.values()),
             lr=policy.learning_rate,
-            betas=(optimizer.beta1, optimizer.beta2),
-            weight_decay=optimizer.weight_decay,
+            betas=_BETAS,
+            weight_decay=0.0,  # RL starts from weights worth keeping
             fused=True,
         )
 
@@ -113,7 +115,13 @@ class PolicyTrainer:
     """Trains all policies of a run in this process; one of several ranks, or alone."""
 
     def __init__(
-        self, config: RunConfig, run_directory: Path, *, ranks: Ranks | None = None, read: ReadUnits | None = None
+        self,
+        config: RunConfig,
+        run_directory: Path,
+        *,
+        ranks: Ranks | None = None,
+        read: ReadUnits | None = None,
+        publishes: bool = True,
     ) -> None:
         """Nothing is loaded before `start`.
 
@@ -122,6 +130,7 @@ class PolicyTrainer:
             run_directory: where journal, versions and step columns lie.
             ranks: the data-parallel group; None: alone.
             read: where token data comes from; None: the run's journal.
+            publishes: whether versions are published, each with its canary: what the weights at the start say is kept.
         """
         self._config = config
         self._directory = run_directory
@@ -129,6 +138,7 @@ class PolicyTrainer:
         self._read = read if read is not None else journal_reader(run_directory)
         self._loss: Loss = make_loss(config.trainer.loss)
         self._publisher = Publisher(run_directory, Path(config.model.path))
+        self._publishes = publishes
         self._probes: ProbeMaker | None = None
         self._clock = SystemClock()
         self._learners: dict[str, _Learner] = {}
@@ -144,17 +154,15 @@ class PolicyTrainer:
             ConfigError: an adapter is to be on what cannot be both trained and served.
             TrainerError: the checkpoint does not fit the configuration.
         """
-        torch.set_num_threads(self._config.trainer.threads)
+        torch.set_num_threads(self._config.threads)
         with writing(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
         models = load_models(self._config, device_of(self._ranks.rank))
         for name, policy in self._config.trained.items():
             optimizer, steps = self._config.trainer.optimizer, self._config.steps_of(name)
             self._learners[name] = _Learner(name, models[name], policy, optimizer, steps=steps)
-        contexts = self._config.trainer.probe_contexts
-        if contexts and self._ranks.rank == 0:  # which publishes
-            start, longest = next(iter(models.values())), self._config.engine.max_context
-            self._probes = ProbeMaker(start, contexts=contexts, max_context=longest)
+        if self._publishes and self._ranks.rank == 0:
+            self._probes = ProbeMaker(next(iter(models.values())), max_context=self._config.engine.max_context)
         if resume_from is not None:
             for name, learner in self._learners.items():
                 state = checkpoint.load(resume_from / name, learner.model.parameters, learner.optimizer)

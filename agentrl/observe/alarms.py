@@ -275,7 +275,7 @@ def _mismatch(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
             policy.name,
             f"engine and trainer disagree by k3 = {total / tokens:.3f} nats per token (at most {largest:.2f}) about "
             f"tokens that the trained weights themselves had sampled (healthy: below {MISMATCH_BOUND:g})",
-            "if mismatch/k3 is far lower, engine.keep_kv = false, or engine.refresh = 'lazy' with adapters; "
+            "if mismatch/k3 is far lower, engine.refresh = 'token', or 'lazy' with adapters; "
             "engine.capture_routing = true for a mixture of "
             "experts; the same dtype and attention on both sides; a kept_mass of 1 with sampling filters: kept sets "
             "were lost; none of these: the engine serves other weights than it records, resume from a checkpoint",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, TrajectoryHeader
@@ -51,8 +51,6 @@ class EpisodeBuffer:
         release: when members of a group are released, and what they are compared with.
         resolved_before: what became of units in an earlier life of the run, by (policy, episode id): None where they
             were trained, else the drop reason. They are compared with their siblings again, and never trained again.
-        dead: units, by (policy, episode id), with tokens of weights that a rollback undid, where those are to be left
-            out: they are compared with their siblings, and dropped.
         compositions: of policies, told what becomes of every unit.
     """
 
@@ -62,14 +60,12 @@ class EpisodeBuffer:
         release: Release,
         *,
         resolved_before: Mapping[tuple[str, str], str | None] | None = None,
-        dead: Collection[tuple[str, str]] = (),
         compositions: Mapping[str, Composition] | None = None,
     ) -> None:
         self.trainable = frozenset(trainable)
         """Policies whose units are trained."""
         self.release = release
         self._resolved_before = dict(resolved_before or {})
-        self._dead = frozenset(dead)
         self.compositions = dict(compositions or {})
         self._groups: dict[str, Group] = {}
         self._ready: dict[str, deque[ReadyUnit]] = {policy: deque() for policy in self.trainable}
@@ -147,9 +143,6 @@ class EpisodeBuffer:
             if (policy, header.episode_id) in self._resolved_before:
                 reason = self._resolved_before[policy, header.episode_id]
                 self._resolve(header.episode_id, policy, reason=reason)
-            elif (policy, header.episode_id) in self._dead:
-                drops.append(UnitDrop(header.episode_id, header.attempt, policy, "dead_lineage"))
-                self._resolve(header.episode_id, policy, reason="dead_lineage")
             elif any(t.reward is None for t in header.trajectories if t.policy == policy):
                 drops.append(UnitDrop(header.episode_id, header.attempt, policy, "no_reward"))
                 self._resolve(header.episode_id, policy, reason="no_reward")

@@ -24,7 +24,7 @@ from agentrl.journal.results import winner
 from agentrl.orchestrator.admission import Admission, NobodyLearns
 from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
 from agentrl.orchestrator.drought import Drought
-from agentrl.orchestrator.proposals import ProposalMemory
+from agentrl.orchestrator.proposals import MEMORY_SIZE, ProposalMemory
 from agentrl.orchestrator.reservations import PolicyOf, Reservations
 from agentrl.orchestrator.signal import Signal
 
@@ -53,8 +53,6 @@ class Dispatcher:
     """Of evaluation episodes."""
     ended_children: dict[str, EpisodeHeader] = field(default_factory=dict)
     """Children of parents that go on in this life of the run, ended in an earlier one or before their parent asked."""
-    memory_size: int = 0
-    """Proposals that are remembered."""
     admission: Admission = field(default_factory=NobodyLearns)
     """Who decides, once `govern` said so."""
     memory: ProposalMemory = field(init=False)
@@ -92,7 +90,7 @@ class Dispatcher:
     def govern(self, admission: Admission) -> None:
         """Say who decides, before the first episode."""
         self.admission = admission
-        self.memory = ProposalMemory(self.memory_size, group_size=self.group_size, seen=admission.seen())
+        self.memory = ProposalMemory(MEMORY_SIZE, group_size=self.group_size, seen=admission.seen())
 
     @property
     def next_group(self) -> int:

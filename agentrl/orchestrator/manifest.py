@@ -29,6 +29,8 @@ from agentrl.orchestrator.choice import UNMEASURED, Measured, read_measured
 from agentrl.orchestrator.ledger import Ledger
 
 FORMAT = 0
+KEPT_CHECKPOINTS = 2
+"""The newest that stay on disk: a damaged one costs no more than `checkpoint.every` steps."""
 MAX_MANIFEST_BYTES = 64 << 20
 _NAME = re.compile(r"step_(\d{6,})-(\d+)")
 
@@ -54,7 +56,7 @@ class CheckpointWriter:
         disk: where it lies.
     """
 
-    def __init__(self, directory: Path, *, keep: int, disk: Disk = LOCAL) -> None:
+    def __init__(self, directory: Path, *, keep: int = KEPT_CHECKPOINTS, disk: Disk = LOCAL) -> None:
         self._directory = directory
         self._keep = keep
         self._disk = disk

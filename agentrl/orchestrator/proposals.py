@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from agentrl.core import ids
 from agentrl.core.proposals import Proposal, Recollection
 
+MEMORY_SIZE = 2000
+"""Proposals a run remembers; the oldest go. An answer walks over all of them."""
 NEWEST = 100
 """Proposals whose structures are compared."""
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from agentrl.core.budget import RetryBudget
+from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import EngineError, EngineLostError, EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, Message, PolicyVersion, ToolSpec, TrajectoryHeader, Turn

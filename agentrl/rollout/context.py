@@ -23,7 +23,7 @@ from concurrent.futures import Executor, Future
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agentrl.core.budget import RetryBudget
+from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import (
     AgentRLError,
     EffectError,
@@ -492,14 +492,14 @@ async def retry_infrastructure(episode: LiveEpisode, guarantee: Guarantee, perfo
     """The result of `perform`, tried again when its infrastructure fails; a `once` act is not.
 
     Raises:
-        InfrastructureError: it failed `infrastructure_attempts` times in a row.
+        InfrastructureError: it failed `core.clock.ATTEMPTS` times in a row.
     """
     budget: RetryBudget | None = None
     while True:
         try:
             return await perform()
         except InfrastructureError:
-            budget = budget or RetryBudget(episode.services.settings.infrastructure_attempts)
+            budget = budget or RetryBudget()
             wait = None if guarantee == "once" else budget.lost()
             if wait is None:
                 raise

@@ -94,8 +94,6 @@ class RolloutSettings:
     max_staleness: Mapping[str, int] = field(default_factory=dict)
     """By policy, for the order in which parked episodes resume; 0 where absent."""
     on_code_change: OnCodeChange = "try"
-    infrastructure_attempts: int = 5
-    """Failures in a row of an act's infrastructure before they are taken for the policy's doing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,9 @@
 Foreign errors stop here (and in the cluster's supervision): whatever an environment raises becomes a retry or a drop
 with a reason, never a reward and never the end of the run.
 
-An episode whose environment raises begins again, up to `data_attempts` times. An episode that loses the engine again
-and again, however long its turn waited (`agent.py`), is dropped. A program that swallows its cancellation is left
-behind: it may run on, but nothing it does counts and nobody waits for it.
+An episode whose environment raises is tried `DATA_ATTEMPTS` times. An episode that loses the engine again and again,
+however long its turn waited (`agent.py`), is dropped. A program that swallows its cancellation is left behind: it may
+run on, but nothing it does counts and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ MAX_STRAYS = 3
 OnEnd = Callable[[EpisodeHeader], None]
 
 
+DATA_ATTEMPTS = 2
+"""An environment that raises for a reason of its own is tried once more: an accident passes, a defect does not."""
+
+
 class AsyncioWorker:
     """Implements `core.ports.Worker`.
 
@@ -57,7 +61,7 @@ class AsyncioWorker:
         runner: EpisodeRunner,
         *,
         environments: dict[str, type[Environment]],
-        data_attempts: int,
+        data_attempts: int = DATA_ATTEMPTS,
         on_failure: Callable[[BaseException], None],
         admitted: Callable[[], Awaitable[None]] | None = None,
     ) -> None:

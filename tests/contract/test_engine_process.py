@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.core.budget import RetryBudget
-from agentrl.core.clock import SystemClock
+from agentrl.core.clock import RetryBudget, SystemClock
 from agentrl.core.errors import EngineError, EngineLostError, ModelError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.child_process import ChildProcess, EngineProgram, Supervisor

@@ -209,7 +209,7 @@ def test_what_it_cannot_be_started_on_is_told_in_one_line(
     cases: list[tuple[EngineProgram, type[AgentRLError], str]] = [
         (program(tmp_path / "nobody"), ModelError, "nobody"),
         (program(tmp_path / "unserved"), EngineError, "vLLM does not start on .*OpenAIGPT"),
-        (program(zoo.directory(), kv_memory=1000), EngineCapabilityError, r"raise engine\.kv_memory"),
+        (program(zoo.directory(), kv_memory=1000), EngineCapabilityError, r"lower engine\.max_context"),
         (program(zoo.directory(), slots=1 << 30), EngineCapabilityError, r"are free; lower engine\.slots"),
         (program(zoo.directory(), max_rank=4096), EngineCapabilityError, "up to rank 512, not 4096"),
     ]

@@ -104,7 +104,6 @@ def config_of(workers: int, **settings: Any) -> RunConfig:
             "model": {"path": "environments.calculator:model"},
             "workers": workers,
             "sampling": {"max_tokens": 8, "max_turns": 8},
-            "infrastructure_attempts": 8,
             **settings,
         }
     )

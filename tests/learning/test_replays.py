@@ -42,7 +42,7 @@ def two_policies(directory: Path, *, steps: int) -> RunConfig:
         engine={"slots": 64, "max_context": 256},
         trainer={"kind": "in_process", "entropy_bonus": 0.04},
         evaluation={"tasks": 0},
-        checkpoint={"every": 0, "keep": 9, "versions": 0},
+        checkpoint={"every": 0, "versions": 0},
         max_in_flight=64,
     )
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.config.run import LossConfig, PolicyGradientLoss, PpoLoss, ReinforceLoss
-from agentrl.learn.losses import SUMS, loss_metrics, make_loss
+from agentrl.learn.losses import DUAL_CLIP, SUMS, loss_metrics, make_loss
 
 pytestmark = pytest.mark.property
 
@@ -36,8 +36,8 @@ def naive_truncated(lp: float, mu: float, advantage: float, section: PolicyGradi
 def naive_ppo(lp: float, mu: float, advantage: float, section: PpoLoss) -> tuple[float, float]:
     w = clamped_ratio(lp, mu)
     clipped = min(max(w, 1 - section.clip_low), 1 + section.clip_high)
-    if advantage < 0 and w > section.clip_dual:
-        return -section.clip_dual * advantage, 0.0
+    if advantage < 0 and w > DUAL_CLIP:
+        return -DUAL_CLIP * advantage, 0.0
     if clipped * advantage < w * advantage:
         return -clipped * advantage, 0.0
     return -w * advantage, -w * advantage if abs(lp - mu) < 20 else 0.0
@@ -50,7 +50,7 @@ def naive_reinforce(lp: float, mu: float, advantage: float, section: ReinforceLo
 CASES: list[tuple[LossConfig, Callable[..., tuple[float, float]]]] = [
     (PolicyGradientLoss(max_ratio=1.5, trust_region=0.1), naive_truncated),
     (PpoLoss(), naive_ppo),
-    (PpoLoss(clip_low=0.1, clip_high=0.5, clip_dual=1.2), naive_ppo),
+    (PpoLoss(clip_low=0.1, clip_high=0.5), naive_ppo),
     (ReinforceLoss(), naive_reinforce),
 ]
 
@@ -119,7 +119,6 @@ BOUNDS: list[tuple[LossConfig, float]] = [
     (PolicyGradientLoss(max_ratio=2.0, trust_region=0.01), 2.0),
     (PpoLoss(), 3.0),
     (PpoLoss(clip_high=4.0), 5.0),
-    (PpoLoss(clip_dual=1.5), 1.5),
     (ReinforceLoss(), 1.0),
 ]
 """Of the gradient by log pi, in units of |A|: those of the module's docstring and of docs/off_policy.md."""
@@ -166,15 +165,15 @@ def test_the_gradient_is_finite_and_within_its_bound_at_any_ratio(section: LossC
     assert float(share.max()) > 0.9 * bound, "the bound is reached"
 
 
-def test_the_gradient_of_ppo_at_a_large_ratio_is_that_of_the_dual_clip() -> None:
-    """At A = -1 and log w = 10 the single clip's gradient is e^10 = 22,026."""
-    for section, expected in ((PpoLoss(), 0.0), (PpoLoss(clip_dual=1e9), math.exp(10))):
-        lp, mu, advantages, mask = columns([(-1.0, -11.0, -1.0, True)])
-        terms = make_loss(section)(lp, mu, advantages, mask)
-        terms.loss.sum().backward()
-        assert lp.grad is not None
-        assert lp.grad.item() == pytest.approx(expected, rel=1e-12)
-        assert loss_metrics(terms.sums)["masked_fraction"] == float(expected == 0.0)
+@pytest.mark.parametrize(("log_ratio", "expected"), [(10.0, 0.0), (1.0, math.e)])
+def test_the_gradient_of_ppo_at_a_large_ratio_is_that_of_the_dual_clip(log_ratio: float, expected: float) -> None:
+    """At A = -1 and log w = 10 the single clip's gradient is e^10 = 22,026; below the dual clip it is the ratio."""
+    lp, mu, advantages, mask = columns([(-1.0, -1.0 - log_ratio, -1.0, True)])
+    terms = make_loss(PpoLoss())(lp, mu, advantages, mask)
+    terms.loss.sum().backward()
+    assert lp.grad is not None
+    assert lp.grad.item() == pytest.approx(expected, rel=1e-12)
+    assert loss_metrics(terms.sums)["masked_fraction"] == float(expected == 0.0)
 
 
 def test_a_masked_token_may_hold_anything() -> None:

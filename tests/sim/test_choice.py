@@ -37,7 +37,7 @@ def test_a_crash_changes_no_choice_and_loses_no_file_of_it() -> None:
         "steps": 6,
         "deterministic": True,
         "policies": {name: {"step_size": 4, "max_staleness": 0} for name in ("left", "right")},
-        "checkpoint": {"every": 2, "keep": 2, "versions": 1},
+        "checkpoint": {"every": 2, "versions": 1},
         "best": {"metric": "reward/mean", "window": 2},
     }
     scenario = Heard(Talk, changes=changes)

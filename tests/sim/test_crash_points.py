@@ -138,7 +138,7 @@ class PrunesTooMuch(CrashScenario):
     """Gives up what an older checkpoint, that is kept, makes ready again."""
 
     def checkpoints(self, machine: Machine) -> CheckpointWriter:
-        return NewestAlone(CHECKPOINTS, keep=self.config.checkpoint.keep, disk=machine.disk)
+        return NewestAlone(CHECKPOINTS, disk=machine.disk)
 
 
 def test_a_pruning_that_forgets_an_older_checkpoint_is_noticed() -> None:

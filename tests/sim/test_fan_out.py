@@ -72,17 +72,17 @@ def test_a_slow_proposer_does_not_let_its_solver_lag(
 
 
 class Fails(Guess):
-    """One in four."""
+    """Every second attempt."""
 
     async def run(self, ctx: agentrl.EpisodeContext) -> None:
-        if ctx.rng.random() < 0.25:
+        if ctx.rng.random() < 0.5:
             raise OSError("the game is not there")
         await super().run(ctx)
 
 
 def test_a_step_that_is_short_of_units_leaves_no_credit(simulated_loop: SimulatedLoop) -> None:
     async def main() -> None:
-        run = SmallRun(config=config_for(max_staleness=0, steps=6, data_attempts=1), environment=Fails)
+        run = SmallRun(config=config_for(max_staleness=0, steps=6), environment=Fails)
         await run.run()
         assert min(values["step/units"] for _, _, values in run.seen.steps) < 8
         assert [values["staleness/max"] for _, _, values in run.seen.steps] == [0.0] * 6

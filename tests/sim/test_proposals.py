@@ -16,6 +16,7 @@ from agentrl.core.rng import stream
 from agentrl.journal.entries import EffectEntry
 from agentrl.journal.port import StepRow
 from agentrl.observe.metrics import PASS_RATES
+from agentrl.orchestrator import dispatch
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.plugin import SimulatedLoop
@@ -68,9 +69,8 @@ def config(**changes: Any) -> dict[str, Any]:
     sizes = {"proposer": 4, "solver": 16}
     return {
         "policies": {name: {"step_size": size, "lora": {"rank": 2}} for name, size in sizes.items()},
-        "credit": {"group_size": 4, "memory_size": 9},
+        "credit": {"group_size": 4},
         "steps": 2,
-        "data_attempts": 1,
         "max_in_flight": 64,
         **changes,
     }
@@ -107,6 +107,12 @@ def check_metrics(steps: list[dict[str, float]], repeated: list[bool]) -> None:
     assert not any(name.startswith("gate/") and name != "gate/acceptance" for values in steps for name in values)
 
 
+@pytest.fixture
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "MEMORY_SIZE", 9)
+
+
+@pytest.mark.usefixtures("small_memory")
 def test_gate_credit_and_memory_of_a_proposer_and_its_solvers(simulated_loop: SimulatedLoop) -> None:
     async def main() -> None:
         run = SmallRun(config=config_for(**config()), environment=ProposeAndSolve, script=speak)
@@ -171,7 +177,7 @@ def trained(machine: Machine) -> dict[tuple[str, int], str]:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_crash_forgets_nothing_and_changes_no_answer(deterministic: bool) -> None:
-    changes = config(steps=4, deterministic=deterministic, checkpoint={"every": 2, "keep": 2, "versions": 2})
+    changes = config(steps=4, deterministic=deterministic, checkpoint={"every": 2, "versions": 2})
     scenario = CrashScenario(ProposeAndSolve, script=speak, changes=changes)
     undisturbed = scenario.new_machine()
     assert scenario.run(undisturbed, seed=0) is None
@@ -231,7 +237,7 @@ def test_what_a_dropped_episode_proposed_is_forgotten(simulated_loop: SimulatedL
     async def main() -> None:
         tasks = [agentrl.Task(id=f"t{number}", data={"number": number}) for number in range(9)]
         credit = {"group_size": 1, "advantage": "none"}
-        changes = {"credit": credit, "data_attempts": 1, "max_in_flight": 1, "step_size": 6, "steps": 2}
+        changes = {"credit": credit, "max_in_flight": 1, "step_size": 6, "steps": 2}
         run = SmallRun(config=config_for(**changes), environment=Repeat, tasks=tasks)
         await run.run()
         heard = [credit.reward for batch in run.trainer.batches for unit in batch.units for credit in unit.credits]
@@ -259,7 +265,7 @@ def test_sixteen_agents_and_sixty_four_solvers_need_no_care() -> None:
     async def main() -> None:
         sizes = {"even": 4, "odd": 6, "solver": 128}
         policies = {name: {"step_size": size} for name, size in sizes.items()}
-        changes = {"policies": policies, "credit": {"group_size": 2}, "steps": 2, "data_attempts": 1}
+        changes = {"policies": policies, "credit": {"group_size": 2}, "steps": 2}
         run = SmallRun(config=config_for(**changes, max_in_flight=300), environment=Crowd, script=speak)
         await run.run()
         taken: Counter[tuple[str, str]] = Counter()

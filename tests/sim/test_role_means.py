@@ -19,7 +19,7 @@ CHANGES = {
     "deterministic": True,
     "policies": {name: {"step_size": 4, "max_staleness": 0} for name in ("left", "right")},
     "credit": {"group_size": 1, "advantage": "role_mean"},
-    "checkpoint": {"every": 2, "keep": 2, "versions": 2},
+    "checkpoint": {"every": 2, "versions": 2},
 }
 
 

@@ -101,7 +101,7 @@ class CrashScenario:
             "model": {"path": "unused"},
             "policies": {name: {"step_size": 4, "max_staleness": 1} for name in names},
             "credit": {"group_size": 4},
-            "checkpoint": {"every": 1, "keep": 2, "versions": 2},
+            "checkpoint": {"every": 1, "versions": 2},
             "evaluation": {"tasks": 0},
         }
         self.config = RunConfig(**{**values, **(changes or {})})
@@ -123,7 +123,7 @@ class CrashScenario:
 
     def checkpoints(self, machine: Machine) -> CheckpointWriter:
         """What writes the checkpoints."""
-        return CheckpointWriter(CHECKPOINTS, keep=self.config.checkpoint.keep, disk=machine.disk)
+        return CheckpointWriter(CHECKPOINTS, disk=machine.disk)
 
     def says(self, machine: Machine, request: GenerateRequest, policy: str, version: PolicyVersion) -> Sequence[int]:
         """What a policy says."""

@@ -70,16 +70,18 @@ def test_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
         ("trainer.loss.kind=grpo", "trainer.loss.kind = \"grpo\": expected one of 'truncated', 'ppo', 'reinforce'"),
         ("steps=many", 'steps = "many": expected a whole number'),
         ("steps=0", "steps = 0: expected greater than 0"),
-        ("engine.refresh=never", "engine.refresh = \"never\": expected 'auto', 'token', 'turn', 'episode' or 'lazy'"),
+        ("engine.refresh=never", "engine.refresh = \"never\": expected 'auto', 'token', 'token_keep_kv'"),
         (
             "policies.policy.lora=3",
             "policies.policy.lora = 3: expected a table { rank = ..., alpha = ..., target_modules = ... }",
         ),
         ("policies.policy.lora.target_modules=7", "expected a list"),
-        ("engine.kv_memory=5", "the embedded engine holds slots x max_context tokens"),
+        ("engine.kv_memory=5", "unknown key engine.kv_memory; there are: kind"),
+        ("engine.threads=5", "unknown key engine.threads"),
+        ("trainer.optimizer.beta1=0.5", "unknown key trainer.optimizer.beta1"),
         ("engine.replicas=2", "engine.replicas > 1 needs engines in processes of their own"),
         ("engine.refresh=lazy", "Set policies.policy.lora, or refresh = 'auto', 'token' or 'turn'"),
-        ("engine.keep_kv=5", "engine.keep_kv = 5: expected true or false"),
+        ("engine.capture_routing=5", "engine.capture_routing = 5: expected true or false"),
         ("environment.id.x=1", "environment.id.x: environment.id is a value, not a section"),
         ("seats.solver=nobody", "no policy 'nobody'"),
         ("zzzz=1", "unknown key zzzz; there are: name, directory"),
@@ -105,7 +107,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         ('steps = "8"', 'steps = "8": expected a whole number, without quotes: 8'),
         ("steps = true", "steps = true: expected a whole number"),
         ("steps = 8.5", "steps = 8.5: expected a whole number"),
-        ('engine.keep_kv = "yes"', 'engine.keep_kv = "yes": expected true or false: write true'),
+        ('engine.capture_routing = "yes"', 'engine.capture_routing = "yes": expected true or false: write true'),
         ('policies.a.sampling.temperature = "0.5"', "policies.a.sampling.temperature"),
         ("freeze = [[7, 5]]", "freeze.0.0 = 7: expected text or a list"),
         ("policies = { step_size = 8 }", "policies.step_size: a name is missing: policies.NAME.step_size"),
@@ -144,21 +146,14 @@ def test_refresh_is_by_kind_of_policy_unless_it_is_set(tmp_path: Path) -> None:
             load(write(tmp_path, mixed), [f"engine.refresh={refresh}"])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["policies.policy.lora.rank=4"], "with engine.refresh = 'auto' none does"),
-        (["engine.refresh=turn"], "with engine.refresh = 'turn' none does"),
-        (
-            ["policies.policy.lora.rank=4", "engine.refresh=token", "engine.kind=vllm"],
-            "vLLM never serves keys and values of one adapter to another",
-        ),
-    ],
-)
-def test_kept_kv_is_refused_where_none_would_be_kept(tmp_path: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load(write(tmp_path), [*overrides, "engine.keep_kv=true"])
-    assert load(write(tmp_path), [*overrides]).engine.keep_kv is False
+def test_kept_kv_is_a_token_refresh_and_refused_where_none_would_be_kept(tmp_path: Path) -> None:
+    config = load(write(tmp_path), ["engine.refresh=token_keep_kv"])
+    assert config.engine.keep_kv
+    assert {config.refresh_of(name) for name in config.trained} == {"token"}
+    overrides = ["policies.policy.lora.rank=4", "engine.kind=vllm"]
+    with pytest.raises(ConfigError, match="vLLM never serves keys and values of one adapter to another"):
+        load(write(tmp_path), [*overrides, "engine.refresh=token_keep_kv"])
+    assert not load(write(tmp_path), [*overrides, "engine.refresh=token"]).engine.keep_kv
 
 
 def test_files_that_are_no_toml_are_told_by_line(tmp_path: Path) -> None:

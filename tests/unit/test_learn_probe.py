@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentrl.config.run import EngineConfig, PolicyConfig, TrainerConfig
+from agentrl.config.run import EngineConfig, PolicyConfig
 from agentrl.core.errors import TrainerError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.weights import Probe, read_adapter, read_probe, read_weights
@@ -82,18 +82,17 @@ def test_a_resumed_trainer_publishes_the_same_file(tmp_path: Path, episodes: Epi
     assert resumed.publish("policy", PolicyVersion("policy", 1, 1)).sha256 == reference.sha256
 
 
-def test_its_size_is_configured_and_it_fits_into_a_context(tmp_path: Path, episodes: Episodes) -> None:
+def test_it_fits_into_a_context(tmp_path: Path, episodes: Episodes) -> None:
     path = write_model(tmp_path / "model")
     write_tokenizer(path)
     shapes = {}
-    for contexts, longest in ((4, 512), (3, 10), (0, 512)):
-        settings = {"trainer": TrainerConfig(kind="in_process", probe_contexts=contexts)}
-        config = run_config(path).model_copy(update={**settings, "engine": EngineConfig(max_context=longest)})
-        trainer = stepped(PolicyTrainer(config, tmp_path / f"{contexts}", read=episodes.read), episodes)
+    for longest in (512, 10):
+        config = run_config(path).model_copy(update={"engine": EngineConfig(max_context=longest)})
+        trainer = stepped(PolicyTrainer(config, tmp_path / f"{longest}", read=episodes.read), episodes)
         reference = trainer.publish("policy", FIRST)
         probe = read_probe(reference, read_weights(reference))
-        shapes[contexts] = None if probe is None else probe.contexts.shape
-    assert shapes == {4: (4, 16), 3: (3, 9), 0: None}
+        shapes[longest] = None if probe is None else probe.contexts.shape
+    assert shapes == {512: (1, 16), 10: (1, 9)}
 
 
 def test_weights_that_have_diverged_are_not_published(tmp_path: Path, episodes: Episodes) -> None:

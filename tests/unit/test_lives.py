@@ -105,9 +105,7 @@ class Lives:
         *,
         resume: bool = False,
         checkpoint: int = 2,
-        attempts: int = 5,
         held_out: int = 0,
-        dead_lineage: str = "keep",
         seed: int = 0,
         best: Mapping[str, Any] | None = None,
         quiet: bool = True,
@@ -117,8 +115,7 @@ class Lives:
             seed=seed,
             name="run",
             directory=str(path),
-            checkpoint={"every": checkpoint, "versions": 0, "dead_lineage": dead_lineage},
-            infrastructure_attempts=attempts,
+            checkpoint={"every": checkpoint, "versions": 0},
             evaluation={"tasks": held_out, "every": 0},
             best=best or {},
         )
@@ -220,7 +217,7 @@ def test_a_lost_trainer_costs_the_steps_since_the_checkpoint_and_nothing_else(tm
     assert max(Counter(episode for _, _, episodes in steps for episode in episodes).values()) == 1
 
 
-def test_units_of_weights_that_a_rollback_undid_are_left_out_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_units_of_weights_that_a_rollback_undid_are_trained(tmp_path: Path) -> None:
     def sampled_by(path: Path) -> dict[str, set[tuple[int, int]]]:
         store = SqliteJournal(path / "run" / "journal")
         log = store.turn_log("0")
@@ -236,19 +233,13 @@ def test_units_of_weights_that_a_rollback_undid_are_left_out_where_it_is_asked_f
         return body.spans if isinstance(body, TurnEntry) else ()
 
     dead = (0, 3)  # published after the checkpoint that the second life begins at
-    for choice in ("keep", "drop"):
-        trained, dropped = False, 0
-        for seed in range(4):  # who has sampled how much when the trainer dies depends on the machine
-            path = tmp_path / choice / f"{seed}"
-            Lives([4], awaited=4).run(path, dead_lineage=choice, seed=seed)
-            trained |= any(dead in versions for versions in sampled_by(path).values())
-            with sqlite3.connect(path / "run/journal/control.db") as connection:
-                ((count,),) = connection.execute("SELECT count(*) FROM unit_drops WHERE reason = 'dead_lineage'")
-            connection.close()
-            dropped += count
-            assert main(["run", "ledger", str(path / "run")]) == 0
-        assert trained == (choice == "keep")
-        assert (dropped > 0) == (choice == "drop")
+    trained = False
+    for seed in range(4):  # who has sampled how much when the trainer dies depends on the machine
+        path = tmp_path / f"{seed}"
+        Lives([4], awaited=4).run(path, seed=seed)
+        trained |= any(dead in versions for versions in sampled_by(path).values())
+        assert main(["run", "ledger", str(path / "run")]) == 0
+    assert trained
 
 
 def test_without_a_checkpoint_it_starts_again_from_the_base_model(tmp_path: Path) -> None:
@@ -261,17 +252,17 @@ def test_without_a_checkpoint_it_starts_again_from_the_base_model(tmp_path: Path
 
 
 def test_a_trainer_lost_again_and_again_ends_the_run(tmp_path: Path) -> None:
-    lives = Lives([0, 0, 0, 0])
+    lives = Lives([0] * 6)
     with pytest.raises(TrainerLostError, match="Ray did not start"):
-        lives.run(tmp_path, attempts=3)
-    assert lives.clock.waits == [1.0, 2.0, 4.0]
+        lives.run(tmp_path)
+    assert lives.clock.waits == [1.0, 2.0, 4.0, 8.0, 16.0]
     later = Lives([])
     assert later.run(tmp_path, resume=True).summary["steps"] == 6
 
 
 def test_the_summary_is_of_the_whole_run_and_counts_steps_taken_again_once(tmp_path: Path) -> None:
     with pytest.raises(TrainerLostError):
-        Lives([4, 0, 0]).run(tmp_path, attempts=2, held_out=3)
+        Lives([4, 0, 0, 0, 0, 0]).run(tmp_path, held_out=3)
     resumed = Lives([]).run(tmp_path, resume=True, held_out=3)
     assert [values["step"] for values in resumed.metrics] == [3, 4, 5, 6], "the life of this process"
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -20,7 +20,7 @@ from aiohttp.test_utils import TestServer
 import agentrl
 from agentrl.app.parts import outside
 from agentrl.config.policies import RemotePolicy
-from agentrl.core import budget
+from agentrl.core import clock as core_clock
 from agentrl.core.errors import CheckFailedError, ConfigError, EngineLostError, EpisodeError, JournalError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Message, ToolCall, ToolSpec
@@ -75,7 +75,7 @@ def played(
 ) -> SmallRun:
     """A run of one step with the judge behind `handler`; `then` is done meanwhile, what is `held` let go at the end."""
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    monkeypatch.setattr(budget, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(core_clock, "FIRST_WAIT_S", 0.001)
 
     async def main() -> SmallRun:
         runner = web.AppRunner(_app(handler), shutdown_timeout=0.5)

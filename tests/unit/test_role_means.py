@@ -27,7 +27,7 @@ def credited(means: RoleMeans, *rewards: float, policy: str = "p", seat: str = "
 
 
 def test_a_role_is_compared_with_what_it_used_to_get() -> None:
-    means = RoleMeans(0.5)
+    means = RoleMeans(decay=0.5)
     assert credited(means, 1.0, 0.0, 1.0) == pytest.approx([0.0, -1.0, 1.0 - 0.5 / 1.5])
     assert credited(means, 1.0) == [0.0], "a step that was not taken leaves no trace"
     means.taken("p")
@@ -38,19 +38,19 @@ def test_a_role_is_compared_with_what_it_used_to_get() -> None:
 
 @given(st.lists(st.floats(-2, 2), min_size=2, max_size=8), st.integers(1, 7))
 def test_role_means_do_not_depend_on_how_units_are_cut_into_steps(values: list[float], cut: int) -> None:
-    whole, parts = RoleMeans(0.9), RoleMeans(0.9)
+    whole, parts = RoleMeans(decay=0.9), RoleMeans(decay=0.9)
     expected = credited(whole, *values)
     whole.taken("p")
     first = credited(parts, *values[:cut])
     parts.taken("p")
-    restored = RoleMeans(0.9, read_means(json.loads(json.dumps(parts.as_data()))))
+    restored = RoleMeans(read_means(json.loads(json.dumps(parts.as_data()))), decay=0.9)
     assert first + credited(restored, *values[cut:], first=cut) == expected
     restored.taken("p")
     assert restored.means == whole.means
 
 
 def test_the_order_in_which_episodes_end_changes_no_role_mean() -> None:
-    forward, backward = RoleMeans(0.9), RoleMeans(0.9)
+    forward, backward = RoleMeans(decay=0.9), RoleMeans(decay=0.9)
     units = [
         ("game", make_unit(TrajectoryCredit("x", 0, reward, 0.0, 0.0), episode_id=f"e{at}"))
         for at, reward in enumerate((0.3, -1.0, 0.7, 0.1))

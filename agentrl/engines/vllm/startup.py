@@ -111,7 +111,7 @@ def _memory(config: Any, *, slots: int, max_context: int, kv_memory: int) -> dic
     if 0 < kv_memory < (blocks + 1) * block:  # vLLM would say so in its log only
         raise EngineCapabilityError(
             f"the memory for keys and values is {kv_memory >> 20} MiB, one context of {max_context} tokens needs "
-            f"{-(-(blocks + 1) * block >> 20)}; raise engine.kv_memory, or lower engine.max_context"
+            f"{-(-(blocks + 1) * block >> 20)}; lower engine.max_context"
         )
     if torch.cuda.is_available():
         return {"kv_cache_memory_bytes": kv_memory} if kv_memory else {}
@@ -119,7 +119,7 @@ def _memory(config: Any, *, slots: int, max_context: int, kv_memory: int) -> dic
     if needed > free:  # vLLM's worker would say so in its log only
         raise EngineCapabilityError(
             f"keys and values of {slots} contexts of {max_context} tokens take {needed >> 20} MiB, and {free >> 20} "
-            "are free; lower engine.slots, engine.max_context or engine.kv_memory"
+            "are free; lower engine.slots or engine.max_context"
         )
     return {
         "kv_cache_memory_bytes": needed,
