@@ -165,7 +165,7 @@ class WorkerProcess:
         why = ""
         try:
             while (body := await receive(child.reader)) is not None:
-                self.supervisor.heard()
+                self.supervisor.sign_of_life()
                 self._heard_at = self._clock.monotonic()
                 self._hear(wire.FROM_WORKER.decode(body))
         except (ValueError, msgspec.MsgspecError) as error:

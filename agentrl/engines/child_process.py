@@ -326,7 +326,7 @@ class Supervisor:
     Args:
         name: what the child is called in messages.
         budget: of losses in a row.
-        silence_s: how long a child that was `heard` once may say nothing.
+        silence_s: how long a child that gave a sign of life once may say nothing.
         tell: takes a line for people, when a child died and another is started.
     """
 
@@ -377,7 +377,7 @@ class Supervisor:
         """The child did something useful: its next loss is the first in a row."""
         self._budget.achieved()
 
-    def heard(self) -> None:
+    def sign_of_life(self) -> None:
         """The child gave a sign of life."""
         self._silent = 0
 

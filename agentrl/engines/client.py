@@ -17,7 +17,7 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from agentrl.core.clock import RetryBudget, SystemClock
 from agentrl.core.errors import AgentRLError, EngineError, EngineFailedError, EngineLostError, InputError, error_named
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from agentrl.core.clock import Clock
-    from agentrl.core.ports import Delta, EngineCapabilities, GenerateRequest
+    from agentrl.core.ports import Delta, EngineCapabilities, EngineSession, GenerateRequest
     from agentrl.core.records import Completion, Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.child_process import EngineChild, EngineProgram, Placement, Writer
 
@@ -43,10 +43,11 @@ class Connection:
     """The line to one process, from its start to its end.
 
     Args:
-        reader: what the process says.
-        writer: what is said to it.
-        heard: called with whatever it said.
-        ended: called when it will say no more, with what was wrong with what it said; empty where it hung up.
+        reader: receives the process's replies.
+        writer: sends requests to it.
+        on_message: called with every reply.
+        on_end: called once no reply will come any more, with what was wrong with the last one; empty where the process
+            closed the connection.
     """
 
     def __init__(
@@ -54,16 +55,16 @@ class Connection:
         reader: asyncio.StreamReader,
         writer: Writer,
         *,
-        heard: Callable[[wire.Reply], None],
-        ended: Callable[[str], None],
+        on_message: Callable[[wire.Reply], None],
+        on_end: Callable[[str], None],
     ) -> None:
         self.busy = 0.0
         """Seconds this process has computed."""
         self.sessions = 0
         """Conversations that go over it."""
         self._writer = writer
-        self._heard = heard
-        self._on_end = ended
+        self._on_message = on_message
+        self._on_end = on_end
         self._numbers = itertools.count(1)
         self._calls: dict[int, asyncio.Future[wire.Reply]] = {}
         self._listeners: dict[int, tuple[str, Delta]] = {}
@@ -79,13 +80,23 @@ class Connection:
         """Whether it can be asked."""
         return self._ended is None
 
-    def tell(self, message: wire.Request) -> None:
-        """Say something that is not answered."""
+    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> ConnectionSession:
+        """A session of the process; one that it refuses fails its first call."""
+        number = self.next_call()
+        self.send(wire.Open(session=number, name=session_id, policy=policy, pin=pin))
+        return ConnectionSession(self, number)
+
+    def send(self, message: wire.Request) -> None:
+        """Send a message that has no answer; nothing where the connection has ended."""
         if self._ended is None:
             wire.send(self._writer, message)
 
     async def ask(self, call: int, message: wire.Request) -> wire.Reply:
-        """The answer to a message; raises what the process raised, or why it is gone."""
+        """Send a message and wait for its answer.
+
+        Raises:
+            AgentRLError: what the process raised, or why it is gone.
+        """
         if self._ended is not None:
             raise self._ended.with_traceback(None)
         future: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
@@ -104,7 +115,7 @@ class Connection:
         try:
             reply = await self.ask(call, wire.generate_of(call, session, request, deltas=on_delta is not None))
         except asyncio.CancelledError:
-            self.tell(wire.Cancel(call=call))
+            self.send(wire.Cancel(call=call))
             raise
         finally:
             self._listeners.pop(call, None)
@@ -122,13 +133,13 @@ class Connection:
         call = self.next_call()
         await self.ask(call, wire.Pause(call=call, on=on))
 
-    async def end(self, error: AgentRLError) -> None:
-        """The process is dead: hear what it had said, then fail what it had not answered."""
+    async def drain(self, error: AgentRLError) -> None:
+        """Read what a dead process had sent, then fail what it had not answered."""
         await asyncio.wait({self._reading})
-        self.hang_up(error)
+        self.close(error)
 
-    def hang_up(self, error: AgentRLError) -> None:
-        """Say no more, and fail what was not answered. Idempotent."""
+    def close(self, error: AgentRLError) -> None:
+        """Send no more, and fail with `error` whatever was not answered. Idempotent."""
         self._ended = self._ended or error
         self._writer.close()
         for future in self._calls.values():
@@ -136,17 +147,17 @@ class Connection:
                 future.set_exception(self._ended.with_traceback(None))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        why = ""  # it hangs up when it dies
+        why = ""  # the process closes it when it dies
         try:
             while (body := await wire.receive(reader)) is not None:
                 reply = wire.REPLIES.decode(body)
-                self._heard(reply)
-                self._hear(reply)
-        except Exception as error:  # noqa: BLE001 - whatever it said, its calls must not wait for ever
+                self._on_message(reply)
+                self._dispatch(reply)
+        except Exception as error:  # noqa: BLE001 - whatever it sent, its calls must not wait for ever
             why = f"what it said makes no sense ({type(error).__name__}: {error})"
         self._on_end(why)
 
-    def _hear(self, reply: wire.Reply) -> None:
+    def _dispatch(self, reply: wire.Reply) -> None:
         match reply:
             case wire.Delta():
                 self._deliver(reply)
@@ -169,7 +180,7 @@ class Connection:
         except Exception as error:  # noqa: BLE001 - of whoever made the call, and raised there
             del self._listeners[delta.call]
             self._settle(delta.call, error)
-            self.tell(wire.Cancel(call=delta.call))
+            self.send(wire.Cancel(call=delta.call))
 
     def _settle(self, call: int, result: wire.Reply | Exception) -> None:
         future = self._calls.get(call)
@@ -181,11 +192,47 @@ class Connection:
             future.set_result(result)
 
 
-class Connector(Protocol):
-    """Who knows which process a conversation is with."""
+class ConnectionSession:
+    """One conversation of the process behind a connection; it ends with the connection."""
 
-    async def connected(self, held: Connection | None, policy: str, request: GenerateRequest) -> Connection:
-        """The line for a call; `held` is the one of the conversation's call before, where its KV is.
+    __slots__ = ("_connection", "_number")
+
+    def __init__(self, connection: Connection, number: int) -> None:
+        self._connection = connection
+        self._number = number
+
+    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
+        """See `agentrl.core.ports.EngineSession.generate`."""
+        return await self._connection.generate(self._number, request, on_delta)
+
+    def close(self) -> None:
+        """See `agentrl.core.ports.EngineSession.close`."""
+        self._connection.send(wire.CloseSession(session=self._number))
+
+
+class Replica(Protocol):
+    """Where a conversation can be opened: the connection to a process, or one engine of a fleet."""
+
+    sessions: int
+    """Conversations it has now."""
+
+    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
+        """See `agentrl.core.ports.Sampler.open`."""
+        ...
+
+
+ReplicaT = TypeVar("ReplicaT", bound=Replica)
+
+
+class Router(Protocol[ReplicaT]):
+    """Decides which replica a conversation is with."""
+
+    def is_available(self, replica: ReplicaT) -> bool:
+        """Whether a conversation that is with this replica stays there, where its KV is."""
+        ...
+
+    async def pick(self, policy: str, context: Int32Array) -> ReplicaT:
+        """The replica for a conversation that begins with `context`; waits while none takes calls.
 
         Raises:
             EngineLostError: there is none now.
@@ -193,68 +240,96 @@ class Connector(Protocol):
         """
         ...
 
+    def replica_lost(self, replica: ReplicaT, error: EngineLostError | EngineFailedError) -> None:
+        """A call failed because its replica is gone, for now or for good."""
+        ...
 
-class ConnectedSession:
-    """One conversation of an engine in another process."""
 
-    __slots__ = ("_closed", "_connection", "_engine", "_name", "_number", "_pin", "_policy")
+class RoutedSession(Generic[ReplicaT]):
+    """One conversation, with one replica at a time: opened again at another when that one is not available."""
 
-    def __init__(self, engine: Connector, name: str, policy: str, pin: PolicyVersion | None) -> None:
-        self._engine = engine
+    __slots__ = ("_closed", "_name", "_pin", "_policy", "_replica", "_router", "_session")
+
+    def __init__(self, router: Router[ReplicaT], name: str, policy: str, pin: PolicyVersion | None) -> None:
+        self._router = router
         self._name = name
         self._policy = policy
         self._pin = pin
-        self._connection: Connection | None = None
-        self._number = 0
+        self._replica: ReplicaT | None = None
+        self._session: EngineSession | None = None
         self._closed = False
 
     async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
         """See `agentrl.core.ports.EngineSession.generate`."""
-        connection = await self._engine.connected(self._connection, self._policy, request)
-        if self._closed:
-            raise EngineError(f"call {request.request_id}: the session is closed")
-        if connection is not self._connection:
-            self._leave()
-            self._connection, self._number = connection, connection.next_call()
-            connection.sessions += 1
-            opened = wire.Open(
-                session=self._number,
-                name=self._name,
-                policy=self._policy,
-                pin=self._pin,
-            )
-            connection.tell(opened)
-        return await connection.generate(self._number, request, on_delta)
+        while True:
+            replica, session = await self._opened(request)
+            try:
+                return await session.generate(request, on_delta)
+            except EngineFailedError as error:  # nothing was sampled: another replica does it
+                self._close_session()
+                self._router.replica_lost(replica, error)
+            except EngineLostError as error:
+                self._close_session()
+                self._router.replica_lost(replica, error)
+                raise
+
+    async def _opened(self, request: GenerateRequest) -> tuple[ReplicaT, EngineSession]:
+        """The replica it is with, and the session there."""
+        if self._replica is not None and not self._router.is_available(self._replica):
+            self._close_session()  # before waiting for another: a replica may need what the session holds
+        if self._replica is None or self._session is None:
+            replica = await self._router.pick(self._policy, request.token_ids)
+            if self._closed:
+                raise EngineError(f"call {request.request_id}: the session is closed")
+            self._session = replica.open(self._name, self._policy, pin=self._pin)
+            self._replica = replica
+            replica.sessions += 1
+        return self._replica, self._session
 
     def close(self) -> None:
         """See `agentrl.core.ports.EngineSession.close`."""
         self._closed = True
-        self._leave()
+        self._close_session()
 
-    def _leave(self) -> None:
-        if self._connection is not None:
-            self._connection.tell(wire.CloseSession(session=self._number))
-            self._connection.sessions -= 1
-        self._connection = None
+    def _close_session(self) -> None:
+        if self._replica is not None and self._session is not None:
+            self._session.close()
+            self._replica.sessions -= 1
+        self._replica = self._session = None
+
+
+def pick_replica(loads: Sequence[int], policy: str, context: Int32Array) -> int:
+    """The index of the replica for a conversation that begins with `context`.
+
+    Conversations that begin alike go to one replica as long as it has at most `LOAD_BOUND` times the mean number of
+    conversations (consistent hashing with bounded loads: Mirrokni et al., 2018, arXiv:1608.01350).
+
+    Args:
+        loads: conversations that each replica has.
+        policy: of the conversation.
+        context: its token ids, `[n]`.
+    """
+    best = key64(policy, context.tobytes().hex()) % len(loads)
+    return best if loads[best] <= LOAD_BOUND * sum(loads) / len(loads) else loads.index(min(loads))
 
 
 @dataclass(slots=True)
 class ServedVersions:
-    """Versions that are to be served, or are."""
+    """Versions that an engine is to serve, or serves."""
 
     newest: dict[str, WeightsRef] = field(default_factory=dict)
     """By policy; without those that were never updated."""
     kept: Counter[WeightsRef] = field(default_factory=Counter)
     """How often each was kept and not released."""
 
-    def take(self, weights: WeightsRef, *, keep: bool) -> None:
-        """A version is its policy's newest from now on, and kept once more."""
+    def record(self, weights: WeightsRef, *, keep: bool) -> None:
+        """Make a version its policy's newest; with `keep`, count one more keep."""
         self.newest[weights.version.policy] = weights
         if keep:
             self.kept[weights] += 1
 
-    def take_back(self, weights: WeightsRef, before: WeightsRef | None, *, keep: bool) -> None:
-        """Undo a `take`; `before` was the newest."""
+    def revoke(self, weights: WeightsRef, before: WeightsRef | None, *, keep: bool) -> None:
+        """Undo a `record`; `before` was the newest."""
         policy = weights.version.policy
         if before is None:
             del self.newest[policy]
@@ -272,7 +347,7 @@ class ServedVersions:
         return True
 
     def _release(self, weights: WeightsRef) -> None:
-        self.kept -= Counter([weights])  # which leaves out what is kept no more
+        self.kept -= Counter([weights])  # drops those that are kept no more
 
     def is_kept(self, version: PolicyVersion) -> bool:
         """Whether the version stays although a newer one may be served."""
@@ -281,26 +356,33 @@ class ServedVersions:
     def _kept(self, version: PolicyVersion) -> WeightsRef | None:
         return next((weights for weights in self.kept if weights.version == version), None)
 
-    def lacks(self, wanted: ServedVersions) -> dict[str, tuple[WeightsRef, bool]]:
-        """By policy the next update that brings these versions nearer to those `wanted`: the weights, and whether they
-        are kept; none where nothing is lacking."""
+    def missing(self, wanted: ServedVersions) -> dict[str, tuple[WeightsRef, bool]]:
+        """The next update of each policy towards the versions `wanted`: the weights, and whether to keep them.
+
+        Empty where nothing is missing. Of one policy the oldest version comes first, since an engine takes the version
+        it was given last for the newest.
+        """
         updates = [(weights, True) for weights, times in wanted.kept.items() if self.kept[weights] < times]
         updates.sort(key=lambda update: update[0].version)
         updates += [(weights, False) for policy, weights in wanted.newest.items() if self.newest.get(policy) != weights]
-        lacking: dict[str, tuple[WeightsRef, bool]] = {}
+        missing: dict[str, tuple[WeightsRef, bool]] = {}
         for weights, keep in updates:
-            lacking.setdefault(weights.version.policy, (weights, keep))
-        return lacking
+            missing.setdefault(weights.version.policy, (weights, keep))
+        return missing
 
 
-async def finished(update: Coroutine[Any, Any, None], *, forsaken: Callable[[], None] | None) -> None:
-    """Wait for an update that is finished once it has begun: also where its caller is cancelled, who then does not hear
-    that it succeeded; `forsaken`, if it is given, is called then."""
+async def finish_update(update: Coroutine[Any, Any, None], *, on_cancel: Callable[[], None] | None) -> None:
+    """Run an update to its end, even if the caller is cancelled meanwhile.
+
+    Args:
+        update: what is run.
+        on_cancel: called when it succeeds although the caller was cancelled, and so does not know that it did.
+    """
     task = asyncio.get_running_loop().create_task(update, name="engine update")
 
     def end(ended: asyncio.Task[None]) -> None:
-        if not ended.cancelled() and ended.exception() is None and forsaken is not None:
-            forsaken()
+        if not ended.cancelled() and ended.exception() is None and on_cancel is not None:
+            on_cancel()
 
     try:
         await asyncio.shield(task)
@@ -343,7 +425,7 @@ class ProcessEngine:
         self._paused = False
         self._connection: Connection | None = None
         self._is_welcomed = False
-        """The process has been told all; before, nothing else is."""
+        """The process has been given its versions; before, nothing else is sent to it."""
         self._address = ""
         """Of the process, while it serves."""
         self._moved: Callable[[], None] = lambda: None
@@ -372,11 +454,13 @@ class ProcessEngine:
         """See `Supervised.launch`."""
         child = await self._placement.start(self._program)
         self._is_welcomed = False
-        self._connection = Connection(child.reader, child.writer, heard=self._heard, ended=self.supervisor.kill)
+        self._connection = Connection(
+            child.reader, child.writer, on_message=self._on_message, on_end=self.supervisor.kill
+        )
         return child
 
-    def _heard(self, reply: wire.Reply) -> None:
-        self.supervisor.heard()
+    def _on_message(self, reply: wire.Reply) -> None:
+        self.supervisor.sign_of_life()
         match reply:
             case wire.Completed():
                 self.supervisor.achieved()
@@ -384,7 +468,7 @@ class ProcessEngine:
                 self.supervisor.achieved()  # perhaps for another client
 
     async def welcome(self) -> None:
-        """See `Supervised.welcome`: a fresh process is told all that the one before it knew."""
+        """See `Supervised.welcome`: a fresh process is given the versions of the one before."""
         connection = self._connection
         if connection is None:
             raise EngineLostError("the engine's process has no connection")
@@ -395,29 +479,31 @@ class ProcessEngine:
         if not isinstance(loaded, wire.Loaded):
             raise EngineLostError("the engine's process answered something else")
         self.capabilities = loaded.capabilities
-        told = await self._restore(connection)
+        restored = await self._restore(connection)
         if self._paused:
             await connection.pause(on=True)
-        for weights in (told.kept - self._served.kept).elements():  # what was released meanwhile
-            connection.tell(wire.Release(version=weights.version))
+        for weights in (restored.kept - self._served.kept).elements():  # what was released meanwhile
+            connection.send(wire.Release(version=weights.version))
         self._is_welcomed = True
         self._address = loaded.address
         self._moved()
 
     async def _restore(self, connection: Connection) -> ServedVersions:
-        """Give a fresh process the versions of the one before, which are returned; one that is kept and whose files are
-        gone is kept no more: its sessions are told so by name."""
-        told = ServedVersions()
-        while lacking := told.lacks(self._served):
-            for weights, keep in lacking.values():
+        """Give a fresh process the versions of the one before, and return them.
+
+        A kept version whose files are gone is dropped: opening a session that pins it is refused by name.
+        """
+        restored = ServedVersions()
+        while missing := restored.missing(self._served):
+            for weights, keep in missing.values():
                 try:
                     await connection.update(weights, keep=keep)
-                    told.take(weights, keep=keep)
+                    restored.record(weights, keep=keep)
                 except EngineError as error:
                     if isinstance(error, EngineLostError) or not keep:
                         raise
                     del self._served.kept[weights]
-        return told
+        return restored
 
     async def died(self, how: str) -> None:
         """See `Supervised.died`."""
@@ -425,7 +511,7 @@ class ProcessEngine:
         self._address = ""
         self._moved()
         if connection is not None:
-            await connection.end(EngineLostError(f"the engine's process {how}"))
+            await connection.drain(EngineLostError(f"the engine's process {how}"))
             self._busy_before += connection.busy
 
     @property
@@ -439,17 +525,28 @@ class ProcessEngine:
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
-    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> ConnectedSession:
+    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> RoutedSession[Connection]:
         """See `agentrl.core.ports.Engine.open`."""
         if policy not in self._first_versions:
             served = ", ".join(sorted(self._first_versions))
             raise EngineError(f"no policy {policy!r} in this engine; it serves: {served}")
         if pin is not None and not self._served.is_kept(pin) and pin != self._newest(pin.policy):
             raise EngineError(f"version {pin} is not served here; give it by update with keep=True")
-        return ConnectedSession(self, session_id, policy, pin)
+        return RoutedSession(self, session_id, policy, pin)
 
-    async def connected(self, *_: object) -> Connection:
-        """See `Connector`; waits for a process that serves."""
+    def is_available(self, replica: Connection) -> bool:
+        """See `Router.is_available`."""
+        return replica is self._connection and replica.is_open
+
+    async def pick(self, policy: str, context: Int32Array) -> Connection:
+        """See `Router.pick`."""
+        return await self._connected()
+
+    def replica_lost(self, replica: Connection, error: EngineLostError | EngineFailedError) -> None:
+        """See `Router.replica_lost`; the supervisor knows."""
+
+    async def _connected(self) -> Connection:
+        """The connection to the process; waits until one serves."""
         while True:
             try:
                 await self.supervisor.serving()
@@ -463,15 +560,15 @@ class ProcessEngine:
 
     async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
         """See `agentrl.core.ports.Engine.update`; a caller who is cancelled keeps nothing."""
-        forsaken = partial(self.release, weights.version) if keep else None
-        await finished(self._update(weights, keep=keep), forsaken=forsaken)
+        on_cancel = partial(self.release, weights.version) if keep else None
+        await finish_update(self._update(weights, keep=keep), on_cancel=on_cancel)
 
     async def _update(self, weights: WeightsRef, *, keep: bool) -> None:
         for _ in range(LOSSES_OF_AN_UPDATE):
-            connection = await self.connected()
+            connection = await self._connected()
             with contextlib.suppress(EngineLostError):
                 await connection.update(weights, keep=keep)
-                self._served.take(weights, keep=keep)
+                self._served.record(weights, keep=keep)
                 return
         died = f"{LOSSES_OF_AN_UPDATE} processes of the engine died of it"
         raise EngineError(f"weights {weights.version} refused: {died}. The version before it keeps serving")
@@ -479,7 +576,7 @@ class ProcessEngine:
     def release(self, version: PolicyVersion) -> None:
         """See `agentrl.core.ports.Engine.release`."""
         if self._served.release(version):
-            self._tell(wire.Release(version=version))
+            self._send(wire.Release(version=version))
 
     def _newest(self, policy: str) -> PolicyVersion | None:
         weights = self._served.newest.get(policy)
@@ -497,7 +594,7 @@ class ProcessEngine:
 
     def abort(self, request_id: str) -> None:
         """See `agentrl.core.ports.Engine.abort`."""
-        self._tell(wire.Abort(request_id=request_id))
+        self._send(wire.Abort(request_id=request_id))
 
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
@@ -522,18 +619,18 @@ class ProcessEngine:
         """See `agentrl.core.ports.Engine.close`; calls in flight fail."""
         connection = self._connection
         if connection is not None:
-            connection.hang_up(EngineError("the engine was closed"))
+            connection.close(EngineError("the engine was closed"))
         await self.supervisor.stop()
         await self._placement.close()
 
-    def _tell(self, message: wire.Request) -> None:
+    def _send(self, message: wire.Request) -> None:
         if self._connection is not None and self._is_welcomed:
-            self._connection.tell(message)
+            self._connection.send(message)
 
     async def _until_answered(self, ask: Callable[[Connection], Any]) -> Any:
         """Ask this process or, where it dies meanwhile, the next one; all that is asked so can be asked twice."""
         while True:
-            connection = await self.connected()
+            connection = await self._connected()
             try:
                 return await ask(connection)
             except EngineLostError:
@@ -554,14 +651,6 @@ class SharedEngine(Protocol):
         ...
 
 
-def pick_replica(loads: Sequence[int], policy: str, context: Int32Array) -> int:
-    """Which of several engines, with so many conversations each, is to have one that begins with `context`: those that
-    begin alike go to one (consistent hashing with bounded loads: Mirrokni et al., 2018, arXiv:1608.01350).
-    """
-    best = key64(policy, context.tobytes().hex()) % len(loads)
-    return best if loads[best] <= LOAD_BOUND * sum(loads) / len(loads) else loads.index(min(loads))
-
-
 class EngineClient:
     """See `agentrl.core.ports.Sampler`; versions are its owner's, and a version that is not there fails the call."""
 
@@ -569,39 +658,43 @@ class EngineClient:
         self.capabilities = capabilities
         self._addresses: tuple[str, ...] = ()
         self._moved = asyncio.Event()
-        self._lines: dict[str, asyncio.Task[Connection]] = {}
+        self._connections: dict[str, asyncio.Task[Connection]] = {}
         self._coming = Counter[str]()
-        """Conversations, by address, whose line is being opened."""
+        """Conversations, by address, whose connection is being opened."""
 
     def moved(self, addresses: Sequence[str]) -> None:
-        """These processes take calls now; those that are gone end their lines themselves."""
+        """These processes take calls now; those that are gone end their connections themselves."""
         self._addresses = tuple(addresses)
         self._moved.set()
 
-    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> ConnectedSession:
+    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> RoutedSession[Connection]:
         """See `agentrl.core.ports.Sampler.open`; which process it is with is decided by its first call."""
-        return ConnectedSession(self, session_id, policy, pin)
+        return RoutedSession(self, session_id, policy, pin)
 
     def abort(self, request_id: str) -> None:
         """See `agentrl.core.ports.Sampler.abort`."""
-        for line in self._lines.values():
-            if line.done() and not line.cancelled() and line.exception() is None:
-                line.result().tell(wire.Abort(request_id=request_id))
+        for opening in self._connections.values():
+            if opening.done() and not opening.cancelled() and opening.exception() is None:
+                opening.result().send(wire.Abort(request_id=request_id))
 
-    async def connected(self, held: Connection | None, policy: str, request: GenerateRequest) -> Connection:
-        """See `Connector`; waits while no process takes calls."""
+    def is_available(self, replica: Connection) -> bool:
+        """See `Router.is_available`."""
+        return replica.is_open and any(self._connection(address) is replica for address in self._addresses)
+
+    def replica_lost(self, replica: Connection, error: EngineLostError | EngineFailedError) -> None:
+        """See `Router.replica_lost`; its connection has ended, or the owner's engine fails other calls too."""
+
+    async def pick(self, policy: str, context: Int32Array) -> Connection:
+        """See `Router.pick`; waits while no process takes calls."""
         while True:
             while not self._addresses:
                 self._moved.clear()
                 await self._moved.wait()
-            for address in self._addresses:
-                if held is not None and held.is_open and self._line(address) is held:
-                    return held
             loads = [self._load(address) for address in self._addresses]
-            address = self._addresses[pick_replica(loads, policy, request.token_ids)]
+            address = self._addresses[pick_replica(loads, policy, context)]
             self._coming[address] += 1
             try:
-                return await self._open_line(address)
+                return await self._open_connection(address)
             except (FileNotFoundError, ConnectionRefusedError):  # it is dead; where the next one is will be told
                 self._addresses = tuple(each for each in self._addresses if each != address)
             except OSError as error:
@@ -609,30 +702,30 @@ class EngineClient:
             finally:
                 self._coming[address] -= 1
 
-    async def _open_line(self, address: str) -> Connection:
-        line = self._lines.get(address)
-        if line is None:
-            line = self._lines[address] = asyncio.get_running_loop().create_task(self._connect(address))
+    async def _open_connection(self, address: str) -> Connection:
+        opening = self._connections.get(address)
+        if opening is None:
+            opening = self._connections[address] = asyncio.get_running_loop().create_task(self._connect(address))
         try:
-            return await asyncio.shield(line)
+            return await asyncio.shield(opening)
         except OSError:
-            self._lines.pop(address, None)
+            self._connections.pop(address, None)
             raise
 
-    def _line(self, address: str) -> Connection | None:
-        line = self._lines.get(address)
-        return line.result() if line is not None and line.done() and line.exception() is None else None
+    def _connection(self, address: str) -> Connection | None:
+        opening = self._connections.get(address)
+        return opening.result() if opening is not None and opening.done() and opening.exception() is None else None
 
     def _load(self, address: str) -> int:
-        line = self._line(address)
-        return self._coming[address] + (0 if line is None else line.sessions)
+        connection = self._connection(address)
+        return self._coming[address] + (0 if connection is None else connection.sessions)
 
     async def _connect(self, address: str) -> Connection:
         reader, writer = await asyncio.open_unix_connection(address)
 
-        def ended(why: str) -> None:
-            self._lines.pop(address, None)
-            line.hang_up(EngineLostError(f"the line to the engine's process ended{why and f': {why}'}"))
+        def on_end(why: str) -> None:
+            self._connections.pop(address, None)
+            connection.close(EngineLostError(f"the connection to the engine's process ended{why and f': {why}'}"))
 
-        line = Connection(reader, writer, heard=lambda reply: None, ended=ended)
-        return line
+        connection = Connection(reader, writer, on_message=lambda reply: None, on_end=on_end)
+        return connection

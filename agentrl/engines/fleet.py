@@ -15,13 +15,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import EngineError, EngineFailedError, EngineLostError
-from agentrl.engines.client import ServedVersions, SharedEngine, finished, pick_replica
+from agentrl.engines.client import RoutedSession, ServedVersions, SharedEngine, finish_update, pick_replica
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from agentrl.core.ports import Delta, Engine, EngineCapabilities, EngineSession, GenerateRequest
-    from agentrl.core.records import Completion, Float32Array, Int32Array, PolicyVersion, WeightsRef
+    from agentrl.core.ports import Engine, EngineCapabilities, EngineSession
+    from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
 
 FENCE_S = 30.0
 """How long the others wait for one replica's update to full weights."""
@@ -38,17 +38,21 @@ class Replica:
     sessions: int = 0
     """Conversations it has."""
     serves: ServedVersions = field(default_factory=ServedVersions)
-    """What it has taken."""
+    """Versions it has taken."""
     refused: dict[WeightsRef, Exception] = field(default_factory=dict)
-    """What it would not take, when it was last asked."""
-    strayed: set[str] = field(default_factory=set)
-    """Policies of which it took, too late, a version that the others had refused meanwhile."""
+    """Versions it refused when it was last asked, and why."""
+    stale: set[str] = field(default_factory=set)
+    """Policies of which it serves a version that the others had refused by the time it took it."""
     following: asyncio.Task[None] | None = None
-    """Gives it what it lacks."""
+    """Gives it the versions it is missing."""
     is_fenced: bool = False
     is_lost: bool = False
     failure: EngineError | None = None
     """Why it is gone for good."""
+
+    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
+        """See `agentrl.core.ports.Engine.open`."""
+        return self.engine.open(session_id, policy, pin=pin)
 
 
 class ReplicatedEngine:
@@ -66,7 +70,6 @@ class ReplicatedEngine:
         self._replicas = [Replica(number, engine) for number, engine in enumerate(engines)]
         self._wanted = ServedVersions()
         self._tell = tell or (lambda line: None)
-        self._calls: dict[str, Replica] = {}
         self._one_at_a_time = asyncio.Lock()
         self._changed = asyncio.Event()
         self._policy = ""
@@ -92,41 +95,33 @@ class ReplicatedEngine:
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
-    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> ReplicatedSession:
+    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> RoutedSession[Replica]:
         """See `agentrl.core.ports.Engine.open`; which replica it is with is decided by its first call."""
-        session = ReplicatedSession(self, session_id, policy, pin)
+        session = RoutedSession(self, session_id, policy, pin)
         for replica in sorted(self._living(), key=lambda each: each.is_fenced):
             try:
-                replica.engine.open(session_id, policy, pin=pin).close()  # refused here, if at all
+                replica.open(session_id, policy, pin=pin).close()  # refused here, if at all
             except EngineLostError as error:
-                self.lost(replica, error)
+                self.replica_lost(replica, error)
             else:
                 self._policy = policy
                 return session
         raise EngineLostError(f"session {session_id}: all replicas of the engine are gone")
 
-    async def choose(self, context: Int32Array, policy: str) -> Replica:
-        """The replica for a conversation that begins with `context`; waits while all are fenced.
+    def is_available(self, replica: Replica) -> bool:
+        """See `client.Router.is_available`."""
+        return not replica.is_fenced
 
-        Raises:
-            EngineFailedError: none will ever serve again.
-        """
+    async def pick(self, policy: str, context: Int32Array) -> Replica:
+        """See `client.Router.pick`; waits while all replicas are fenced."""
         while not (able := [replica for replica in self._living() if not replica.is_fenced]):
             if not any(replica.following and not replica.following.done() for replica in self._replicas):
                 raise self._nobody()
             await self._change()
         return able[pick_replica([replica.sessions for replica in able], policy, context)]
 
-    def started(self, request_id: str, replica: Replica) -> None:
-        """A call begins."""
-        self._calls[request_id] = replica
-
-    def ended(self, request_id: str) -> None:
-        """A call has ended."""
-        self._calls.pop(request_id, None)
-
-    def lost(self, replica: Replica, error: EngineLostError | EngineFailedError) -> None:
-        """A replica is gone: it is fenced until it answers again, which its supervisor sees to, or for good."""
+    def replica_lost(self, replica: Replica, error: EngineLostError | EngineFailedError) -> None:
+        """See `client.Router.replica_lost`: it is fenced until it answers again, or for good."""
         if isinstance(error, EngineFailedError):
             if replica.failure is None and not self._closed:
                 replica.failure, replica.is_fenced = error, True
@@ -177,13 +172,13 @@ class ReplicatedEngine:
         has caught up. An adapter may have to wait for a place, which conversations free when they end: so do we.
         A caller who is cancelled keeps nothing.
         """
-        forsaken = partial(self.release, weights.version) if keep else None
-        await finished(self._update(weights, keep=keep), forsaken=forsaken)
+        on_cancel = partial(self.release, weights.version) if keep else None
+        await finish_update(self._update(weights, keep=keep), on_cancel=on_cancel)
 
     async def _update(self, weights: WeightsRef, *, keep: bool) -> None:
         async with self._one_at_a_time:
             before = self._wanted.newest.get(weights.version.policy)
-            self._wanted.take(weights, keep=keep)
+            self._wanted.record(weights, keep=keep)
             for replica in self._replicas:
                 replica.refused.clear()
             try:
@@ -192,7 +187,7 @@ class ReplicatedEngine:
                 while not self._is_taken(weights.version.policy):
                     await self._change()
             except Exception:
-                self._wanted.take_back(weights, before, keep=keep)
+                self._wanted.revoke(weights, before, keep=keep)
                 self._follow_fenced()
                 raise
 
@@ -211,7 +206,7 @@ class ReplicatedEngine:
                     await self._change()
         except TimeoutError:
             pass
-        if not following.done() or (self._lacking(replica) and self._is_taken(weights.version.policy)):
+        if not following.done() or (self._missing(replica) and self._is_taken(weights.version.policy)):
             self._fence(replica, f"is behind at {weights.version}; it gets no calls for now")
 
     def _is_taken(self, policy: str) -> bool:
@@ -221,12 +216,12 @@ class ReplicatedEngine:
             EngineError: none will, for this reason.
         """
         living = self._living()
-        lacking = [replica for replica in living if policy in self._lacking(replica)]
-        if len(lacking) < len(living):
+        missing = [replica for replica in living if policy in self._missing(replica)]
+        if len(missing) < len(living):
             return True
         refused = {
             replica.number: (replica, error)
-            for replica in lacking
+            for replica in missing
             for weights, error in replica.refused.items()
             if weights.version.policy == policy
         }
@@ -235,11 +230,11 @@ class ReplicatedEngine:
                 raise error
         return False
 
-    def _lacking(self, replica: Replica) -> dict[str, tuple[WeightsRef, bool]]:
-        return replica.serves.lacks(self._wanted)
+    def _missing(self, replica: Replica) -> dict[str, tuple[WeightsRef, bool]]:
+        return replica.serves.missing(self._wanted)
 
     def _follow(self, replica: Replica) -> asyncio.Task[None]:
-        """Have a replica given what it lacks: by the task that is returned."""
+        """The task that gives a replica the versions it is missing, started where none runs."""
         if replica.following is None or replica.following.done():
             name = f"engine replica {replica.number}"
             replica.following = asyncio.get_running_loop().create_task(self._give(replica), name=name)
@@ -248,7 +243,7 @@ class ReplicatedEngine:
 
     async def _give(self, replica: Replica) -> None:
         while not self._closed and replica.failure is None:
-            updates = [update for update in self._lacking(replica).values() if update[0] not in replica.refused]
+            updates = [update for update in self._missing(replica).values() if update[0] not in replica.refused]
             if not (updates or replica.is_lost):
                 break
             try:
@@ -257,9 +252,9 @@ class ReplicatedEngine:
                 else:
                     await self._deliver(replica, *updates[0])
             except (EngineLostError, EngineFailedError) as error:
-                self.lost(replica, error)
+                self.replica_lost(replica, error)
             self._changed.set()
-        if replica.is_fenced and replica.failure is None and not (replica.strayed or self._lacking(replica)):
+        if replica.is_fenced and replica.failure is None and not (replica.stale or self._missing(replica)):
             replica.is_fenced = False
             self._tell(f"engine replica {replica.number} has caught up")
             self._moved()
@@ -278,9 +273,9 @@ class ReplicatedEngine:
             replica.serves.kept[weights] += 1
         if self._wanted.newest.get(policy) == weights or self._wanted.kept[weights]:
             replica.serves.newest[policy] = weights
-            replica.strayed.discard(policy)
+            replica.stale.discard(policy)
         else:
-            replica.strayed.add(policy)
+            replica.stale.add(policy)
         self._trim(replica)
 
     def release(self, version: PolicyVersion) -> None:
@@ -291,7 +286,7 @@ class ReplicatedEngine:
             self._follow_fenced()
 
     def _trim(self, replica: Replica) -> None:
-        """A replica keeps nothing that is kept no more; what it is only about to keep it will be asked then."""
+        """Release versions of a replica that nobody keeps any more; a keep under way is reconciled when it arrives."""
         surplus = replica.serves.kept - self._wanted.kept
         replica.serves.kept -= surplus
         for weights in surplus.elements():
@@ -325,12 +320,11 @@ class ReplicatedEngine:
         try:
             await (replica.engine.pause() if self._paused else replica.engine.resume())
         except (EngineLostError, EngineFailedError) as error:
-            self.lost(replica, error)
+            self.replica_lost(replica, error)
 
     def abort(self, request_id: str) -> None:
         """See `agentrl.core.ports.Engine.abort`."""
-        replica = self._calls.get(request_id)
-        if replica is not None:
+        for replica in self._replicas:
             replica.engine.abort(request_id)
 
     async def score(
@@ -339,11 +333,11 @@ class ReplicatedEngine:
         """See `agentrl.core.ports.Engine.score`."""
         policy = version if isinstance(version, str) else version.policy
         while True:
-            replica = await self.choose(token_ids, policy)
+            replica = await self.pick(policy, token_ids)
             try:
                 return await replica.engine.score(version, token_ids, temperature)
             except (EngineLostError, EngineFailedError) as error:
-                self.lost(replica, error)
+                self.replica_lost(replica, error)
 
     def busy_seconds(self) -> float:
         """See `agentrl.core.ports.Engine.busy_seconds`: the mean of the replicas."""
@@ -375,59 +369,3 @@ def _together(replicas: Sequence[EngineCapabilities]) -> EngineCapabilities:
         kv_tokens=sum(held) if len(held) == len(replicas) else None,
         prefill_rate=sum(each.prefill_rate for each in replicas),
     )
-
-
-class ReplicatedSession:
-    """One conversation: with one replica at a time. Made by `ReplicatedEngine.open`."""
-
-    __slots__ = ("_closed", "_engine", "_name", "_pin", "_policy", "_replica", "_session")
-
-    def __init__(self, engine: ReplicatedEngine, name: str, policy: str, pin: PolicyVersion | None) -> None:
-        self._engine = engine
-        self._name = name
-        self._policy = policy
-        self._pin = pin
-        self._replica: Replica | None = None
-        self._session: EngineSession | None = None
-        self._closed = False
-
-    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
-        """See `agentrl.core.ports.EngineSession.generate`."""
-        while True:
-            replica, session = await self._place(request)
-            self._engine.started(request.request_id, replica)
-            try:
-                return await session.generate(request, on_delta)
-            except EngineFailedError as error:  # nothing was sampled: another replica does it
-                self._engine.lost(replica, error)
-                self._leave()
-            except EngineLostError as error:
-                self._engine.lost(replica, error)
-                self._leave()
-                raise
-            finally:
-                self._engine.ended(request.request_id)
-
-    async def _place(self, request: GenerateRequest) -> tuple[Replica, EngineSession]:
-        """The replica it is with, and the session there."""
-        if self._replica is not None and self._replica.is_fenced:
-            self._leave()
-        if self._session is None or self._replica is None:
-            replica = await self._engine.choose(request.token_ids, self._policy)
-            if self._closed:
-                raise EngineError(f"call {request.request_id}: the session is closed")
-            self._session = replica.engine.open(self._name, self._policy, pin=self._pin)
-            self._replica = replica
-            replica.sessions += 1
-        return self._replica, self._session
-
-    def close(self) -> None:
-        """See `agentrl.core.ports.EngineSession.close`."""
-        self._closed = True
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._session is not None and self._replica is not None:
-            self._session.close()
-            self._replica.sessions -= 1
-        self._session = self._replica = None

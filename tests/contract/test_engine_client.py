@@ -1,4 +1,4 @@
-"""Guests of an engine's processes: they sample like its owner, find it when it has moved, and may nothing else."""
+"""Clients of an engine's processes: they sample like its owner, find it when it has moved, and may nothing else."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Hosted = Callable[[ProcessEngine, EngineClient], Coroutine[Any, Any, None]]
 
 
 def with_guest(scenario: Hosted) -> None:
-    """An engine in a process of its own, and a guest of it that is told where it is."""
+    """An engine in a process of its own, and a client of it that is told where it is."""
 
     async def main() -> None:
         engine, _ = await made()
-        guest = EngineClient(engine.capabilities)
-        engine.on_move(lambda: guest.moved(engine.addresses))
-        guest.moved(engine.addresses)
+        client = EngineClient(engine.capabilities)
+        engine.on_move(lambda: client.moved(engine.addresses))
+        client.moved(engine.addresses)
         try:
-            await scenario(engine, guest)
+            await scenario(engine, client)
         finally:
             await engine.close()
 
@@ -38,10 +38,10 @@ def with_guest(scenario: Hosted) -> None:
 
 
 def test_a_guest_samples_what_the_owner_would() -> None:
-    async def scenario(engine: ProcessEngine, guest: EngineClient) -> None:
+    async def scenario(engine: ProcessEngine, client: EngineClient) -> None:
         owners = await engine.open("a", "solver").generate(request("a", prompt(9), seed=3))
         got: list[int] = []
-        session = guest.open("a", "solver")
+        session = client.open("a", "solver")
         completion = await session.generate(request("a", prompt(9), seed=3), lambda _, ids, *__: got.extend(ids))
         assert completion.token_ids.tolist() == owners.token_ids.tolist()
         assert completion.logprobs.tolist() == owners.logprobs.tolist()
@@ -56,17 +56,17 @@ def test_a_guest_samples_what_the_owner_would() -> None:
 
 
 def test_two_guests_may_name_their_calls_alike_and_each_aborts_its_own() -> None:
-    async def scenario(engine: ProcessEngine, guest: EngineClient) -> None:
+    async def scenario(engine: ProcessEngine, client: EngineClient) -> None:
         other = EngineClient(engine.capabilities)
         other.moved(engine.addresses)
         began = asyncio.Event()
         calls = []
-        for each in (guest, other):
+        for each in (client, other):
             session = each.open("s", "solver")
             call = session.generate(request("same", prompt(9), max_tokens=590), lambda *_: began.set())
             calls.append(asyncio.create_task(call))
         await began.wait()
-        guest.abort("same")
+        client.abort("same")
         assert (await calls[0]).finish_reason == "abort"
         assert len((await calls[1]).token_ids) == 590
 
@@ -74,7 +74,7 @@ def test_two_guests_may_name_their_calls_alike_and_each_aborts_its_own() -> None
 
 
 def test_a_guest_whose_engine_dies_keeps_what_was_delivered_and_waits_for_the_next() -> None:
-    async def scenario(engine: ProcessEngine, guest: EngineClient) -> None:
+    async def scenario(engine: ProcessEngine, client: EngineClient) -> None:
         await engine.update(weights_of(1))
         got: list[int] = []
         began = asyncio.Event()
@@ -83,7 +83,7 @@ def test_a_guest_whose_engine_dies_keeps_what_was_delivered_and_waits_for_the_ne
             got.extend(token_ids)
             began.set()
 
-        session = guest.open("s", "solver")
+        session = client.open("s", "solver")
         call = asyncio.create_task(session.generate(request("r", prompt(9), max_tokens=590), on_delta))
         await began.wait()
         kill(engine)
@@ -104,18 +104,18 @@ def test_a_guest_whose_engine_dies_keeps_what_was_delivered_and_waits_for_the_ne
     "message", [wire.Update(call=1, weights=weights_of(1), keep=False), wire.Pause(call=1, on=True)]
 )
 def test_a_guest_that_asks_for_more_than_samples_is_shown_out(message: wire.Message) -> None:
-    async def scenario(engine: ProcessEngine, guest: EngineClient) -> None:
+    async def scenario(engine: ProcessEngine, client: EngineClient) -> None:
         reader, writer = await asyncio.open_unix_connection(engine.addresses[0])
         wire.send(writer, message)
         assert await wire.receive(reader) is None
         writer.close()
-        assert (await guest.open("s", "solver").generate(request("r", prompt(9)))).spans[0].version == START["solver"]
+        assert (await client.open("s", "solver").generate(request("r", prompt(9)))).spans[0].version == START["solver"]
 
     with_guest(scenario)
 
 
 def test_the_door_is_for_this_user_alone() -> None:
-    async def scenario(engine: ProcessEngine, guest: EngineClient) -> None:
+    async def scenario(engine: ProcessEngine, client: EngineClient) -> None:
         (address,) = engine.addresses
         assert stat.S_IMODE(os.stat(os.path.dirname(address)).st_mode) == 0o700
 
@@ -126,21 +126,21 @@ def test_conversations_that_begin_alike_go_to_one_replica_and_none_to_one_that_i
     async def main() -> None:
         engines = [(await made())[0] for _ in range(2)]
         engine = ReplicatedEngine(engines)
-        guest = EngineClient(engine.capabilities)
+        client = EngineClient(engine.capabilities)
         moves: list[tuple[str, ...]] = []
 
         def moved() -> None:
             moves.append(engine.addresses)
-            guest.moved(engine.addresses)
+            client.moved(engine.addresses)
 
         engine.on_move(moved)
         moved()
-        sessions = [guest.open(f"s{number}", "solver") for number in range(8)]
+        sessions = [client.open(f"s{number}", "solver") for number in range(8)]
         for number, session in enumerate(sessions):
             await session.generate(request(f"r{number}", prompt(9, seed=number)))
         both = set(engine.addresses)
         assert len(both) == 2
-        assert set(guest._lines) == both
+        assert set(client._connections) == both
         kill(engines[0])
         while len(moves) < 2:
             await asyncio.sleep(0)
@@ -160,16 +160,16 @@ def test_a_replica_that_comes_late_is_not_given_all_that_is_new() -> None:
     async def main() -> None:
         engines = [(await made())[0] for _ in range(2)]
         first, second = (engine.addresses[0] for engine in engines)
-        guest = EngineClient(engines[0].capabilities)
-        guest.moved((first,))
+        client = EngineClient(engines[0].capabilities)
+        client.moved((first,))
         for number in range(20):
-            session = guest.open(f"s{number}", "solver")
+            session = client.open(f"s{number}", "solver")
             await session.generate(request(f"r{number}", prompt(9, seed=number)))
             session.close()
-        guest.moved((first, second))
+        client.moved((first, second))
         for number in range(8):
-            await guest.open(f"t{number}", "solver").generate(request(f"u{number}", prompt(9, seed=number)))
-        assert [(await guest._open_line(address)).sessions for address in (first, second)] == [4, 4]
+            await client.open(f"t{number}", "solver").generate(request(f"u{number}", prompt(9, seed=number)))
+        assert [(await client._open_line(address)).sessions for address in (first, second)] == [4, 4]
         for engine in engines:
             await engine.close()
 
@@ -181,11 +181,11 @@ def test_a_first_burst_is_shared_by_all_replicas() -> None:
 
     async def main() -> None:
         engines = [(await made())[0] for _ in range(2)]
-        guest = EngineClient(engines[0].capabilities)
-        guest.moved([engine.addresses[0] for engine in engines])
-        sessions = [guest.open(f"s{number}", "solver") for number in range(20)]
+        client = EngineClient(engines[0].capabilities)
+        client.moved([engine.addresses[0] for engine in engines])
+        sessions = [client.open(f"s{number}", "solver") for number in range(20)]
         await asyncio.gather(*(each.generate(request(f"r{number}", prompt(9))) for number, each in enumerate(sessions)))
-        loads = sorted([(await guest._open_line(engine.addresses[0])).sessions for engine in engines])
+        loads = sorted([(await client._open_line(engine.addresses[0])).sessions for engine in engines])
         assert (sum(loads), loads[0] >= 7) == (20, True), loads
         for engine in engines:
             await engine.close()
