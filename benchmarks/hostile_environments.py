@@ -29,8 +29,8 @@ import numpy as np
 
 import agentrl
 import environments
-from agentrl.app.lives import lead
 from agentrl.app.parts import Adapters, make_chat_format
+from agentrl.app.supervisor import run_in_shared_loop
 from agentrl.app.training import run_training
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError
@@ -126,7 +126,7 @@ def play(act: str, directory: str, *, resume: bool) -> int:
     from benchmarks.hostile_environments import Hostile as Importable  # not `__main__`'s
 
     try:
-        lead(run_training(config, Importable, adapters=adapters, resume=resume), Path(directory, "run"))
+        run_in_shared_loop(run_training(config, Importable, adapters=adapters, resume=resume), Path(directory, "run"))
     except AgentRLError as error:
         sys.stderr.write(f"agentrl: {error}\n")
         return error.exit_code

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agentrl.app.seats import check_capabilities, demands_of, policy_binding
-from agentrl.app.speech import rollout_settings
+from agentrl.app.policies import check_capabilities, demands_of, policy_binding, rollout_settings
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.config.policies import PastPolicy
 from agentrl.config.run import RunConfig
@@ -50,22 +49,22 @@ COMPOSED_STEPS = 4 * LENGTH_STEPS
 """Steps' worth of the newest episodes from which a resumed run learns what its steps were fed: more than are compared,
 since those that are held back are among them."""
 TURN_LOG = "0"
-"""Of the worker in this process."""
+"""Name of the turn log of a worker in this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """What an earlier life of the run left, folded from its journal."""
+    """The state of a resumed run, folded from its journal."""
 
     ended: Sequence[tuple[EpisodeSpec, EpisodeHeader]] = ()
     """Committed episodes of groups of which something is still to be trained."""
     resolved: Mapping[tuple[str, str], str | None] = field(default_factory=dict)
-    """What became of units among them, by (policy, episode id): None for trained ones, else the drop reason."""
+    """Drop reasons of units among them, by (policy, episode id); None for trained units."""
     unfinished: Sequence[EpisodeSpec] = ()
     ended_children: Mapping[str, EpisodeHeader] = field(default_factory=dict)
-    """Of unfinished parents."""
+    """Headers of the ended children of unfinished parents, by episode id."""
     next_number: int = 0
-    """Of root training episodes: a multiple of the group size."""
+    """Number of the next root training episode: a multiple of the group size."""
     lost: Sequence[int] = ()
     """Numbers before that of roots whose admission never reached the disk."""
     next_evaluation: int = 0
@@ -74,16 +73,16 @@ class Past:
     proposals: Sequence[Proposal] = ()
     """The newest that the run remembers, in order."""
     baselines: Mapping[str, BaselineSet] = field(default_factory=dict)
-    """What the members of groups are compared with, by group, where something of them is still to be trained."""
+    """Baselines by group, for groups with units that are still to be trained."""
     history: RewardHistory = field(default_factory=RewardHistory)
-    """What rewards used to be, in the groups of which nothing is."""
+    """Rewards of the groups that are wholly trained or dropped."""
     compositions: Mapping[str, Composition] = field(default_factory=dict)
-    """What the steps of policies were fed."""
+    """Composition of the newest steps, by policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What `assemble` wires together."""
+    """The parts that `assemble` wires together."""
 
     engine: Engine
     trainer: Trainer
@@ -99,12 +98,12 @@ class Parts:
     weights: Mapping[str, WeightsRef] = field(default_factory=dict)
     """Published weights of the trainable ones."""
     parents: Mapping[tuple[str, int], PolicyVersion] = field(default_factory=dict)
-    """What each (policy, lineage) but the first started from."""
+    """The version that each (policy, lineage) but the first started from."""
     opponents: Mapping[str, Sequence[PolicyVersion]] = field(default_factory=dict)
     """Versions kept served for each past policy, oldest first; see `recovery.serve_opponents`."""
     past: Past = field(default_factory=Past)
     role_means: Mapping[Role, Mean] = field(default_factory=dict)
-    """Of the checkpoint the run goes on from."""
+    """Mean rewards by role, from the checkpoint."""
     measured: Measured = UNMEASURED
     """The same."""
     disk: Disk = LOCAL
@@ -128,7 +127,7 @@ def past_of(
     remembered: int | None = None,
     step_sizes: Mapping[str, int] | None = None,
 ) -> Past:
-    """What a resumed run takes over.
+    """The state that a resumed run continues from.
 
     Args:
         log: the run's control log.

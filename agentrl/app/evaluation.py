@@ -1,4 +1,7 @@
-"""`evaluate`: policies on held-out tasks, by the same runner and engine as training, with nothing trained."""
+"""`evaluate`: policies on held-out tasks, by the same runner and engine as training, with nothing trained.
+
+`play_untrained` plays the episodes; `forks` uses it, too.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,35 @@ import asyncio
 import contextlib
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentrl.app.beside import play_beside, with_weights
+from agentrl.app.assemble import Past, attach_worker, make_dispatcher
 from agentrl.app.parts import held_out, load_config, make_chat_format, make_engine
-from agentrl.app.weights import given_weights, load_weights, weights_in
-from agentrl.config.policies import OutsidePolicy
+from agentrl.app.policies import given_weights, load_weights, weights_in
+from agentrl.config.policies import FrozenPolicy, OutsidePolicy
 from agentrl.config.run import RunConfig
+from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, InputError, RunDirectoryError
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
 from agentrl.core.words import plural
+from agentrl.credit.advantages import ADVANTAGES
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import resolve
 from agentrl.inspection.conversation import TurnAct, conversation
 from agentrl.inspection.reader import RunReader
 from agentrl.observe.metrics import JsonlSink
+from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.evaluation import evaluation_metrics, together
+from agentrl.orchestrator.groups import WholeGroups
+from agentrl.orchestrator.signal import Signal
+
+if TYPE_CHECKING:
+    from agentrl.core.ports import ChatFormat, Engine
+    from agentrl.journal.port import JournalStore
+    from agentrl.orchestrator.dispatch import Dispatcher
 
 Directory = str | Path
 
@@ -35,12 +48,12 @@ class EvaluatedEpisode:
 
     id: str
     parent_id: str | None
-    """Of a child episode."""
+    """The parent of a child episode."""
     task: Any
     """The task's data."""
     task_id: str
     reward: float | None
-    """Of all its agents together."""
+    """Sum over its agents."""
     stop_reason: str | None
     turns: int
     tokens: int
@@ -55,7 +68,7 @@ class EvaluatedEpisode:
 
 
 class Evaluation(dict[str, float]):
-    """What an evaluation measured, by metric, and the episodes it was measured on."""
+    """The metrics of an evaluation by name, and its episodes."""
 
     def __init__(self, metrics: Mapping[str, float], episodes: Sequence[EvaluatedEpisode]) -> None:
         super().__init__(metrics)
@@ -150,7 +163,7 @@ def _episodes(config: RunConfig, journal: Path) -> list[EvaluatedEpisode]:
 
 
 def _remote_message(line: str) -> dict[str, Any] | None:
-    """What a policy that lives outside has said, in OpenAI's form with its `usage`; None where its line is none."""
+    """The message of a remote policy or bot, in OpenAI's form with its `usage`; None where it is not JSON."""
     try:
         said = json.loads(line)
     except (ValueError, RecursionError):
@@ -193,6 +206,50 @@ async def _evaluate(
         )
         stack.push_async_callback(engine.close)
         await load_weights(config, engine, store, given)
-        return await play_beside(
+        return await play_untrained(
             config, environment, engine, chat_format, store, lambda dispatcher: dispatcher.evaluate(tasks, {})
         )
+
+
+def with_weights(config: RunConfig, given: Sequence[WeightsRef]) -> RunConfig:
+    """The configuration with an engine that can serve what is given, however the policies are trained."""
+    frozen = {
+        weights.version.policy: FrozenPolicy(
+            kind="frozen", path=weights.path, sampling=config.sampling_of(weights.version.policy).model_dump()
+        )
+        for weights in given
+    }
+    return config.model_copy(update={"policies": {**config.policies, **frozen}})
+
+
+async def play_untrained(
+    config: RunConfig,
+    environment: type[Environment],
+    engine: Engine,
+    chat_format: ChatFormat,
+    store: JournalStore,
+    play: Callable[[Dispatcher], Coroutine[Any, Any, list[EpisodeHeader]]],
+) -> list[EpisodeHeader]:
+    """Play episodes outside of training: `play` gets a dispatcher whose buffer takes nothing. Returns its headers.
+
+    Raises:
+        BaseException: a failure that is no episode's own.
+    """
+    loop = asyncio.get_running_loop()
+    failure: asyncio.Future[list[EpisodeHeader]] = loop.create_future()
+
+    def fail(error: BaseException) -> None:
+        if not failure.done():
+            failure.set_exception(error)
+
+    buffer = EpisodeBuffer((), WholeGroups((), ADVANTAGES["none"]))
+    dispatcher = make_dispatcher(config, environment, buffer, store, Signal(), past=Past())
+    attach_worker(config, environment, dispatcher, engine, chat_format, store, SystemClock(), fail)
+    episodes = loop.create_task(play(dispatcher))
+    try:
+        first, _ = await asyncio.wait({episodes, failure}, return_when=asyncio.FIRST_COMPLETED)
+        return first.pop().result()
+    finally:
+        episodes.cancel()
+        failure.cancel()
+        await dispatcher.worker.cancel()

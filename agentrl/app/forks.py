@@ -1,8 +1,8 @@
-"""`fork`: an episode of a run, played on from one of its turns, again and otherwise.
+"""`fork`: resample an episode of a run from one of its turns.
 
-A fork takes over what was recorded before the turn, by reference, and goes its own way from there: its own sampling
-seeds, its own random streams, its own effects. Forks are kept in a journal of their own, `RUN/forks`, which is read
-like a run; the run itself, which may be going on, is not touched. They are neither trained nor counted.
+A fork refers to the entries before the turn and has its own sampling seeds, random streams and effects from there on.
+Forks are written to a journal of their own, `RUN/forks`, which is read like a run; the run itself, which may be going
+on, is not touched. They are neither trained nor counted.
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
-from agentrl.app.beside import play_beside, with_weights
+from agentrl.app.evaluation import play_untrained, with_weights
 from agentrl.app.parts import Adapters
-from agentrl.app.players import Parent, Players, players
+from agentrl.app.policies import load_weights, weights_in
 from agentrl.app.replays import environment_to_run, recorded_code
-from agentrl.app.weights import load_weights
+from agentrl.config.policies import PastPolicy
 from agentrl.config.recorded import recorded_config
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
 from agentrl.core.errors import InputError, JournalError
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding, Task
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding, Task, WeightsRef
 from agentrl.core.words import plural
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import name_of, resolve
@@ -39,6 +40,30 @@ from agentrl.journal.rows import decode_entries
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.run_directory import ENGINE_LOG
 from agentrl.rollout.turn_entries import message_of
+
+_VERSION = re.compile(r"(?P<policy>[^@/]+)@(?P<lineage>\d{1,9})\.(?P<step>\d{1,9})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parent:
+    """An episode to be forked, at one of its turns."""
+
+    begin: Begin
+    point: ForkPoint
+    """Its journal is an absolute path."""
+    turns: Sequence[TurnEntry]
+    """Those before the fork point, and the one there."""
+    ancestors: Mapping[str, str]
+    """Journal directory by episode id: of the parent, and of what it was forked from."""
+
+
+class ForkPolicies(NamedTuple):
+    """The policies of a fork."""
+
+    seats: Mapping[str, str]
+    """The policies of seats that other policies hold than in the parent."""
+    weights: Sequence[WeightsRef]
+    """Weights of the policies that are not the base model."""
 
 
 def fork(  # noqa: PLR0913 (one keyword per choice)
@@ -53,9 +78,10 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     environment: type | str | None = None,
     adapters: Adapters | None = None,
 ) -> list[EpisodeHeader]:
-    """Play an episode on from one of its turns, which is sampled anew; nothing is trained.
+    """Resample an episode from one of its turns; nothing is trained.
 
-    Children that the episode had got the results of, or that ended since, are taken over; others are started anew.
+    Results of children that the episode had received, and of children that ended since, are kept; other children start
+    anew.
 
     Args:
         run: the run's directory, or `RUN/forks` to fork a fork.
@@ -63,11 +89,10 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
         at: the turn, from 0 over all agents in the order they were recorded; negative numbers count from the end.
         n: how many forks.
         attempt: which attempt of the episode; default: the newest.
-        policy: who plays instead, one or several, see `app.players`: a directory of trained weights, a version of a
-            policy of the run (`solver@0.5`), another policy in a seat (`checker=solver`, `checker=solver@0.5`).
-            Default: the policies of the parent, each with its weights as of that turn, if they are still on disk.
-        edit: what the policy is told at that turn instead: the content of the last message, or all messages, with
-            `role` and `content`.
+        policy: other policies, one or several: see `fork_policies`. Default: the policies of the parent, each with its
+            weights as of that turn, if they are still on disk.
+        edit: replaces the messages of that turn: the content of the last one, or all of them, with `role` and
+            `content`.
         environment: a class, a name, `module:Class` or a path, in place of what the episode names, which is refused
             unless it is installed or imported already: a journal is data, and does not say what code is run.
         adapters: who makes the engine and the chat format; default: what the run's configuration asks for.
@@ -97,9 +122,9 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     )
     where = path if info.get("forks") else path / FORKS
     asked = [policy] if isinstance(policy, str | Path) else policy
-    who = players(config, parent, asked)
+    policies = fork_policies(config, parent, asked)
     kept = {"name": f"forks of {where.parent.name}", "forks": True, "code": info.get("code", {})}
-    return asyncio.run(_fork(config, chosen, parent, where, n, who, adapters or Adapters(), kept))
+    return asyncio.run(_fork(config, chosen, parent, where, n, policies, adapters or Adapters(), kept))
 
 
 def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) -> Parent:
@@ -128,7 +153,7 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) ->
 
 
 def edited(parent: Parent, edit: str | Sequence[Mapping[str, Any]] | None) -> Parent:
-    """The same parent, with other words for the policy at the fork point.
+    """The same parent, with other messages at the fork point.
 
     Raises:
         InputError: they are no messages, or there is none whose content could be edited.
@@ -138,7 +163,7 @@ def edited(parent: Parent, edit: str | Sequence[Mapping[str, Any]] | None) -> Pa
     messages = [dict(message) for message in parent.turns[-1].messages]
     if isinstance(edit, str):
         if not messages:
-            raise InputError("at that turn the policy is told nothing, so there is nothing to edit")
+            raise InputError("that turn has no new messages, so there is nothing to edit")
         messages[-1]["content"] = edit
     else:
         messages = [dict(message) for message in edit]
@@ -148,6 +173,119 @@ def edited(parent: Parent, edit: str | Sequence[Mapping[str, Any]] | None) -> Pa
     except JournalError as error:
         raise InputError(f'{error}; write [{{"role": "user", "content": "…"}}]') from error
     return replace(parent, point=replace(parent.point, messages=tuple(messages)))
+
+
+def fork_policies(config: RunConfig, parent: Parent, asked: Sequence[str | Path] = ()) -> ForkPolicies:
+    """The policies of a fork: those of its parent, with their weights as of the turn, unless `asked` names others.
+
+    A policy has the same weights in all its seats, and in the children. Each item of `asked` is one of
+
+        DIR                            weights for the policy that takes the turn, such as a run's `policies/NAME`
+        POLICY@LINEAGE.STEP            a version of a policy of the run, in all its seats
+        SEAT=POLICY                    another policy of the run in a seat of the episode
+        SEAT=POLICY@LINEAGE.STEP       likewise, at a version
+        SEAT=DIR                       weights for the policy that holds the seat
+
+    Raises:
+        InputError: there is no such seat, policy, version or directory, or weights are no longer on disk.
+    """
+    for policy in [*parent.begin.seats.values(), *(turn.policy for turn in parent.turns)]:
+        _check_known(policy, config, "the episode")
+    seats: dict[str, str] = {}
+    given: dict[str, WeightsRef | None] = {}
+    for each in asked:
+        seat, wanted = _split(parent, each)
+        policy = parent.turns[-1].policy if seat is None else parent.begin.seats[seat]
+        if wanted in config.policies:
+            policy = str(wanted)
+        elif match := _VERSION.fullmatch(str(wanted)):
+            policy = match["policy"]
+            _check_known(policy, config, "--policy")
+            given[policy] = _weights(parent, PolicyVersion(policy, int(match["lineage"]), int(match["step"])))
+        else:
+            given[policy] = weights_in(policy, wanted)
+        if isinstance(past := config.policies[policy], PastPolicy):
+            raise InputError(f"--policy: {policy} plays past versions of {past.of}; name one, as {past.of}@0.5")
+        if seat is not None:
+            seats[seat] = policy
+    left = recorded_weights(parent, [name for name in config.trained if name not in given], leave_out=given)
+    return ForkPolicies(seats, [*(weights for weights in given.values() if weights is not None), *left])
+
+
+def _check_known(policy: str, config: RunConfig, where: str) -> None:
+    if policy not in config.policies:
+        raise InputError(f"{where}: the run has no policy {policy!r}; it has {', '.join(config.policies)}")
+
+
+def _split(parent: Parent, asked: str | Path) -> tuple[str | None, str | Path]:
+    """The seat, where one is named, and what is wanted there."""
+    if isinstance(asked, Path) or "=" not in asked or Path(asked).is_dir():
+        return None, asked
+    seat, _, wanted = asked.partition("=")
+    if seat not in parent.begin.seats:
+        raise InputError(f"--policy: the episode has no seat {seat!r}; it has {', '.join(parent.begin.seats)}")
+    return seat, wanted
+
+
+def recorded_weights(
+    parent: Parent, learning: Collection[str] = (), *, leave_out: Collection[str] = ()
+) -> list[WeightsRef]:
+    """The weights each policy had last used by the turn; of those that learn and had not acted, the newest of then.
+
+    Raises:
+        InputError: weights are no longer on disk.
+    """
+    used = {turn.policy: turn for turn in parent.turns if turn.spans and turn.policy not in leave_out}
+    versions = {
+        policy: PolicyVersion(turn.weights_of or policy, turn.spans[-1].lineage, turn.spans[-1].step)
+        for policy, turn in used.items()
+    }
+    for policy in learning:
+        newest = None if policy in used else _newest(parent, policy)
+        if newest is not None:
+            versions[policy] = newest
+    found = {policy: _weights(parent, version) for policy, version in versions.items()}
+    return [
+        replace(weights, version=weights.version._replace(policy=policy))
+        for policy, weights in found.items()
+        if weights is not None
+    ]
+
+
+def _newest(parent: Parent, policy: str) -> PolicyVersion | None:
+    """The newest version of a policy when the turn began."""
+    statement = "SELECT lineage, step FROM versions WHERE policy = ? AND lineage >= 0 AND published_at <= ?"
+    for directory in parent.ancestors.values():
+        log = SqliteRunLog(Path(directory))
+        try:
+            rows = log.rows(f"{statement} ORDER BY published_at DESC LIMIT 1", policy, parent.turns[-1].started)
+        finally:
+            log.close()
+        for lineage, step in rows:
+            return PolicyVersion(policy, lineage, step)
+    return None
+
+
+def _weights(parent: Parent, version: PolicyVersion) -> WeightsRef | None:
+    """Where the weights of a version lie; None: they are the base model's.
+
+    Raises:
+        InputError: they are not on disk.
+    """
+    for directory in parent.ancestors.values():
+        log = SqliteRunLog(Path(directory))
+        try:
+            weights = log.published(version)
+        finally:
+            log.close()
+        if weights is not None and Path(weights.path).is_dir():
+            return weights
+    if version.step > 0:
+        raise InputError(
+            f"the weights of {version} are not on disk, or no longer; give --policy a directory, such as "
+            "RUN/policies/NAME, or a version that `agentrl step list` shows and `checkpoint.versions` kept"
+        )
+    return None
 
 
 def fork_spec(
@@ -179,13 +317,13 @@ async def _fork(
     parent: Parent,
     where: Path,
     n: int,
-    who: Players,
+    policies: ForkPolicies,
     adapters: Adapters,
     kept: Mapping[str, Any],
 ) -> list[EpisodeHeader]:
     from agentrl.journal.store import SqliteJournal
 
-    config = with_weights(config, who.weights)
+    config = with_weights(config, policies.weights)
     chat_format = adapters.chat_format(config)
     async with contextlib.AsyncExitStack() as stack:
         store = SqliteJournal(where / "journal", info={**kept, "config": config.model_dump(mode="json")})
@@ -193,12 +331,12 @@ async def _fork(
         versions = {known: PolicyVersion(known, 0, 0) for known in config.policies}
         engine = await adapters.engine(config, versions, lambda death: None, where / ENGINE_LOG)
         stack.push_async_callback(engine.close)
-        await load_weights(config, engine, store, who.weights)
+        await load_weights(config, engine, store, policies.weights)
         first = store.next_number("f")
         journal = where / "journal"
-        specs = [fork_spec(parent, first + index, journal, environment, n, who.seats) for index in range(n)]
+        specs = [fork_spec(parent, first + index, journal, environment, n, policies.seats) for index in range(n)]
         ended = ended_children(parent)
-        return await play_beside(
+        return await play_untrained(
             config, environment, engine, chat_format, store, lambda dispatcher: dispatcher.play_forks(specs, ended)
         )
 

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.app.weights import adapter_places, largest_rank
+from agentrl.app.policies import adapter_places, largest_rank
 from agentrl.cluster.worker_pool import PoolSettings, WorkerPool
 from agentrl.cluster.worker_wire import Work
 from agentrl.config.policies import BotPolicy, OutsidePolicy, RemotePolicy

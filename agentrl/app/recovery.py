@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from agentrl.app.assemble import Past, past_of, pinned_policies
-from agentrl.app.weights import SPARE
+from agentrl.app.policies import SPARE
 from agentrl.config.policies import BotPolicy, PastPolicy
 from agentrl.config.run import Difference, RunConfig
 from agentrl.core.clock import Clock
@@ -54,17 +54,17 @@ class RunJournal(JournalStore, RunLog, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What an engine serves when a life begins."""
+    """The versions an engine serves when a run starts or resumes."""
 
     weights: Mapping[str, WeightsRef]
-    """Of the policies that learn."""
+    """Weights of the policies that learn."""
     opponents: Mapping[str, Sequence[PolicyVersion]]
     """Versions kept for each past policy, oldest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """What a life of a run takes over from those before it; nothing, if it is the first."""
+    """The checkpoint that a run resumes from, if there is one."""
 
     manifest: Manifest | None
     """The checkpoint it goes on from; None: it begins with the weights it was given."""
@@ -87,16 +87,16 @@ class Recovery:
 
     @property
     def start_from(self) -> str | None:
-        """What the trainer starts from."""
+        """The directory that the trainer starts from; None: the given weights."""
         return None if self.manifest is None else str(self.manifest.directory)
 
     @property
     def role_means(self) -> Mapping[Role, Mean]:
-        """What the checkpoint's roles used to get."""
+        """Mean rewards by role, from the checkpoint."""
         return {} if self.manifest is None else self.manifest.role_means
 
     def measured(self, versions: Path, *, disk: Disk = LOCAL) -> Measured:
-        """What the checkpoint says of the run's best versions; it has none where their files are gone.
+        """The best versions that the checkpoint records; none where their files are gone.
 
         Args:
             versions: the directory of published versions.
@@ -167,7 +167,7 @@ class Recovery:
         return Served(weights=weights, opponents=opponents)
 
     def past(self, config: RunConfig, journal: RunJournal) -> Past:
-        """What the journal says is left of the lives before."""
+        """The state of the run so far, folded from its journal."""
         versions = {} if self.manifest is None else self.manifest.versions
         return past_of(
             journal,
@@ -190,7 +190,7 @@ def begin_life(
     changed: Sequence[Difference],
     clock: Clock,
 ) -> tuple[Life, list[str]]:
-    """A life that begins, to be recorded, and what people are told of it, sentence by sentence.
+    """The record of a start of the run, and sentences about it for the user.
 
     Args:
         recovery: what it takes over.
@@ -277,7 +277,7 @@ class Code(NamedTuple):
 
     @staticmethod
     def of(config: RunConfig, environment: type[Environment]) -> Code:
-        """Of the environment, its children, and bots."""
+        """The code of the environment, its children, and bots."""
         environments = {}
         for each in (environment, *children_of(environment)):
             environments[name_of(each)] = (_file_of(each), code_digest(each.source()))
@@ -372,7 +372,7 @@ async def serve_opponents(
     weights: Mapping[str, WeightsRef],
     older: Mapping[str, Sequence[PolicyVersion]],
 ) -> dict[str, list[PolicyVersion]]:
-    """What each past policy begins with: `older` versions, and the current one where it is to join or there is none.
+    """The first versions of each opponent pool: `older` ones, and the current one where it joins or there is no other.
 
     One of a life before that has the current weights stands for them: how it did is known.
     """

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.app.parts import Adapters
-from agentrl.app.speech import rollout_settings
+from agentrl.app.policies import rollout_settings
 from agentrl.config.recorded import recorded_config
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
@@ -56,7 +56,7 @@ OWN = ("agentrl.", "environments.")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What is the same for all episodes of a call."""
+    """The arguments that all episodes of a call share."""
 
     config: RunConfig
     chat_format: ChatFormat
@@ -212,7 +212,7 @@ def _failed(reason: str, text: str, line: EpisodeLine) -> tuple[Outcome, str | N
 def _compared(
     header: EpisodeHeader, line: EpisodeLine, before: dict[str, float | None], after: dict[str, float | None]
 ) -> tuple[Outcome, str]:
-    """What an execution to the end came to, with what was committed."""
+    """Compare the result of an execution with the committed one."""
     pairs = {
         "stop reason": (line.stop_reason, header.stop_reason),
         "turns": (line.turns, header.turns),

@@ -81,7 +81,7 @@ def rebuild_steps(reader: RunReader, policy: str | None = None) -> list[StepRebu
 
 
 def rebuild_step(reader: RunReader, line: StepLine) -> StepRebuilt:
-    """One step; what cannot be read is told in `text`."""
+    """One step; `text` says what could not be read."""
     view = step_view(reader, line.step, line.policy, line.lineage)
     found = StepRebuilt(
         policy=line.policy,
@@ -112,7 +112,7 @@ def rebuild_step(reader: RunReader, line: StepLine) -> StepRebuilt:
 
 
 def compute_step(reader: RunReader, line: StepLine) -> StepComputed:
-    """Loss and gradient norm of a step, computed again; what stands in the way is told in `text`."""
+    """Loss and gradient norm of a step, computed again; `text` says why not where they could not be."""
     found = StepComputed(loss=line.loss, grad_norm=line.grad_norm, text="")
     try:
         config = recorded_config(reader.info())
@@ -168,7 +168,7 @@ def _computed(
 
 
 def _batch(reader: RunReader, line: StepLine) -> tuple[TrainBatch, PolicyVersion]:
-    """What the step was fed, by reference, and the version it started from."""
+    """The batch of the step, by reference, and the version it started from."""
     key = (line.policy, line.lineage, line.step)
     (row,) = checked_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key)
     units = tuple(_units(reader, line))

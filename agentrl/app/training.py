@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.app.lives import Lasting, ended_by_ctrl_c, lead, lives
 from agentrl.app.parts import Adapters, code_of, load_config, task_source
 from agentrl.app.parts import held_out as held_out_source
+from agentrl.app.policies import demands_of, split_groups
 from agentrl.app.recovery import Code
-from agentrl.app.seats import demands_of, split_groups
+from agentrl.app.supervisor import RunSetup, ended_by_ctrl_c, run_in_shared_loop, supervise
 from agentrl.config.run import Difference, RunConfig, check_unchanged
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.ports import Observer
@@ -43,7 +43,7 @@ class Run:
     best: dict[str, Path]
     """The same for the versions of the moment when `best.metric` was best; empty where it was never measured."""
     summary: dict[str, Any]
-    """What `summary.json` holds."""
+    """The content of `summary.json`."""
     interrupted: bool
     """Whether it was stopped, by Ctrl-C or a signal."""
 
@@ -77,7 +77,7 @@ def train(
     chosen = resolve(environment if environment is not None else config.environment.id)
     demands_of(config, chosen)  # refuses what could never start, before anything is loaded
     run = run_training(config, chosen, tasks=tasks, held_out=held_out, observers=observers, resume=resume, quiet=quiet)
-    return lead(run, Path(config.directory) / config.name)
+    return run_in_shared_loop(run, Path(config.directory) / config.name)
 
 
 async def run_training(
@@ -112,7 +112,7 @@ async def run_training(
             observer.say(
                 f"evaluating on {len(held_out_tasks):,} of {available:,} held-out tasks, drawn with seed {config.seed}"
             )
-        lasting = Lasting(
+        setup = RunSetup(
             config=config,
             environment=environment,
             tasks=source,
@@ -125,7 +125,7 @@ async def run_training(
             code=Code.of(config, environment),
             changed=changed,
         )
-        orchestrator = await lives(lasting)
+        orchestrator = await supervise(setup)
         seconds = clock.monotonic() - started
         summary = _summary(config, observer.state, orchestrator, len(held_out_tasks), seconds)
         return _concluded(directory, store, observer, orchestrator, summary)
@@ -138,7 +138,7 @@ def _concluded(
     orchestrator: Orchestrator,
     summary: dict[str, Any],
 ) -> Run:
-    """What a run leaves behind besides its journal: links, summary, report."""
+    """Write the links and the summary that a run leaves besides its journal."""
     chosen = {name: store.published(version) for name, version in orchestrator.choice.measured.versions.items()}
     policies = directory.link("policies", orchestrator.weights)
     best = directory.link("best", {name: weights for name, weights in chosen.items() if weights is not None})
@@ -173,8 +173,8 @@ async def _opened(
     quiet: bool,
     resume: bool,
 ) -> AsyncIterator[tuple[SqliteJournal, RunObserver, Sequence[Difference]]]:
-    """What outlives a life of the run, and must be closed again: observer, then journal; and the settings that differ
-    from those of the process before."""
+    """Open journal and observer, which outlive restarts, and close them at the end. Yields them and the settings that
+    differ from those of the process before."""
     from agentrl.journal.lock import check_partitions, let_go
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
@@ -192,7 +192,7 @@ async def _opened(
         sinks = open_sinks(config.sinks, directory.path, resolved)
         observer = stack.enter_context(RunObserver(directory, plan=plan, others=observers, sinks=sinks, quiet=quiet))
         observer.watch()
-        stack.enter_context(ended_by_ctrl_c())
+        stack.enter_context(ended_by_ctrl_c(observer))
         await let_go(lambda: check_partitions(directory.journal), observer.warn, clock)
         yield store, observer, [each for each in changed if each.path not in (("name",), ("directory",))]
 
@@ -200,7 +200,7 @@ async def _opened(
 def _summary(
     config: RunConfig, state: RunState, orchestrator: Orchestrator, held_out: int, seconds: float
 ) -> dict[str, Any]:
-    """What came of the whole run, all its lives: steps taken again count once. `seconds` are this process's."""
+    """The summary of the whole run, restarts included: steps taken again count once. `seconds` are this process's."""
     policies = [policy for policy in state.policies.values() if policy.steps or policy.evaluations]
     by_step = sorted((step, number) for number, policy in enumerate(policies) for step in policy.steps)
     steps = [policies[number].steps[step] for step, number in by_step]

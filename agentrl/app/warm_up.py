@@ -65,7 +65,7 @@ or give conversations, a line of JSON each, {{"messages": [{{"role": …, "conte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmedUp:
-    """What came of a warm-up."""
+    """The result of a warm-up."""
 
     path: Path
     """An ordinary Hugging Face directory, with `train.toml` for the environment."""
@@ -241,7 +241,7 @@ def _play(environment: type[Environment], task: Task, seed: int, *, calls: int |
 
 
 class _Played:
-    """What the environment demonstrates on its training tasks, task after task.
+    """The environment's demonstrations on its training tasks, task after task.
 
     Each pass asks for the tasks of another seed: where these are drawn, a model that sees every task once learns to
     copy, and one that sees the same again and again learns them by heart.

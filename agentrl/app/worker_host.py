@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.app.parts import make_chat_format, outside
-from agentrl.app.seats import policy_binding
-from agentrl.app.speech import rollout_settings
+from agentrl.app.policies import policy_binding, rollout_settings
 from agentrl.cluster import worker_wire as wire
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
@@ -53,12 +52,12 @@ ALIVE_S = 1.0
 """How often the run hears that this process does not hang."""
 
 
-class Run:
-    """The run, as this process's episodes see it: implements `EpisodeHost` and `Commits`."""
+class RunConnection:
+    """The connection of this process's episodes to the run: implements `EpisodeHost` and `Commits`."""
 
     def __init__(self, writer: asyncio.StreamWriter, log: TurnLog, policy_of: Callable[[str, int], str]) -> None:
         self.numbers: dict[str, int] = {}
-        """Of the episodes in flight, by id."""
+        """Numbers of the episodes in flight, by id."""
         self.specs: dict[int, EpisodeSpec] = {}
         """As they were given out, by number."""
         self._writer = writer
@@ -179,7 +178,7 @@ class Run:
             answer.set_result(message.known)
 
     def failed(self, error: BaseException) -> None:
-        """What no episode can be blamed for ends the run. An unexpected error ends this process: code of an episode
+        """A failure that is no episode's own ends the run. An unexpected error ends this process: code of an episode
         may have broken it, and the pool finds out whose."""
         if isinstance(error, AgentRLError) and not closed_under_us(error):
             tell_failure(self._writer, error)
@@ -212,7 +211,7 @@ class WorkerHost:
         config = RunConfig.model_validate(work.config)
         self._journal = journal
         chat_format = make_chat_format(config)
-        self.run = Run(writer, journal.log, policy_binding(config))
+        self.run = RunConnection(writer, journal.log, policy_binding(config))
         self._engine = EngineClient(work.capabilities)
         self._outside = outside(config)
         runner = EpisodeRunner(

@@ -1,6 +1,7 @@
-"""What can be typed: every command with its arguments, and the function that answers it, named and not imported.
+"""The command line: every command, its arguments, and the name of the function that answers it (not imported).
 
-The commands that read a run are a table, `READING`: noun, verbs, arguments. `reading.py` holds their functions.
+The commands that read a run are a table, `READING`: noun, verbs, arguments. Their functions are in the module of the
+noun: `runs.py`, `episodes.py`, `steps.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ EPISODE_COLUMNS = (
     "episode, attempt, status, purpose, environment, task, group, parent, seats, policies, oldest_step, lineage, "
     "staleness, reward, stop_reason, drop_reason, turns, tokens, seconds, detail, admitted_at, committed_at"
 )
-"""What `episode list` filters and sorts by, told without reading anything."""
+"""Columns that `episode list` filters and sorts by, for its help: nothing is imported to print it."""
 _FILE = "TOML file; change it with --section.field=value"
 
 
@@ -31,10 +32,10 @@ def _whole(text: str) -> int:
 
 
 class Argument(NamedTuple):
-    """An argument of a command: its name, and what argparse is told of it."""
+    """An argument of a command: its name, and the keywords argparse takes."""
 
     name: str
-    told: dict[str, Any]
+    keywords: dict[str, Any]
 
 
 class Verb(NamedTuple):
@@ -46,30 +47,30 @@ class Verb(NamedTuple):
     """`module:function` in `agentrl.cli`."""
     arguments: tuple[Argument, ...] = ()
     reads: bool = True
-    """See `_add`."""
+    """See `_add_command`."""
     epilog: str | None = None
 
 
 class Noun(NamedTuple):
-    """What commands are about; alone it does what its first verb does."""
+    """A group of commands; a bare noun runs its first verb."""
 
     name: str
     help: str
     verbs: tuple[Verb, ...]
 
 
-def _argument(name: str, **told: Any) -> Argument:
-    return Argument(name, told)
+def _argument(name: str, **keywords: Any) -> Argument:
+    return Argument(name, keywords)
 
 
-def _told(formats: Mapping[str, ExportFormat] | Mapping[str, ImportFormat]) -> str:
+def _format_help(formats: Mapping[str, ExportFormat] | Mapping[str, ImportFormat]) -> str:
     return "; ".join(f"{name}: {format.help}" for name, format in formats.items())
 
 
 _RUN = _argument("run", nargs="?", help="directory or name of a run; default: the newest in runs/")
 _ID = _argument("id", nargs="?", help="of the episode, such as e100; default: the newest that ended")
 _ATTEMPT = _argument("--attempt", type=_whole, help="default: the newest")
-_POLICY = _argument("--policy", help="of this policy; needed where several took a step of the number")
+_POLICY = _argument("--policy", help="policy name; required if several policies have this step")
 _LINEAGE = _argument("--lineage", type=_whole, help="default: the newest that took it")
 _FOLLOW = _argument("--follow", action="store_true", help="print what is new as it comes, until the run has ended")
 _EPISODE = (_RUN, _ID, _ATTEMPT)
@@ -93,35 +94,35 @@ READING = (
             Verb(
                 "list",
                 "list the runs in a directory",
-                "reading:run_list",
+                "runs:run_list",
                 (_argument("directory", nargs="?", type=Path, default=Path("runs"), help="default: runs"),),
             ),
-            Verb("stats", "count episodes, policies and how long they took", "reading:run_stats", (_RUN,)),
+            Verb("stats", "count episodes, policies and how long they took", "runs:run_stats", (_RUN,)),
             Verb(
                 "timeline",
                 "when episodes, engine and trainers were busy, and when they were idle",
-                "reading:run_timeline",
+                "runs:run_timeline",
                 (_RUN, _argument("--parts", type=_whole, default=60, help="parts of equal length; default 60")),
             ),
             Verb(
                 "curve",
                 "plot the reward over the steps",
-                "reading:run_curve",
+                "runs:run_curve",
                 (_RUN, _argument("--metric", help="plot this metric instead of the reward")),
             ),
             Verb(
                 "view",
                 "show one screen of a run, also while it trains; q leaves",
-                "view:run_view",
+                "runs:run_view",
                 (_RUN, _argument("--once", action="store_true", help="print the screen once and stop")),
             ),
             Verb(
                 "export",
                 "write episodes as a file of another format",
-                "exchanging:run_export",
+                "runs:run_export",
                 (
                     _RUN,
-                    _argument("--to", required=True, choices=list(EXPORTS), help=_told(EXPORTS)),
+                    _argument("--to", required=True, choices=list(EXPORTS), help=_format_help(EXPORTS)),
                     _argument("--out", type=Path, metavar="PATH", help="where to; default: in the run's directory"),
                     _argument("--where", default="", help="only episodes that pass this filter"),
                     _argument("--match", default="", help="only those in which all these words stand"),
@@ -132,7 +133,7 @@ READING = (
             Verb(
                 "serve",
                 "show it in a browser on this machine, also while it trains; Ctrl-C ends it",
-                "serving:run_serve",
+                "runs:run_serve",
                 (
                     _RUN,
                     _argument("--port", type=_whole, default=0, help="of 127.0.0.1; default: any that is free"),
@@ -142,25 +143,27 @@ READING = (
             Verb(
                 "import",
                 "make a run of episodes that another tool wrote",
-                "exchanging:run_import",
+                "runs:run_import",
                 (
                     _argument("source", type=Path, help="file or directory"),
                     _argument("run", type=Path, help="directory of the run to make"),
-                    _argument("--from", dest="format", required=True, choices=list(IMPORTS), help=_told(IMPORTS)),
+                    _argument(
+                        "--from", dest="format", required=True, choices=list(IMPORTS), help=_format_help(IMPORTS)
+                    ),
                 ),
                 reads=False,
             ),
             Verb(
                 "ledger",
                 "count every episode and unit; exit code 1 if one is lost or was trained twice",
-                "reading:run_ledger",
+                "runs:run_ledger",
                 (_RUN,),
                 reads=False,
             ),
             Verb(
                 "prune",
                 "give up old tokens and step columns of a run that nobody writes; rewards, credits and steps stay",
-                "reading:run_prune",
+                "runs:run_prune",
                 (
                     _RUN,
                     _argument(
@@ -174,11 +177,11 @@ READING = (
                 ),
                 reads=False,
             ),
-            Verb("winrates", "how policies do against their past versions", "reading:run_winrates", (_RUN,)),
+            Verb("winrates", "how policies do against their past versions", "runs:run_winrates", (_RUN,)),
             Verb(
                 "metrics",
                 "print the newest value of each metric",
-                "view:run_metrics",
+                "runs:run_metrics",
                 (_RUN, _argument("--prometheus", action="store_true", help="in Prometheus' text format")),
             ),
         ),
@@ -190,7 +193,7 @@ READING = (
             Verb(
                 "list",
                 "list the episodes of a run",
-                "reading:episode_list",
+                "episodes:episode_list",
                 (
                     _RUN,
                     _argument("--where", default="", help="filter by columns, such as 'reward < 0 and turns > 4'"),
@@ -204,11 +207,11 @@ READING = (
                 ),
                 epilog=f"columns: {EPISODE_COLUMNS}",
             ),
-            Verb("show", "show what happened in an episode", "reading:episode_show", (*_EPISODE, _FOLLOW)),
+            Verb("show", "show what happened in an episode", "episodes:episode_show", (*_EPISODE, _FOLLOW)),
             Verb(
                 "tokens",
                 "show its tokens, coloured by the version that sampled them",
-                "reading:episode_tokens",
+                "episodes:episode_tokens",
                 (
                     *_EPISODE,
                     _argument("--details", action="store_true", help="a line per token, with all that is known of it"),
@@ -217,14 +220,14 @@ READING = (
             Verb(
                 "why",
                 "explain what it waited for, how it ended, its reward, and the step that trained it",
-                "reading:episode_why",
+                "episodes:episode_why",
                 _EPISODE,
             ),
-            Verb("timeline", "show what it did and when", "reading:episode_timeline", _EPISODE),
+            Verb("timeline", "show what it did and when", "episodes:episode_timeline", _EPISODE),
             Verb(
                 "diff",
                 "compare two episodes, or a fork with its parent: where they part",
-                "reading:episode_diff",
+                "episodes:episode_diff",
                 (
                     _RUN,
                     _argument("id", nargs="?", help="of an episode; forks/f0 is a fork of the run"),
@@ -234,7 +237,7 @@ READING = (
             Verb(
                 "replay",
                 "execute it again over its journal: identical, or where it departs and why; exit code 1 if one departs",
-                "playing:episode_replay",
+                "episodes:episode_replay",
                 (
                     *_PLAYED,
                     _argument("--until", metavar="CALL", help="stop once this call has come back, such as r#7"),
@@ -245,43 +248,43 @@ READING = (
             Verb(
                 "rescore",
                 "compute its rewards again with the present code, and print both; exit code 1 if anything else differs",
-                "playing:episode_rescore",
+                "episodes:episode_rescore",
                 _PLAYED,
                 reads=False,
             ),
             Verb(
                 "fork",
                 "resample it from one of its turns, or continue from an edited message",
-                "playing:episode_fork",
+                "episodes:episode_fork",
                 (
                     *_EPISODE,
                     _argument("--at", type=_whole, required=True, metavar="TURN", help="from 0; -1 is the last"),
                     _ENVIRONMENT,
                     _argument("-n", type=_whole, default=1, metavar="K", help="how many forks (default 1)"),
-                    _argument("--edit", type=Path, metavar="FILE", help="what the policy is told there instead"),
+                    _argument("--edit", type=Path, metavar="FILE", help="replaces the messages of that turn"),
                     _argument(
                         "--policy",
                         action="append",
                         default=[],
                         metavar="[SEAT=]WHO",
-                        help="who plays instead: a directory of weights, a version (solver@0.5), another policy in a "
-                        "seat (checker=solver); several times for several",
+                        help="other policies: a directory of weights, a version (solver@0.5), another policy in a "
+                        "seat (checker=solver); may be given several times",
                     ),
                 ),
                 reads=False,
             ),
-            Verb("forks", "show the forks of a run as a tree", "reading:episode_forks", (_RUN,)),
+            Verb("forks", "show the forks of a run as a tree", "episodes:episode_forks", (_RUN,)),
         ),
     ),
     Noun(
         "step",
         "list optimizer steps, or show what one was fed and did",
         (
-            Verb("list", "list the steps of a run", "reading:step_list", (_RUN, _POLICY, _FOLLOW)),
+            Verb("list", "list the steps of a run", "steps:step_list", (_RUN, _POLICY, _FOLLOW)),
             Verb(
                 "show",
                 "show what a step was fed, and what it did",
-                "reading:step_show",
+                "steps:step_show",
                 (
                     _argument("run", help="directory or name of a run"),
                     _argument("step", type=_whole, help="its number: the step of the version it made"),
@@ -292,7 +295,7 @@ READING = (
             Verb(
                 "replay",
                 "make what steps were fed again from the journal, and compute one anew; exit code 1 if it differs",
-                "playing:step_replay",
+                "steps:step_replay",
                 (
                     _argument("run", help="directory or name of a run"),
                     _argument("step", nargs="?", type=_whole, help="its number; default: every step, none computed"),
@@ -324,11 +327,11 @@ def parser() -> argparse.ArgumentParser:
     for noun in READING:
         _add_reading(commands, noun)
     _add_env(commands)
-    _add(commands, "doctor", "what this machine has, what a run will use, what is missing", "doctor:doctor")
+    _add_command(commands, "doctor", "what this machine has, what a run will use, what is missing", "doctor:doctor")
     return top
 
 
-def _add(
+def _add_command(
     commands: Subparsers[argparse.ArgumentParser], name: str, text: str, command: str, *, reads: bool = False
 ) -> argparse.ArgumentParser:
     """A command.
@@ -347,7 +350,7 @@ def _add(
 
 
 def _add_train(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = _add(commands, "train", "train the policies of a configuration", "training:train")
+    parser = _add_command(commands, "train", "train the policies of a configuration", "training:train")
     parser.add_argument("file", type=Path, help=_FILE)
     parser.add_argument("--model", help="directory of the base model, instead of model.path")
     parser.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
@@ -356,7 +359,7 @@ def _add_train(commands: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = _add(commands, "evaluate", "measure a policy on held-out tasks", "training:evaluate")
+    parser = _add_command(commands, "evaluate", "measure a policy on held-out tasks", "training:evaluate")
     parser.add_argument("file", type=Path, help=_FILE)
     parser.add_argument("--model", help="directory of the base model, instead of model.path")
     parser.add_argument(
@@ -372,7 +375,9 @@ def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _add_demo(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = _add(commands, "demo", "a language model learns to use a tool, in a minute on two cores", "training:demo")
+    parser = _add_command(
+        commands, "demo", "a language model learns to use a tool, in a minute on two cores", "training:demo"
+    )
     parser.add_argument("example", nargs="?", default="01_tool_use", help="a shipped example; default: 01_tool_use")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     sample = "write runs/sample instead, in seconds and without a model, to try the reading commands on"
@@ -382,7 +387,7 @@ def _add_demo(commands: Subparsers[argparse.ArgumentParser]) -> None:
 
 def _add_simulate(commands: Subparsers[argparse.ArgumentParser]) -> None:
     text = "how busy engines and trainer would be with these episodes, and which knob to turn"
-    parser = _add(commands, "simulate", text, "simulating:simulate")
+    parser = _add_command(commands, "simulate", text, "simulating:simulate")
     parser.add_argument("file", type=Path, nargs="?", help="TOML file, such as examples/07_simulate.toml")
     parser.add_argument("--from", dest="run", metavar="RUN", help="take all that the file leaves out from a real run")
     parser.add_argument("--steps", type=_whole, help="steps that are measured; default 12, or as many as the run has")
@@ -391,44 +396,46 @@ def _add_simulate(commands: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _add_reading(commands: Subparsers[argparse.ArgumentParser], noun: Noun) -> None:
-    """A noun of the table with its verbs; alone it is the first of them with nothing said."""
+    """Add a noun of the table and its verbs; the bare noun runs the first verb with default arguments."""
     first = noun.verbs[0]
-    parser = _add(commands, noun.name, noun.help, first.function, reads=True)
+    parser = _add_command(commands, noun.name, noun.help, first.function, reads=True)
     silent = argparse.ArgumentParser(add_help=False)
-    _give(silent, first)
+    _add_arguments(silent, first)
     parser.set_defaults(**vars(silent.parse_args([])))
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND")
     for verb in noun.verbs:
-        _give(_add(verbs, verb.name, verb.help, verb.function, reads=verb.reads), verb)
+        _add_arguments(_add_command(verbs, verb.name, verb.help, verb.function, reads=verb.reads), verb)
 
 
-def _give(parser: argparse.ArgumentParser, verb: Verb) -> None:
+def _add_arguments(parser: argparse.ArgumentParser, verb: Verb) -> None:
     parser.epilog = verb.epilog
     for argument in verb.arguments:
-        parser.add_argument(argument.name, **argument.told)
+        parser.add_argument(argument.name, **argument.keywords)
 
 
 def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    noun = _add(
+    noun = _add_command(
         commands, "env", "list environments, check one, or write a new one", "environments:env_list", reads=True
     )
     verbs = noun.add_subparsers(title="commands", metavar="COMMAND")
-    _add(verbs, "list", "list the installed environments", "environments:env_list", reads=True)
-    parser = _add(verbs, "check", "check that an environment can be trained on", "environments:env_check")
+    _add_command(verbs, "list", "list the installed environments", "environments:env_list", reads=True)
+    parser = _add_command(verbs, "check", "check that an environment can be trained on", "environments:env_check")
     parser.add_argument("id", help="registered name, module:Class, or path/to/env.py:Class")
     text = (
         "build a tiny model that knows an environment's words and tools, from demonstrations, in minutes on two cores"
     )
-    parser = _add(verbs, "warm-up", text, "environments:env_warm_up")
+    parser = _add_command(verbs, "warm-up", text, "environments:env_warm_up")
     parser.add_argument("id", help="registered name, module:Class, or path/to/env.py:Class")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory for the model")
-    told = "conversations to learn from, a line of JSON each; default: what the environment's `demonstrate` says"
-    parser.add_argument("--demonstrations", type=Path, metavar="FILE.jsonl", help=told)
+    text = "conversations to learn from, a line of JSON each; default: the environment's `demonstrate`"
+    parser.add_argument("--demonstrations", type=Path, metavar="FILE.jsonl", help=text)
     parser.add_argument("--steps", type=_whole, default=600, help="supervised steps, at most (default 600)")
-    told = "of the demonstrations that answer too early, so that something is left to learn by reward (default 0.5)"
-    parser.add_argument("--early", type=float, default=0.5, metavar="SHARE", help=f"share {told}")
-    told = "stop once the held-out reward is this share of the way to the demonstrations' (default 0.8)"
-    parser.add_argument("--until", type=float, default=0.8, metavar="SHARE", help=told)
+    text = "of the demonstrations that answer too early, so that something is left to learn by reward (default 0.5)"
+    parser.add_argument("--early", type=float, default=0.5, metavar="SHARE", help=f"share {text}")
+    text = "stop once the held-out reward is this share of the way to the demonstrations' (default 0.8)"
+    parser.add_argument("--until", type=float, default=0.8, metavar="SHARE", help=text)
     parser.add_argument("--seed", type=_whole, default=0, help="of tasks, weights and everything drawn (default 0)")
-    parser = _add(verbs, "new", "write a new environment, with its tests and a configuration", "scaffold:env_new")
+    parser = _add_command(
+        verbs, "new", "write a new environment, with its tests and a configuration", "environments:env_new"
+    )
     parser.add_argument("name", help="lower-case letters, digits and underscores; the directory must not exist")

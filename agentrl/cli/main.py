@@ -31,7 +31,7 @@ EXTRAS = {
 }
 """The extra of agentrl that brings a module."""
 _MACHINE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE}
-"""What a machine refuses, wherever it is asked: no bug of ours."""
+"""Errors of the machine (permissions, space, limits), which are no bug of agentrl."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

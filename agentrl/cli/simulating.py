@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from agentrl.simulation.plan import Plan
 
 STEPS = 12
-"""That are measured, unless said otherwise."""
+"""Default number of steps that are measured."""
 
 
 class _Asked(NamedTuple):
-    """What is to be simulated."""
+    """The run to simulate."""
 
     name: str
     plan: Plan
@@ -93,7 +93,7 @@ def _asked(options: argparse.Namespace) -> _Asked:
 
 
 def _calibrated(options: argparse.Namespace) -> Calibration:
-    from agentrl.cli.reading import open_run
+    from agentrl.cli.runs import open_run
     from agentrl.simulation.calibration import calibrated
 
     with open_run(options) as reader:

@@ -110,7 +110,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def _weights(given: Sequence[str]) -> str | dict[str, str] | None:
-    """What `--policy DIR`, or `--policy NAME=DIR` any number of times, stands for."""
+    """The weights that `--policy DIR`, or several `--policy NAME=DIR`, name."""
     if len(given) == 1 and ("=" not in given[0] or Path(given[0]).exists()):
         return given[0]
     named = [text.partition("=") for text in given]

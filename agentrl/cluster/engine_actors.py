@@ -27,11 +27,11 @@ LOOK_S = 1.0
 ENDING_S = 10.0
 """How long an actor may take to end its process, before it is ended itself."""
 _MOST_BYTES = 1 << 20
-"""Of one answer."""
+"""Most bytes that one `read` returns."""
 
 
 class EngineActor:
-    """What runs in the actor: the parent of an engine's process."""
+    """The actor: the parent of an engine's process."""
 
     def __init__(self) -> None:
         self._child: EngineProcess | None = None
@@ -42,14 +42,14 @@ class EngineActor:
         return self._child.process_id
 
     async def write(self, data: bytes) -> None:
-        """Say something to the process; ends when it has taken most of it."""
+        """Send bytes to the process; returns when it has taken most of them."""
         writer = self._process.writer
         writer.write(data)
         with contextlib.suppress(ConnectionError):  # it is dead, which `wait` tells
             await writer.drain()
 
     async def read(self) -> bytes:
-        """What the process says next; empty when it is dead."""
+        """The next bytes from the process; empty when it is dead."""
         try:
             return await self._process.reader.read(_MOST_BYTES)
         except ConnectionError:
@@ -86,25 +86,17 @@ class RayPlacement:
 
     async def start(self, program: EngineProgram) -> ActorChild:
         """See `Placement.start`; starts Ray, too, where there is none, or a dead one."""
-        starting = asyncio.get_running_loop().create_task(asyncio.to_thread(self._start_ray), name="start Ray")
+        starting = asyncio.get_running_loop().create_task(asyncio.to_thread(self._start_actor), name="start an actor")
         with kept_signal_handlers():
             try:
                 await asyncio.shield(starting)
             except asyncio.CancelledError:
                 await asyncio.wait({starting})  # nobody else would end what it starts
+                self._end_started(starting)
                 raise
         import ray
 
-        if self._gpus is None:
-            resources: Mapping[str, float] = await asyncio.to_thread(ray.cluster_resources)
-            self._gpus = 1 if 0 < self._processes <= resources.get("GPU", 0) else 0
-        actor: Any = ray.remote(
-            num_cpus=0,
-            num_gpus=self._gpus,
-            max_restarts=0,
-            max_task_retries=0,
-            scheduling_strategy="SPREAD",
-        )(EngineActor).remote()
+        actor: Any = starting.result()
         try:
             process_id = await _answer(actor.start.remote(program), self._session)
         except ray.exceptions.RayError as error:
@@ -115,13 +107,36 @@ class RayPlacement:
             raise
         return ActorChild(actor, process_id, self._session)
 
-    def _start_ray(self) -> None:
+    def _end_started(self, starting: asyncio.Task[Any]) -> None:
+        """End the actor that nobody waits for any longer."""
+        import ray
+
+        if starting.exception() is None and not self._session.dead():
+            ray.kill(starting.result())
+
+    def _start_actor(self) -> Any:
+        """Start Ray and an actor; in a thread, since Ray's control service is asked, which may be dying."""
         if self._session.dead():
             self._session.stop()
         try:
             self._session.start()
         except RuntimeError as error:
             raise OSError(f"Ray did not start: {brief(error)}") from error
+        import ray
+
+        try:
+            if self._gpus is None:
+                resources: Mapping[str, float] = ray.cluster_resources()
+                self._gpus = 1 if 0 < self._processes <= resources.get("GPU", 0) else 0
+            return ray.remote(
+                num_cpus=0,
+                num_gpus=self._gpus,
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy="SPREAD",
+            )(EngineActor).remote()
+        except ray.exceptions.RayError as error:
+            raise OSError(f"Ray started no actor: {brief(error)}") from error
 
     async def close(self) -> None:
         """See `Placement.close`: leaves Ray."""
@@ -208,13 +223,13 @@ class ActorChild:
             ray.kill(self._actor)
 
     async def _answer(self, method: str, *arguments: object) -> Any:
-        if dead := self._session.dead():  # a call into a dead Ray can block for a minute, and end the process
+        if dead := self._session.dead():  # a call into a dead Ray can block for a minute
             raise OSError(f"Ray's {dead} died")
         return await _answer(getattr(self._actor, method).remote(*arguments), self._session)
 
 
 async def _answer(reference: ObjectRef[Any], session: RaySession) -> Any:
-    """What a method of an actor returned.
+    """Wait for the result of an actor's method.
 
     Raises:
         RayError: the actor died.

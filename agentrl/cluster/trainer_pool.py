@@ -36,7 +36,7 @@ PATIENCE_S = 60.0
 """How long ranks may go on after one of them refused a call, before the group counts as stuck."""
 
 LOOK_S = 1.0
-"""How often a local Ray is looked at: its client ends our process after a minute without Ray's control service."""
+"""Seconds between two looks at a local Ray: a call that is waiting does not fail when Ray dies."""
 
 
 LEARNING = (
@@ -49,7 +49,7 @@ LEARNING = (
     "agentrl.credit.fed",
     "agentrl.journal.rows",
 )
-"""What a rank computes with."""
+"""The modules a rank computes with."""
 
 
 def refuse_patches() -> None:
@@ -87,7 +87,7 @@ def _is_replaced(ours: object, live: object) -> bool:
 
 
 class TrainerRank:
-    """What runs in the actor of one rank: a `PolicyTrainer` in its group."""
+    """The actor of one rank: a `PolicyTrainer` in its process group."""
 
     def __init__(self, config: dict[str, Any], run_directory: str, *, rank: int, size: int, rendezvous: str) -> None:
         # gloo listens on the interface this names; by default it would be the host's first.
@@ -155,7 +155,7 @@ class RayTrainerPool:
         self._lost: asyncio.Future[str] | None = None
         """Resolved, with what died, when Ray itself is gone."""
         self.process_ids: tuple[int, ...] = ()
-        """Of the ranks, once started: what a person, or a profiler, looks at."""
+        """Process ids of the ranks, once started: for people and profilers."""
 
     async def start(self, resume_from: str | None = None) -> tuple[str, ...]:
         """Start Ray and the ranks; see `PolicyTrainer.start`.
@@ -180,18 +180,21 @@ class RayTrainerPool:
             self._session.start()
         except (OSError, RuntimeError) as error:
             raise TrainerLostError(f"Ray did not start: {brief(error)}") from error
+        self._private = Path(tempfile.mkdtemp(prefix=f"agentrl-{os.getpid()}-ranks-"))
         import ray
 
-        self._private = Path(tempfile.mkdtemp(prefix=f"agentrl-{os.getpid()}-ranks-"))
         settings = self._config.model_dump(mode="json")
         size = self._config.trainer.workers
-        resources: Mapping[str, float] = ray.cluster_resources()
-        gpus = 1 if resources.get("GPU", 0) >= size else 0
-        # No restarts and no retries: a rank that died takes its group's state with it.
-        actor = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=0, max_task_retries=0)(TrainerRank)
-        for rank in range(size):
-            arguments = {"rank": rank, "size": size, "rendezvous": str(self._private / "rendezvous")}
-            self._actors.append(actor.remote(settings, str(self._directory), **arguments))
+        try:
+            resources: Mapping[str, float] = ray.cluster_resources()
+            gpus = 1 if resources.get("GPU", 0) >= size else 0
+            # No restarts and no retries: a rank that died takes its group's state with it.
+            actor = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=0, max_task_retries=0)(TrainerRank)
+            for rank in range(size):
+                arguments = {"rank": rank, "size": size, "rendezvous": str(self._private / "rendezvous")}
+                self._actors.append(actor.remote(settings, str(self._directory), **arguments))
+        except (OSError, ray.exceptions.RayError) as error:
+            raise TrainerLostError(f"Ray died while the trainer's ranks were started: {brief(error)}") from error
 
     async def _look_at_ray(self, lost: asyncio.Future[str]) -> None:
         clock = SystemClock()
@@ -264,12 +267,16 @@ class RayTrainerPool:
             TrainerError: a rank failed, or the pool was not started; the group is gone.
         """
         if self._lost is not None and (self._lost.done() or self._session.dead()):
-            raise self._ray_died(
-                method
-            )  # not asked: a call into a dead Ray can block for a minute, and end the process
+            raise self._ray_died(method)  # not asked: a call into a dead Ray can block for a minute
         if not self._actors or self._lost is None:
             raise TrainerError("the trainer pool is not running: it was not started, was closed, or lost a rank")
-        futures = [asyncio.wrap_future(_result(getattr(actor, method).remote(*arguments))) for actor in actors]
+        from ray.exceptions import RayError
+
+        try:
+            futures = [asyncio.wrap_future(_result(getattr(actor, method).remote(*arguments))) for actor in actors]
+        except (OSError, RayError) as error:  # an argument that Ray's store of objects, which is gone, should have held
+            await asyncio.to_thread(self._kill_actors)
+            raise TrainerLostError(f"Ray died in {method}, and the trainer's ranks with it: {brief(error)}") from error
         for future in futures:
             future.add_done_callback(_heard)
         pending = set(futures)
@@ -294,7 +301,7 @@ class RayTrainerPool:
         self, rank: int, method: str, error: BaseException | None, pending: set[asyncio.Future[Any]]
     ) -> None:
         """Raise what a rank's error means for the group."""
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import RayActorError, RayError, RayTaskError
 
         if isinstance(error, RayTaskError) and isinstance(error.cause, AgentRLError):
             if pending:
@@ -307,6 +314,8 @@ class RayTrainerPool:
         stopped = f"The group of {self._config.trainer.workers} was stopped"
         if isinstance(error, RayActorError):
             raise TrainerLostError(f"trainer rank {rank} died in {method}: {brief(error)}. {stopped}") from error
+        if isinstance(error, RayError) and not isinstance(error, RayTaskError):  # a node, an object, Ray itself
+            raise TrainerLostError(f"trainer rank {rank} was lost in {method}: {brief(error)}. {stopped}") from error
         raise TrainerError(
             f"trainer rank {rank} failed in {method}: {error}. {stopped}; start the run again with --resume to go on "
             "from its newest checkpoint"

@@ -73,11 +73,11 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
-    """What a pool is made of."""
+    """The size and limits of a pool, and the work of its processes."""
 
     workers: int
     work: wire.Work
-    """What each process is told first, but for its number."""
+    """The first message to each process, except for its number."""
     max_in_flight: int
     silence_s: float
     """How long it may give no sign of life."""
@@ -106,7 +106,7 @@ class WorkerPool:
         tell: Callable[[str], None],
     ) -> None:
         self.last_failure = ""
-        """What the last dropped episode said, for people."""
+        """The error of the last dropped episode, for people."""
         self.killers = 0
         """Episodes that were dropped because they killed processes."""
         self.processes: list[WorkerProcess] = []
@@ -122,7 +122,7 @@ class WorkerPool:
         self._numbers: dict[str, int] = {}
         self._next = 0
         self._deaths = 0
-        """Of processes, so far."""
+        """Deaths of processes so far."""
         self._queue: dict[int, Placed] = {}
         """Episodes that wait for a process, in order."""
         self._unready: set[WorkerProcess] = set()
@@ -418,7 +418,7 @@ def _name_of(placed: Placed) -> str:
 
 
 def _killer(dead: list[Placed]) -> Placed | None:
-    """Of those that were with a process when it died, the one that was at so many more deaths than all others."""
+    """The episode that was at `GUILTY` more deaths than all others on the process that died; None: there is no such."""
     first = max(dead, key=lambda placed: len(placed.deaths), default=None)
     others = max((len(placed.deaths) for placed in dead if placed is not first), default=0)
     if first is None or others > 1 or len(first.deaths) < others + GUILTY:

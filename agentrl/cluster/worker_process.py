@@ -46,7 +46,7 @@ class Owner(Protocol):
         ...
 
     def failed(self, error: AgentRLError) -> None:
-        """What no episode can be blamed for; the run is to end."""
+        """Report a failure that is no episode's own; the run ends."""
         ...
 
 

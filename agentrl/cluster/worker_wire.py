@@ -1,4 +1,4 @@
-"""What the run and an episode worker's process say to each other: the control path, as msgpack frames.
+"""The messages between the run and an episode worker's process: the control path, as msgpack frames.
 
 Tokens are not among it: they go from the engine to the worker (`engines.client`) and from there to its partition of the
 journal. An episode goes out as its spec, and stands as a number for ever after; what comes back of it is an event of at
@@ -101,12 +101,12 @@ class ChildEnded(Message, frozen=True):
     call: str
     index: int
     ended: Ended
-    """Of the child, without what is of no use to its parent."""
+    """The header of the child, without the fields that its parent does not use."""
     partition: str | None
 
 
 class Recollected(Message, frozen=True):
-    """What the run knows of a proposal."""
+    """The run's answer about a proposal."""
 
     call: int
     known: Recollection
@@ -182,7 +182,7 @@ class Told(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """What no episode can be blamed for; `kind` is a class of `agentrl.core.errors`."""
+    """A failure that is no episode's own; `kind` is a class of `agentrl.core.errors`."""
 
     kind: str
     message: str
@@ -250,7 +250,7 @@ def header_of(spec: EpisodeSpec, ended: Ended, partition: str | None) -> Episode
 
 
 def counted_of(ended: Ended) -> dict[str, Counted]:
-    """What each policy that acted counted."""
+    """The counts of each policy that acted."""
     if ended.counted is not None:
         return ended.counted
     return {policy: Counted(ended.turns, ended.metrics) for policy in {each[2] for each in ended.trajectories}}

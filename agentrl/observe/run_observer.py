@@ -93,8 +93,12 @@ class RunObserver:
             self._safely(sink, sink.close)
         if kind is not None:
             self._outcome = "failed" if issubclass(kind, Exception) else "stopped"
+        self.record_end(self._outcome)
+
+    def record_end(self, outcome: Outcome) -> None:
+        """Write the last status; for a process that leaves without closing the observer, too."""
         if self.state.status is not None:
-            last = replace(self.state.status, ended=True, waits=(), outcome=self._outcome)
+            last = replace(self.state.status, ended=True, waits=(), outcome=outcome)
             write_status(self._directory.path, last)
 
     def watch(self, probe: Callable[[], Status] | None = None) -> None:

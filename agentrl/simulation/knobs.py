@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentrl.app.seats import demands_of
+from agentrl.app.policies import demands_of
 from agentrl.core.errors import ConfigError
 from agentrl.environment.base import Environment
 from agentrl.simulation.plan import Plan

@@ -16,7 +16,7 @@ import torch
 from aiohttp import web
 
 import agentrl
-from agentrl.app.weights import weights_in
+from agentrl.app.policies import weights_in
 from agentrl.core.records import Row
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import TurnEntry

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import agentrl
-from agentrl.app.weights import weights_in
+from agentrl.app.policies import weights_in
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError
 from agentrl.inspection.reader import RunReader

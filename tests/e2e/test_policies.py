@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.app.weights import check_base, weights_in
+from agentrl.app.policies import check_base, weights_in
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError
 from agentrl.core.records import PolicyVersion

@@ -54,8 +54,7 @@ def test_a_run_leaves_its_summary_its_metrics_and_its_policy(trained: Path) -> N
 
 def test_an_episode_can_be_forked_at_its_turns(trained: Path) -> None:
     import agentrl
-    from agentrl.app.forks import find_parent
-    from agentrl.app.players import recorded_weights
+    from agentrl.app.forks import find_parent, recorded_weights
     from agentrl.inspection.reader import RunReader
 
     reader = RunReader(trained)

@@ -14,9 +14,8 @@ from typing import Any, ClassVar, TypeVar
 import pytest
 
 import agentrl
-from agentrl.app.forks import ended_children, find_parent, fork_spec
-from agentrl.app.players import Parent, recorded_weights
-from agentrl.app.weights import load_weights, weights_in
+from agentrl.app.forks import Parent, ended_children, find_parent, fork_spec, recorded_weights
+from agentrl.app.policies import load_weights, weights_in
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task, WeightsRef

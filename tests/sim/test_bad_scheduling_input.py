@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 import agentrl
-from agentrl.app.seats import demands_of
+from agentrl.app.policies import demands_of
 from agentrl.core.errors import CheckFailedError, ConfigError, EnvironmentDefinitionError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task

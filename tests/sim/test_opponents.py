@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl.app.assemble import past_of
-from agentrl.app.seats import check_capabilities
+from agentrl.app.policies import check_capabilities
 from agentrl.core.errors import ConfigError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeSpec, PolicyVersion, Task, TrajectoryHeader, WeightsRef, dropped_header

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.app.assemble import Parts, assemble
+from agentrl.app.policies import castings
 from agentrl.app.recovery import Recovery, clear_leftovers
-from agentrl.app.seats import castings
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
 from agentrl.core.records import PolicyVersion, Task, WeightsRef

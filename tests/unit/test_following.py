@@ -36,7 +36,7 @@ def between_looks(monkeypatch: pytest.MonkeyPatch, run: Path, *happenings: Happe
         asyncio.run(left.pop(0)(run))
         return [], [], []
 
-    monkeypatch.setattr("agentrl.cli.following.select.select", meanwhile)
+    monkeypatch.setattr("agentrl.cli.output.select.select", meanwhile)
     return left
 
 

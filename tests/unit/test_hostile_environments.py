@@ -18,12 +18,13 @@ from typing import ClassVar
 import pytest
 
 import agentrl
-from agentrl.app.lives import DIED, ENDED, ProcessRecord, lead
 from agentrl.app.parts import Adapters
+from agentrl.app.supervisor import DIED, ENDED, ProcessRecord, run_in_shared_loop
 from agentrl.app.training import Run, run_training
 from agentrl.core.errors import EnvironmentDefinitionError, EnvironmentFaultError, StorageError
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import as_environment
+from agentrl.inspection.reader import RunReader
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.byte_formats import PlainFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
@@ -217,7 +218,7 @@ def test_who_breaks_the_loop_ends_the_run_with_the_names_of_the_episodes(
             await asyncio.sleep(0.05)
 
     with pytest.raises(EnvironmentFaultError, match=told) as caught:
-        play(tmp_path, break_it, together=lead)
+        play(tmp_path, break_it, together=run_in_shared_loop)
     assert "(task 'digit-5')" in str(caught.value)
     assert caught.value.exit_code == 1
     assert play(tmp_path, break_it, resume=True, quiet=False).metrics[-1]["step"] == 6
@@ -325,6 +326,9 @@ def test_ctrl_c_twice_ends_a_run_whose_loop_is_blocked(tmp_path: Path) -> None:
         play(tmp_path, block)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    reader = RunReader(tmp_path / "run")
+    assert reader.standing() == "stopped"
+    reader.close()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), None, "low"])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agentrl.cli.main import main
-from agentrl.cli.view import _keys
+from agentrl.cli.runs import _keys
 from agentrl.core.errors import ConfigError, JournalError, StorageError
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state

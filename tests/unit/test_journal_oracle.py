@@ -24,7 +24,7 @@ from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from tests.journal_oracle import entry_checksum, judge, row_checksum
 from tests.sim.small_run import TASKS, config_for
-from tests.unit.test_lives import NoWaiting
+from tests.unit.test_supervisor import NoWaiting
 
 pytestmark = pytest.mark.damages_journal
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 import agentrl
-from agentrl.app.seats import demands_of
+from agentrl.app.policies import demands_of
 from agentrl.config.load import load
 from agentrl.core.errors import ConfigError
 from tests.sim.small_run import config_for

@@ -1,8 +1,7 @@
-"""Code that is run in a process of its own: it answers, or what became of it is told."""
+"""Code that is run in a subprocess returns its answer, or the reason why it has none."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -16,12 +15,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.cli.apart import run_apart
+from agentrl.cli.environments import run_in_subprocess
 from agentrl.cli.main import main
-
-
-def apart(call: Callable[[], Any], *, longest_s: float = 60.0) -> tuple[Any, str]:
-    return run_apart(call, meanwhile=contextlib.nullcontext(), longest_s=longest_s)
 
 
 def _raises(error: BaseException) -> None:
@@ -54,7 +49,7 @@ def _forks_and_both_answer() -> int:
     ],
 )
 def test_what_is_returned_comes_back(call: Callable[[], Any], answer: object) -> None:
-    assert apart(call) == (answer, "")
+    assert run_in_subprocess(call) == (answer, "")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +66,7 @@ def test_what_is_returned_comes_back(call: Callable[[], Any], answer: object) ->
     ],
 )
 def test_an_end_without_an_answer_is_told(call: Callable[[], Any], told: str) -> None:
-    answer, problem = apart(call)
+    answer, problem = run_in_subprocess(call)
     assert answer is None
     assert problem.startswith(told)
 
@@ -80,7 +75,7 @@ def test_code_that_never_ends_is_ended_and_its_place_told() -> None:
     code = compile("def spin():\n    while True:\n        pass\n", "/somewhere/env.py", "exec")
     namespace: dict[str, Any] = {}
     exec(code, namespace)
-    _, problem = apart(namespace["spin"], longest_s=0.5)
+    _, problem = run_in_subprocess(namespace["spin"], longest_s=0.5)
     assert problem.startswith("it did not end within 0.5 s; it was at /somewhere/env.py:")
     assert problem.endswith(", in spin")
 
@@ -88,13 +83,13 @@ def test_code_that_never_ends_is_ended_and_its_place_told() -> None:
 def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
     child = tmp_path / "child"
     script = f"""
-        import contextlib, os, pathlib
-        from agentrl.cli.apart import run_apart
+        import os, pathlib
+        from agentrl.cli.environments import run_in_subprocess
         def call():
             pathlib.Path({str(child)!r}).write_text(str(os.getpid()))
             os.kill(os.getppid(), 9)
             while True: pass
-        run_apart(call, meanwhile=contextlib.nullcontext())
+        run_in_subprocess(call)
     """
     assert subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False).returncode == -signal.SIGKILL
     pid = int(child.read_text())

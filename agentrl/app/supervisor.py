@@ -1,8 +1,9 @@
-"""A run as a sequence of lives: each starts from the newest checkpoint, as `--resume` does in another process.
+"""Starts the parts of a run from its newest checkpoint, and starts them again when a replaceable process is lost.
 
-A life ends with the run, with an error that ends the run, or with the loss of a process that can be replaced; then the
-next one begins, within a budget. Owns what a life starts and stops: trainer, engine, orchestrator. Journal and observer
-outlive it. Invariant: there is one way to go on, whatever was lost, and it forgets all but what is on disk.
+Each start is what `--resume` does in another process; it owns trainer, engine, workers and orchestrator, which end with
+it. Journal and observer outlive it. It ends with the run, with an error that ends the run, or with the loss of a
+process; then the next start follows, within a budget. Invariant: there is one way to go on, whatever was lost, and it
+forgets everything that is not on disk.
 
 With `workers = 1` environments share the process of the run, and one that kills it kills the run. `ProcessRecord` says
 at the next `--resume` how the process before ended and which episodes ran. Where one of them got nowhere at two deaths
@@ -26,8 +27,8 @@ import msgspec
 
 from agentrl.app.assemble import Parts, assemble
 from agentrl.app.parts import Adapters, make_chat_format, make_workers
+from agentrl.app.policies import given_weights, load_weights
 from agentrl.app.recovery import Code, Recovery, begin_life, clear_leftovers
-from agentrl.app.weights import given_weights, load_weights
 from agentrl.cluster.worker_pool import NAMED, SUSPECTED
 from agentrl.config.run import Difference, RunConfig
 from agentrl.core import ids
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-APART = 2
+SUBPROCESS_WORKERS = 2
 """Worker processes of a run whose own process was killed by an episode."""
 DIED = "died"
 ENDED = "ended"
@@ -78,8 +79,8 @@ SAME_PRESS_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lasting:
-    """What is the same in every life of a run in this process."""
+class RunSetup:
+    """The parts of a run that outlive its restarts within this process."""
 
     config: RunConfig
     environment: type[Environment]
@@ -97,16 +98,16 @@ class Lasting:
     """In this process."""
 
 
-class Standing(msgspec.Struct, frozen=True, array_like=True):
-    """How far an unfinished episode is on disk, and at how many deaths of the process in a row it got no further."""
+class EpisodeProgress(msgspec.Struct, frozen=True, array_like=True):
+    """How much of an unfinished episode is on disk, and how many deaths of the process in a row added nothing."""
 
     attempt: int
     entries: int
     partials: int
     deaths: int
 
-    def got_on(self, since: Standing) -> bool:
-        """Whether something new of the episode is on disk; the record of its start is nothing new."""
+    def is_beyond(self, since: EpisodeProgress) -> bool:
+        """Whether something new of the episode is on disk; the record of its start does not count."""
         return (self.attempt, max(self.entries, 1), self.partials) != (
             since.attempt,
             max(since.entries, 1),
@@ -119,17 +120,17 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
 
     process: str = ""
     workers: int = 1
-    """Of the run's life; 1: episodes ran in the process itself."""
+    """Worker processes of the run; 1: episodes ran in the process itself."""
     end: str = ENDED
     """`DIED` while it runs; an error that counts as a death, in words, or `ENDED`."""
     has_killer: bool = False
     """An episode killed a worker process or broke the event loop: the next one will not run in the run's process."""
-    episodes: dict[str, Standing] = {}
+    episodes: dict[str, EpisodeProgress] = {}
     """Unfinished training episodes, by id."""
     evaluated: dict[str, int] = {}
-    """Deaths in a row, by the id of a held-out task; evaluations begin anew in each life."""
+    """Deaths in a row, by the id of a held-out task; evaluations begin anew at each start."""
     next_evaluation: int = 0
-    """Number of the first evaluation episode of this life."""
+    """Number of the first evaluation episode since this start."""
 
     @staticmethod
     def read(path: Path) -> ProcessRecord:
@@ -164,14 +165,14 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
     def next(self, journal: SqliteJournal) -> ProcessRecord:
         """The record of a process that goes on with the run; it is written when its episodes start."""
         is_death = self.end != ENDED and self.workers == 1
-        episodes, evaluated = dict[str, Standing](), dict[str, int]()
+        episodes, evaluated = dict[str, EpisodeProgress](), dict[str, int]()
         for spec in self.running(journal):
             if spec.purpose == "evaluate":
                 evaluated[spec.task.id] = self.evaluated.get(spec.task.id, 0) + 1
                 continue
-            now = Standing(spec.attempt, *journal.progress(spec.episode_id, spec.attempt), 0)
+            now = EpisodeProgress(spec.attempt, *journal.progress(spec.episode_id, spec.attempt), 0)
             before = self.episodes.get(spec.episode_id)
-            deaths = 0 if before is None or now.got_on(before) else before.deaths
+            deaths = 0 if before is None or now.is_beyond(before) else before.deaths
             episodes[spec.episode_id] = msgspec.structs.replace(now, deaths=deaths + is_death)
         return ProcessRecord(
             process=_this_process(),
@@ -195,14 +196,14 @@ def _this_process() -> str:
 
 
 def _named(specs: Sequence[EpisodeSpec]) -> str:
-    """Episodes with their tasks, for people."""
+    """The ids and tasks of episodes, for a message."""
     if not specs:
         return "no episode"
     names = ", ".join(f"{spec.episode_id} (task {spec.task.id!r})" for spec in specs[:NAMED])
     return names + (f" and {len(specs) - NAMED} more" if len(specs) > NAMED else "")
 
 
-def lead(main: Coroutine[Any, Any, T], directory: Path) -> T:
+def run_in_shared_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
     """Run a run's coroutine to its end, like `asyncio.run`, in a loop that environments share and may break.
 
     Raises:
@@ -265,7 +266,7 @@ def _finish(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
 
 
 def _running_now(directory: Path) -> str:
-    """The names of the episodes that are in flight, as far as the journal on disk can tell."""
+    """The episodes in flight, for a message, as far as the journal on disk has them."""
     record = ProcessRecord.read(RunDirectory(directory).process_record)
     try:
         with contextlib.closing(SqliteRunLog(directory / "journal")) as log:
@@ -275,7 +276,7 @@ def _running_now(directory: Path) -> str:
 
 
 def _fault(broken: BaseException, record: ProcessRecord, path: Path, running: str) -> EnvironmentFaultError:
-    """The error of a run whose process an environment broke; noted for the next one."""
+    """The error of a run whose process an environment broke; recorded for the next process."""
     match broken:
         case asyncio.CancelledError():
             what = "cancelled the tasks of the whole run"
@@ -294,19 +295,19 @@ def _fault(broken: BaseException, record: ProcessRecord, path: Path, running: st
     )
 
 
-async def lives(lasting: Lasting) -> Orchestrator:
-    """Run to the end, over as many lives as it takes; the orchestrator of the last one.
+async def supervise(setup: RunSetup) -> Orchestrator:
+    """Run to the end, starting again after each loss; returns the last orchestrator.
 
     Raises:
         TrainerLostError: lost `core.clock.ATTEMPTS` times in a row, with no step in between.
         AgentRLError: what else ended the run.
     """
     budget = RetryBudget()
-    observer = lasting.observer
+    observer = setup.observer
     while True:
         steps = len(observer.steps)
         try:
-            return await _life(lasting)
+            return await _run_once(setup)
         except (TrainerLostError, EngineLostError) as error:
             if len(observer.steps) > steps:
                 budget.achieved()
@@ -315,36 +316,36 @@ async def lives(lasting: Lasting) -> Orchestrator:
                 raise
             observer.watch()
             observer.warn(f"{error}; going on from the newest checkpoint in {wait:g} s")
-        await lasting.adapters.clock.sleep(wait)
+        await setup.adapters.clock.sleep(wait)
 
 
-async def _life(lasting: Lasting) -> Orchestrator:
-    store, observer, directory = lasting.store, lasting.observer, lasting.directory
+async def _run_once(setup: RunSetup) -> Orchestrator:
+    store, observer, directory = setup.store, setup.observer, setup.directory
     await store.flush()
-    record = _goes_on(lasting)
-    config = lasting.config.model_copy(update={"workers": record.workers})
+    record = _new_record(setup)
+    config = setup.config.model_copy(update={"workers": record.workers})
     recovery = await asyncio.to_thread(Recovery.find, directory.checkpoints)
     await asyncio.to_thread(clear_leftovers, directory.checkpoints, directory.versions)
     for reason in recovery.rejected:
         observer.phase(f"left out: {reason}")
     versions = recovery.first_versions(config, store, directory.versions)
     past = recovery.past(config, store)
-    changed = () if lasting.began else lasting.changed
-    clock = lasting.adapters.clock
-    life, told = begin_life(recovery, config, versions, past, store, code=lasting.code, changed=changed, clock=clock)
-    lasting.began.append(life)
+    changed = () if setup.began else setup.changed
+    clock = setup.adapters.clock
+    life, told = begin_life(recovery, config, versions, past, store, code=setup.code, changed=changed, clock=clock)
+    setup.began.append(life)
     if life.lineage:
         observer.say(". ".join(f"{each[0].upper()}{each[1:]}" for each in told) + ".")
     async with contextlib.AsyncExitStack() as stack:
-        trainer = lasting.adapters.trainer(config, directory.path)
+        trainer = setup.adapters.trainer(config, directory.path)
         stack.push_async_callback(_close, trainer, observer)
         observer.phase("starting the trainer")
         for line in await trainer.start(recovery.start_from):
             observer.say(line)
         observer.phase("loading the engine")
-        engine = await lasting.adapters.engine(config, versions, observer.warn, directory.engine_log)
+        engine = await setup.adapters.engine(config, versions, observer.warn, directory.engine_log)
         stack.push_async_callback(engine.close)
-        workers = _workers(config, lasting, engine)
+        workers = _workers(config, setup, engine)
         if workers is not None:
             stack.push_async_callback(workers.close)
         else:
@@ -356,12 +357,12 @@ async def _life(lasting: Lasting) -> Orchestrator:
         parts = Parts(
             engine=engine,
             trainer=trainer,
-            chat_format=lasting.chat_format,
+            chat_format=setup.chat_format,
             store=store,
             observer=observer,
-            clock=lasting.adapters.clock,
-            tasks=lasting.tasks,
-            held_out=lasting.held_out,
+            clock=setup.adapters.clock,
+            tasks=setup.tasks,
+            held_out=setup.held_out,
             checkpoints=CheckpointWriter(directory.checkpoints),
             versions=versions,
             weights=served.weights,
@@ -375,8 +376,8 @@ async def _life(lasting: Lasting) -> Orchestrator:
             journal_size=directory.journal_size,
             measured=await asyncio.to_thread(recovery.measured, directory.versions),
         )
-        orchestrator = assemble(config, lasting.environment, parts)
-        lasting.adapters.assembled(orchestrator)
+        orchestrator = assemble(config, setup.environment, parts)
+        setup.adapters.assembled(orchestrator)
         observer.watch(orchestrator.status)
         with (
             _recorded(record, directory.process_record, workers) as ended,
@@ -387,28 +388,26 @@ async def _life(lasting: Lasting) -> Orchestrator:
             try:
                 await orchestrator.run()
             except TrainerLostError as error:
-                if orchestrator.outcome.interrupted:  # nobody wants another life
+                if orchestrator.outcome.interrupted:  # nobody wants another start
                     raise TrainerError(f"{error}, while the run was stopping; its newest checkpoint stays") from error
                 raise
         return orchestrator
 
 
-def _goes_on(lasting: Lasting) -> ProcessRecord:
-    """The record of this life; says what the process before died of, as far as that is known."""
-    store, configured = lasting.store, lasting.config.workers
-    last = ProcessRecord.read(lasting.directory.process_record)
+def _new_record(setup: RunSetup) -> ProcessRecord:
+    """The record of this start; warns of how the process before ended, as far as that is known."""
+    store, configured = setup.store, setup.config.workers
+    last = ProcessRecord.read(setup.directory.process_record)
     record = last.next(store)
     running = last.running(store)
     suspects = [spec for spec in running if record.is_suspect(spec)]
-    can_be_apart = lasting.adapters.chat_format is make_chat_format  # worker processes make that one themselves
+    can_be_apart = setup.adapters.chat_format is make_chat_format  # worker processes make that one themselves
     is_suspicious = bool(suspects) or record.has_killer
-    record.workers = max(configured, APART) if is_suspicious and can_be_apart else configured
+    record.workers = max(configured, SUBPROCESS_WORKERS) if is_suspicious and can_be_apart else configured
     if last.end != ENDED:
         ended = "died without a word (killed, crashed, or out of memory)" if last.end == DIED else f"ended: {last.end}"
         where = "" if last.workers == 1 else ", in worker processes"
-        lasting.observer.warn(
-            f"the process before {ended}. It ran {_named(running)}{where}; they go on where they were"
-        )
+        setup.observer.warn(f"the process before {ended}. It ran {_named(running)}{where}; they go on where they were")
     if is_suspicious and configured == 1:
         why = f"{_named(suspects)} got nowhere at {SUSPECTED} such deaths in a row" if suspects else "an episode did so"
         what = (
@@ -417,21 +416,21 @@ def _goes_on(lasting: Lasting) -> ProcessRecord:
             if can_be_apart
             else "worker processes, which would find it, do not know the chat format that this run was given"
         )
-        lasting.observer.warn(f"{why}: {what}")
+        setup.observer.warn(f"{why}: {what}")
     return record
 
 
-def _workers(config: RunConfig, lasting: Lasting, engine: Engine) -> WorkerPool | None:
+def _workers(config: RunConfig, setup: RunSetup, engine: Engine) -> WorkerPool | None:
     """The run's worker processes; none where only a death asked for them, and they cannot be had."""
     try:
         return make_workers(
-            *(config, lasting.environment, engine, lasting.directory.journal),
-            *(lasting.observer.warn, lasting.directory.workers_log, lasting.adapters.clock),
+            *(config, setup.environment, engine, setup.directory.journal),
+            *(setup.observer.warn, setup.directory.workers_log, setup.adapters.clock),
         )
     except InputError as error:
-        if config.workers == lasting.config.workers:
+        if config.workers == setup.config.workers:
             raise
-        lasting.observer.warn(f"no worker processes: {error}. Episodes are played in the process of the run again")
+        setup.observer.warn(f"no worker processes: {error}. Episodes are played in the process of the run again")
         return None
 
 
@@ -449,7 +448,7 @@ def _recorded(record: ProcessRecord, path: Path, workers: WorkerPool | None) -> 
     record.write(path)
     try:
         yield end
-    except asyncio.CancelledError:  # nobody cancels a run: `lead` finds out who did
+    except asyncio.CancelledError:  # nobody cancels a run: `run_in_shared_loop` finds out who did
         raise
     except BaseException as error:
         is_ours = isinstance(error, AgentRLError) and not closed_under_us(error)
@@ -465,19 +464,23 @@ async def _close(trainer: Trainer, observer: RunObserver) -> None:
 
 @contextlib.contextmanager
 def _interruptible(orchestrator: Orchestrator, observer: RunObserver, ended: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C once: drain, write a checkpoint, return. Twice: leave, which is nobody's death."""
+    """Ctrl-C once: drain, write a checkpoint, return. Twice: end the process, which counts as no death."""
 
     def stop() -> None:
         observer.phase("stopping: finishing the step and writing a checkpoint (Ctrl-C again leaves at once)")
         orchestrator.stop()
 
-    with _once(stop, ended):
+    def leave_at_once() -> None:
+        ended()
+        observer.record_end("stopped")
+
+    with _once(stop, leave_at_once):
         yield
 
 
 @contextlib.contextmanager
-def ended_by_ctrl_c() -> Iterator[None]:
-    """Ctrl-C while there is nothing to drain: what was started is stopped.
+def ended_by_ctrl_c(observer: RunObserver) -> Iterator[None]:
+    """Ctrl-C while there is nothing to drain: what was started is stopped. Twice: the process ends.
 
     Raises:
         KeyboardInterrupt: it, or another signal that ends a run, came.
@@ -488,7 +491,7 @@ def ended_by_ctrl_c() -> Iterator[None]:
         nonlocal interrupted
         interrupted = task is not None and task.cancel()
 
-    with _once(cancel):
+    with _once(cancel, lambda: observer.record_end("stopped")):
         try:
             yield
         except asyncio.CancelledError:
@@ -498,11 +501,11 @@ def ended_by_ctrl_c() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _once(then: Callable[[], None], at_once: Callable[[], None] = lambda: None) -> Iterator[None]:
+def _once(then: Callable[[], None], at_once: Callable[[], None]) -> Iterator[None]:
     """Have the first signal that ends a run call `then` in the event loop, and the second end the process at once.
 
-    The second calls `at_once` before, and does so where an environment blocks the loop, too. A hangup that is ignored
-    (`nohup`) stays so.
+    The second calls `at_once` first, from the signal handler: an environment may block the loop. A hangup that is
+    ignored (`nohup`) stays ignored.
     """
     loop = asyncio.get_running_loop()
     asked_at: float | None = None

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.app.lives import DIED, ENDED, ProcessRecord
 from agentrl.app.parts import Adapters
+from agentrl.app.supervisor import DIED, ENDED, ProcessRecord
 from agentrl.app.training import Run, run_training
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig

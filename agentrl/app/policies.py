@@ -1,0 +1,365 @@
+"""The policies of a run: which seats they hold, how they sample, and the weights they are given.
+
+An environment declares its children in `fan_out`, by class name: `{"Solve": 8}`. The class is looked up in the
+environment's own module. Their seats are bound as `Solve.solver`, else by the bare name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from agentrl.config.policies import FrozenPolicy, OutsidePolicy, PastPolicy, PolicyConfig
+from agentrl.config.run import RunConfig, SamplingConfig
+from agentrl.core.errors import ConfigError, EngineError, InputError
+from agentrl.core.files import WEIGHT_FILES, sha256_of
+from agentrl.core.ports import ChatFormat, EngineCapabilities, SamplingParams
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.words import plural
+from agentrl.environment.base import Environment, Limits, children_of
+from agentrl.orchestrator.scheduler import Demand
+from agentrl.orchestrator.versions import record_durably
+from agentrl.rollout.byte_formats import JsonFormat
+from agentrl.rollout.context import MAX_CHILD_DEPTH
+from agentrl.rollout.episode import PolicySettings, RolloutSettings
+
+if TYPE_CHECKING:
+    from agentrl.core.ports import Engine
+    from agentrl.journal.port import JournalStore
+
+MAX_OUTSIDE_CONTEXT = 1 << 20
+"""Longest conversation, in bytes, with a policy that no engine of ours serves; its endpoint bounds the tokens."""
+GIVEN = -1
+"""Lineage of weights that a user gave; their step comes from their digest. No run publishes such versions, so tokens
+recorded with them are never mistaken for a run's."""
+SPARE = 1
+"""Adapter places beyond those that are served: a new adapter is loaded before an old one is unloaded."""
+
+
+# --- seats ------------------------------------------------------------------------------------------------------------
+
+
+def policy_binding(config: RunConfig) -> Callable[[str, int], str]:
+    """A function from a seat and the number of a root group to the policy that holds the seat there.
+
+    Raises (when called):
+        ConfigError: the seat is bound to nothing.
+    """
+
+    def policy_of(seat: str, group: int) -> str:
+        try:
+            return config.policy_of(seat, group)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    return policy_of
+
+
+class Casting(NamedTuple):
+    """The seats of a root episode, or of a kind of child episode (then as `Env.seat`)."""
+
+    seats: tuple[str, ...]
+    times: int
+    """Episodes of the kind per root episode."""
+
+
+def castings(environment: type[Environment], prefix: str = "", times: int = 1, depth: int = 0) -> Iterator[Casting]:
+    """A root episode, and the child episodes it declares."""
+    yield Casting(tuple(f"{prefix}{seat}" for seat in environment.seats), times)
+    for child, number in children_of(environment).items():
+        if depth < MAX_CHILD_DEPTH:
+            yield from castings(child, f"{child.__name__}.", times * number, depth + 1)
+
+
+def demands_of(config: RunConfig, environment: type[Environment]) -> Sequence[Demand]:
+    """The units of each policy in a root group, for each line-up.
+
+    Raises:
+        ConfigError: a group could never be admitted, or a policy never act; the message has the change that helps.
+    """
+    cast = list(castings(environment))
+    seats = [seat for casting in cast for seat in casting.seats]
+    _check_names(config, environment, seats)
+    size, policy_of, trained = config.credit.group_size, policy_binding(config), config.trained
+    demands = []
+    held: set[str] = set()
+    for group in range(config.line_ups):
+        units: Counter[str] = Counter()
+        for casting in cast:
+            holders = {policy_of(seat, group) for seat in casting.seats}
+            held |= holders
+            units.update({name: casting.times * size for name in holders if name in trained})
+        demands.append(Demand(episodes=size, units=dict(units)))
+    _check_held(config, environment, held, seats)
+    for name, policy in trained.items():
+        _check_fill(size, name, policy, [demand.units.get(name, 0) for demand in demands])
+    if size > config.max_in_flight:
+        raise ConfigError(
+            f"credit.group_size = {size} is larger than max_in_flight = {config.max_in_flight}, so no group could "
+            "start: raise max_in_flight, or lower credit.group_size"
+        )
+    return demands
+
+
+def split_groups(config: RunConfig, demands: Sequence[Demand]) -> Iterator[str]:
+    """A warning for each policy whose steps end inside groups: this works, but few intend it.
+
+    Args:
+        config: of the run.
+        demands: `demands_of` it.
+    """
+    for name, policy in config.trained.items():
+        brought = {demand.units[name] for demand in demands if demand.units.get(name)}
+        if config.credit.release == "group" and any(policy.step_size % units for units in brought):
+            units = max(brought)
+            fitting = max(round(policy.step_size / units), 1) * units
+            yield (
+                f"policies.{name}.step_size = {policy.step_size} is no multiple of the {plural(units, 'unit')} that a "
+                f"group brings, so steps end inside groups: the rest of a group is trained a step later, with the same "
+                f"advantages. Set step_size = {fitting} for whole groups"
+            )
+
+
+def _check_fill(size: int, name: str, policy: PolicyConfig, brought: Sequence[int]) -> None:
+    """Check that groups fit the bounds of a policy and, at staleness 0, fill its steps with whole groups."""
+    most, whole = max(brought), min(brought)
+    bound = (1 + policy.max_staleness) * policy.step_size
+    if most > bound:
+        raise ConfigError(
+            f"credit.group_size = {size}: a group brings {plural(most, 'unit')} of {name}, more than may be in flight: "
+            f"(1 + max_staleness) × step_size = {bound}; raise policies.{name}.step_size to {most} or more, or lower "
+            "credit.group_size or the fan-out"
+        )
+    if policy.max_staleness == 0 and whole == most and policy.step_size % most:
+        full = policy.step_size - policy.step_size % most
+        raise ConfigError(
+            f"policies.{name}.step_size = {policy.step_size} can never be filled: a group brings "
+            f"{plural(most, 'unit')} of {name}, and with max_staleness = 0 no more groups are let in than fit, so "
+            f"every step would be of {full}. Set step_size = {full} or {full + most}, or max_staleness = 1"
+        )
+
+
+def _check_held(config: RunConfig, environment: type[Environment], held: Collection[str], seats: list[str]) -> None:
+    """Check that every policy holds a seat, and that a policy which learns is among them."""
+    for name in config.policies:
+        if name not in held:
+            raise ConfigError(
+                f"policies.{name} holds no seat of {environment.__name__} ({', '.join(seats)}): bind it in [seats], "
+                "declare the child that seats it in fan_out, or leave it out"
+            )
+    if not config.trained:
+        raise ConfigError(f"no seat of {environment.__name__} is held by a policy that learns: every kind is frozen")
+
+
+def check_capabilities(config: RunConfig, capabilities: EngineCapabilities) -> None:
+    """Check that the engine has the capabilities that the configuration needs.
+
+    Raises:
+        ConfigError: it lacks one; the message names the setting and the engine.
+    """
+    places = adapter_places(config)
+    refreshes = {config.refresh_of(name) for name in config.trained}
+    needs = {
+        **{f"engine.refresh = {refresh!r}": refresh in capabilities.refresh for refresh in sorted(refreshes)},
+        "engine.capture_routing": capabilities.expert_routing or not config.engine.capture_routing,
+        "sampling.top_k, top_p or min_p (their kept sets)": capabilities.sampling_mask or not config.filtered,
+        f"{places} adapters at once (policies.*.lora, opponents, frozen ones)": capabilities.adapters >= places,
+    }
+    for what, given in needs.items():
+        if not given:
+            raise ConfigError(f"the engine {capabilities.name!r} cannot give what {what} needs")
+
+
+def _check_names(config: RunConfig, environment: type[Environment], known: list[str]) -> None:
+    """Check the names in `[seats]`: another policy would silently hold a misspelt seat."""
+    names = {*known, *(seat.rsplit(".", 1)[-1] for seat in known)}
+    for seat in config.seats:
+        if seat not in names:
+            near = difflib.get_close_matches(seat, sorted(names), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"its seats: {', '.join(sorted(names))}"
+            raise ConfigError(f"seats.{seat}: {environment.__name__} has no such seat; {hint}")
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def rollout_settings(config: RunConfig, chat_format: ChatFormat, max_context: int) -> RolloutSettings:
+    """The settings of a worker's episodes, with an engine whose contexts hold `max_context` tokens."""
+    run = policy_settings(config.sampling, chat_format, max_context)
+    return RolloutSettings(
+        sampling=run.sampling,
+        limits=run.limits,
+        policies=own_settings(config, chat_format, max_context),
+        tool_timeout_s=config.environment.tool_timeout_s,
+        episode_timeout_s=config.episode_timeout_s,
+        max_staleness={name: policy.max_staleness for name, policy in config.trained.items()},
+        on_code_change=config.environment.on_code_change,
+    )
+
+
+def own_settings(config: RunConfig, chat_format: ChatFormat, max_context: int) -> Mapping[str, PolicySettings]:
+    """The settings of the policies that override `[sampling]` or the base model's chat format, by policy."""
+    outside = config.of_kind(OutsidePolicy)
+    return {
+        name: _outside_settings(config.sampling_of(name))
+        if name in outside
+        else policy_settings(config.sampling_of(name), chat_format, max_context)
+        for name in config.policies
+        if name in outside or config.sampling_of(name) != config.sampling
+    }
+
+
+def _outside_settings(sampling: SamplingConfig) -> PolicySettings:
+    return replace(policy_settings(sampling, JsonFormat(), MAX_OUTSIDE_CONTEXT), is_outside=True)
+
+
+def policy_settings(sampling: SamplingConfig, chat_format: ChatFormat, max_context: int) -> PolicySettings:
+    """The settings of a policy that samples by a section, in conversations of up to `max_context` tokens."""
+    return PolicySettings(
+        chat_format=chat_format,
+        sampling=SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            stop_token_ids=chat_format.stop_token_ids,
+        ),
+        limits=Limits(max_turns=sampling.max_turns, max_tokens=sampling.max_tokens, max_context=max_context),
+    )
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def weights_in(policy: str, directory: str | Path) -> WeightsRef:
+    """The trained weights of a policy that lie in a directory, such as a run's `policies/NAME`.
+
+    Raises:
+        InputError: there are none.
+    """
+    directory = Path(directory).resolve()  # `policies/NAME` is a link, which will point elsewhere
+    kinds: tuple[Literal["full", "adapter"], ...] = ("full", "adapter")
+    for kind in kinds:
+        files = [directory / name for name in WEIGHT_FILES[kind]]
+        if files[0].is_file():
+            try:
+                digest = sha256_of(*files)
+            except OSError as error:
+                raise InputError(f"{error.filename}: cannot be read ({error.strerror})") from error
+            version = PolicyVersion(policy, GIVEN, 1 + int(digest[:8], 16))
+            return WeightsRef(version=version, path=str(directory), kind=kind, sha256=digest)
+    names = " nor ".join(WEIGHT_FILES[kind][0] for kind in kinds)
+    raise InputError(
+        f"{directory}: no weights there (neither {names}); give a run's policies/NAME. Another base model is given by "
+        "model.path"
+    )
+
+
+def given_weights(config: RunConfig) -> list[WeightsRef]:
+    """The weights of the frozen policies that are not the base model.
+
+    Raises:
+        InputError: there are none where a policy says, or they are an adapter of another base model.
+    """
+    found = []
+    for name, policy in config.of_kind(FrozenPolicy).items():
+        if policy.path:
+            weights = weights_in(name, policy.path)
+            if weights.kind == "adapter":
+                check_base(weights, Path(config.model.path))
+            found.append(weights)
+    return found
+
+
+def check_base(weights: WeightsRef, base: Path) -> None:
+    """Refuse an adapter that says it was trained on another base model than `base`.
+
+    Raises:
+        InputError: the policy, the adapter, and both models.
+    """
+    said = _adapter_config(Path(weights.path)).get("base_model_name_or_path")
+    if not isinstance(said, str) or not said:
+        return  # it does not say; the engine still compares shapes
+    if not _is_same_model(Path(said), base):
+        raise InputError(
+            f"policies.{weights.version.policy}.path: {weights.path} is an adapter of another base, {said}, and "
+            f"model.path is {base}; give an adapter of this one, or mend base_model_name_or_path in its "
+            "adapter_config.json if the model was only moved"
+        )
+
+
+async def load_weights(config: RunConfig, engine: Engine, store: JournalStore, given: Sequence[WeightsRef]) -> None:
+    """Load weights into an engine in place of the base model's, and record in the journal where they lie.
+
+    Raises:
+        InputError: they do not fit the base model.
+    """
+    for weights in given:
+        await record_durably(store, weights)
+        try:
+            await engine.update(weights)
+        except EngineError as error:
+            raise InputError(f"{weights.path} does not fit {config.model.path}: {error}") from error
+
+
+def adapter_places(config: RunConfig) -> int:
+    """Adapters that an engine must be able to serve at once."""
+    trained = [policy for policy in config.trained.values() if policy.lora is not None]
+    places = sum(policy.max_staleness + 2 for policy in trained)
+    places += sum(rank_in(policy) > 0 for policy in config.of_kind(FrozenPolicy).values())
+    for past in config.of_kind(PastPolicy).values():
+        of = config.policies[past.of]
+        if isinstance(of, PolicyConfig) and of.lora is not None:
+            places += past.size + SPARE  # one that is played against no more, until its episodes have ended
+    return places + SPARE if places else 0
+
+
+def largest_rank(config: RunConfig) -> int:
+    """The largest rank of an adapter that is served; at least 1."""
+    trained = [policy.lora.rank for policy in config.trained.values() if policy.lora is not None]
+    return max([1, *trained, *(rank_in(policy) for policy in config.of_kind(FrozenPolicy).values())])
+
+
+def rank_in(policy: FrozenPolicy) -> int:
+    """The rank of a frozen policy's adapter; 0 where it has none.
+
+    Raises:
+        InputError: an adapter without its configuration.
+    """
+    directory = Path(policy.path)
+    if not policy.path or not (directory / "adapter_model.safetensors").is_file():
+        return 0
+    rank = _adapter_config(directory).get("r")
+    if not isinstance(rank, int) or rank < 1:
+        raise InputError(
+            f"{directory / 'adapter_config.json'}: not the configuration of a LoRA adapter (r is {rank!r})"
+        )
+    return rank
+
+
+def _adapter_config(directory: Path) -> dict[str, Any]:
+    file = directory / "adapter_config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{file}: not the configuration of a LoRA adapter ({error!r})") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{file}: not the configuration of a LoRA adapter")
+    return content
+
+
+def _is_same_model(one: Path, other: Path) -> bool:
+    """Whether two directories hold the same weights; where one is missing, whether they have the same name."""
+    if not one.is_dir() or not other.is_dir():
+        return one.name == other.name
+    if one.samefile(other):
+        return True
+    files = [{file.name: file for file in path.glob("*.safetensors")} for path in (one, other)]
+    sizes = [{name: file.stat().st_size for name, file in found.items()} for found in files]
+    return sizes[0] == sizes[1] and all(sha256_of(files[0][name]) == sha256_of(files[1][name]) for name in files[0])

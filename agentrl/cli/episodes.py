@@ -1,0 +1,301 @@
+"""`agentrl episode …`: list, show and explain episodes, and execute them again.
+
+`replay`, `rescore` and `fork` run the environment's code; the others only read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.cli.output import follow, print_json_line, print_text
+from agentrl.cli.runs import Answer, command
+from agentrl.core.errors import CheckFailedError, InputError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping, Sequence
+
+    from agentrl.app.parts import Adapters
+    from agentrl.inspection.reader import EpisodeLine, RunReader
+
+MAX_EDIT_BYTES = 1 << 20
+
+
+@command
+def episode_list(reader: RunReader, options: argparse.Namespace) -> Answer | None:
+    """`agentrl episode list [RUN] [--where …] [--match …] [--sort …] [--columns …] [--follow]`."""
+    from agentrl.inspection.reader import COLUMNS
+    from agentrl.inspection.render import episode_table
+
+    if options.limit < 0 or options.offset < 0:
+        raise InputError("--limit and --offset are not negative")
+    columns = [name for name in re.split(r"[,\s]+", options.columns) if name]
+    unknown = [name for name in columns if name not in COLUMNS]
+    if unknown:
+        raise InputError(f"--columns: {unknown[0]!r} is not a column; there are: {', '.join(COLUMNS)}")
+    if options.follow:
+        _follow_episodes(reader, options, columns)
+        return None
+    among = None
+    if options.match:
+        from agentrl.inspection.search import matches
+
+        among = matches(reader, options.match)
+    lines = reader.episodes(
+        options.where,
+        sort=options.sort,
+        descending=not options.ascending,
+        limit=options.limit,
+        offset=options.offset,
+        among=among,
+    )
+    return Answer(lines, lambda: episode_table(lines, reader.count(options.where, among=among), columns))
+
+
+def _follow_episodes(reader: RunReader, options: argparse.Namespace, columns: list[str]) -> None:
+    """Episodes as they end."""
+    from agentrl.inspection.render import EPISODE_COLUMNS, episode_table
+    from agentrl.inspection.search import matches
+
+    where = "committed_at != null" + (f" and ({options.where})" if options.where else "")
+    newest = 0.0
+
+    def ask() -> list[EpisodeLine]:
+        nonlocal newest
+        among = matches(reader, options.match) if options.match else None
+        since = f"{where} and committed_at >= {newest!r}"
+        lines = reader.episodes(since, sort="committed_at", descending=False, limit=options.limit, among=among)
+        newest = max([newest, *(line.committed_at or 0.0 for line in lines)])
+        return lines
+
+    follow(
+        *(reader, options, ask, lambda line: (line.episode, line.attempt)),
+        page=lambda lines: episode_table(lines, len(lines), columns or EPISODE_COLUMNS),
+    )
+
+
+@command
+def episode_show(reader: RunReader, options: argparse.Namespace) -> Answer | None:
+    """`agentrl episode show [RUN] [ID] [--attempt N] [--follow]`."""
+    from agentrl.inspection.conversation import conversation
+    from agentrl.inspection.render_episode import conversation_page
+
+    if options.follow:
+        _follow_episode(reader, options)
+        return None
+    view = conversation(reader, chosen(reader, options), options.attempt)
+    return Answer(view, lambda: conversation_page(view))
+
+
+def _follow_episode(reader: RunReader, options: argparse.Namespace) -> None:
+    """Print the events of an episode as they come, and at last its summary."""
+    from agentrl.inspection.conversation import Act, Update, conversation, events
+    from agentrl.inspection.render_episode import events_page, summary_page
+
+    if options.id is None:
+        running = reader.episodes("status = in_flight", limit=1)
+        options.id = running[0].episode if running else None
+    episode = chosen(reader, options)
+
+    attempt = 0
+
+    def ask() -> list[Act | Update]:
+        nonlocal attempt
+        view = conversation(reader, episode, options.attempt)
+        attempt = view.summary.attempt
+        return events(view)
+
+    follow(
+        *(reader, options, ask),
+        key=lambda event: (attempt, event.version if isinstance(event, Update) else event.call),
+        page=events_page,
+        ended=lambda: reader.episode(episode, options.attempt).summary.committed_at is not None,
+    )
+    view = conversation(reader, episode, options.attempt)
+    if options.json:
+        print_json_line(view.summary)
+    else:
+        print_text(summary_page(view))
+
+
+@command
+def episode_tokens(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl episode tokens [RUN] [ID] [--attempt N] [--details]`."""
+    from agentrl.inspection import tokens
+    from agentrl.inspection.render_episode import tokens_page
+
+    view = tokens.episode_tokens(reader, chosen(reader, options), options.attempt)
+    return Answer(view, lambda: tokens_page(view, details=options.details))
+
+
+@command
+def episode_why(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl episode why [RUN] [ID] [--attempt N]`."""
+    from agentrl.inspection.reasons import reasons
+    from agentrl.inspection.render_episode import reasons_page
+
+    episode = chosen(reader, options)
+    found = reasons(reader, episode, options.attempt)
+    return Answer(found, lambda: reasons_page(episode, found))
+
+
+@command
+def episode_timeline(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl episode timeline [RUN] [ID] [--attempt N]`."""
+    from agentrl.inspection import timelines
+    from agentrl.inspection.render_episode import timeline_page
+
+    line = timelines.episode_timeline(reader, chosen(reader, options), options.attempt)
+    return Answer(line, lambda: timeline_page(line))
+
+
+@command
+def episode_forks(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl episode forks [RUN]`."""
+    from agentrl.inspection.comparisons import fork_tree
+    from agentrl.inspection.render_episode import fork_page
+
+    tree = fork_tree(reader)
+    return Answer(tree, lambda: fork_page(tree))
+
+
+@command
+def episode_diff(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl episode diff [RUN] A [B]`: B is A's parent where A is a fork and B is left out."""
+    from agentrl.inspection.comparisons import compared
+    from agentrl.inspection.render_episode import difference_page
+
+    found = compared(reader, options.id, options.other)
+    return Answer(found, lambda: difference_page(found))
+
+
+@command
+def episode_replay(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl episode replay [RUN] [ID] [--where …] [--until CALL] [--step]`; 1 if one departs."""
+    from agentrl.app.replays import replay
+    from agentrl.inspection.render_episode import replay_page
+
+    found = replay(
+        reader.path,
+        _episodes(reader, options),
+        until=options.until,
+        environment=options.environment,
+        adapters=_adapters(reader),
+    )
+    code = CheckFailedError.exit_code if any(each.outcome == "departed" for each in found) else 0
+    return Answer(found, lambda: replay_page(found, step=options.step), code)
+
+
+@command
+def episode_rescore(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl episode rescore [RUN] [ID] [--where …] [--environment REF]`; 1 if one departs in more than rewards."""
+    from agentrl.app.replays import replay
+    from agentrl.inspection.render_episode import rescore_page
+
+    found = replay(
+        reader.path,
+        _episodes(reader, options),
+        rescoring=True,
+        environment=options.environment,
+        adapters=_adapters(reader),
+    )
+    code = CheckFailedError.exit_code if any(each.outcome == "departed" for each in found) else 0
+    return Answer(found, lambda: rescore_page(found), code)
+
+
+@command
+def episode_fork(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl episode fork [RUN] [ID] --at TURN [-n K] [--edit FILE] [--environment REF] [--policy [SEAT=]WHO]`."""
+    from agentrl.app.forks import fork
+    from agentrl.inspection.comparisons import fork_tree
+    from agentrl.inspection.render_episode import fork_page
+
+    if options.n < 1:
+        raise InputError("-n is at least 1")
+    headers = fork(
+        reader.path,
+        chosen(reader, options),
+        at=options.at,
+        n=options.n,
+        attempt=options.attempt,
+        policy=options.policy,
+        edit=None if options.edit is None else _edit(options.edit),
+        environment=options.environment,
+        adapters=_adapters(reader),
+    )
+    made = {header.episode_id for header in headers}
+    root = reader.path if reader.path.name != "forks" else reader.path.parent
+
+    def page() -> Any:
+        from agentrl.inspection.reader import RunReader
+
+        opened = RunReader(root)
+        try:
+            return fork_page(fork_tree(opened), made)
+        finally:
+            opened.close()
+
+    forked = [
+        {
+            "episode": header.episode_id,
+            "reward": header.reward,
+            "stop_reason": header.stop_reason,
+            "drop_reason": header.drop_reason,
+            "turns": header.turns,
+        }
+        for header in headers
+    ]
+    return Answer(forked, page)
+
+
+def chosen(reader: RunReader, options: argparse.Namespace) -> str:
+    """The episode a command names, or the newest that ended."""
+    if options.id is not None:
+        return str(options.id)
+    newest = reader.episodes("committed_at != null", sort="committed_at", limit=1)
+    if not newest:
+        raise InputError(f"{reader.path}: no episode has ended yet")
+    return newest[0].episode
+
+
+def _episodes(reader: RunReader, options: argparse.Namespace) -> Sequence[tuple[str, int | None]]:
+    if options.where is not None and options.id is not None:
+        raise InputError("name an episode, or filter them by --where, not both")
+    if options.where is None:
+        return [(chosen(reader, options), options.attempt)]
+    lines = reader.episodes(options.where, descending=False, limit=options.limit)
+    if not lines:
+        raise InputError("--where: no episode passes")
+    return [(line.episode, line.attempt) for line in lines]
+
+
+def _adapters(reader: RunReader) -> Adapters | None:
+    """Those of the sample run, where it is one: its policies are a script, and its tokens bytes."""
+    config = reader.info().get("config")
+    if not isinstance(config, dict):
+        raise InputError(f"{reader.path}: its journal holds no configuration, so it cannot be executed again")
+    from agentrl.cli.sample_run import is_sample, sample_adapters
+
+    return sample_adapters() if is_sample(config) else None
+
+
+def _edit(path: Path) -> str | Sequence[Mapping[str, Any]]:
+    """Read `--edit FILE`: the content of the last message, or, as JSON, a list of messages."""
+    try:
+        text = path.read_bytes()[: MAX_EDIT_BYTES + 1].decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read ({error})") from error
+    if len(text) > MAX_EDIT_BYTES:
+        raise InputError(f"{path}: longer than {MAX_EDIT_BYTES} bytes")
+    if path.suffix != ".json":
+        return text.removesuffix("\n")  # an editor's
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON ({error})") from error
+    if not (isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)):
+        raise InputError(f"{path}: not a list of messages, each with `role` and `content`")
+    return messages

@@ -1,0 +1,395 @@
+"""`agentrl run …`, and what all commands that read a run share: `command` opens the run, asks a question and prints.
+
+A question is a function from a reader and the options to an `Answer`, whose value `--json` prints and whose page a
+terminal shows. The questions about episodes are in `episodes.py`, those about steps in `steps.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import os
+import re
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from agentrl.cli.output import print_json, print_json_line, print_text
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import CheckFailedError, InputError
+from agentrl.core.safe import safe_line
+from agentrl.core.words import plural
+from agentrl.inspection.comparisons import located
+from agentrl.inspection.damage import damage_named
+from agentrl.inspection.reader import RunReader, runs
+
+if TYPE_CHECKING:
+    import argparse
+
+    from rich.console import RenderableType
+
+    from agentrl.inspection.render import Page
+    from agentrl.journal.port import Pruned
+
+RUNS = Path("runs")
+FRAME_S = 1.0
+"""Least time between two frames of `run view`."""
+READING_SHARE = 0.1
+"""Largest share of the time that `run view` reads: a long run is read less often."""
+PROBLEMS_SHOWN = 5
+"""Problems that `run export` prints."""
+_EPISODE = re.compile(r"(forks/)?[a-z]\d+(?![\w-])")
+"""How the id of an episode begins, which no run is called by without intent."""
+
+
+class Answer(NamedTuple):
+    """The answer to a question about a run."""
+
+    value: Any
+    """A record, or several: what `--json` prints."""
+    page: Callable[[], Page]
+    """Renders what a terminal shows."""
+    code: int = 0
+    """Exit code."""
+
+
+Question = Callable[[RunReader, "argparse.Namespace"], "Answer | None"]
+"""None: it has printed its answer as it came (`--follow`)."""
+
+
+def command(question: Question) -> Callable[[argparse.Namespace], int]:
+    """A command of the parser: open the run, ask the question, print the answer."""
+
+    def run(options: argparse.Namespace) -> int:
+        with open_run(options) as reader:
+            answer = question(reader, options)
+            return 0 if answer is None else printed(answer, options)
+
+    run.__doc__ = question.__doc__
+    return run
+
+
+def printed(answer: Answer, options: argparse.Namespace) -> int:
+    """Print an answer; its exit code."""
+    if options.json:
+        print_json(answer.value)
+    else:
+        print_text(answer.page())
+    return answer.code
+
+
+@contextlib.contextmanager
+def open_run(options: argparse.Namespace) -> Iterator[RunReader]:
+    """A reader of the run a command names; none is the newest in `runs/`.
+
+    `agentrl episode show e12` names no run: what looks like an episode and is no run moves to the next argument. Of a
+    single episode that is a fork, `forks/f0`, it is the reader of the run's forks, and `options.id` its id there.
+    """
+    name = options.run
+    takes_episode, takes_two = hasattr(options, "id"), hasattr(options, "other")
+    lacks_episode = takes_episode and (options.id is None or (takes_two and options.other is None))
+    if name is not None and lacks_episode and _EPISODE.match(name) and not find_run(name).exists():
+        if takes_two:
+            options.other = options.id
+        name, options.id = None, name
+    with contextlib.closing(RunReader(find_run(name))) as run, damage_named(run.log):
+        if takes_episode and not takes_two and options.id is not None:
+            with located(run, options.id) as (reader, options.id), damage_named(reader.log):
+                yield reader
+        else:
+            yield run
+
+
+def find_run(name: str | None) -> Path:
+    """The directory of a run by its path, its name in `runs/`, or None for the newest there.
+
+    Raises:
+        InputError: there are no runs.
+    """
+    if name is None:
+        found = [path for path in RUNS.iterdir() if _is_run(path)] if RUNS.is_dir() else []
+        if not found:
+            raise InputError("there are no runs in runs/; name a run's directory, or make one with `agentrl train`")
+        return max(found, key=lambda path: (path / "journal").stat().st_mtime)
+    path = Path(name)
+    return path if path.exists() or not (RUNS / name).exists() else RUNS / name
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        return (path / "journal").is_dir()
+    except OSError:  # of another user, say
+        return False
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+def run_list(options: argparse.Namespace) -> int:
+    """`agentrl run list [DIRECTORY]`."""
+    from agentrl.inspection.render import run_table
+
+    lines = runs(options.directory)
+    return printed(Answer(lines, lambda: run_table(lines)), options)
+
+
+@command
+def run_stats(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl run stats [RUN]`."""
+    from agentrl.inspection.render import figures_page
+    from agentrl.inspection.statistics import run_figures
+
+    figures = run_figures(reader)
+    return Answer(figures, lambda: figures_page(figures))
+
+
+@command
+def run_timeline(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl run timeline [RUN] [--parts N]`."""
+    from agentrl.inspection import timelines
+    from agentrl.inspection.render import run_timeline_page
+
+    if not 1 <= options.parts <= 10_000:
+        raise InputError("--parts is a number from 1 to 10000")
+    line = timelines.run_timeline(reader, options.parts)
+    return Answer(line, lambda: run_timeline_page(line))
+
+
+@command
+def run_curve(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl run curve [RUN] [--metric NAME]`."""
+    from agentrl.inspection.render import curves, metric_curves
+
+    if options.metric is None:
+        points = reader.curve()
+        return Answer(points, lambda: curves(points))
+    values = reader.metric(options.metric)
+    if not values:
+        names = reader.metric_names()
+        near = [name for name in names if options.metric in name.split("/")]
+        near = near or difflib.get_close_matches(options.metric, names, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"recorded were: {', '.join(names) or 'none'}"
+        raise InputError(f"no metric {options.metric!r}; {hint}")
+    series = [{"policy": name, "step": step, "value": value} for name, found in values.items() for step, value in found]
+    return Answer(series, lambda: metric_curves(options.metric, values))
+
+
+def run_view(options: argparse.Namespace) -> int:
+    """`agentrl run view [RUN] [--once]`: until q, Ctrl-C, or the end of the run."""
+    with open_run(options) as reader:
+        if options.json:
+            from agentrl.inspection.statistics import latest_metrics, run_state
+
+            state = run_state(reader)
+            print_json({"status": state.status, "metrics": latest_metrics(state), "problem": state.problem})
+        elif options.once or not sys.stdout.isatty():
+            print_text(_frame(reader, 100)[0])
+        else:
+            _show_frames(reader)
+    return 0
+
+
+def _frame(reader: RunReader, width: int) -> tuple[RenderableType, bool]:
+    """The screen to show, and whether the run has ended."""
+    from agentrl.inspection.statistics import run_state
+    from agentrl.observe.view import view
+
+    state = run_state(reader)
+    status = state.status
+    age_s = SystemClock().wall() - status.wall if status is not None and status.wall else None
+    return view(state, width=width, age_s=age_s), status is not None and status.ended
+
+
+def _show_frames(reader: RunReader) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    clock, console = SystemClock(), Console()
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        _keys() as pressed,
+        Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live,
+    ):
+        has_ended, wait_s = False, 0.0
+        while not has_ended and not pressed(wait_s):
+            started = clock.monotonic()
+            frame, has_ended = _frame(reader, console.width)
+            live.update(frame, refresh=True)
+            wait_s = max(FRAME_S, (clock.monotonic() - started) / READING_SHARE)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """A function that waits so many seconds, or until a key is pressed, and says whether it was q."""
+    import termios
+    import tty
+
+    watched = [sys.stdin] if sys.stdin is not None and sys.stdin.isatty() else []
+
+    def pressed(seconds: float) -> bool:
+        ready, _, _ = select.select(watched, [], [], seconds)
+        return bool(ready) and os.read(sys.stdin.fileno(), 1) in (b"q", b"Q", b"\x04", b"")
+
+    if not watched:
+        yield pressed
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def run_metrics(options: argparse.Namespace) -> int:
+    """`agentrl run metrics [RUN] [--prometheus]`: the newest value of each metric."""
+    from agentrl.inspection.statistics import latest_metrics, run_state
+
+    with open_run(options) as reader:
+        state = run_state(reader)
+    latest = latest_metrics(state)
+    if options.prometheus:
+        from agentrl.observe.sinks import prometheus
+
+        sys.stdout.write(prometheus(state.plan.name, latest))
+    elif options.json:
+        print_json(latest)
+    else:
+        from agentrl.inspection.render import metric_table
+
+        print_text(metric_table(latest))
+    return 0
+
+
+@command
+def run_winrates(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl run winrates [RUN]`."""
+    from agentrl.inspection.render import win_rate_table
+    from agentrl.inspection.statistics import run_win_rates
+
+    found = run_win_rates(reader)
+    return Answer(found, lambda: win_rate_table(found))
+
+
+@command
+def run_ledger(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl run ledger [RUN]`; 1 if an equation does not hold, or something of a committed episode is missing."""
+    from agentrl.inspection.render import ledger_view
+    from agentrl.observe.progress import waiting
+
+    with waiting("reading the control log", sys.stderr) as tell:
+
+        def on_read(read: int, of: int) -> None:
+            if read % 1000 == 0:
+                tell(f"reading the entries of committed episodes: {read:,} of {of:,}")
+
+        ledger = reader.ledger(on_read)
+    value = {"holds": ledger.holds, **msgspec.to_builtins(ledger)}
+    return Answer(value, lambda: ledger_view(ledger), 0 if ledger.holds else CheckFailedError.exit_code)
+
+
+@command
+def run_prune(reader: RunReader, options: argparse.Namespace) -> Answer:
+    """`agentrl run prune [RUN] [--keep STEPS] [--dry-run]`."""
+    from agentrl.inspection.render import pruned_page
+    from agentrl.journal.lock import check_partitions
+    from agentrl.journal.port import PruneRule
+    from agentrl.journal.pruning import prune
+    from agentrl.journal.store import SqliteJournal
+    from agentrl.orchestrator.manifest import sealed
+
+    config = reader.info().get("config")
+    section = config.get("journal") if isinstance(config, dict) else None
+    recorded = section.get("keep") if isinstance(section, dict) else None
+    keep = recorded if options.keep is None else options.keep
+    if type(keep) is not int or keep < 0:
+        raise InputError(
+            "choose how much to keep: --keep=20 keeps the newest 20 steps of each policy; --keep=0 keeps only what "
+            "resuming from a checkpoint needs"
+        )
+    rule = PruneRule(keep=keep, sealed=sealed(reader.path / "checkpoints"))
+    if not rule.sealed:
+        raise InputError(
+            f"{reader.path}: there is no checkpoint to resume from, so every episode may be trained again, and nothing "
+            "can be given up"
+        )
+    if options.dry_run:
+        given_up = prune(reader.journal, reader.log, rule, None)
+    else:
+
+        async def work() -> Pruned:
+            journal = SqliteJournal(reader.journal)
+            try:
+                check_partitions(reader.journal)
+                return await journal.prune(rule)
+            finally:
+                await journal.close()
+
+        given_up = asyncio.run(work())
+    return Answer(given_up, lambda: pruned_page(given_up, is_dry=options.dry_run))
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """`agentrl run export [RUN] --to FORMAT [--out PATH] [--where …] [--match …] [--force]`."""
+    from agentrl.exchange.exporting import export
+
+    with open_run(options) as reader:
+        found = export(reader, options.to, options.out, where=options.where, match=options.match, force=options.force)
+    if options.json:
+        print_json(found)
+        return 0
+    _say(f"{found.path}: {plural(found.episodes, 'episode')}")
+    for problem in found.problems[:PROBLEMS_SHOWN]:
+        _say(f"  not readable: {problem}")
+    if len(found.problems) > PROBLEMS_SHOWN:
+        _say(f"  and {len(found.problems) - PROBLEMS_SHOWN:,} more (--json has them)")
+    return 0
+
+
+def run_import(options: argparse.Namespace) -> int:
+    """`agentrl run import SOURCE RUN --from FORMAT`."""
+    from agentrl.exchange.importing import import_run
+
+    found = import_run(options.source, options.format, options.run)
+    if options.json:
+        print_json(found)
+        return 0
+    holds = f"{plural(found.episodes, 'episode')}, {plural(found.turns, 'turn')}"
+    _say(f"{found.path}: {holds}; `agentrl episode list {found.path}`")
+    for what, count in sorted(found.not_told.items()):
+        _say(f"  {what}: not told of {plural(count, 'episode')}")
+    return 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{safe_line(line)}\n")
+
+
+def run_serve(options: argparse.Namespace) -> int:
+    """`agentrl run serve [RUN] [--port N]`."""
+    if not 0 <= options.port < 65_536:
+        raise InputError("--port is a number from 0 to 65535")
+    asyncio.run(_serve(find_run(options.run), options.port, as_json=options.json))
+    return 0
+
+
+async def _serve(run: Path, port: int, *, as_json: bool) -> None:
+    from agentrl.inspection.viewer.server import serving
+
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)  # also where a shell in the background ignores Ctrl-C
+    async with serving(run, port) as served:
+        if as_json:
+            print_json_line({"address": served.address, "run": str(run)})
+        else:
+            sys.stdout.write(f"{safe_line(str(run))} is at {served.address}\nCtrl-C ends this.\n")
+            sys.stdout.flush()
+        await ended.wait()
