@@ -169,7 +169,7 @@ def test_a_replica_that_comes_late_is_not_given_all_that_is_new() -> None:
         client.moved((first, second))
         for number in range(8):
             await client.open(f"t{number}", "solver").generate(request(f"u{number}", prompt(9, seed=number)))
-        assert [(await client._open_line(address)).sessions for address in (first, second)] == [4, 4]
+        assert [(await client._open_connection(address)).sessions for address in (first, second)] == [4, 4]
         for engine in engines:
             await engine.close()
 
@@ -185,7 +185,7 @@ def test_a_first_burst_is_shared_by_all_replicas() -> None:
         client.moved([engine.addresses[0] for engine in engines])
         sessions = [client.open(f"s{number}", "solver") for number in range(20)]
         await asyncio.gather(*(each.generate(request(f"r{number}", prompt(9))) for number, each in enumerate(sessions)))
-        loads = sorted([(await client._open_line(engine.addresses[0])).sessions for engine in engines])
+        loads = sorted([(await client._open_connection(engine.addresses[0])).sessions for engine in engines])
         assert (sum(loads), loads[0] >= 7) == (20, True), loads
         for engine in engines:
             await engine.close()
