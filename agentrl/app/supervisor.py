@@ -53,7 +53,7 @@ from agentrl.observe.files import replace_file
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.manifest import CheckpointWriter
-from agentrl.rollout.endings import leave, none_ends_the_process
+from agentrl.rollout.endings import end_if_forked, forks_ended
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -219,6 +219,7 @@ def run_in_shared_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
                 return task.result()
             broken: BaseException = asyncio.CancelledError()
         except BaseException as error:
+            end_if_forked()
             is_outcome = task.done() and not task.cancelled() and task.exception() is error
             if is_outcome and not _is_foreign(error):
                 if isinstance(error, Exception) and not isinstance(error, AgentRLError):
@@ -383,7 +384,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
             _recorded(record, directory.process_record, workers) as ended,
             _interruptible(orchestrator, observer, ended),
             watch_loop(observer.warn),
-            none_ends_the_process(),
+            forks_ended(),
         ):
             try:
                 await orchestrator.run()
@@ -517,7 +518,7 @@ def _once(then: Callable[[], None], at_once: Callable[[], None]) -> Iterator[Non
             loop.call_soon_threadsafe(then)
         elif loop.time() - asked_at > SAME_PRESS_S:
             at_once()
-            leave(INTERRUPTED)
+            os._exit(INTERRUPTED)
 
     numbers = [signals.SIGINT, signals.SIGTERM]
     if signals.getsignal(signals.SIGHUP) is not signals.SIG_IGN:

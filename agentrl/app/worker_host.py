@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import faulthandler
 import itertools
+import os
 import socket
 import sys
 import traceback
@@ -37,7 +38,7 @@ from agentrl.journal.control import not_data
 from agentrl.journal.lock import let_go
 from agentrl.journal.worker_journal import WorkerJournal
 from agentrl.observe.blocked import watch_loop
-from agentrl.rollout.endings import leave, none_ends_the_process
+from agentrl.rollout.endings import end_if_forked, forks_ended
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
 
@@ -186,7 +187,7 @@ class RunConnection:
         self.tell(wire.Told(line=f"a worker process was broken from within: {error_words(error)} (see workers.log)"))
         with contextlib.suppress(Exception):
             traceback.print_exception(error)
-        leave(1)
+        os._exit(1)
 
     def forget_all(self) -> None:
         """Nothing is in flight here."""
@@ -295,7 +296,7 @@ async def _serve(connection: socket.socket) -> None:
         return
     send(writer, wire.Ready())
     advanced = loop.create_task(_tell_advanced(host))
-    with watch_loop(tell), none_ends_the_process():
+    with watch_loop(tell), forks_ended():
         while (body := await receive(reader)) is not None:
             host.handle(wire.TO_WORKER.decode(body))
         alive.cancel()
@@ -326,12 +327,15 @@ def main() -> None:
     descriptor, parent = map(int, sys.argv[1:])
     die_with(parent)
     with asyncio.Runner(loop_factory=SteadyLoop) as runner:
-        runner.run(_serve_and_leave(socket.socket(fileno=descriptor)))
+        try:
+            runner.run(_serve_and_leave(socket.socket(fileno=descriptor)))
+        finally:
+            end_if_forked()
 
 
 async def _serve_and_leave(connection: socket.socket) -> None:
     await _serve(connection)
-    leave(0)  # the episodes in flight are nobody's any more
+    os._exit(0)  # the episodes in flight are nobody's any more
 
 
 if __name__ == "__main__":

@@ -226,6 +226,14 @@ class ReplayOrder:
             branch.owner = None
         self._stray = ReplayMismatchError
 
+    def abandon(self) -> None:
+        """End the code of every open branch where it stands; the root's task is cancelled by its owner."""
+        for branch in self._open:
+            if branch.steps is not None:
+                branch.steps.abandon()
+            if branch.task is not None:
+                branch.task.cancel()
+
     def dismiss(self, branch: Branch, *, now: bool = False) -> None:
         """Cancel a branch: now, or once what is recorded of it has come back."""
         if not branch.is_open or (branch.is_dismissed and not now):

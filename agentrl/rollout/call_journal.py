@@ -393,6 +393,10 @@ class CallJournal:
         """A branch has ended."""
         self._order.leave(branch)
 
+    def abandon(self) -> None:
+        """End the code of all branches where it stands; the root's task is cancelled by its owner."""
+        self._order.abandon()
+
     # --- cancellation and the end -------------------------------------------------------------------------------------
 
     def cancel(self, call: Call) -> None:

@@ -1,7 +1,8 @@
-"""`sys.exit`, `os._exit` or a bare `BaseException` in an environment ends its episode, not the process.
+"""Keeps what environments do to their process from ending more than their episode.
 
-Thousands of episodes share a process, and none of them may end it. `none_ends_the_process` replaces `os._exit` while it
-is entered. An abort or a crash of a library below Python is not seen here.
+`sys.exit` and bare `BaseException`s of a program become errors of its episode. A process that an environment forked is
+ended once it leaves the environment's code: the files and connections of the event loop are its parent's. `os._exit`, a
+signal or a crash does end the process; the resumed run names its episodes.
 """
 
 from __future__ import annotations
@@ -9,16 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 import weakref
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from agentrl.core.errors import EpisodeError
 from agentrl.environment.base import described
 
-leave = os._exit
-"""The original `os._exit`, which ends this process at once."""
 _loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 """Event loops that run episodes."""
 _is_child = False
@@ -26,28 +24,17 @@ _is_child = False
 
 
 @contextlib.contextmanager
-def none_ends_the_process() -> Iterator[None]:
-    """Make `os._exit` raise in this process. One that is forked from it ends as it asks to, and at the latest where it
-    comes back into the running event loop, whose connections are its parent's."""
-    owner, before = os.getpid(), os._exit
-    _loops.add(asyncio.get_running_loop())
+def forks_ended() -> Iterator[None]:
+    """Within: the running event loop runs episodes, and stops in a process that is forked from this one.
 
-    def refuse(status: int) -> NoReturn:
-        if os.getpid() != owner:
-            leave(status)
-        code = sys._getframe(1)
-        raise EpisodeError(
-            f"os._exit({status}) was called at {code.f_code.co_filename}:{code.f_lineno} in {code.f_code.co_name}: "
-            "it would have ended every episode of the process; raise an exception",
-            reason="environment_error",
-        )
-
-    os._exit = refuse
+    Whoever runs the loop calls `end_if_forked` when it has stopped.
+    """
+    loop = asyncio.get_running_loop()
+    _loops.add(loop)
     try:
         yield
     finally:
-        os._exit = before
-        _loops.discard(asyncio.get_running_loop())
+        _loops.discard(loop)
 
 
 def of_the_episode(error: BaseException, task: asyncio.Task[Any] | None) -> BaseException:
@@ -77,18 +64,17 @@ def _current_task() -> asyncio.Task[Any] | None:
 
 
 def end_if_forked() -> None:
-    """End a process that an environment forked, and that has come back from its code: all it could do here would be
-    done to its parent's files and connections."""
+    """End this process, with exit code 1, if an environment forked it."""
     if _is_child:
         os.write(2, b"agentrl: a process that an environment forked came back from its code, and was ended\n")
-        leave(1)
+        os._exit(1)
 
 
 def _forked() -> None:
     global _is_child
     _is_child = bool(_loops)
     for loop in _loops:
-        loop._ready.appendleft(asyncio.Handle(end_if_forked, (), loop))  # type: ignore[attr-defined]
+        loop.stop()
 
 
 os.register_at_fork(after_in_child=_forked)

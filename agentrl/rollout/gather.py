@@ -19,7 +19,7 @@ from agentrl.core.errors import GlobalRandomError, ReplayMismatchError
 from agentrl.environment.global_random import GlobalRandom, NoDraws, Steps
 from agentrl.journal.entries import OrderEntry
 from agentrl.rollout.branches import current_branch
-from agentrl.rollout.endings import of_the_episode
+from agentrl.rollout.endings import end_if_forked, of_the_episode
 
 if TYPE_CHECKING:
     from agentrl.rollout.branches import Branch
@@ -47,8 +47,19 @@ async def run_branch(program: Callable[[], Awaitable[T]], branch: Branch, journa
 def branch_steps(program: Callable[[], Awaitable[Any]], branch: Branch, journal: CallJournal) -> Steps:
     """The steps of a branch's code, to be awaited."""
     guard = GlobalRandom(ids.key64("branch", *branch.key, branch.path)) if journal.own_random else NoDraws()
-    branch.steps = Steps(guard, program, journal.drew)
+    branch.steps = _ProgramSteps(guard, program, journal.drew)
     return branch.steps
+
+
+class _ProgramSteps(Steps):
+    """The steps of an environment's code. A process that was forked in one of them ends with the step."""
+
+    __slots__ = ()
+
+    def end_step(self) -> bool:
+        """See `Steps.end_step`."""
+        end_if_forked()
+        return super().end_step()
 
 
 def end_steps(branch: Branch) -> None:

@@ -35,7 +35,7 @@ from agentrl.journal.port import TurnLog
 from agentrl.rollout.branches import current_branch
 from agentrl.rollout.call_journal import CallJournal
 from agentrl.rollout.context import LiveContext
-from agentrl.rollout.endings import end_if_forked, of_the_episode
+from agentrl.rollout.endings import of_the_episode
 from agentrl.rollout.episode import LiveEpisode, Parking, PolicySettings, RolloutSettings, Services, TimeLimit
 from agentrl.rollout.gather import branch_steps, end_steps
 from agentrl.rollout.kv_budget import kv_budget_of
@@ -158,6 +158,13 @@ class EpisodeRunner:
             measured_against=tuple(sorted((context.measured_against or {}).values())),
         )
 
+    def abandon(self, spec: EpisodeSpec) -> None:
+        """Give up an attempt whose program does not end: to cancel its task then ends it whatever the program does."""
+        context = self._running.get(spec.episode_id)
+        if context is not None and context.episode.spec.attempt == spec.attempt:
+            context.episode.journal.abandon()
+        self.leave(spec)
+
     def leave(self, spec: EpisodeSpec) -> None:
         """Close an attempt that ended or was left behind: nothing it still does counts."""
         context = self._running.get(spec.episode_id)
@@ -218,9 +225,7 @@ class EpisodeRunner:
         try:
             self.parking.begin(episode.spec.episode_id, episode)
             await branch_steps(partial(_begun, environment, context), branch, journal)
-            end_if_forked()
         except BaseException as error:  # noqa: BLE001 - foreign code: raised again below, if it says how that ended
-            end_if_forked()
             ended = _ended_with(error, journal, limit)
             if ended is not None:
                 raise ended  # noqa: B904 - it is the same one, or has it as its cause

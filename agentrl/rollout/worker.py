@@ -150,8 +150,8 @@ class AsyncioWorker:
 
     def _leave_behind(self, task: asyncio.Task[None]) -> None:
         spec, _ = self._tasks.pop(task)
-        self._runner.leave(spec)
-        asyncio._unregister_task(task)  # else the end of the event loop would wait for it
+        self._runner.abandon(spec)
+        task.cancel()
 
     def _stuck(self, task: asyncio.Task[None]) -> None:
         """Leave a program behind that swallowed its cancellation at the time limit, and drop its episode."""

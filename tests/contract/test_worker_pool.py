@@ -354,7 +354,7 @@ def test_no_process_has_more_than_its_share_of_roots_and_the_rest_waits(tmp_path
 
 
 @pytest.mark.parametrize(
-    "how", ["raises", "sys.exit", "os._exit", "no reward", "no data", "no such seat", "no such policy", "swallows"]
+    "how", ["raises", "sys.exit", "no reward", "no data", "no such seat", "no such policy", "swallows"]
 )
 def test_what_environments_do_wrong_ends_as_in_one_process(tmp_path: Path, how: str) -> None:
     timeout = {"episode_timeout_s": 1.0} if how == "swallows" else {}

@@ -27,7 +27,7 @@ from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.groups import WholeGroups
 from agentrl.orchestrator.signal import Signal
-from agentrl.rollout.endings import none_ends_the_process
+from agentrl.rollout.endings import forks_ended
 from tests.contract.worker_environments import TwoTurns
 
 VERSIONS = {"policy": PolicyVersion("policy", 0, 0), "stranger": PolicyVersion("stranger", 0, 0)}
@@ -146,7 +146,7 @@ async def workplace(
             *(config, environment, engine, journal.directory, at.told.append, directory / "workers.log", SystemClock())
         )
         if pool is None:
-            stack.enter_context(none_ends_the_process())
+            stack.enter_context(forks_ended())
             chat_format = make_chat_format(config)
             attach_worker(*(config, environment, dispatcher, engine, chat_format, journal, SystemClock(), fail))
         else:

@@ -136,8 +136,6 @@ class Broken(agentrl.Environment):
             raise KeyError("nothing there")
         if how == "sys.exit":
             sys.exit(3)
-        if how == "os._exit":
-            os._exit(3)
         if how == "no reward":
             agent.reward(float("nan"))
         if how == "no data":

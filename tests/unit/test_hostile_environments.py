@@ -42,16 +42,8 @@ async def _exit_in_a_branch(ctx: agentrl.EpisodeContext) -> None:
     await ctx.gather(leave(), ctx.sleep(0.0))
 
 
-async def _leave_in_a_thread(ctx: agentrl.EpisodeContext) -> None:
-    await ctx.effect("leave", lambda: asyncio.to_thread(os._exit, 3))
-
-
 async def _exit(ctx: agentrl.EpisodeContext) -> None:
     sys.exit(3)
-
-
-async def _leave(ctx: agentrl.EpisodeContext) -> None:
-    os._exit(3)
 
 
 async def _bare(ctx: agentrl.EpisodeContext) -> None:
@@ -165,19 +157,15 @@ def dropped(directory: Path) -> dict[str, str]:
         (_recurse, "RecursionError: maximum recursion depth exceeded"),
         (_no_memory, "MemoryError"),
         (_run_a_loop, "RuntimeError: asyncio.run() cannot be called from a running event loop"),
-        (_leave, "os._exit(3) was called at "),
-        (_leave_in_a_thread, "os._exit(3) was called at "),
     ],
 )
 def test_what_would_end_the_process_ends_the_episode(
     tmp_path: Path, act: Callable[[agentrl.EpisodeContext], object], told: str
 ) -> None:
-    leave = os._exit
     assert play(tmp_path, act).summary["steps"] == 6
     found = dropped(tmp_path)
     assert list(found) == ["environment_error"]
     assert told in found["environment_error"]
-    assert os._exit is leave
 
 
 def _stop_the_loop() -> None:
@@ -225,28 +213,37 @@ def test_who_breaks_the_loop_ends_the_run_with_the_names_of_the_episodes(
     assert re.search(rf"WARNING the process before ended: .*{told}", capsys.readouterr().err)
 
 
-def die_in(directory: Path, *, resume: bool) -> None:
-    """One process of a run, which an episode kills before it has said anything."""
+def die_in(directory: Path, *, resume: bool, by: Callable[[], None]) -> int:
+    """The exit code of one process of a run, which an episode ends before it has said anything."""
 
     async def kill(ctx: agentrl.EpisodeContext) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+        by()
 
     child = os.fork()
     if child == 0:
         play(directory, kill, resume=resume)
         os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave() -> None:
+    os._exit(3)
+
+
+@pytest.mark.parametrize(("by", "code"), [(_kill, -signal.SIGKILL), (_leave, 3)])
 def test_a_process_that_was_killed_is_told_of_with_its_episodes_and_two_are_suspicious(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], by: Callable[[], None], code: int
 ) -> None:
     async def nothing(ctx: agentrl.EpisodeContext) -> None: ...
 
-    die_in(tmp_path, resume=False)
+    assert die_in(tmp_path, resume=False, by=by) == code
     first = ProcessRecord.read(tmp_path / "run/process.json")
     assert first.end == DIED
-    die_in(tmp_path, resume=True)
+    assert die_in(tmp_path, resume=True, by=by) == code
     second = ProcessRecord.read(tmp_path / "run/process.json")
     assert second.process != first.process
     store = SqliteJournal(tmp_path / "run/journal")
