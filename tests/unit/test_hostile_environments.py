@@ -307,7 +307,10 @@ def test_a_run_directory_that_goes_away_under_its_run_ends_it(tmp_path: Path, ho
 
 
 def test_ctrl_c_twice_ends_a_run_whose_loop_is_blocked(tmp_path: Path) -> None:
+    is_blocked = threading.Event()
+
     async def block(ctx: agentrl.EpisodeContext) -> None:
+        is_blocked.set()
         while True:
             time.sleep(0.05)  # noqa: ASYNC251 - as an environment should not
 
@@ -315,6 +318,7 @@ def test_ctrl_c_twice_ends_a_run_whose_loop_is_blocked(tmp_path: Path) -> None:
     if child == 0:
 
         def press() -> None:
+            is_blocked.wait()
             for _ in range(2):
                 time.sleep(1.0)
                 os.kill(os.getpid(), signal.SIGINT)
