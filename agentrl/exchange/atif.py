@@ -58,14 +58,14 @@ if TYPE_CHECKING:
 
 VERSION = "ATIF-v1.8"
 MAX_PROMPT_IDS = 4_000_000
-"""Of an episode: the format repeats the whole context at each turn. Of a longer one prompts are left out, and it says
-so."""
+"""Prompt tokens of an episode; the format repeats the whole context at each turn. Longer episodes are written without
+prompts, and say so."""
 MAX_NAME = 180
 _SOURCES = {"system": "system", "user": "user", "assistant": "agent"}
 T = TypeVar("T")
 VERSIONS = tuple(f"ATIF-v1.{minor}" for minor in range(9))
 TRIAL = "trajectory.json"
-"""Of each trial of a job, in a directory of its own."""
+"""File name of a trial; a job has a directory for each of its trials."""
 MAX_FILES = 1_000_000
 MAX_INDEX = 10_000
 _VERSION = re.compile(r"(.{1,200})@(-?\d{1,9})\.(-?\d{1,9})", re.DOTALL)
@@ -87,7 +87,7 @@ def write(selection: Selection, path: Path) -> None:
 
 
 def file_name(episode: str, attempt: int) -> str:
-    """Of an episode's file: its id, with what no file system takes escaped; a digest where that is long."""
+    """Name of an episode's file: its id, escaped for file systems; a digest where that is too long."""
     name = quote(f"{episode}.{attempt}", safe="~#")
     return f"{name if len(name) <= MAX_NAME else hashlib.sha256(name.encode()).hexdigest()}.json"
 
@@ -145,7 +145,7 @@ def _trajectory(
 
 
 def _extra(conversation: Conversation) -> dict[str, Any]:
-    """What the format has no field for, of the episode."""
+    """Data of the episode that the format has no field for."""
     line = conversation.summary
     kept = ("status", "purpose", "environment", "group", "parent", "seats", "stop_reason", "drop_reason", "detail")
     return {
@@ -253,7 +253,7 @@ def _said(turn: TurnEntry, prompt_tokens: int) -> dict[str, Any]:
 
 
 def _tools(acts: Sequence[ToolAct], answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a turn called and what it was told of it: the calls' own results where it was told nothing more."""
+    """A turn's tool calls with their observations; the calls' recorded results where no message holds one."""
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     for act, answer in zip_longest(acts, answers):

@@ -52,7 +52,7 @@ class RewardPart(msgspec.Struct, frozen=True):
 
 
 class Credit(msgspec.Struct, frozen=True):
-    """What an optimizer step made of an agent's reward."""
+    """An agent's reward and advantage in an optimizer step."""
 
     step: str
     """The version it made."""
@@ -372,7 +372,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def table_schema() -> Any:
-    """What the table's columns are."""
+    """The columns of the table."""
     import pyarrow as pa
 
     text, whole, number = pa.string(), pa.int64(), pa.float64()

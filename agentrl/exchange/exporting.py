@@ -34,13 +34,13 @@ class Selection(NamedTuple):
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """What an export came to."""
+    """The result of an export."""
 
     format: str
     path: str
     episodes: int
     problems: list[str]
-    """What of them could not be read."""
+    """Problems of episodes that could not be read whole."""
 
 
 def export(

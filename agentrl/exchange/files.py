@@ -29,13 +29,13 @@ from agentrl.core.files import STAGING, open_regular, read_at_most, staged
 T = TypeVar("T")
 
 MAX_LINE_BYTES = 32 << 20
-"""Of a line of a file of lines, and of a file of one value."""
+"""Bytes of a line, or of a file that holds one value."""
 MAX_VALUES = 3_000_000
-"""Of a line, as its commas and brackets count them: what Python makes of them has to fit into memory."""
+"""Values in a line, counted by commas and brackets: decoded, they must fit into memory."""
 MAX_OBJECTS = 200_000
 """Likewise; the smallest come to a kilobyte or two each."""
 MAX_DEPTH = 60
-"""Of values that are kept as they are; the reading commands show a hundred levels."""
+"""Nesting of values that are stored as they are; the reading commands show a hundred levels."""
 MAX_INT = 2**63
 _OBJECT = re.compile(rb'\{\s*["}]')
 _NAME = "exchange-"
@@ -58,7 +58,7 @@ def directories(source: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Where each line stands, in words, and its bytes; empty lines are left out.
+    """The place of each line, for errors, and its bytes; empty lines are skipped.
 
     Raises:
         InputError: the file cannot be read, or a line is too long.

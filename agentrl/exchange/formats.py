@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 
 class ExportFormat(NamedTuple):
-    """What a run can be exported to."""
+    """A format for exports."""
 
     help: str
     file: str
-    """What the export is called where nothing else is said, in the run's directory."""
+    """Default name of the export, in the run's directory."""
     write: str
     """`module:function`, called with a `Selection` and the path of a file or directory to make."""
     is_directory: bool = False
-    """Whether it makes a directory, which is put nowhere where something is."""
+    """Whether the export is a directory; one never replaces anything."""
 
 
 EXPORTS: Mapping[str, ExportFormat] = {
@@ -37,7 +37,7 @@ EXPORTS: Mapping[str, ExportFormat] = {
 
 
 class ImportFormat(NamedTuple):
-    """What a run can be imported from."""
+    """A format for imports."""
 
     help: str
     read: str

@@ -47,7 +47,7 @@ def write(selection: Selection, path: Path) -> None:
 
 
 def _answers(selection: Selection) -> Iterator[tuple[str, Any]]:
-    """What the page looks for, by name."""
+    """The answers the page asks for, by name."""
     reader, problems = selection.reader, selection.problems
     lines = reader.lines(selection.keys)
     yield "run", run_summary(reader, Counter(line.status for line in lines))

@@ -40,13 +40,13 @@ LATEST = 253_402_300_800.0
 
 
 class Imported(msgspec.Struct, frozen=True, kw_only=True):
-    """What an import came to."""
+    """The result of an import."""
 
     path: str
     episodes: int
     turns: int
     not_told: dict[str, int]
-    """Of how many episodes the files do not tell what."""
+    """Missing kinds of data, with the number of episodes that lack each."""
 
 
 def import_run(source: Path, format: str, target: Path) -> Imported:

@@ -48,7 +48,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy said."""
+    """A reply of a policy."""
 
     text: str
     reasoning: str = ""
@@ -89,7 +89,7 @@ class PlayedEpisode(msgspec.Struct, kw_only=True):
     where: str
     """In which file and line it stands."""
     source: dict[str, Any]
-    """What is told of where it came from, for readers."""
+    """Facts about its origin, shown to readers."""
     environment: str
     task_id: str
     task: dict[str, Any]
@@ -102,7 +102,7 @@ class PlayedEpisode(msgspec.Struct, kw_only=True):
     started: float = 0.0
     ended: float = 0.0
     oldest_step: int = UNKNOWN
-    """Of the weights that played it, where the file tells it of all of it."""
+    """Step of the weights that played it, if the file names one for the whole episode."""
 
 
 def spec_of(played: PlayedEpisode) -> EpisodeSpec:
@@ -167,7 +167,7 @@ def header_of(played: PlayedEpisode, partition: str, entries: int) -> EpisodeHea
 
 
 def missing(played: PlayedEpisode) -> list[str]:
-    """What the file does not tell of the episode, in words."""
+    """The kinds of data that the file lacks for the episode."""
     replies = replies_of(played)
     lacks = {
         "token ids": any(reply.token_ids is None for reply in replies),
@@ -181,7 +181,7 @@ def missing(played: PlayedEpisode) -> list[str]:
 
 
 def replies_of(played: PlayedEpisode) -> list[Reply]:
-    """What all its policies said, agent by agent."""
+    """The replies of all its policies, agent by agent."""
     return [reply for agent in played.agents for reply in _replies(agent)]
 
 

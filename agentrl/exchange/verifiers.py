@@ -30,7 +30,7 @@ from agentrl.exchange.played import (
 from agentrl.journal.entries import Span
 
 FILES = ("traces.jsonl", "results.jsonl")
-"""What a directory of verifiers is looked for, in this order."""
+"""Files looked for in a directory of verifiers, in this order."""
 MAX_REPEATED = 32_000_000
 """Characters and tokens of all branches of a trace, each whole."""
 _STOPS = {
@@ -169,7 +169,7 @@ class _Rollout(msgspec.Struct):
 
 
 class _Shape(msgspec.Struct):
-    """What a line is, by the fields that only its kind has."""
+    """Fields that tell the kinds of lines apart."""
 
     traces: msgspec.Raw = msgspec.Raw()
     nodes: msgspec.Raw = msgspec.Raw()

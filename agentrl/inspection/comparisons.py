@@ -46,7 +46,7 @@ class Fork(msgspec.Struct, frozen=True):
 
 @contextmanager
 def located(reader: RunReader, name: str) -> Iterator[tuple[RunReader, str]]:
-    """Who reads an episode by its name in a run, and its id there: `forks/f0` is f0 of the run's forks.
+    """The reader that holds an episode, and the episode's id there: `forks/f0` is f0 of the run's forks.
 
     An episode of the run itself that is called so, as one that was imported may be, goes before.
 
@@ -144,7 +144,7 @@ def _points(forks: RunReader) -> tuple[dict[str, ForkPoint], dict[str, int]]:
 
 
 class Side(msgspec.Struct, frozen=True):
-    """What one of two episodes has at the place where they part."""
+    """The content of one of two episodes at the place where they part."""
 
     text: str
     version: str | None = None
@@ -152,7 +152,7 @@ class Side(msgspec.Struct, frozen=True):
 
 
 class Departure(msgspec.Struct, frozen=True, kw_only=True):
-    """Where two episodes first differ."""
+    """The first difference between two episodes."""
 
     what: str
     """`context` (what the policy was told), `sampled` (what it said), `act`, `environment`, `ended`."""
@@ -160,7 +160,7 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True):
     agent: str = ""
     turn: int | None = None
     token: int | None = None
-    """Of the turn: of its context or of what was sampled, as `what` says."""
+    """Token position in the turn's context or in its sampled tokens, as `what` says."""
     a: Side
     b: Side
 
@@ -330,12 +330,12 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     recorded: int
     """How many the journal holds."""
     call: str | None = None
-    """Where it departed, or stopped."""
+    """The call at which it departed or stopped."""
     text: str = ""
-    """What happened there."""
+    """The event at that call, for people."""
     acts: list[tuple[str, str]] = []
     """Each call that came back, in words."""
     before: dict[str, float | None] = {}
-    """Of a rescore: the recorded reward of each agent."""
+    """Rescoring: the recorded reward of each agent."""
     after: dict[str, float | None] = {}
-    """Of a rescore: the reward that the program gives it now."""
+    """Rescoring: the reward that the program gives now."""

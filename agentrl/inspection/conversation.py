@@ -1,4 +1,4 @@
-"""What happened in an episode, as data for any renderer: its acts in the order they were recorded, with their times.
+"""The acts of an episode in the order they were recorded, with their times, as data for any renderer.
 
 Only turns are recorded with the time they began; what lies between two turns of an agent and is no act is a wait.
 """
@@ -49,7 +49,7 @@ class TurnAct(_Act, frozen=True, kw_only=True, tag="turn"):
     turn: int
     row: int
     messages: list[dict[str, Any]]
-    """What it was told since its last turn."""
+    """Messages since its last turn."""
     text: str
     tokens: int
     finish_reason: str
@@ -64,7 +64,7 @@ class TurnAct(_Act, frozen=True, kw_only=True, tag="turn"):
     waited: float
     """Seconds since the act before it on its branch, as far as times are recorded."""
     pauses: list[Pause]
-    """Where inside it nothing was sampled: the episode was parked, its engine gone, or the engine's memory full."""
+    """Pauses during the turn: the episode was parked, its engine was lost, or the engine's memory was full."""
 
 
 class ToolAct(_Act, frozen=True, kw_only=True, tag="tool"):
@@ -153,7 +153,7 @@ class Conversation(msgspec.Struct, frozen=True):
     updates: list[Update]
     children: list[EpisodeLine]
     problems: list[str]
-    """What could not be read, in words."""
+    """Problems met while reading, for people."""
 
 
 def conversation(reader: RunReader, episode_id: str, attempt: int | None = None) -> Conversation:
@@ -162,7 +162,7 @@ def conversation(reader: RunReader, episode_id: str, attempt: int | None = None)
 
 
 def told(reader: RunReader, view: EpisodeView) -> Conversation:
-    """What was read of an episode, as its conversation."""
+    """The conversation of an episode that was read."""
     bodies = [(call, body) for call, body in view.entries if not isinstance(body, Begin)]
     turns = [body for _, body in bodies if isinstance(body, TurnEntry)]
     began = min((turn.started for turn in turns), default=None)
@@ -204,7 +204,7 @@ class _Waits:
         return 0.0 if known is None else max(turn.started - known, 0.0)
 
     def go_on_at(self, started: float) -> None:
-        """What comes next was played later, by a fork: the time in between is nobody's."""
+        """A fork played the acts that follow later: the time in between counts as no wait."""
         between = started - max(self._ends.values(), default=started)
         self.began += between
         self._ends = {branch: end + between for branch, end in self._ends.items()}

@@ -92,7 +92,7 @@ class RunLedger(msgspec.Struct):
 
 
 class _Manifest(msgspec.Struct):
-    """What a checkpoint's manifest says of versions, as (lineage, step) by policy."""
+    """Versions named by a checkpoint's manifest, as (lineage, step) by policy."""
 
     versions: dict[str, tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]]]
 
@@ -261,7 +261,7 @@ class _Counting:
             counts.dropped[why] = counts.dropped.get(why, 0) + 1
 
     def _count_units(self, key: Key, policies: set[str], units: Mapping[str, UnitCounts]) -> set[str]:
-        """What became of a committed episode's units: `ready`, `consumed`, or drop reasons."""
+        """The states of a committed episode's units: `ready`, `consumed`, or drop reasons."""
         found = set()
         for policy in policies & units.keys():
             counts = units[policy]
@@ -290,7 +290,7 @@ class _Counting:
 
 
 class _Versions:
-    """What the control log says of the versions that tokens name."""
+    """Checks the versions that tokens name against the control log."""
 
     def __init__(self, log: SqliteRunLog) -> None:
         self._digests: dict[PolicyVersion, str] = {}

@@ -106,11 +106,11 @@ class EpisodeLine(msgspec.Struct, frozen=True):
     admitted_at: float
     committed_at: float | None
     problem: str | None = None
-    """What is damaged of its records."""
+    """Damage found in its records."""
 
 
 class AgentLine(msgspec.Struct, frozen=True):
-    """What one agent of an episode got and gave."""
+    """One agent of an episode: its policy, tokens and reward."""
 
     seat: str
     index: int
@@ -136,7 +136,7 @@ class EpisodeView(msgspec.Struct, frozen=True):
     inherited: int
     """How many of them a fork took over from its parent, after its own beginning."""
     problems: list[str]
-    """What could not be read, in words."""
+    """Problems met while reading, for people."""
 
 
 class RunLine(msgspec.Struct, frozen=True):
@@ -168,7 +168,7 @@ class CurvePoint(msgspec.Struct, frozen=True):
     """Mean over the units the step consumed."""
     units: int
     mark: str = ""
-    """What changed before it: a resume, code, settings."""
+    """Changes just before the step: a resume, code, settings."""
 
 
 def converted(kind: type[Any], row: Any) -> Any:
@@ -475,7 +475,7 @@ class RunReader:
         return "running" if not status.wall or abs(SystemClock().wall() - status.wall) < SILENT_S else "killed"
 
     def _entries(self, line: EpisodeLine) -> tuple[list[JournalEntry], int, list[str]]:
-        """What is there of an attempt, how much of it a fork took over, and what could not be read."""
+        """The entries of an attempt, how many of them a fork inherited, and problems met while reading."""
         statement = "SELECT partition, entries, digest FROM episodes WHERE episode = ? AND attempt = ?"
         located = [row for row in self.log.rows(statement, line.episode, line.attempt) if row[0] is not None]
         entries: list[JournalEntry] = []

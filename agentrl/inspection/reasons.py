@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from agentrl.inspection.reader import EpisodeLine, RunReader
 
 SLOW_SHARE = 0.3
-"""Of an episode's seconds: what takes more is named."""
+"""Share of an episode's seconds; delays above it are named."""
 MAX_NAMED = 8
 
 
@@ -211,7 +211,7 @@ def _group(reader: RunReader, line: EpisodeLine) -> list[Reason]:
 
 
 def _release(reader: RunReader, line: EpisodeLine, problems: list[str]) -> list[Reason]:
-    """When its group let it go, and what it is compared with, where the journal has its group's first finishers."""
+    """When its group was released, and its baseline set, where the journal has the group's first finishers."""
     if line.purpose != "train" or line.drop_reason is not None or line.committed_at is None:
         return []
     rows = checked_rows(reader.log, "baselines", "group_id = ?", line.group, problems=problems)

@@ -42,13 +42,13 @@ EPISODE_COLUMNS = (
     *("episode", "status", "environment", "task", "reward", "stop_reason", "drop_reason"),
     *("turns", "tokens", "oldest_step", "seconds"),
 )
-"""What `episode list` shows unless it is asked for other columns."""
+"""Default columns of `episode list`."""
 _NUMBERS = {"attempt", "oldest_step", "lineage", "staleness", "reward", "turns", "tokens", "seconds"}
 _SHADES = " ▁▂▃▄▅▆▇█"
 
 
 class Page:
-    """What a command shows, from top to bottom."""
+    """The output of a command, from top to bottom."""
 
     def __init__(self) -> None:
         self._parts: list[Text | Table] = []
@@ -58,7 +58,7 @@ class Page:
         return Group(*self._parts)
 
     def add(self, page: Page) -> None:
-        """What another page has."""
+        """Append another page."""
         self._parts += page._parts
 
     def line(self, *parts: Part) -> None:
@@ -103,7 +103,7 @@ class Page:
         self._parts.append(table)
 
     def problems(self, problems: Iterable[str]) -> None:
-        """What could not be read."""
+        """Append a list of problems met while reading."""
         for problem in problems:
             self._parts.append(Text(f"\nnot readable: {safe(problem)}", "bold red"))
 
@@ -165,7 +165,7 @@ def ledger_view(ledger: RunLedger) -> Page:
 
 
 def pruned_page(given_up: Pruned, *, is_dry: bool) -> Page:
-    """What was given up, or would be, and what can no longer be done."""
+    """The episodes and steps whose tokens were pruned, or would be, and the consequences."""
     page = Page()
     verb = "would be removed" if is_dry else "removed"
     size = f"{given_up.bytes / (1 << 20):.3g} MiB"

@@ -53,7 +53,7 @@ def conversation_page(view: Conversation) -> Page:
 
 
 def events_page(found: Sequence[Act | Update], *, own: Act | None = None) -> Page:
-    """What happened in an episode, one after the other; `own` is the first act of a fork that is not its parent's."""
+    """The acts of an episode in order; `own` is a fork's first act of its own."""
     page, speaker = Page(), ""
     for event in found:
         if event is own:
@@ -76,7 +76,7 @@ def events_page(found: Sequence[Act | Update], *, own: Act | None = None) -> Pag
 
 
 def summary_page(view: Conversation) -> Page:
-    """What an episode is, and what it came to."""
+    """An episode's identity and outcome."""
     page, line = Page(), view.summary
     page.line((line.episode, "bold"), f" · attempt {line.attempt} · {line.status} · {line.purpose}")
     facts = [("environment", line.environment), ("task", f"{line.task} {_json(view.task)}"), ("group", line.group)]

@@ -111,7 +111,7 @@ def _schema(connection: sqlite3.Connection) -> set[str]:
 
 
 def _expected() -> set[str]:
-    """What the tables above come to, those of FTS5 among them.
+    """The schema of the tables above, those of FTS5 included.
 
     Raises:
         InputError: this SQLite has no FTS5.

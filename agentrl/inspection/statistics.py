@@ -117,7 +117,7 @@ def _episodes(reader: RunReader, environment: str, purpose: str, count: int) -> 
 
 
 def _spread(reader: RunReader, column: str, environment: str, purpose: str) -> Spread:
-    """Of committed episodes."""
+    """Number of committed episodes."""
     condition = f"FROM episodes WHERE environment = ? AND purpose = ? AND drop_reason IS NULL AND {column} IS NOT NULL"
     ((mean, count),) = reader.log.rows(f"SELECT avg({column}), count(*) {condition}", environment, purpose)
     found = [None, None, None]
@@ -158,7 +158,7 @@ class WinRate(msgspec.Struct, frozen=True):
 
     policy: str
     step: int
-    """Of the policy's oldest weights in the episode, rounded down to when versions join."""
+    """Step of the policy's oldest weights in the episode, rounded down to a step at which versions join."""
     opponent: str
     """The policy that stands for the past."""
     version: str

@@ -52,7 +52,7 @@ class FedRow(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int | None = None
     """Trained ones, of all agents of the unit; None where the step's columns are gone."""
     mean_ratio: float | None = None
-    """Of the weights that were trained to those that sampled, over the unit's tokens."""
+    """Mean probability ratio of the trained weights to the sampling ones, over the tokens of the unit."""
     largest_lag: int | None = None
 
 

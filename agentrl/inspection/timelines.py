@@ -1,4 +1,4 @@
-"""When what happened: in an episode by agent and act, in a run by episodes, engines, trainers and versions."""
+"""Timelines: of an episode by agent and act, of a run by episodes, engines, trainers and versions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class EpisodeTimeline(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     lanes: list[Lane]
     updates: list[tuple[float, str]]
-    """When new weights were published, and which."""
+    """Times at which new weights were published, with their versions."""
     busy: dict[str, float]
     """Seconds by what they were spent on; of branches that run at once, each counts."""
     problems: list[str]
@@ -91,7 +91,7 @@ class RunTimeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def episode_timeline(reader: RunReader, episode_id: str, attempt: int | None = None) -> EpisodeTimeline:
-    """When what happened in an episode. Raises as `RunReader.episode`."""
+    """The timeline of an episode. Raises as `RunReader.episode`."""
     return timeline_of(conversation(reader, episode_id, attempt))
 
 
@@ -141,7 +141,7 @@ def _place(act: Act, lanes: dict[str, list[Bar]], ends: dict[str, float]) -> Non
 
 
 def _parent_end(branch: str, ends: dict[str, float]) -> float:
-    """Where a branch begins: where the one it comes from had got to."""
+    """The time at which a branch begins: the latest end on the branch it comes from."""
     while "/" in branch:
         branch = branch.rpartition("/")[0]
         if branch in ends:
@@ -150,7 +150,7 @@ def _parent_end(branch: str, ends: dict[str, float]) -> float:
 
 
 def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
-    """When what happened in a run. Raises `JournalError` where the control log is damaged."""
+    """The timeline of a run. Raises `JournalError` if the control log is damaged."""
     log, problems = reader.log, list[str]()
     began, last = log.rows(
         "SELECT (SELECT min(admitted_at) FROM admissions), max(coalesce((SELECT max(committed_at) FROM episodes), 0),"

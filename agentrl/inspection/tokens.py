@@ -46,11 +46,11 @@ class _Tensor(msgspec.Struct):
 
 
 class StepRow(msgspec.Struct, frozen=True):
-    """What a step computed and used for the trained tokens of one row, by position in it."""
+    """Values a step computed and used for the trained tokens of one row, by position in the row."""
 
     episode: str
     row: int
-    """Of the unit: its rows are counted over all its agents."""
+    """Index in the unit; its rows are counted over all its agents."""
     position: Sequence[int]
     trainer_logprobs: Sequence[float]
     """NaN where the row was not forwarded, since no gradient could come from it."""
@@ -166,7 +166,7 @@ class Vocabulary:
         return bool(self._pieces)
 
     def text(self, token: int) -> str:
-        """What a token says by itself; empty where that is not known. Half a character is U+FFFD."""
+        """The text of a token by itself; empty if unknown. Half a character is U+FFFD."""
         return self._pieces.get(token, "")
 
     def _read(self, path: Path) -> None:
@@ -261,11 +261,11 @@ class PlayedRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainedRow(NamedTuple):
-    """What a step made of a row's tokens, by position."""
+    """Values of a step for a row's tokens, by position."""
 
     step: str
     places: dict[int, tuple[StepRow, int]]
-    """Where in which of its rows: a row routed twice is one for each routing."""
+    """For each position, the step's row and the index in it; a row routed twice is two rows of the step."""
 
 
 def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = None) -> EpisodeTokens:
@@ -311,7 +311,7 @@ def trained_row(
     problems: list[str],
     read: ReadStep = step_rows,
 ) -> TrainedRow | None:
-    """What the newest step that was fed a row made of it, where its columns are still there; `read` reads its file."""
+    """Values of the newest step that consumed a row, if its columns still exist; `read` reads the step's file."""
     line, policy = view.summary, played.policy
     fed = checked_rows(
         reader.log,

@@ -342,7 +342,7 @@ def _callback_name(handle: asyncio.Handle) -> object:
 
 
 def _position(task: asyncio.Task[Any]) -> str:
-    """Where a task is suspended: the innermost line that is not asyncio's, and what it awaits there."""
+    """The place where a task is suspended: the innermost line outside asyncio, and what it awaits there."""
     place, inside = "its start", ""
     awaited: Any = task.get_coro()
     while awaited is not None:

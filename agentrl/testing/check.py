@@ -53,7 +53,7 @@ MAX_CUTS = 64
 MOST_GAMES = 4
 """Episodes per task, at most."""
 REPEATED_S = 0.3
-"""What blocks the loop for so long, twice, is named."""
+"""Seconds; code that blocks the event loop for longer, twice, is named."""
 _STRAY = re.compile(
     r"\b(?:random\.(?:Random|RandomState|default_rng)\(\)|random\.SystemRandom\("
     r"|(?:time\.(?:time|monotonic|perf_counter)|uuid\.uuid[14]|os\.urandom|secrets\.\w+"
@@ -69,11 +69,11 @@ _PROVED = {
 
 @dataclass(slots=True, kw_only=True)
 class EnvironmentReport:
-    """What the checker found."""
+    """Findings of the checker."""
 
     environment: str
     findings: list[str] = field(default_factory=list)
-    """What is wrong and where, in words."""
+    """Faults, each with its place, for people."""
     episodes: int = 0
     resumptions: int = 0
     """How often an episode was executed again from a prefix of its journal."""
@@ -420,7 +420,7 @@ def _acts(entries: Sequence[JournalEntry]) -> dict[str, JournalEntry]:
 
 
 def _result(entry: JournalEntry) -> object:
-    """What came back to the program: the same whenever it is run."""
+    """The observation that the program received; equal on every execution."""
     match entry.decode():
         case ToolEntry(observation=observation):
             return observation

@@ -43,12 +43,12 @@ RESOURCE_LOST = "resource_lost: "
 
 
 class Executed(NamedTuple):
-    """What came of an execution."""
+    """The outcome of an execution."""
 
     header: EpisodeHeader
     entries: list[JournalEntry]
     states: dict[str, Any]
-    """Of the resources that can tell theirs, at the end."""
+    """Final states of the resources that have `get_state`."""
     counts: Counts
 
 

@@ -18,7 +18,7 @@ from agentrl.engines.scripted import Script
 from agentrl.rollout.byte_formats import STOP_TOKEN
 
 GARBAGE = ("@@ %% zz !!", '<tool_call>{"name": ', "")
-"""What nobody can read: noise, a call that does not parse, nothing."""
+"""Unreadable replies: noise, a call that does not parse, nothing."""
 CANDIDATES = (
     *("left", "right", "up", "down", "north", "south", "east", "west", "yes", "no", "stick", "hit", "pass"),
     *(str(number) for number in range(10)),
@@ -45,7 +45,7 @@ Play = Callable[[Task, int, Script], Outcome | str]
 
 
 def format_findings(play: Play, tasks: Sequence[Task], random_policy: Script, *, has_tools: bool) -> list[str]:
-    """What is wrong with how an environment rewards the format, in words.
+    """Faults in how an environment rewards the format, for people.
 
     Args:
         play: plays one episode.

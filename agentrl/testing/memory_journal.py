@@ -369,7 +369,7 @@ class MemoryJournal:
         return [number for number in range(stop) if f"{prefix}{number}" not in admitted]
 
     def published(self, version: PolicyVersion) -> WeightsRef | None:
-        """Where the weights of a version were published."""
+        """The published weights of a version."""
         found = (r.weights for r in self.on_disk() if isinstance(r, Publication) and r.weights.version == version)
         return next(found, None)
 
@@ -415,7 +415,7 @@ class MemoryJournal:
             yield spec, ends.get((spec.episode_id, spec.attempt))
 
     def baselines(self) -> dict[str, BaselineSet]:
-        """What the members of groups are compared with, by group; told twice, the first holds."""
+        """Baseline sets by group; of two for one group the first holds."""
         return {record.group_id: record for record in reversed(self.on_disk()) if isinstance(record, BaselineSet)}
 
     def against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
@@ -425,7 +425,7 @@ class MemoryJournal:
                 yield from [record.header] * any(t.policy in policies for t in record.header.trajectories)
 
     def parents(self) -> dict[tuple[str, int], PolicyVersion]:
-        """What each (policy, lineage) but the first started from."""
+        """The version that each (policy, lineage) but the first started from."""
         return {
             (record.weights.version.policy, record.weights.version.lineage): record.parent
             for record in self.on_disk()

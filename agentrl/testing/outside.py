@@ -1,4 +1,4 @@
-"""What an environment's own code does to the outside world, seen through Python's audit events while it is checked.
+"""Acts of an environment's own code on the outside world, seen through Python's audit events during a check.
 
 Only code that is run again on re-execution counts: `run()`, tools that are not external, `replay` resources. Effects,
 external tools and other resources may do as they like. C extensions that raise no audit event are not seen.
@@ -58,7 +58,7 @@ MODEL_ADVICE = (
 
 @dataclass(slots=True)
 class Seen:
-    """What an environment's code was seen to do outside."""
+    """The acts on the outside world that were seen."""
 
     source: str
     """Text of the environment's module."""
@@ -126,7 +126,7 @@ def _is_for_model(frame: FrameType | None, source: str) -> bool:
 
 
 def _act(event: str, arguments: tuple[Any, ...]) -> str | None:
-    """What an audit event means, in words; None where it changes nothing outside."""
+    """Description of an audit event; None if it changes nothing outside."""
     if event == "open":
         path, mode, flags = arguments
         writes = bool(set(mode) & set("wax+")) if isinstance(mode, str) else bool((flags or 0) & _WRITING)

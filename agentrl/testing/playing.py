@@ -28,7 +28,7 @@ class Played:
     reward: float
     """Summed over all agents."""
     told: tuple[str, ...]
-    """What the policy was told before each of its turns: the text of the new messages."""
+    """Text of the new messages before each turn of the policy."""
     stop_reason: str
 
 

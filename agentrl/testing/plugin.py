@@ -39,7 +39,7 @@ class SimulatedLoop:
         return self._seeds if self._is_fixed else range(max(default, len(self._seeds)))
 
     def run(self, main: Callable[[], Coroutine[Any, Any, T]], *, seeds: int = 0, max_steps: int = 2_000_000) -> list[T]:
-        """What `main()` returned under each seed; a failure names its seed.
+        """The results of `main()` under each seed; a failure names its seed.
 
         Args:
             main: a coroutine function without arguments, called once per seed.

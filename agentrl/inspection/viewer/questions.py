@@ -1,4 +1,4 @@
-"""What the page asks of a run, by name: each question is answered by the query layer, as JSON.
+"""The viewer's questions about a run, by name; the query layer answers each, as JSON.
 
 A question is its name and parameters of text. The server answers one as it is asked; an exported file carries the
 answers. An episode is named by its id, `forks/ID` where it is a fork of the run, and perhaps an attempt.
@@ -29,7 +29,7 @@ Parameters = Mapping[str, str]
 MAX_PAGE = 1_000
 """Episodes in one answer."""
 PARTS = 120
-"""Of a run's timeline."""
+"""Parts of a run's timeline."""
 EXACT = 2**53
 """Above it a number of JavaScript is not exact: such integers are told as text."""
 _ROUNDED = ("logprob", "trainer_logprob", "advantage", "ratio", "entropy")
@@ -43,26 +43,26 @@ class EpisodePage(msgspec.Struct, frozen=True):
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What the page tells of the run at its top."""
+    """The head of the page: the run's summary."""
 
     name: str
     path: str
     purpose: str
     columns: dict[str, str]
-    """Of episodes, and whether each holds text or numbers."""
+    """Columns of episodes, each with whether it holds text or numbers."""
     statuses: dict[str, int]
     """All episodes, attempts that were begun again among them, by status."""
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a run goes on: what the page asks again and again."""
+    """Progress of a run, which the page polls."""
 
     ended: bool
     """Whether nothing is written to it any more, as far as it says."""
     state: str
     """See `RunReader.standing`."""
     newest: float | None
-    """When something was last written; changes when something is."""
+    """Time of the last write; it changes with every write."""
 
 
 def answer(reader: RunReader, question: str, parameters: Parameters) -> bytes:

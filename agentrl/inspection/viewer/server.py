@@ -47,7 +47,7 @@ class Served(NamedTuple):
 
     @property
     def address(self) -> str:
-        """What a browser is given."""
+        """An HTTP response."""
         return f"http://{HOST}:{self.port}/#token={self.token}"
 
 
@@ -98,7 +98,7 @@ def _application(reader: RunReader, thread: ThreadPoolExecutor, token: str) -> w
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Who may ask: a browser that was given this address, by its own name."""
+        """Refuse requests without this server's address and name."""
         if not _is_own(request):
             response: web.StreamResponse = _refusal(403, "this server answers under its own address only")
         elif request.method != "GET":
