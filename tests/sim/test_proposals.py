@@ -18,6 +18,7 @@ from agentrl.journal.port import StepRow
 from agentrl.observe.metrics import PASS_RATES
 from agentrl.orchestrator import dispatch
 from agentrl.rollout.byte_formats import STOP_TOKEN
+from agentrl.rollout.worker import AsyncioWorker
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import SmallRun, config_for
@@ -105,6 +106,12 @@ def check_metrics(steps: list[dict[str, float]], repeated: list[bool]) -> None:
             assert sum(values[f"pass_rate/{name}"] for name in PASS_RATES) == pytest.approx(1.0)
     assert all(0.0 < values["gate/acceptance"] <= 1.0 for values in steps)
     assert not any(name.startswith("gate/") and name != "gate/acceptance" for values in steps for name in values)
+
+
+@pytest.fixture(autouse=True)
+def one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attempts are counted per process: with a second one, a kill between the two would give a third."""
+    monkeypatch.setitem(AsyncioWorker.__init__.__kwdefaults__, "data_attempts", 1)
 
 
 @pytest.fixture
