@@ -31,7 +31,7 @@ from agentrl.engines.child_process import EngineProgram, LocalPlacement
 from agentrl.engines.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
-from agentrl.orchestrator.manifest import CheckpointWriter
+from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from benchmarks import coevolution_kills
 

@@ -26,7 +26,7 @@ from agentrl.core.training_records import StepReport
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.chat_format import TemplateFormat
-from agentrl.simulation.journal import BriefJournal
+from agentrl.simulation.recorder import NullJournal
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from benchmarks import overhead
 
@@ -58,7 +58,7 @@ def _journal_cost(scratch: Path, *, steps: int) -> float:
     asyncio.run(_run(SqliteJournal(scratch / "warm"), 4))
     for pair in range(PAIRS):
         kept = asyncio.run(_run(SqliteJournal(scratch / f"run{pair}"), steps))
-        shares.append((kept - asyncio.run(_run(BriefJournal(), steps))) / kept)
+        shares.append((kept - asyncio.run(_run(NullJournal(), steps))) / kept)
     quartiles = statistics.quantiles(shares, n=4)
     print(
         f"cost: journal's share at zero latency {quartiles[1]:.3f} ({quartiles[0]:.3f}-{quartiles[2]:.3f})", flush=True

@@ -38,8 +38,8 @@ from agentrl.journal.checksums import episode_digest
 from agentrl.journal.entries import Begin, JournalEntry, RewardEntry, Span, TurnEntry, encode_body
 from agentrl.journal.port import PruneRule, StepRow
 from agentrl.journal.store import SqliteJournal
-from agentrl.orchestrator.ledger import Ledger
-from agentrl.orchestrator.manifest import CheckpointWriter, sealed
+from agentrl.orchestrator.buffer import Ledger
+from agentrl.orchestrator.checkpoints import CheckpointWriter, sealed
 
 GROUP = 8
 STEP = 32

@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from agentrl.core import ids
 from agentrl.core.records import EpisodeHeader, EpisodeSpec
 from agentrl.core.training_records import TrajectoryCredit
-from agentrl.orchestrator.buffer import ReadyUnit
-from agentrl.orchestrator.groups import Credits, Group, Release
+from agentrl.orchestrator.buffer import Credits, Group, ReadyUnit, ReleasePolicy
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.scheduler import Demand
-from agentrl.simulation.account import episode_of
 from agentrl.simulation.engine import EmulatedEngine
+from agentrl.simulation.recorder import episode_of
 
 POLICY = "solver"
 PROPOSALS = 4
@@ -32,20 +31,20 @@ class WholeTasks:
         inner: decides the credits, group by group.
     """
 
-    def __init__(self, inner: Release) -> None:
+    def __init__(self, inner: ReleasePolicy) -> None:
         self._inner = inner
         self.compares = inner.compares
         self._held: dict[int, list[tuple[Sequence[EpisodeHeader], Credits]]] = defaultdict(list)
         self._ended: Counter[int] = Counter()
 
-    def admitted(self, spec: EpisodeSpec, group: Group) -> None:
+    def record_admission(self, spec: EpisodeSpec, group: Group) -> None:
         """As it is."""
-        self._inner.admitted(spec, group)
+        self._inner.record_admission(spec, group)
 
-    def ended(self, spec: EpisodeSpec, group: Group) -> tuple[Sequence[EpisodeHeader], Credits]:
+    def record_end(self, spec: EpisodeSpec, group: Group) -> tuple[Sequence[EpisodeHeader], Credits]:
         """Nobody, or everybody of the task: parents end after their children."""
         task = ids.root_number(spec.episode_id) // PROPOSALS
-        self._held[task].append(self._inner.ended(spec, group))
+        self._held[task].append(self._inner.record_end(spec, group))
         self._ended[task] += spec.parent_id is None
         if self._ended[task] < PROPOSALS:
             return (), {}
@@ -85,32 +84,32 @@ class FirstOfMore:
         lose: told who is cut.
     """
 
-    def __init__(self, inner: Release, lose: Callable[[set[str]], None]) -> None:
+    def __init__(self, inner: ReleasePolicy, lose: Callable[[set[str]], None]) -> None:
         self._inner = inner
         self._lose = lose
         self.compares = inner.compares
         self._running: dict[str, set[str]] = defaultdict(set)
         self._first: dict[str, list[EpisodeHeader]] = defaultdict(list)
 
-    def admitted(self, spec: EpisodeSpec, group: Group) -> None:
+    def record_admission(self, spec: EpisodeSpec, group: Group) -> None:
         """Note who races."""
-        self._inner.admitted(spec, group)
+        self._inner.record_admission(spec, group)
         self._running[spec.group_id].add(spec.episode_id)
 
-    def ended(self, spec: EpisodeSpec, group: Group) -> tuple[Sequence[EpisodeHeader], Credits]:
+    def record_end(self, spec: EpisodeSpec, group: Group) -> tuple[Sequence[EpisodeHeader], Credits]:
         """The winners together; a loser alone, to be dropped."""
         if spec.parent_id is None:
-            return self._inner.ended(spec, group)
+            return self._inner.record_end(spec, group)
         header = group.headers[-1]
         self._running[spec.group_id].discard(spec.episode_id)
         first = self._first[spec.group_id]
         if len(first) >= WANTED:
-            return self._inner.ended(spec, Group(0, headers=[header]))
+            return self._inner.record_end(spec, Group(0, headers=[header]))
         first.append(header)
         if len(first) < WANTED:
             return (), {}
         self._lose(self._running.pop(spec.group_id))
-        return self._inner.ended(spec, Group(0, headers=list(first)))
+        return self._inner.record_end(spec, Group(0, headers=list(first)))
 
 
 def race(orchestrator: Orchestrator) -> None:
@@ -153,7 +152,7 @@ def _drop_before_steps(orchestrator: Orchestrator, unwanted: Callable[[ReadyUnit
     inner = scheduler.may_step
 
     def may_step(policy: str, demand: Demand) -> bool:
-        for drop in buffer.drop(buffer.take_where(policy, unwanted), reason):
+        for drop in buffer.drop(buffer.pop_ready_where(policy, unwanted), reason):
             orchestrator.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
         return inner(policy, demand)
 

@@ -62,13 +62,16 @@ class Timed:
         scheduler, buffer = orchestrator.scheduler, orchestrator.buffer
         dispatcher = orchestrator.dispatcher
         for owner, names in (
-            (scheduler, ("may_admit", "may_step", "is_starved", "take", "deadline", "pins", "learning", "ended")),
-            (buffer, ("admit", "end", "consume")),
-            (dispatcher.reservations, ("begin", "spawned", "end")),
+            (
+                scheduler,
+                ("may_admit", "may_step", "is_starved", "pop_units", "deadline", "pins", "learning", "record_end"),
+            ),
+            (buffer, ("admit", "record_end", "consume")),
+            (dispatcher.reservations, ("reserve", "hand_over", "cancel")),
         ):
             for name in names:
                 setattr(owner, name, self.call(f"{type(owner).__name__}.{name}", getattr(owner, name)))
-        end = buffer.end
+        record_end = buffer.record_end
 
         def ended(*arguments: Any) -> Any:
             in_flight = buffer.ledger.in_flight
@@ -76,9 +79,9 @@ class Timed:
                 self.nanoseconds.clear()
                 self.calls.clear()
             self.in_flight = max(self.in_flight, in_flight)
-            return end(*arguments)
+            return record_end(*arguments)
 
-        buffer.end = ended  # type: ignore[method-assign]  # see above
+        buffer.record_end = ended  # type: ignore[method-assign]  # see above
 
 
 def figures(quick: bool) -> dict[str, float | None]:

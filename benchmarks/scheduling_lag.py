@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from agentrl.simulation.measured import Measured
-from agentrl.simulation.run import Scenario
+from agentrl.simulation.run import Measured, Scenario
 from benchmarks.scheduling_simulated import FILLING, SHORT, plan, run
 
 STALENESS, SLOTS = 1, 64

@@ -14,9 +14,8 @@ from statistics import fmean
 
 from agentrl.rollout import runner
 from agentrl.rollout.kv_budget import KVBudget, kv_budget_of
-from agentrl.simulation.measured import Measured
 from agentrl.simulation.plan import Plan
-from agentrl.simulation.run import Scenario, simulate_run
+from agentrl.simulation.run import Measured, Scenario, simulate_run
 
 CASES = {
     "places_5s": (5, 2_000, 125_000),

@@ -40,7 +40,7 @@ from typing import Any, ClassVar, Literal
 import agentrl
 from agentrl.core.records import PolicyVersion
 from agentrl.core.rng import stream
-from agentrl.simulation.tail import Tail
+from agentrl.simulation.plan import Tail
 from benchmarks.processes import ProcessTree
 from benchmarks.report import Report
 from environments.calculator import Calculator

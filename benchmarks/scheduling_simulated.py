@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.simulation.measured import Measured
 from agentrl.simulation.plan import Plan
-from agentrl.simulation.run import Scenario, simulate_run
+from agentrl.simulation.run import Measured, Scenario, simulate_run
 from benchmarks.release_rules import PROPOSALS, by_whole_tasks, one_step_off, race, without_stale
 
 MEDIAN = 32

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import agentrl
-from agentrl.observe.plot import curve
+from agentrl.observe.view import curve
 
 STEPS, EVERY = 60, 15
 """Optimizer steps in all, and between two versions that join the pool of past versions."""

@@ -10,8 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from agentrl.credit.advantages import leave_one_out
-from agentrl.credit.release import against, compared_with
+from agentrl.credit.advantages import against, compared_with, leave_one_out
 
 LONG, SHORT = 1, 0
 SPEED = {LONG: 1.0, SHORT: 5.0}

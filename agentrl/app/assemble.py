@@ -17,31 +17,28 @@ from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
 from agentrl.core.proposals import Proposal
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task, WeightsRef
 from agentrl.core.words import plural
-from agentrl.credit.advantages import ADVANTAGES
-from agentrl.credit.history import RewardHistory
-from agentrl.credit.release import ReleaseRule
-from agentrl.credit.role_means import Mean, Role, RoleMeans
+from agentrl.credit.advantages import ADVANTAGES, ReleaseRule
+from agentrl.credit.baselines import Mean, RewardHistory, Role, RoleMeans
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import name_of
 from agentrl.journal.port import JournalStore, RunLog
 from agentrl.observe.alarms import LENGTH_STEPS
-from agentrl.orchestrator.buffer import EpisodeBuffer
-from agentrl.orchestrator.choice import UNMEASURED, Choice, Measured
-from agentrl.orchestrator.composition import Composition, compositions, compositions_of
-from agentrl.orchestrator.curriculum import Curriculum
-from agentrl.orchestrator.dispatch import Dispatcher
+from agentrl.orchestrator.buffer import EpisodeBuffer, FirstFinishers, ReleasePolicy, WholeGroups, history_of
+from agentrl.orchestrator.checkpoints import KEPT_CHECKPOINTS, CheckpointWriter, JournalRetention, VersionRetention
+from agentrl.orchestrator.dispatch import Dispatcher, Signal
 from agentrl.orchestrator.evaluation import Evaluator
-from agentrl.orchestrator.groups import FirstFinishers, Release, WholeGroups, history_of
-from agentrl.orchestrator.loop import Orchestrator, Plan
-from agentrl.orchestrator.manifest import KEPT_CHECKPOINTS, CheckpointWriter
-from agentrl.orchestrator.opponents import OpponentPool, Opponents
-from agentrl.orchestrator.phases import Phase, Phases
-from agentrl.orchestrator.retention import JournalRetention, VersionRetention
-from agentrl.orchestrator.scheduler import Demand, Scheduler
-from agentrl.orchestrator.signal import Signal
-from agentrl.orchestrator.staleness import BoundedStaleness
-from agentrl.orchestrator.versions import PolicyBoard
-from agentrl.orchestrator.waves import WaveScheduler
+from agentrl.orchestrator.loop import Orchestrator, TrainingPlan
+from agentrl.orchestrator.metrics import SelectionBias, selection_bias_by_policy, selection_bias_from_journal
+from agentrl.orchestrator.scheduler import BoundedStaleness, Demand, Phase, Phases, Scheduler, SynchronousBatchScheduler
+from agentrl.orchestrator.tasks import Curriculum
+from agentrl.orchestrator.versions import (
+    NOT_MEASURED,
+    BestCheckpointTracker,
+    OpponentPool,
+    Opponents,
+    PolicyBoard,
+    RunningBest,
+)
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
 
@@ -76,8 +73,8 @@ class Past:
     """Baselines by group, for groups with units that are still to be trained."""
     history: RewardHistory = field(default_factory=RewardHistory)
     """Rewards of the groups that are wholly trained or dropped."""
-    compositions: Mapping[str, Composition] = field(default_factory=dict)
-    """Composition of the newest steps, by policy."""
+    selection_bias: Mapping[str, SelectionBias] = field(default_factory=dict)
+    """SelectionBias of the newest steps, by policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +101,7 @@ class Parts:
     past: Past = field(default_factory=Past)
     role_means: Mapping[Role, Mean] = field(default_factory=dict)
     """Mean rewards by role, from the checkpoint."""
-    measured: Measured = UNMEASURED
+    measured: RunningBest = NOT_MEASURED
     """The same."""
     disk: Disk = LOCAL
     """Where published versions lie."""
@@ -162,7 +159,7 @@ def past_of(
         proposals=log.proposals(remembered),
         baselines={name: baselines[name] for name in open_groups & baselines.keys()},
         history=history_of(log.members(), open_groups) if baselines else RewardHistory(),
-        compositions=compositions_of(sizes, dispatched, resolved),
+        selection_bias=selection_bias_from_journal(sizes, dispatched, resolved),
     )
 
 
@@ -199,7 +196,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     opponents = _opponents(config, parts, dispatcher)
     scheduler = _scheduler(config, plan.demands[0], dispatcher, opponents, board)
     dispatcher.govern(scheduler)
-    choice = _choice(config, parts.measured)
+    best = _best_checkpoint_tracker(config, parts.measured)
     orchestrator = Orchestrator(
         plan=plan,
         curriculum=curriculum,
@@ -221,7 +218,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
             store=parts.store,
             observer=parts.observer,
             signal=signal,
-            choice=choice,
+            best=best,
             clock=parts.clock,
         ),
         retention=VersionRetention(keep=_kept_versions(config), disk=parts.disk),
@@ -235,7 +232,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
             disk=parts.disk,
         ),
         opponents=opponents,
-        choice=choice,
+        best=best,
         weights=dict(parts.weights),
         roles=_roles(config, parts.role_means),
         tell=parts.tell,
@@ -255,9 +252,9 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     return orchestrator
 
 
-def _plan(config: RunConfig, environment: type[Environment]) -> Plan:
+def _plan(config: RunConfig, environment: type[Environment]) -> TrainingPlan:
     step_size = {name: policy.step_size for name, policy in config.trained.items()}
-    return Plan(
+    return TrainingPlan(
         step_size=step_size,
         normaliser={name: float(size * config.trainer.tokens_per_unit) for name, size in step_size.items()},
         demands=demands_of(config, environment),
@@ -298,11 +295,11 @@ def _buffer(config: RunConfig, parts: Parts) -> EpisodeBuffer:
         config.trained,
         _release(config, parts),
         resolved_before=past.resolved,
-        compositions={**compositions(step_sizes), **past.compositions},
+        selection_bias={**selection_bias_by_policy(step_sizes), **past.selection_bias},
     )
 
 
-def _release(config: RunConfig, parts: Parts) -> Release:
+def _release(config: RunConfig, parts: Parts) -> ReleasePolicy:
     credit, trainable = config.credit, config.trained
     if credit.release == "group":
         return WholeGroups(trainable, ADVANTAGES[credit.advantage], to_go=credit.turn_credit == "to_go")
@@ -320,9 +317,9 @@ def _roles(config: RunConfig, means: Mapping[Role, Mean]) -> RoleMeans | None:
     return RoleMeans(means) if config.credit.advantage == "role_mean" else None
 
 
-def _choice(config: RunConfig, measured: Measured) -> Choice:
+def _best_checkpoint_tracker(config: RunConfig, measured: RunningBest) -> BestCheckpointTracker:
     best = config.best
-    return Choice(
+    return BestCheckpointTracker(
         metric=best.name,
         policy=best.policy or next(iter(config.trained), ""),
         smallest=best.metric.startswith("-"),
@@ -365,7 +362,7 @@ def _scheduler(
             phases=phases,
             max_in_flight=config.max_in_flight,
         )
-    return WaveScheduler(
+    return SynchronousBatchScheduler(
         demand=demand,
         pinned=pinned_policies(config),
         dispatcher=dispatcher,

@@ -28,11 +28,10 @@ from agentrl.environment.base import Environment
 from agentrl.environment.registry import resolve
 from agentrl.inspection.conversation import TurnAct, conversation
 from agentrl.inspection.reader import RunReader
-from agentrl.observe.metrics import JsonlSink
-from agentrl.orchestrator.buffer import EpisodeBuffer
+from agentrl.observe.sinks import JsonlSink
+from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
+from agentrl.orchestrator.dispatch import Signal
 from agentrl.orchestrator.evaluation import evaluation_metrics, together
-from agentrl.orchestrator.groups import WholeGroups
-from agentrl.orchestrator.signal import Signal
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, Engine

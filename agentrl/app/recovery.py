@@ -28,7 +28,7 @@ from agentrl.core.files import LOCAL, Disk, remove_leftovers
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.words import plural
-from agentrl.credit.role_means import Mean, Role
+from agentrl.credit.baselines import Mean, Role
 from agentrl.environment.base import Environment, children_of
 from agentrl.environment.registry import load_function, name_of
 from agentrl.journal.checksums import code_digest
@@ -37,12 +37,9 @@ from agentrl.journal.port import JournalStore, RunLog
 from agentrl.journal.reader import EntryKey, TurnReader
 from agentrl.journal.rows import decode_entries
 from agentrl.journal.run_log import Change, Life
-from agentrl.orchestrator.choice import UNMEASURED, Measured
-from agentrl.orchestrator.manifest import Manifest, newest
-from agentrl.orchestrator.opponents import joined_by
-from agentrl.orchestrator.proposals import MEMORY_SIZE
-from agentrl.orchestrator.retention import versions_in
-from agentrl.orchestrator.versions import PolicyBoard, publish
+from agentrl.orchestrator.checkpoints import Manifest, newest, versions_in
+from agentrl.orchestrator.tasks import MEMORY_SIZE
+from agentrl.orchestrator.versions import NOT_MEASURED, PolicyBoard, RunningBest, joined_by, publish
 
 if TYPE_CHECKING:
     from agentrl.journal.store import SqliteJournal
@@ -95,17 +92,17 @@ class Recovery:
         """Mean rewards by role, from the checkpoint."""
         return {} if self.manifest is None else self.manifest.role_means
 
-    def measured(self, versions: Path, *, disk: Disk = LOCAL) -> Measured:
+    def measured(self, versions: Path, *, disk: Disk = LOCAL) -> RunningBest:
         """The best versions that the checkpoint records; none where their files are gone.
 
         Args:
             versions: the directory of published versions.
             disk: where it lies.
         """
-        measured = UNMEASURED if self.manifest is None else self.manifest.measured
+        measured = NOT_MEASURED if self.manifest is None else self.manifest.measured
         for version in measured.versions.values():
             if (version.lineage, version.step) not in versions_in(versions / version.policy, disk=disk):
-                return Measured(what=measured.what, newest=measured.newest)
+                return RunningBest(what=measured.what, newest=measured.newest)
         return measured
 
     def first_versions(

@@ -21,14 +21,13 @@ from agentrl.core.installation import install_command
 from agentrl.core.records import DataLocation, PolicyVersion, WeightsRef
 from agentrl.core.training_records import TrainBatch, TrajectoryCredit, Unit
 from agentrl.core.words import plural
-from agentrl.credit.fed import input_digest, row_digest, trained_positions
-from agentrl.credit.samples import samples
+from agentrl.credit.samples import input_digest, row_digest, samples, trained_positions
 from agentrl.inspection.damage import checked_rows
 from agentrl.inspection.steps import StepLine, step_list, step_view
 from agentrl.inspection.tokens import step_rows
 from agentrl.journal.reader import EntryKey, TurnReader
 from agentrl.journal.rows import trajectories
-from agentrl.orchestrator.manifest import holding
+from agentrl.orchestrator.checkpoints import holding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

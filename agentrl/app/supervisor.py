@@ -49,10 +49,9 @@ from agentrl.core.records import EpisodeSpec, Task
 from agentrl.environment.base import Environment, TaskSource, described
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.blocked import is_users, watch_loop
-from agentrl.observe.files import replace_file
-from agentrl.observe.run_directory import RunDirectory
+from agentrl.observe.run_directory import RunDirectory, replace_file
+from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.orchestrator.manifest import CheckpointWriter
 from agentrl.rollout.endings import end_if_forked, forks_ended
 
 if TYPE_CHECKING:

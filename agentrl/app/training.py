@@ -139,16 +139,16 @@ def _concluded(
     summary: dict[str, Any],
 ) -> Run:
     """Write the links and the summary that a run leaves besides its journal."""
-    chosen = {name: store.published(version) for name, version in orchestrator.choice.measured.versions.items()}
+    chosen = {name: store.published(version) for name, version in orchestrator.best.measured.versions.items()}
     policies = directory.link("policies", orchestrator.weights)
     best = directory.link("best", {name: weights for name, weights in chosen.items() if weights is not None})
     directory.write_summary(summary)
-    measured = orchestrator.choice.measured
-    if orchestrator.choice.metric and not measured.newest and observer.steps:
+    measured = orchestrator.best.measured
+    if orchestrator.best.metric and not measured.newest and observer.steps:
         known = sorted({name for values in observer.steps for name in values})
-        near = difflib.get_close_matches(orchestrator.choice.metric, known, 1)
+        near = difflib.get_close_matches(orchestrator.best.metric, known, 1)
         observer.warn(
-            f"best.metric: {orchestrator.choice.metric!r} was never measured of {orchestrator.choice.policy}"
+            f"best.metric: {orchestrator.best.metric!r} was never measured of {orchestrator.best.policy}"
             + (f"; did you mean {near[0]!r}?" if near else "; docs/metrics.md lists what is")
         )
     observer.finish(summary)
@@ -211,7 +211,7 @@ def _summary(
         "name": config.name,
         "state": "stopped" if orchestrator.outcome.interrupted else "finished",
         "ended_early": orchestrator.ended_early,
-        "best": orchestrator.choice.summary(),
+        "best": orchestrator.best.summary(),
         "steps": len(steps),
         **{name: only[name] for name in _SUMMARY_OF_ONE},
         "policies": by_policy,

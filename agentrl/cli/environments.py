@@ -74,9 +74,9 @@ def _described(spec: EnvironmentSpec) -> dict[str, Any]:
 def env_check(options: argparse.Namespace) -> int:
     """`agentrl env check ID`; exit code 1 where a check failed."""
     from agentrl import check_environment
-    from agentrl.observe.progress import Part
+    from agentrl.observe.progress import ProgressLine
 
-    progress = Part(f"checking {options.id}", sys.stderr)
+    progress = ProgressLine(f"checking {options.id}", sys.stderr)
 
     def check() -> tuple[bool, str | None, str]:
         report = check_environment(options.id, on_progress=progress, hash_order=True)
@@ -206,11 +206,11 @@ def _exit_words(status: int) -> str:
 def env_warm_up(options: argparse.Namespace) -> int:
     """`agentrl env warm-up ID --out DIR [--demonstrations FILE.jsonl] [--steps N] [--early SHARE] [--until SHARE]`."""
     from agentrl.app.warm_up import warm_up
-    from agentrl.observe.progress import Part
+    from agentrl.observe.progress import ProgressLine
 
     if options.steps < 1:
         raise InputError("--steps is at least 1")
-    with contextlib.closing(Part(f"warming up {options.out}", sys.stderr)) as progress:
+    with contextlib.closing(ProgressLine(f"warming up {options.out}", sys.stderr)) as progress:
         made = warm_up(
             options.id,
             options.out,

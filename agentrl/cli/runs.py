@@ -303,7 +303,7 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> Answer:
     from agentrl.journal.port import PruneRule
     from agentrl.journal.pruning import prune
     from agentrl.journal.store import SqliteJournal
-    from agentrl.orchestrator.manifest import sealed
+    from agentrl.orchestrator.checkpoints import sealed
 
     config = reader.info().get("config")
     section = config.get("journal") if isinstance(config, dict) else None

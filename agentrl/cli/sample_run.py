@@ -24,8 +24,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import TrainerLostError
 from agentrl.core.records import PolicyVersion
 from agentrl.core.training_records import StepReport, TrainBatch, TrainingSample
-from agentrl.credit.fed import input_digest, row_digest, token_lags, trained_positions
-from agentrl.credit.samples import samples
+from agentrl.credit.samples import input_digest, row_digest, samples, token_lags, trained_positions
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.inspection.reader import RunReader

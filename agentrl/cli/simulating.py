@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import argparse
 
     from agentrl.simulation.calibration import Calibration
-    from agentrl.simulation.measured import Measured
     from agentrl.simulation.plan import Plan
+    from agentrl.simulation.run import Measured
 
 STEPS = 12
 """Default number of steps that are measured."""
@@ -107,7 +107,7 @@ def _measured(plan: Plan, asked: _Asked) -> Measured:
 
 
 def _write(options: argparse.Namespace, name: str, measured: Measured) -> None:
-    from agentrl.simulation.picture import picture
+    from agentrl.simulation.page import picture
 
     try:
         options.timeline.write_text(picture([(name, measured.timeline)]), encoding="utf-8")

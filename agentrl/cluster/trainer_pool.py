@@ -46,7 +46,7 @@ LEARNING = (
     "agentrl.learn.packing",
     "agentrl.learn.trainer",
     "agentrl.credit.samples",
-    "agentrl.credit.fed",
+    "agentrl.credit.samples",
     "agentrl.journal.rows",
 )
 """The modules a rank computes with."""

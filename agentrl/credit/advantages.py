@@ -1,8 +1,18 @@
-"""Baselines and advantages: pure functions over the rewards of what is compared, chosen by configuration.
+"""Advantages: pure functions over the rewards of what is compared, chosen by configuration.
 
 Rewards are those of one policy in one seat over the episodes of one group, in any order; the result is in the same
-order. What is compared is episodes: agents of one episode share its fate, so none is a baseline for another. An episode
-alone in its group has nothing to be compared with, and where all rewards are equal nothing is better: advantages are 0.
+order. Episodes are compared with episodes: agents of one episode share its fate, so none is a baseline for another. An
+episode alone in its group has nothing to be compared with, and where all rewards are equal nothing is better:
+advantages are 0.
+
+Where the members of a group do not wait for each other (`ReleaseRule`), the first m of K finishers are released
+together, with m fixed before any of them is sampled, and each later one when it finishes. Every member is compared with
+the first m - 1 finishers *among the others*, with weight 1.
+
+That is unbiased, since the members one is compared with are a function of the others alone, whether it was early or
+late. An early one is compared with the other m - 1 of the first m, which are the first m - 1 of the others; a late one
+with the first m - 1 of all. So its baseline is independent of what it sampled, and E[score · baseline] = 0. Comparing a
+late one with all m breaks this: its baseline then depends on how long it took (docs/scheduling.md).
 """
 
 from __future__ import annotations
@@ -10,7 +20,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+E = TypeVar("E", bound=Hashable)
 
 
 class Advantage(NamedTuple):
@@ -27,8 +40,8 @@ def leave_one_out(rewards: Sequence[float], episodes: Sequence[Hashable] | None 
     baseline stays, since the whole of its own episode is left out.
 
     Args:
-        rewards: what is compared.
-        episodes: which episode each reward is of; None: each of its own.
+        rewards: the rewards to compare.
+        episodes: the episode of each reward; None: all different.
 
     Example:
         >>> [a.value for a in leave_one_out([1.0, 0.0, 0.0])]
@@ -91,7 +104,7 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "role_mean": no_baseline,
     "none": no_baseline,
 }
-"""By the name in `credit.advantage`; the baseline of `role_mean` comes when a step takes the unit (`role_means.py`)."""
+"""Estimators by the name in `credit.advantage`; `role_mean` gets its baseline at the step (`baselines.RoleMeans`)."""
 
 
 def advantages_to_go(
@@ -100,7 +113,7 @@ def advantages_to_go(
     turn_rewards: Sequence[Sequence[tuple[int, float]]],
     episodes: Sequence[Hashable],
 ) -> list[tuple[float, ...]]:
-    """The advantage of each turn: what was still to come from it on, compared with what then came to the others.
+    """The advantage of each turn, from the rewards to go: those given for the turn or later.
 
     G_i(t) = R_i - (what was paid for turns before t), and the estimator compares the G(t) of one t. So a turn's reward
     reaches the tokens of that turn and of those before it, and no token is credited with what had been paid before it
@@ -128,3 +141,67 @@ def advantages_to_go(
         to_go = [reward - paid for reward, paid in zip(rewards, before, strict=True)]
         by_turn.append([found.value for found in advantage(to_go, episodes)])
     return list(zip(*by_turn, strict=True))
+
+
+SHRINKAGE = 3.0
+"""Number of rewards that the mean of earlier groups counts for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseRule:
+    """How many of a group's members are waited for.
+
+    The default is half of them: more would wait longer, fewer make the gradient noisier for tasks without earlier
+    groups.
+
+    Example:
+        >>> ReleaseRule().waited_for(8), ReleaseRule(share=0.0).waited_for(8)
+        (4, 1)
+        >>> ReleaseRule().waited_for(2)
+        2
+    """
+
+    share: float = 0.5
+    """Share of the members; 0: each is released when it finishes, and compared with earlier groups alone."""
+
+    def waited_for(self, size: int) -> int:
+        """m for a group of `size` members; at least two where there are siblings to compare with."""
+        return max(math.ceil(self.share * size), min(2, size)) if self.share else 1
+
+
+def compared_with(first: Sequence[E], member: E) -> list[E]:
+    """The baseline set of a member: the first m - 1 finishers among the others.
+
+    Args:
+        first: the first m finishers of its group, in order.
+        member: one of the group, among those or not.
+
+    Example:
+        >>> compared_with(["a", "b", "c"], "b"), compared_with(["a", "b", "c"], "z")
+        (['a', 'c'], ['a', 'b'])
+    """
+    return [other for other in first if other != member][: len(first) - 1]
+
+
+def against(reward: float, others: Sequence[float], earlier: float | None) -> Advantage:
+    """A = R - b with b = (Σ others + κ·V) / (n + κ), κ = 3: the mean of a few siblings, shrunk to the mean V of earlier
+    groups, whose noise it does not have (James & Stein 1961).
+
+    V is of groups before this one, so b stays independent of what the member sampled. Without V, b is the mean of the
+    siblings; without both there is nothing to compare with, and the advantage is 0.
+
+    Args:
+        reward: of the member.
+        others: rewards in its baseline set.
+        earlier: V; None where there is none.
+
+    Example:
+        >>> against(1.0, [0.0, 1.0, 0.0], None).value, against(1.0, [0.0, 1.0, 0.0], 0.5)
+        (0.6666666666666667, Advantage(value=0.5833333333333333, baseline=0.4166666666666667))
+    """
+    weight = 0.0 if earlier is None else SHRINKAGE
+    count = len(others) + weight
+    if not count:
+        return Advantage(0.0, reward)
+    baseline = (math.fsum(others) + weight * (earlier or 0.0)) / count
+    return Advantage(reward - baseline, baseline)

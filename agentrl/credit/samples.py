@@ -1,18 +1,29 @@
-"""From an episode to training samples: a unit's rows with an advantage per token.
+"""From an episode to training samples, and the inputs of an optimizer step computed from those.
 
-Owns: which trajectories of an episode belong to a unit, and which of their tokens are trained. Does not own: computing
-advantages (headers alone, on the control path), reading the journal, packing. Needs no torch.
-Invariants: a token whose sampling mask was not recorded (`MaskKind.MISSING`) is not trained; everything sampled else
+Owns which trajectories of an episode belong to a unit, and which of their tokens are trained. Does not own computing
+advantages (headers alone, on the control path), reading the journal, or packing. Needs numpy and no torch, so that the
+input of a step can be rebuilt where nothing is trained.
+
+Invariants: a token whose sampling mask was not recorded (`MaskKind.MISSING`) is not trained; every other sampled token
 is, once: a row whose prefix was routed twice becomes a sample per routing, each with the tokens sampled under it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from agentrl.core.errors import EntriesError, UntrainableUnitsError
 from agentrl.core.records import MaskKind, Row, Trajectory
 from agentrl.core.training_records import TrainingSample, TrajectoryCredit, Unit
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from agentrl.core.records import PolicyVersion
 
 ReadUnits = Callable[[Sequence[Unit]], Sequence[Sequence[Trajectory]]]
 """Gives the trajectories of each unit's episode."""
@@ -74,8 +85,6 @@ def read_samples(units: Sequence[Unit], read: ReadUnits) -> list[TrainingSample]
 
 def _samples(row: Row, credit: TrajectoryCredit, *, episode_id: str, row_index: int) -> Iterator[TrainingSample]:
     """One row, its advantage spread over the tokens that are trained, apart by the experts they were sampled with."""
-    import numpy as np
-
     by_turn = np.array(credit.turn_advantages or (credit.advantage,), dtype=np.float32)
     advantages = by_turn[np.clip(row.turn_index, 0, len(by_turn) - 1)]
     loss_mask = row.loss_mask
@@ -99,3 +108,39 @@ def _samples(row: Row, credit: TrajectoryCredit, *, episode_id: str, row_index: 
             row_index=row_index,
             seat=credit.seat,
         )
+
+
+def trained_positions(sample: TrainingSample) -> NDArray[np.int64]:
+    """Trained positions of a sample, as int64; never position 0, which has no token before it."""
+    positions = np.flatnonzero(sample.loss_mask)
+    return positions[positions > 0]
+
+
+def token_lags(sample: TrainingSample, version: PolicyVersion) -> NDArray[np.int32]:
+    """Lag of each token behind `version`, in steps, as int32; -1 for tokens in none of the row's spans."""
+    lags = np.full(len(sample.token_ids), -1, np.int32)
+    for start, stop, sampled in sample.spans:
+        steps = max(0, version.step - sampled.step)
+        lags[start:stop] = steps if sampled.lineage == version.lineage else max(1, steps)
+    return lags
+
+
+def row_digest(sample: TrainingSample) -> bytes:
+    """Digest, 16 bytes, of a row's inputs to the step: tokens, mask, recorded log-probabilities, advantages."""
+    digest = hashlib.blake2b(digest_size=16)
+    for column, kind in (
+        (sample.token_ids, "<i4"),
+        (sample.loss_mask, "u1"),
+        (sample.behavior_logprobs, "<f4"),
+        (sample.advantages, "<f4"),
+    ):
+        digest.update(np.ascontiguousarray(column, kind).tobytes())
+    return digest.digest()
+
+
+def input_digest(row_digests: Iterable[bytes]) -> str:
+    """Digest, in hexadecimal, of a step's input: over the `row_digest`s of its rows in the order of consumption."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in row_digests:
+        digest.update(part)
+    return digest.hexdigest()

@@ -27,7 +27,7 @@ from agentrl.journal.reader import TurnReader
 from agentrl.journal.rows import decode_entries
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.schema import CONTROL_FILE
-from agentrl.observe.status import SILENT_S, read_status
+from agentrl.observe.run_state import SILENT_S, read_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

@@ -17,7 +17,7 @@ from agentrl.core.safe import safe, safe_line
 from agentrl.core.words import plural
 from agentrl.inspection.statistics import win_rate_matrix
 from agentrl.observe.metrics import describe
-from agentrl.observe.plot import curve
+from agentrl.observe.view import curve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

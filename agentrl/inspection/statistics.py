@@ -13,8 +13,7 @@ import msgspec
 
 from agentrl.core.errors import StorageError
 from agentrl.journal.results import win_rates
-from agentrl.observe.run_state import RunState, plan_of, read_metrics
-from agentrl.observe.status import Status, read_status
+from agentrl.observe.run_state import RunState, Status, plan_of, read_metrics, read_status
 
 if TYPE_CHECKING:
     from agentrl.inspection.reader import RunReader

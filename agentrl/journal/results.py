@@ -1,6 +1,6 @@
 """How games ended, and those between a policy and its past versions: folds of committed headers.
 
-Owns what counts as a win. Who was drawn, and how often, is `orchestrator/opponents.py`'s.
+Owns what counts as a win. Who was drawn, and how often, is `orchestrator/versions.py`'s.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from safetensors.numpy import load, save
 
 from agentrl.core.records import PolicyVersion
 from agentrl.core.training_records import TrainingSample
-from agentrl.credit.fed import input_digest, row_digest, token_lags, trained_positions
+from agentrl.credit.samples import input_digest, row_digest, token_lags, trained_positions
 from agentrl.learn.packing import MicroBatch
 from agentrl.learn.writing import writing
 

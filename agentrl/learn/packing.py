@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.core.training_records import TrainingSample
-from agentrl.credit.fed import trained_positions
+from agentrl.credit.samples import trained_positions
 
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]

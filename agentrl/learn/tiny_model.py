@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from agentrl.observe.progress import Part
+from agentrl.observe.progress import ProgressLine
 from agentrl.rollout.chat_template import AddedToken as AddedText
 from agentrl.rollout.chat_template import ChatTemplate, ControlTokens, message_value, tool_value
 
@@ -104,7 +104,7 @@ def prepare(seed: int) -> None:
 
 def shown(what: str, steps: int) -> Callable[[int, float], bool]:
     """For `warm_up`: shows steps and loss on the error stream."""
-    part = Part(what, sys.stderr)
+    part = ProgressLine(what, sys.stderr)
 
     def on_step(step: int, loss: float) -> bool:
         part(f"step {step} of {steps}, loss {loss:.3f}")

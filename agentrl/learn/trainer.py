@@ -25,8 +25,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import NonFiniteError, StorageError, TrainerError
 from agentrl.core.records import PolicyVersion, Trajectory, WeightsRef
 from agentrl.core.training_records import StepReport, TrainBatch, TrainingSample, Unit
-from agentrl.credit.fed import trained_positions
-from agentrl.credit.samples import ReadUnits, read_samples
+from agentrl.credit.samples import ReadUnits, read_samples, trained_positions
 from agentrl.journal.reader import EntryKey, TurnReader
 from agentrl.journal.rows import trajectories
 from agentrl.learn import checkpoint

@@ -1,22 +1,56 @@
 """Alarms: what goes wrong in a run without ending it, named with what to try. Pure functions of `RunState`.
 
 Each looks at a window of the newest steps, so that a single odd step raises none, and says nothing where what it needs
-was not measured. An alarm's name is stable; its text carries the figures.
+was not measured. An alarm's name is stable; its text carries the figures. `alarms.jsonl` has a line for each alarm that
+was raised in a run.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from agentrl.observe import coevolution_alarms
-from agentrl.observe.alarm_lines import Alarm
+import msgspec
+
+from agentrl.core.files import open_regular, read_at_most
 from agentrl.observe.metrics import BROKEN_FORMAT
-from agentrl.observe.windows import WINDOW, mean_of, names_of, newest, values_of
+from agentrl.observe.run_directory import open_lines, write_line
+from agentrl.observe.run_state import Whole
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from agentrl.observe.run_state import PolicyState, RunState, Values
+
+MAX_BYTES = 1 << 20
+"""Bytes of `alarms.jsonl` that are read at most: anyone may have put the file there."""
+FILE = "alarms.jsonl"
+
+
+class Alarm(NamedTuple):
+    """An alarm that a run raises."""
+
+    name: str
+    policy: str
+    """The policy it concerns; empty for the whole run."""
+    text: str
+    """The measurement."""
+    advice: str
+    """The advice."""
+
+    @property
+    def line(self) -> str:
+        """The alarm on one line."""
+        whose = f"{self.policy}: " if self.policy else ""
+        return f"{self.name}: {whose}{self.text}. Try: {self.advice}."
+
+
+WINDOW = 5
+"""Steps an alarm looks at."""
+
 
 BROKEN_SHARE = 0.3
 """Share of turns that break the format, from which on the policy counts as fallen into illegal output."""
@@ -48,10 +82,32 @@ FORMAT_ERRORS = 4.0
 """Standard errors by which the former must be ahead: the comparison is made at every step."""
 FORMAT_MARGIN = 0.05
 """Share of the spread of all steps' mean rewards by which they must be ahead besides."""
-COMPOSITION_BOUND = 0.05
+SELECTION_BIAS_BOUND = 0.05
 """How far what is trained may be from what was dispatched: a share of its length, deviations of its reward."""
 LENGTH_STEPS = 20
 """Steps over which they are compared."""
+FRONTIER_SHARE = 0.2
+"""Share of the proposals with 0.2 <= p <= 0.8 below which they teach little."""
+REPEATED_SHARE = 0.5
+"""Share of proposals made before, from which on they repeat themselves."""
+STRUCTURE_ENTROPY = 0.2
+"""Nats: below it, 19 of 20 proposals are alike."""
+GATE_SHARE = 0.5
+"""Share the gate accepts, below which most proposals are for nothing."""
+MIN_PROPOSALS = 32
+"""Proposals, or groups of attempts at them, before a share of them means something."""
+MIN_GAMES = 64
+"""Games before a share of them means something."""
+LOSING_RATE = 0.45
+"""Share of the games against its opponent pool below which a policy may have got worse."""
+LOSING_ERRORS = 3.0
+"""Standard errors by which that share must have fallen besides: a side may be the weaker one from the start."""
+SEAT_SHARE = 0.95
+"""Share of the decided games from which on a seat wins whoever plays it."""
+STARVED_STEPS = 20
+"""Steps of other policies during one of its own, from which on a policy may be starved."""
+STARVED_RATIO = 5
+"""How many times more they must be than during any of its last steps; before the first, than `STARVED_STEPS`."""
 MEANINGS = {
     "illegal_output": f"{BROKEN_SHARE:.0%} of the turns or more break the format in each of {WINDOW} steps, and no "
     "fewer at their end",
@@ -66,17 +122,28 @@ MEANINGS = {
     f"{MIN_EPISODES} held-out episodes before training got the same reward, and no step has taught anything yet",
     "nothing_to_learn": "the same, at the best reward so far",
     "staleness": f"the mean lag of {WINDOW} steps is above max_staleness by a quarter of it, at least by 0.25 steps",
-    "max_lag": f"trained tokens older than max_lag in the last {WINDOW} steps, though begun in this life of the run",
+    "max_lag": f"trained tokens older than max_lag in the last {WINDOW} steps, though begun in this attempt of the run",
     "off_policy": f"k3 above {K3_BOUND:g} nats per token over {WINDOW} steps, of all tokens or of one seat's",
     "engine_mismatch": f"k3 above {MISMATCH_BOUND:g} nats per token sampled by the very weights that were trained: the "
     f"newest {MISMATCH_TOKENS} of them, from {MISMATCH_STEPS[0]} steps or more of the last {MISMATCH_STEPS[1]}",
-    "composition": f"over {LENGTH_STEPS} steps, trained units are {COMPOSITION_BOUND:.0%} shorter or longer, in tokens "
-    "or seconds, than all that were dispatched, or their groups' rewards differ by "
-    f"{COMPOSITION_BOUND:g} standard deviations, or {COMPOSITION_BOUND:.0%} are held back",
+    "selection_bias": f"over {LENGTH_STEPS} steps, trained units are {SELECTION_BIAS_BOUND:.0%} shorter or longer, in "
+    "tokens or seconds, than all that were dispatched, or their groups' rewards differ by "
+    f"{SELECTION_BIAS_BOUND:g} standard deviations, or {SELECTION_BIAS_BOUND:.0%} are held back",
     "dropped_by_time": f"{TIME_SHARE:.0%} of the episodes that ended, at least {TIME_EPISODES}, were dropped because "
     "their program hung (`episode_timeout`)",
     "dropped": f"{DROPPED_SHARE:.0%} of the episodes that ended, at least {MIN_EPISODES}, were dropped for one reason",
-    **coevolution_alarms.MEANINGS,
+    "off_frontier": f"where an environment proposes (it uses a gate, or the memory): of at least {MIN_PROPOSALS} "
+    f"proposals of {WINDOW} steps, less than {FRONTIER_SHARE:.0%} got a mean reward between 0.2 and 0.8 in attempts",
+    "proposals_repeat": f"{REPEATED_SHARE:.0%} of the proposals of {WINDOW} steps, at least {MIN_PROPOSALS}, were made "
+    "before",
+    "proposals_alike": f"the entropy of their structures is below {STRUCTURE_ENTROPY:g} nats in each of {WINDOW} steps",
+    "gate_closed": f"less than {GATE_SHARE:.0%} pass the gate in each of {WINDOW} steps",
+    "loses_to_past": f"over {WINDOW} steps, a policy gets less than {LOSING_RATE:.0%} of the games against its past "
+    f"versions, {LOSING_ERRORS:g} standard errors less than before (at least {MIN_GAMES} games in both)",
+    "one_seat_wins": f"over {WINDOW} steps, {SEAT_SHARE:.0%} of the decided games (rewards above and below 0), at "
+    f"least {MIN_GAMES}, go to one seat",
+    "starved": f"a policy without phases takes no step while the others take {STARVED_STEPS}, and {STARVED_RATIO} "
+    f"times as many as during any of its last {WINDOW}; before its first step: {STARVED_STEPS * STARVED_RATIO}",
 }
 """When each alarm is raised."""
 EXPECTED_DROPS = {"run_ended", "frozen"}
@@ -97,7 +164,7 @@ ADVICE_ON_DROPS = {
 
 
 def alarms(state: RunState) -> list[Alarm]:
-    """The alarms of a run, the gravest first."""
+    """The alarms that a run raises now, the gravest first."""
     found: list[Alarm] = []
     for policy in state.policies.values():
         window = newest(policy)
@@ -111,8 +178,8 @@ def alarms(state: RunState) -> list[Alarm]:
                 found += _nothing_taught(policy, window)
             found += _staleness(policy, window)
             found += _mismatch(policy, window)
-        found += _composition(policy)
-    found += coevolution_alarms.alarms(state)
+        found += _selection_bias(policy)
+    found += _coevolution_alarms(state)
     if state.status is not None:
         found += _dropped(state.status.dropped, state.status.trained + state.status.ready)
     return found
@@ -292,7 +359,7 @@ def _mismatch(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
         )
 
 
-def _composition(policy: PolicyState) -> Iterator[Alarm]:
+def _selection_bias(policy: PolicyState) -> Iterator[Alarm]:
     window = newest(policy, LENGTH_STEPS)
     off: list[str] = []
     for name, healthy, more, less in (
@@ -300,21 +367,21 @@ def _composition(policy: PolicyState) -> Iterator[Alarm]:
         ("seconds_ratio", 1.0, "{:.0%} slower", "{:.0%} faster"),
         ("reward_shift", 0.0, "{:.2f} deviations of the reward easier", "{:.2f} deviations of the reward harder"),
     ):
-        values = values_of(window, f"composition/{name}")
-        if len(values) == LENGTH_STEPS and abs(values[-1] - healthy) > COMPOSITION_BOUND:
+        values = values_of(window, f"selection_bias/{name}")
+        if len(values) == LENGTH_STEPS and abs(values[-1] - healthy) > SELECTION_BIAS_BOUND:
             off.append((more if values[-1] > healthy else less).format(abs(values[-1] - healthy)))
-    held = values_of(window, "composition/held_share")
+    held = values_of(window, "selection_bias/held_share")
     if off:
         yield Alarm(
-            "composition",
+            "selection_bias",
             policy.name,
             f"what was trained is {', '.join(off)} than all that was dispatched with it: the steps see a part of it",
             "something drops units, or holds units back, that are not like the others; `agentrl run ledger` counts by "
             "reason. End long episodes with a reward (`truncated_reward`) rather than with episode_timeout_s",
         )
-    elif len(held) == LENGTH_STEPS and held[-1] > COMPOSITION_BOUND:
+    elif len(held) == LENGTH_STEPS and held[-1] > SELECTION_BIAS_BOUND:
         yield Alarm(
-            "composition",
+            "selection_bias",
             policy.name,
             f"{held[-1]:.0%} of what was dispatched was still not trained {LENGTH_STEPS} steps later",
             "see what they wait for with `agentrl episode timeline`; a larger step_size, or a shorter "
@@ -342,3 +409,187 @@ def _dropped(reasons: Mapping[str, int], others: int) -> Iterator[Alarm]:
             f"{count:,} of {ended:,} episodes that ended were dropped because of {reason}",
             ADVICE_ON_DROPS.get(reason, f"`agentrl episode list RUN --where 'drop_reason = {reason}'` shows them"),
         )
+
+
+def _coevolution_alarms(state: RunState) -> Iterator[Alarm]:
+    """Alarms about proposals, games and policies that starve; those of the whole run first."""
+    for policy in sorted(state.policies.values(), key=lambda policy: -policy.step)[:1]:  # metrics of the whole run
+        window = newest(policy)
+        yield from _proposals(window)
+        yield from _one_seat_wins(window)
+    for opponent, of in state.plan.past.items():
+        if of in state.policies:
+            yield from _loses_to_past(state.policies[of], opponent)
+    for policy in state.policies.values():
+        yield from _starved(policy, state)
+
+
+def _proposals(window: Sequence[Values]) -> Iterator[Alarm]:
+    if len(window) < WINDOW or not any("gate/acceptance" in v or "proposals/made" in v for v in window):
+        return
+    gate, entropy = values_of(window, "gate/acceptance"), values_of(window, "proposals/structure_entropy")
+    if len(gate) == WINDOW and max(gate) < GATE_SHARE:
+        yield Alarm(
+            "gate_closed",
+            "",
+            f"{mean_of(gate):.0%} of what was proposed in the last {WINDOW} steps passed the gate",
+            "a base model that makes valid proposals, a penalty below every reward behind the gate, or a rule it can "
+            "learn in steps",
+        )
+    if len(entropy) == WINDOW and max(entropy) < STRUCTURE_ENTROPY:
+        yield Alarm(
+            "proposals_alike",
+            "",
+            f"the structures of the newest proposals have an entropy of {mean_of(entropy):.2f} nats: most are alike",
+            "trainer.entropy_bonus = 0.04, a penalty on the `share` that `ctx.remember` gives, or a checkpoint from "
+            "before the fall",
+        )
+    made = total(window, "proposals/made")
+    repeated = weighted(window, "proposals/repeated", "proposals/made")
+    if made >= MIN_PROPOSALS and repeated >= REPEATED_SHARE:
+        yield Alarm(
+            "proposals_repeat",
+            "",
+            f"{repeated:.0%} of the {made:,.0f} proposals of the last {WINDOW} steps had been made before",
+            "refuse them at the gate: `proposer.gate(known.times == 0, penalty=-0.5)` after `known = await "
+            "ctx.remember(…)`; trainer.entropy_bonus = 0.04",
+        )
+    groups = total(window, "pass_rate/groups")
+    frontier, nobody, everybody = (
+        weighted(window, f"pass_rate/{name}", "pass_rate/groups") for name in ("frontier", "0", "1")
+    )
+    if groups >= MIN_PROPOSALS and frontier < FRONTIER_SHARE:
+        easy = everybody > nobody
+        yield Alarm(
+            "off_frontier",
+            "",
+            f"{frontier:.0%} of the {groups:,.0f} proposals of the last {WINDOW} steps are solved by some and not by "
+            f"others; {everybody:.0%} by everybody, {nobody:.0%} by nobody",
+            "a solver that learns more slowly than the proposer (a larger step_size, a smaller learning_rate) and "
+            "stops before it does (`steps`); the versions that best.metric = 'pass_rate/frontier' keeps"
+            if easy
+            else "a narrower gate or a base model that solves some of them; `agentrl.learnability` as the proposer's "
+            "reward",
+        )
+
+
+def _one_seat_wins(window: Sequence[Values]) -> Iterator[Alarm]:
+    games = total(window, "episodes/decided")
+    shares = {name: weighted(window, name, "episodes/decided") for name in names_of(window, "won")}
+    if len(window) < WINDOW or games < MIN_GAMES or max(shares.values(), default=0.0) < SEAT_SHARE:
+        return
+    name = max(shares, key=lambda seat: shares[seat])
+    yield Alarm(
+        "one_seat_wins",
+        "",
+        f"seat {name.removeprefix('won/')} wins {shares[name]:.0%} of the {games:,.0f} decided games of the last "
+        f"{WINDOW} steps: there is little to learn from",
+        "credit.advantage = \"role_mean\", so that a side's advantage is nobody's credit; both policies on both sides "
+        "(lists under [seats]); an opponent of like strength: a policy of kind 'past', or a game with a handicap",
+    )
+
+
+def _loses_to_past(policy: PolicyState, opponent: str) -> Iterator[Alarm]:
+    rate, played = f"win_rate/{opponent}", f"games/{opponent}"
+    window = newest(policy)
+    before = newest(policy, len(policy.steps))[:-WINDOW]
+    games, earlier = total(window, played), total(before, played)
+    if min(games, earlier) < MIN_GAMES:
+        return
+    now, then = weighted(window, rate, played), weighted(before, rate, played)
+    error = 0.5 * math.sqrt(1.0 / games + 1.0 / earlier)  # of shares, at most
+    if now < LOSING_RATE and then - now > LOSING_ERRORS * error:
+        yield Alarm(
+            "loses_to_past",
+            policy.name,
+            f"against its past versions ({opponent}) it gets {now:.2f} of {games:,.0f} games in the last {WINDOW} "
+            f"steps, {then:.2f} before: it unlearns, or goes in circles",
+            "see which with `agentrl run winrates`; go on from the checkpoint that won most, with a lower learning "
+            f"rate or a larger step_size; more groups against {opponent} in [seats], more versions (size), choose = "
+            "'prioritised'",
+        )
+
+
+def _starved(policy: PolicyState, state: RunState) -> Iterator[Alarm]:
+    plan, whole = state.plan, state.plan.steps_of(policy.name)
+    learns_always = policy.name in plan.max_staleness and policy.name not in plan.phased
+    if not learns_always or (whole and policy.step >= whole):
+        return
+    usual = max(policy.waits, default=STARVED_STEPS)
+    if policy.waited >= max(STARVED_STEPS, STARVED_RATIO * usual):
+        yield Alarm(
+            "starved",
+            policy.name,
+            f"the other policies took {policy.waited} steps since its step {policy.step}: it gets no units",
+            "see in `agentrl run ledger` what becomes of its units; proposals that the gate refuses start no children "
+            "(gate/acceptance), and a seat that never acts or is never rewarded has no unit; a smaller step_size; a "
+            "larger max_staleness of the policy that admission waits for",
+        )
+
+
+def newest(policy: PolicyState, steps: int = WINDOW) -> list[Values]:
+    """The metrics of the policy's newest steps, in order."""
+    return list(itertools.islice(reversed(policy.steps.values()), steps))[::-1]
+
+
+def values_of(window: Sequence[Values], name: str) -> list[float]:
+    """The values of a metric where it was measured."""
+    return [values[name] for values in window if name in values]
+
+
+def names_of(window: Sequence[Values], group: str) -> list[str]:
+    """The metrics `group/<…>` that were measured."""
+    return sorted({name for values in window for name in values if name.startswith(f"{group}/")})
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """The mean; 0 of no values."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def total(window: Sequence[Values], name: str) -> float:
+    """The sum of a metric."""
+    return sum(values_of(window, name))
+
+
+def weighted(window: Sequence[Values], name: str, weight: str) -> float:
+    """The mean of a share over all it is a share of."""
+    return sum(v[name] * v[weight] for v in window if name in v and weight in v) / max(total(window, weight), 1e-9)
+
+
+class _Line(msgspec.Struct):
+    """A line of `alarms.jsonl`."""
+
+    step: Whole
+    name: str
+    policy: str
+    text: str
+    advice: str
+
+    def read(self) -> tuple[int, Alarm]:
+        return self.step, Alarm(self.name, self.policy, self.text, self.advice)
+
+
+def write_alarm(directory: Path, alarm: Alarm, step: int) -> None:
+    """Append a newly raised alarm and its step to `alarms.jsonl`; ignores a disk that refuses."""
+    try:
+        with open_lines(directory / FILE) as file:
+            write_line(file, {"step": step, **alarm._asdict()})
+    except OSError:
+        return
+
+
+def read_alarms(directory: Path) -> list[tuple[int, Alarm]]:
+    """Read (step, alarm) from `alarms.jsonl` in order; unreadable lines are skipped."""
+    try:
+        with open_regular(directory / FILE) as file:
+            lines = read_at_most(file, MAX_BYTES).splitlines()
+    except OSError:
+        return []
+    raised = []
+    for line in lines:
+        try:
+            raised.append(msgspec.json.decode(line, type=_Line).read())
+        except (ValueError, RecursionError):
+            continue
+    return raised

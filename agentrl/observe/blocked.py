@@ -146,7 +146,7 @@ def _place(frame: FrameType) -> str:
 
 
 def _user_frames(innermost: FrameType) -> list[FrameType]:
-    """Of what the loop runs, the frames that are neither ours nor a library's, innermost first; else the innermost."""
+    """The user's frames on the loop's stack, innermost first; the innermost frame if there is none."""
     frames: list[FrameType] = []
     frame: FrameType | None = innermost
     while frame is not None and frame.f_globals.get("__name__") != "asyncio.base_events":  # beyond is who runs the loop

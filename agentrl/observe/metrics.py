@@ -1,4 +1,4 @@
-"""Metrics: stable names with unit and meaning, and where they go besides the journal.
+"""Metrics: stable names with unit and meaning.
 
 A name is `group/what` or, for what the trainer measures on a step's tokens, bare. Values are finite numbers; what could
 not be measured is left out. Metrics of one policy are recorded at that policy's step.
@@ -6,20 +6,11 @@ not be measured is left out. Metrics of one policy are recorded at that policy's
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-from agentrl.core.errors import StorageError
-from agentrl.core.files import remedy
-from agentrl.observe.files import open_lines, write_line
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """What a name stands for; `<…>` at its end stands for any word."""
+    """A metric's name, unit and meaning; `<…>` at the end of the name stands for any word."""
 
     name: str
     unit: str
@@ -57,7 +48,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "staleness/exceeded",
         "trajectories",
-        "of the step's, those begun in this life of the run and older than max_lag, where that is set: 0",
+        "of the step's, those begun in this attempt of the run and older than max_lag, where that is set: 0",
     ),
     Metric("advantage/zero_share", "fraction", "units of the step whose advantages are all 0: they taught nothing"),
     Metric(
@@ -90,7 +81,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("episodes/ready", "episodes", "committed and waiting to be trained"),
     Metric("episodes/trained", "episodes", "trained since the run began"),
     Metric("episodes/dropped", "episodes", "dropped since the run began, whatever the reason"),
-    Metric("episodes/superseded", "episodes", "ends told twice, or of an attempt that another replaced: ignored"),
+    Metric("episodes/superseded", "episodes", "ends reported twice, or of an attempt that another replaced: ignored"),
     Metric("episodes/tokens", "tokens", "mean tokens the policy sampled in these episodes"),
     Metric(
         "tool/<outcome>",
@@ -134,30 +125,30 @@ METRICS: tuple[Metric, ...] = (
         "complete costs in variance (docs/scheduling.md)",
     ),
     Metric(
-        "composition/length_ratio",
+        "selection_bias/length_ratio",
         "1",
         "mean tokens of the trained units over those of all, in the order of dispatch: the newest groups of which all "
         "were trained or dropped, 20 steps' worth of units (docs/scheduling.md)",
     ),
-    Metric("composition/seconds_ratio", "1", "the same of the seconds that their episodes took"),
+    Metric("selection_bias/seconds_ratio", "1", "the same of the seconds that their episodes took"),
     Metric(
-        "composition/reward_shift",
+        "selection_bias/reward_shift",
         "deviations",
         "mean reward of the groups of the trained units minus that of all, over its standard deviation: above 0, what "
         "is trained is easier",
     ),
     Metric(
-        "composition/held_share",
+        "selection_bias/held_share",
         "fraction",
         "of these units, those neither trained nor dropped when 20 steps' worth of later ones had been",
     ),
     Metric(
-        "composition/overtaken",
+        "selection_bias/overtaken",
         "steps",
         "the most that a unit of the step was trained after its turn in the order of dispatch",
     ),
     Metric("gate/acceptance", "fraction", "answers of `agent.gate` that were yes"),
-    Metric("proposals/made", "proposals", "told to `ctx.remember` since the policy's previous step"),
+    Metric("proposals/made", "proposals", "passed to `ctx.remember` since the policy's previous step"),
     Metric("proposals/repeated", "fraction", "of them, those the run remembered from before"),
     Metric(
         "proposals/structure_entropy", "nats", "entropy of the structures of the newest 100 proposals that have one"
@@ -233,47 +224,3 @@ def describe(name: str) -> Metric | None:
 
 def _before_word(metric: Metric) -> str:
     return metric.name.partition("<")[0]
-
-
-class Sink(Protocol):
-    """Where metrics go besides the journal."""
-
-    def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
-        """Take the values of one step; must not block for long."""
-        ...
-
-    def close(self) -> None:
-        """Write what is buffered and release. Idempotent."""
-        ...
-
-
-class JsonlSink:
-    """`metrics.jsonl`: a line per step, `{"policy", "step", name: value, …}`; NaN and infinity are null."""
-
-    def __init__(self, path: str | Path) -> None:
-        """Open the file to append.
-
-        Raises:
-            StorageError: it cannot be opened.
-        """
-        self.path = Path(path)
-        try:
-            self._file = open_lines(self.path)
-        except OSError as error:
-            raise StorageError(f"{self.path}: metrics cannot be written ({error.strerror})") from error
-
-    def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
-        """Append and flush a line.
-
-        Raises:
-            StorageError: the disk refused.
-        """
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        try:
-            write_line(self._file, {"policy": policy, "step": step, **finite})
-        except OSError as error:
-            raise StorageError(f"{self.path}: metrics cannot be written ({error.strerror}); {remedy(error)}") from error
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        self._file.close()

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: one live screen on a terminal, a line per step elsewhere.
+"""Progress of a run for people: one live screen on a terminal, a line per step elsewhere.
 
 Writes to the error stream, so that the output stream stays free for results. Owns no state of the run. The screen is
 drawn by whoever calls `show`, in the event loop: there is no thread, and nothing is drawn between two calls.
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 SEAT_REWARD = "evaluation/reward/"
-PART_S = 2.0
-"""Between two lines of `Part` where there is no terminal, in seconds; the first comes at once."""
+LINE_INTERVAL_S = 2.0
+"""Between two lines of `ProgressLine` where there is no terminal, in seconds; the first comes at once."""
 
 
 class Display(Protocol):
@@ -134,7 +134,7 @@ def display(state: RunState, stream: TextIO) -> Display:
 
 
 def evaluation_line(version: PolicyVersion, metrics: Mapping[str, float]) -> str:
-    """What an evaluation measured of a policy, on one line."""
+    """The result of an evaluation for one policy, on one line."""
     seats = [
         f"{name.removeprefix(SEAT_REWARD)} {value:.3f}"
         for name, value in metrics.items()
@@ -164,7 +164,7 @@ def figures(metrics: Mapping[str, float]) -> str:
     return "  ".join(parts)
 
 
-class Part:
+class ProgressLine:
     """Shows which part of a long piece of work is being done: one line rewritten on a terminal, few lines elsewhere.
 
     Args:
@@ -176,13 +176,13 @@ class Part:
         self._what = what
         self._stream = stream
         self._clock = clock or SystemClock()
-        self._shown_at = -PART_S
+        self._shown_at = -LINE_INTERVAL_S
 
     def __call__(self, part: str) -> None:
         """Show a part that begins."""
         on_terminal = self._stream.isatty()
         now = self._clock.monotonic()
-        if not on_terminal and now - self._shown_at < PART_S:
+        if not on_terminal and now - self._shown_at < LINE_INTERVAL_S:
             return
         self._shown_at = now
         line = plain(f"{self._what}: {part}")

@@ -1,42 +1,49 @@
-"""What lies where in a run directory, and who may create one.
+"""The files of a run directory, and how they are written.
 
 config.json      the resolved configuration          journal/       control and turn databases
 metrics.jsonl    one line per optimizer step         versions/      published weights
 summary.json     written at the end                  checkpoints/   what a run resumes from
 policies/NAME    link to a policy's last version     steps/         columns of optimizer steps
-engine.log       what the engine's processes said      process.json   how the process that leads the run ended
+engine.log       error streams of engine processes   process.json   how the process that leads the run ended
 best/NAME        link to its version when the metric was best
+
+A run directory may come from somebody else: nothing is ever written through a link, pipe or device that lies under the
+name of one of our files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import shutil
+import stat
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import InputError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL
-from agentrl.observe.files import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from io import FileIO
     from pathlib import Path
 
     from agentrl.core.records import WeightsRef
 
+_OPENED = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
 
 ENGINE_LOG = "engine.log"
 WORKERS_LOG = "workers.log"
-"""What an engine's own processes wrote to their error streams."""
+"""Error streams of the engine's and the workers' processes."""
 _FINISH = "make room or permission there, then finish the run with --resume"
 
 
 _HALF_CONFIG = ".config.json"
-"""What a process killed in `replace_file` leaves: nothing that stands in the way of another start."""
+"""Left by a process that was killed in `replace_file`; does not prevent another start."""
 
 
 class RunDirectory:
@@ -44,9 +51,9 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.given = path
-        """As it was asked for: what people are told."""
+        """The path as the user gave it, for messages."""
         self.path = path = path.absolute()
-        """Where it is, whatever working directory an environment may choose."""
+        """The absolute path, valid in any working directory."""
         self.journal = path / "journal"
         self.checkpoints = path / "checkpoints"
         self.versions = path / "versions"
@@ -152,10 +159,59 @@ class RunDirectory:
 
 @contextlib.contextmanager
 def _alone_in(path: Path) -> Iterator[None]:
-    """Of several processes that would make a run of a directory, one after another."""
+    """Hold an exclusive lock on a directory, so that only one process makes it a run."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all, readable by its owner alone; what lay there before is replaced.
+
+    Raises:
+        OSError: it cannot be written; what lay there is as it was.
+    """
+    partial = path.with_name(f".{path.name}")
+    partial.unlink(missing_ok=True)
+    try:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_EXCL | _OPENED, 0o600), "wb") as file:
+            file.write(content)
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def open_lines(path: Path) -> FileIO:
+    """Open a file of lines to append, unbuffered; a last line that was cut short by a kill is ended first.
+
+    Raises:
+        OSError: it cannot be opened, or is not a regular file.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | _OPENED, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(0, "not a regular file")
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            os.write(descriptor, b"\n")
+        return os.fdopen(descriptor, "ab", buffering=0)  # nothing stays behind that a full disk refused
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def write_line(file: FileIO, record: Mapping[str, Any]) -> None:
+    """Append a record as a line of JSON.
+
+    Raises:
+        OSError: the disk refused; what it took of the line is removed again.
+    """
+    line = (json.dumps(record) + "\n").encode()
+    written = file.write(line)
+    if written != len(line):  # a full disk takes the beginning, and refuses only the next call
+        file.truncate(file.seek(0, os.SEEK_END) - (written or 0))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,12 +1,13 @@
-"""What watches a run: keeps its metrics, passes them on to the terminal and the sinks, and raises alarms.
+"""The observer of a run: keeps its metrics, passes them to the terminal and the sinks, and raises alarms.
 
 Owns `metrics.jsonl`, `alarms.jsonl` and `status.json` of the run directory. Looks at the loop once a second, in the
-loop's own thread; an outside sink that fails is dropped by name, and never ends the run.
+loop's own thread; an outside sink that fails is removed by name, and never ends the run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,14 +17,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.safe import safe_line
 from agentrl.core.words import plural
-from agentrl.observe.alarm_lines import write_alarm
-from agentrl.observe.alarms import alarms
-from agentrl.observe.enduring import EnduringStream
-from agentrl.observe.metrics import JsonlSink, Sink
-from agentrl.observe.plot import curve
+from agentrl.observe.alarms import alarms, write_alarm
 from agentrl.observe.progress import Display, display, waiting
-from agentrl.observe.run_state import RunPlan, RunState, read_metrics
-from agentrl.observe.status import Outcome, Status, with_engine_share, write_status
+from agentrl.observe.run_state import Outcome, RunPlan, RunState, Status, read_metrics, with_engine_share, write_status
+from agentrl.observe.sinks import JsonlSink, Sink
+from agentrl.observe.view import curve
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -39,9 +37,9 @@ class RunObserver:
     """Observes one run; a context manager that leaves the terminal as it was.
 
     Args:
-        directory: where the files go; metrics that are there already belong to the run's earlier life.
-        plan: what the configuration says.
-        others: observers of the caller's, told the same.
+        directory: of the run; metrics that are there already belong to its previous attempts.
+        plan: of the run.
+        others: the caller's observers, which get the same calls.
         sinks: where metrics go besides `metrics.jsonl`.
         quiet: say nothing on the terminal.
         stream: where to say it; the error stream where None.
@@ -105,7 +103,7 @@ class RunObserver:
         """Look every second from now on, in the running event loop.
 
         Args:
-            probe: says where the loop stands; None while there is no loop yet.
+            probe: returns the status of the loop; None while there is no loop yet.
         """
         self._probe = probe
         if self._timer is not None:
@@ -208,7 +206,7 @@ class RunObserver:
             self._shown().show()
 
     def _held_out(self, tasks: int) -> str:
-        """What the evaluations say, the first of them possibly of an earlier life of the run."""
+        """The first and last held-out rewards; the first may be of a previous attempt of the run."""
         measured = {policy.name: policy.series("evaluation/reward")[1] for policy in self.state.policies.values()}
         lines = [
             f"held-out reward{f' of {safe_line(name)}' if len(measured) > 1 else ''} on {plural(tasks, 'task')}: "
@@ -261,3 +259,31 @@ def _chosen(summary: Mapping[str, Any]) -> str:
     if summary.get("ended_early"):
         lines.append(f"ended early: {safe_line(summary['ended_early'])}\n")
     return "".join(lines)
+
+
+class EnduringStream(io.TextIOBase):
+    """Writes to another stream until that fails; `agentrl train … 2>&1 | head -1` must not end the training."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    def write(self, text: str, /) -> int:
+        """Write what can be written; always claims to have written all."""
+        if self._stream is not None:
+            try:
+                self._stream.write(text)
+            except (OSError, ValueError):
+                self._stream = None
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or go quiet."""
+        if self._stream is not None:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._stream = None
+
+    def isatty(self) -> bool:
+        """Whether there is a terminal."""
+        return self._stream is not None and not self._stream.closed and self._stream.isatty()

@@ -1,7 +1,8 @@
-"""All that is shown of a run, folded from its metrics: the same for the live view, another process and the report.
+"""The state of a run as displays show it, folded from its metrics, its configuration and its status.
 
-Owns the fold of metric lines (a repeated step replaces the older one, as after a resume) and what the configuration
-says about bounds. Knows neither terminals nor HTML.
+`RunState` folds metric lines (a repeated step replaces the older one, as after a resume) and knows what the
+configuration says about bounds. `Status` is a moment of the loop, written once a second to `status.json` for other
+processes; nothing of the run depends on that file, and an unreadable one counts as absent.
 """
 
 from __future__ import annotations
@@ -10,51 +11,124 @@ import io
 import json
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from agentrl.core.files import open_regular, read_at_most, size_of
-from agentrl.observe.status import Status
+from agentrl.core.words import plural
+from agentrl.observe.run_directory import replace_file
 
 Values = Mapping[str, float]
 
 LARGEST = 1e100
-"""What is larger cannot be added up or drawn, and means as little as infinity."""
+"""Larger values cannot be summed or drawn, and are left out like infinity."""
 RECENT_STEPS = 5
-"""Of a policy: how long it waited for each is remembered."""
+"""Number of a policy's newest steps whose waits are remembered."""
 MAX_METRICS_BYTES = 64 << 20
-"""Of a longer `metrics.jsonl` the newest so many bytes are read."""
+"""Bytes at the end of `metrics.jsonl` that are read at most."""
 MAX_LINE_BYTES = 1 << 20
 MAX_POLICIES = 256
 """A file that names more is not one of ours."""
+MAX_STATUS_BYTES = 1 << 20
+"""Bytes of `status.json` that are read at most: anyone may have put the file there."""
+STATUS_FILE = "status.json"
+SILENT_S = 15.0
+"""A status older than this is old: a run that goes on writes it every second."""
+Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
+"""An integer that a float can hold, and a screen show."""
+Outcome = Literal["", "finished", "stopped", "failed", "killed"]
+"""How the process of a run ended: by itself, by Ctrl-C or SIGTERM, with an error, killed."""
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """A moment of a run."""
+
+    phase: str
+    """The current activity, in words."""
+    progress: tuple[Whole, Whole] | None = None
+    """Held-out episodes that have ended, and of how many, while an evaluation runs."""
+    waits: tuple[str, ...] = ()
+    """What the trainers and admission wait for, in words."""
+    in_flight: Whole = 0
+    ready: Whole = 0
+    trained: Whole = 0
+    dropped: Mapping[str, Whole] = field(default_factory=dict)
+    """Episodes by reason."""
+    engine_busy_s: float = 0.0
+    """Seconds the engine has spent in forward passes since it was started."""
+    engine_share: float | None = None
+    """Share of the last seconds the engine was busy; the observer fills it in."""
+    wall: Seconds = 0.0
+    """Time of writing, in seconds since the epoch; the observer fills it in."""
+    seconds: Seconds = 0.0
+    """Wall seconds since the run was started; the observer fills it in."""
+    ended: bool = False
+    """Whether the process has ended."""
+    outcome: Outcome = ""
+    """How the process ended; empty until then."""
+
+
+def write_status(directory: Path, status: Status) -> None:
+    """Write `status.json`, whole or not at all; ignores a disk that refuses."""
+    try:
+        replace_file(directory / STATUS_FILE, msgspec.json.encode(status))
+    except OSError:
+        return
+
+
+def read_status(directory: Path) -> Status | None:
+    """Read `status.json`; None if there is none that this version can read."""
+    try:
+        with open_regular(directory / STATUS_FILE) as file:
+            return msgspec.json.decode(read_at_most(file, MAX_STATUS_BYTES), type=Status)
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def with_engine_share(status: Status, share: float | None) -> Status:
+    """The status with the engine's recent busy share, also in words."""
+    waits = status.waits
+    if share is not None and status.in_flight:
+        if share >= 0.9:
+            waits = (
+                *waits,
+                f"engine saturated: busy {share:.0%} of the time with {plural(status.in_flight, 'episode')}",
+            )
+        elif share < 0.5:
+            waits = (*waits, f"engine waits for tools, environments or other processes: busy {share:.0%} of the time")
+    return replace(status, engine_share=share, waits=waits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What the configuration says that is needed to read the metrics."""
+    """The part of the configuration that displays and alarms need."""
 
     name: str = "run"
     environment: str = ""
     model: str = ""
     steps: int = 0
     max_staleness: Mapping[str, int] = field(default_factory=dict)
-    """Of each policy that steps; its keys are the trainable policies."""
+    """By trainable policy."""
     own_steps: Mapping[str, int] = field(default_factory=dict)
-    """Of policies that take other than `steps`."""
+    """Steps of policies that take a number of their own."""
     phased: frozenset[str] = frozenset()
     """Policies that learn in turn."""
     past: Mapping[str, str] = field(default_factory=dict)
-    """Policies that stand for past versions, and whose."""
+    """Policies that are pools of earlier versions, and the policy those are of."""
 
     def steps_of(self, policy: str) -> int:
-        """How many steps a policy takes; 0: not known."""
+        """Number of steps a policy takes; 0: not known."""
         return self.own_steps.get(policy, self.steps)
 
 
 @dataclass(slots=True, kw_only=True)
 class PolicyState:
-    """What is known of one policy."""
+    """The metrics of one policy."""
 
     name: str
     max_staleness: int | None = None
@@ -63,9 +137,9 @@ class PolicyState:
     evaluations: dict[int, Values] = field(default_factory=dict)
     """Held-out metrics by step, in order."""
     waited: int = 0
-    """Steps that others have taken since its newest."""
+    """Steps of other policies since its newest step."""
     waits: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    """The same between its last steps."""
+    """Steps of other policies between its last steps."""
 
     @property
     def step(self) -> int:
@@ -91,21 +165,21 @@ class PolicyState:
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """A run as it is shown."""
+    """A run as displays show it."""
 
     plan: RunPlan
     path: str = ""
     policies: dict[str, PolicyState] = field(default_factory=dict)
     status: Status | None = None
     problem: str = ""
-    """What of the run could not be read, in words."""
+    """The parts of the run that could not be read, in words."""
 
     def __post_init__(self) -> None:
         for name, bound in self.plan.max_staleness.items():
             self.policies.setdefault(name, PolicyState(name=name, max_staleness=bound))
 
     def record(self, policy: str, step: int, values: Values) -> None:
-        """Take a line of metrics; those that are not finite, or beyond `LARGEST`, are left out."""
+        """Record a line of metrics; values that are not finite, or beyond `LARGEST`, are left out."""
         known = {name: value for name, value in values.items() if abs(value) <= LARGEST}
         state = self.policies.setdefault(policy, PolicyState(name=policy))
         if any(name.startswith("evaluation/") for name in known):
@@ -123,7 +197,7 @@ class RunState:
 
 
 def plan_of(config: Mapping[str, Any]) -> RunPlan:
-    """What the resolved configuration of a run says, of any version; what is missing is left at its default."""
+    """The plan in a resolved configuration of any version; missing fields keep their defaults."""
     policies = _mapping(config.get("policies"))
     trainable = {name: _mapping(policy) for name, policy in policies.items()}
     return RunPlan(
@@ -143,9 +217,9 @@ def plan_of(config: Mapping[str, Any]) -> RunPlan:
 
 
 def read_metrics(path: Path, state: RunState) -> None:
-    """Fold `metrics.jsonl` into a state; a line that is being written, or is damaged, is left out.
+    """Fold `metrics.jsonl` into a state; incomplete and damaged lines are skipped.
 
-    What is not a regular file counts as absent.
+    Anything but a regular file counts as absent.
     """
     try:
         with open_regular(path) as file:

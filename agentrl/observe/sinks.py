@@ -1,7 +1,9 @@
-"""Sinks that need a package of their own: trackio, wandb, tensorboard. Thin: names and values go through as they are.
+"""Sinks: where metrics go besides the journal.
 
-Imported where they are asked for, and only then. A metric of policy P is logged as it is where P is the only policy
-that steps, and as `P/name` where there are several: these tools know one series per name.
+`JsonlSink` writes `metrics.jsonl` of every run. trackio, wandb and tensorboard need packages of their own, which are
+imported only if a configuration asks for them; names and values go through as they are. A metric of policy P is logged
+under its own name if P is the only policy that steps, else as `P/name`: these tools know one series per name.
+`prometheus` formats the newest values.
 """
 
 from __future__ import annotations
@@ -12,19 +14,61 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, StorageError
+from agentrl.core.files import remedy
 from agentrl.core.installation import install_command
 from agentrl.observe.metrics import describe
+from agentrl.observe.run_directory import open_lines, write_line
 from agentrl.observe.view import plain
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from agentrl.observe.metrics import Sink
-
 SinkName = Literal["trackio", "wandb", "tensorboard"]
+
+
+class Sink(Protocol):
+    """Where metrics go besides the journal."""
+
+    def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
+        """Take the values of one step; must not block for long."""
+        ...
+
+    def close(self) -> None:
+        """Write what is buffered and release. Idempotent."""
+        ...
+
+
+class JsonlSink:
+    """`metrics.jsonl`: a line per step, `{"policy", "step", name: value, …}`; NaN and infinity are null."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open the file to append.
+
+        Raises:
+            StorageError: it cannot be opened.
+        """
+        self.path = Path(path)
+        try:
+            self._file = open_lines(self.path)
+        except OSError as error:
+            raise StorageError(f"{self.path}: metrics cannot be written ({error.strerror})") from error
+
+    def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
+        """Append and flush a line.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        try:
+            write_line(self._file, {"policy": policy, "step": step, **finite})
+        except OSError as error:
+            raise StorageError(f"{self.path}: metrics cannot be written ({error.strerror}); {remedy(error)}") from error
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
 
 
 def open_sinks(names: Sequence[SinkName], directory: Path, config: Mapping[str, Any]) -> list[Sink]:

@@ -1,37 +1,96 @@
 """The buffer: episodes enter whole, are released as their group's rule says, and leave as units exactly once.
 
-Owns every training episode between admission and its optimizer step, as headers only: token data stays in the journal.
-Does not know about versions (`versions.py`), capacity (`staleness.py`), who runs episodes (`dispatch.py`), or when a
-member may leave its group and with which advantage (`groups.py`).
+`EpisodeBuffer` owns every training episode between admission and its optimizer step, as headers only: token data stays
+in the journal. A `ReleasePolicy` says when members of a group are released and with which advantages: `WholeGroups`
+waits for all of them (`credit.release = "group"`), `FirstFinishers` does not (`late`, `episode`). The `Ledger` proves
+that no episode and no unit is lost or trained twice. Versions, capacity and execution are of no concern here.
 
-Entry lifecycle: admit → end (committed or dropped) → released by its group: advantages → ready → take → resolve.
-Invariants: a member is released once; a unit is taken at most once; the ledger balances after every call.
+Entry lifecycle: admit → record_end (committed or dropped) → released by its group: advantages → ready → pop → resolved
+(trained or dropped). Invariants: a member is released once; a unit is popped at most once; the ledger balances after
+every call.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, Protocol
 
+from agentrl.core import ids
+from agentrl.core.baselines import BaselineSet, EarlierMean
+from agentrl.core.errors import AgentRLError
 from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, TrajectoryHeader
-from agentrl.core.training_records import Unit
+from agentrl.core.training_records import TrajectoryCredit, Unit
+from agentrl.credit.advantages import (
+    Advantage,
+    AdvantageFunction,
+    ReleaseRule,
+    advantages_to_go,
+    against,
+    compared_with,
+    leave_one_out,
+    no_baseline,
+)
+from agentrl.credit.baselines import Rewarded, RewardHistory, Role
 from agentrl.observe.metrics import PASS_RATES
-from agentrl.orchestrator.composition import Composition
-from agentrl.orchestrator.counts import Counts
-from agentrl.orchestrator.groups import Credits, Group, Release, rewarded
-from agentrl.orchestrator.ledger import Ledger
+from agentrl.orchestrator.metrics import Counts, SelectionBias
+
+
+class LedgerError(AgentRLError):
+    """The ledger does not balance: a bug, never a user's mistake."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Two equations that prove no episode and no unit is lost or trained twice.
+
+        episodes, children counted:  admitted  = in_flight + ready + trained + dropped
+        units of each policy:        committed = ready + consumed + dropped
+
+    An episode is ready until its last unit is resolved; trained if one was consumed, dropped otherwise.
+    """
+
+    admitted: int = 0
+    in_flight: int = 0
+    ready: int = 0
+    trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Episodes by reason; `frozen` where nothing of the episode was trainable."""
+    units_committed: Counter[str] = field(default_factory=Counter)
+    """By policy, as the three below."""
+    units_ready: Counter[str] = field(default_factory=Counter)
+    units_consumed: Counter[str] = field(default_factory=Counter)
+    units_dropped: Counter[str] = field(default_factory=Counter)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the counts as JSON data."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()}
+
+    def check(self) -> None:
+        """Compare both sides of each equation.
+
+        Raises:
+            LedgerError: an equation does not hold.
+        """
+        if self.admitted != self.in_flight + self.ready + self.trained + self.dropped.total():
+            raise LedgerError(f"admitted = in_flight + ready + trained + dropped does not hold: {self}")
+        for policy, committed in self.units_committed.items():
+            resolved = self.units_consumed[policy] + self.units_dropped[policy]
+            if committed != self.units_ready[policy] + resolved:
+                raise LedgerError(f"policy {policy}: committed = ready + consumed + dropped does not hold: {self}")
 
 
 class ReadyUnit(NamedTuple):
-    """A unit waiting for its step, with what credit and metrics need of its episode."""
+    """A unit that waits for its step, with the parts of its episode that credit and metrics need."""
 
     unit: Unit
     trajectories: tuple[TrajectoryHeader, ...]
     environment: str = ""
     is_alone: bool = False
-    """Its rewards were to be compared with those of other episodes, and there were none: it teaches nothing."""
+    """Its rewards were to be compared with other episodes' and there were none: its advantage is 0."""
 
 
 class UnitDrop(NamedTuple):
@@ -43,56 +102,295 @@ class UnitDrop(NamedTuple):
     reason: str
 
 
+Credits = Mapping[tuple[str, str, int], TrajectoryCredit]
+"""By episode, seat and agent."""
+
+
+@dataclass(slots=True)
+class Group:
+    """Episodes that are compared with each other: how many still run, and the headers of those that ended."""
+
+    running: int
+    size: int = 0
+    """Members to be sampled; after a resume fewer may be left."""
+    task: str | None = None
+    """Id of the root episode's task."""
+    headers: list[EpisodeHeader] = field(default_factory=list)
+    """Headers of the members that ended, dropped ones included, in order of their ends."""
+    released: int = 0
+    """How many of `headers` have been released."""
+    earlier: tuple[EarlierMean, ...] = ()
+    """Mean rewards of its policies in earlier groups, when it was admitted."""
+    frozen: BaselineSet | None = None
+    squares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Once complete, by policy: the sum of its squared advantages, and of those that leave-one-out over the whole group
+    would have given."""
+
+    @property
+    def committed(self) -> list[EpisodeHeader]:
+        """The members that ended and were not dropped."""
+        return [header for header in self.headers if header.committed]
+
+    @property
+    def late(self) -> int:
+        """Members that run while others have been released."""
+        return self.running if self.released else 0
+
+    def release_ended(self) -> Sequence[EpisodeHeader]:
+        """ReleasePolicy all members that ended since the last release."""
+        released, self.released = self.headers[self.released :], len(self.headers)
+        return released
+
+
+class ReleasePolicy(Protocol):
+    """When members of a group are released to the trainer, and with which credits."""
+
+    compares: bool
+    """Whether rewards are compared at all; else they are their own advantages."""
+
+    def record_admission(self, spec: EpisodeSpec, group: Group) -> None:
+        """Record that a member of a group starts."""
+        ...
+
+    def record_end(self, spec: EpisodeSpec, group: Group) -> tuple[Sequence[EpisodeHeader], Credits]:
+        """Record that a member ended, the last of `group.headers`; returns whom that releases, and their credits."""
+        ...
+
+
+class WholeGroups:
+    """Releases all members at once, when the last one has ended.
+
+    Args:
+        trainable: policies whose trajectories are compared.
+        advantage: over the rewards of one policy in one seat.
+        to_go: whether a turn's reward counts for that turn and those before it alone.
+    """
+
+    def __init__(self, trainable: Iterable[str], advantage: AdvantageFunction, *, to_go: bool = False) -> None:
+        self._trainable = frozenset(trainable)
+        self._advantage = advantage
+        self._to_go = to_go
+        self.compares = advantage is not no_baseline
+
+    def record_admission(self, spec: EpisodeSpec, group: Group) -> None:
+        """Do nothing."""
+
+    def record_end(self, spec: EpisodeSpec, group: Group) -> tuple[Sequence[EpisodeHeader], Credits]:
+        """ReleasePolicy the whole group, or nobody."""
+        if group.running:
+            return (), {}
+        compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
+        for header in sorted(group.headers, key=lambda header: ids.order_key(header.episode_id)):
+            for trajectory in rewarded(header, self._trainable):  # in this order, since sums depend on it
+                seat = (trajectory.policy, trajectory.seat)
+                compared.setdefault(seat, []).append((header.episode_id, trajectory))
+        credits: dict[tuple[str, str, int], TrajectoryCredit] = {}
+        for members in compared.values():
+            for (episode_id, trajectory), credit in zip(members, self._credits(members), strict=True):
+                credits[episode_id, trajectory.seat, trajectory.index] = credit
+        return group.release_ended(), credits
+
+    def _credits(self, members: Sequence[tuple[str, TrajectoryHeader]]) -> Iterator[TrajectoryCredit]:
+        """Credits of trajectories that are compared with each other, given with their episodes."""
+        episodes = [episode_id for episode_id, _ in members]
+        rewards = [trajectory.reward or 0.0 for _, trajectory in members]
+        by_turn: Sequence[tuple[float, ...]] = [()] * len(members)
+        if self._to_go and any(trajectory.turn_rewards for _, trajectory in members):
+            turn_rewards = [trajectory.turn_rewards for _, trajectory in members]
+            by_turn = advantages_to_go(self._advantage, rewards, turn_rewards, episodes)
+        advantages = self._advantage(rewards, episodes)
+        for (_, t), reward, (value, baseline), turns in zip(members, rewards, advantages, by_turn, strict=True):
+            yield TrajectoryCredit(t.seat, t.index, reward, value, baseline, turns)
+
+
+class FirstFinishers:
+    """Releases the first finishers together and every later member when it ends; the first fix the baseline set.
+
+    Args:
+        trainable: policies whose trajectories are compared.
+        rule: how many members are waited for.
+        history: mean rewards of earlier groups.
+        freeze: called with every baseline set before any unit compared with it is ready.
+        frozen: baseline sets that a previous attempt of the run fixed, by group.
+        compares: whether rewards are compared here at all; else they are their own advantages.
+    """
+
+    def __init__(
+        self,
+        trainable: Iterable[str],
+        rule: ReleaseRule,
+        *,
+        history: RewardHistory,
+        freeze: Callable[[BaselineSet], None],
+        frozen: Mapping[str, BaselineSet],
+        compares: bool = True,
+    ) -> None:
+        self._trainable = frozenset(trainable)
+        self._rule = rule
+        self._history = history
+        self._freeze = freeze
+        self._frozen = dict(frozen)
+        self.compares = compares
+        self._tasks: dict[str, str | None] = {}
+
+    def record_admission(self, spec: EpisodeSpec, group: Group) -> None:
+        """At the first member's admission, take the mean rewards of earlier groups for the whole group."""
+        task = spec.task.id if spec.parent_id is None else self._tasks.get(spec.parent_id)
+        self._tasks[spec.episode_id] = task
+        if group.size:
+            return
+        group.task = task
+        group.frozen = self._frozen.pop(spec.group_id, None)
+        for seat, binding in sorted(spec.seats.items()):
+            mean = self._history.mean(Role(binding.policy, spec.environment, seat), task)
+            if mean is not None and binding.policy in self._trainable:
+                group.earlier += (EarlierMean(binding.policy, seat, mean),)
+
+    def record_end(self, spec: EpisodeSpec, group: Group) -> tuple[Sequence[EpisodeHeader], Credits]:
+        """ReleasePolicy nobody, or all who wait and can be compared with the frozen baseline set."""
+        self._tasks.pop(spec.episode_id, None)
+        if group.running and len(group.headers) < self._rule.waited_for(group.size):
+            return (), {}
+        committed = {header.episode_id: header for header in group.committed}
+        if group.frozen is None and (len(committed) >= self._rule.waited_for(group.size) or not group.running):
+            group.frozen = BaselineSet(
+                spec.group_id, tuple(committed)[: self._rule.waited_for(group.size)], group.earlier
+            )
+            self._freeze(group.frozen)
+        if not group.running:
+            self._history.add(group.task, self._rewarded(spec.environment, committed.values()))
+        if group.frozen is None or not committed.keys() >= set(group.frozen.finishers):
+            return (), {}
+        released = group.release_ended()
+        first = [committed[name] for name in group.frozen.finishers]
+        if group.running or not self.compares:
+            return released, dict(self._credits(released, first, group.frozen))
+        credits = dict(self._credits(group.committed, first, group.frozen))
+        group.squares = self._squares(group.committed, credits)
+        return released, credits
+
+    def _squares(self, members: Iterable[EpisodeHeader], credits: Credits) -> dict[str, tuple[float, float]]:
+        """The value of `Group.squares` for a complete group."""
+        compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
+        for header in members:
+            for own in rewarded(header, self._trainable):
+                compared.setdefault((own.policy, own.seat), []).append((header.episode_id, own))
+        squares: dict[str, tuple[float, float]] = {}
+        for (policy, _), found in compared.items():
+            whole = leave_one_out([own.reward or 0.0 for _, own in found], [episode_id for episode_id, _ in found])
+            given = (credits[episode_id, own.seat, own.index].advantage for episode_id, own in found)
+            before = squares.get(policy, (0.0, 0.0))
+            squares[policy] = (
+                before[0] + math.fsum(value**2 for value in given),
+                before[1] + math.fsum(advantage.value**2 for advantage in whole),
+            )
+        return squares
+
+    def _credits(
+        self, released: Sequence[EpisodeHeader], first: Sequence[EpisodeHeader], frozen: BaselineSet
+    ) -> Iterator[tuple[tuple[str, str, int], TrajectoryCredit]]:
+        earlier = {(policy, seat): mean for policy, seat, mean in frozen.earlier}
+        by_episode = {header.episode_id: header for header in first}
+        for header in released:
+            others = [by_episode[name] for name in compared_with(frozen.finishers, header.episode_id)]
+            for own in rewarded(header, self._trainable):
+                key = (own.policy, own.seat)
+                rewards = [
+                    t.reward or 0.0 for other in others for t in rewarded(other, {own.policy}) if t.seat == own.seat
+                ]
+                reward = own.reward or 0.0
+                value, baseline = (
+                    against(reward, rewards, earlier.get(key)) if self.compares else Advantage(reward, 0.0)
+                )
+                credit = TrajectoryCredit(own.seat, own.index, reward, value, baseline)
+                yield (header.episode_id, own.seat, own.index), credit
+
+    def _rewarded(self, environment: str, headers: Iterable[EpisodeHeader]) -> Iterator[Rewarded]:
+        for header in headers:
+            for own in rewarded(header, self._trainable):
+                yield Rewarded(Role(own.policy, environment, own.seat), own.reward or 0.0)
+
+
+def rewarded(header: EpisodeHeader, policies: frozenset[str] | set[str]) -> Iterator[TrajectoryHeader]:
+    """The trajectories of some policies that were given a reward."""
+    return (own for own in header.trajectories if own.policy in policies and own.reward is not None)
+
+
+def history_of(members: Iterable[tuple[EpisodeSpec, EpisodeHeader]], open_groups: Collection[str]) -> RewardHistory:
+    """The mean rewards of earlier groups, folded from a journal.
+
+    Args:
+        members: every committed training episode, in order of commit.
+        open_groups: groups that will end, or end again, in this attempt of the run: left out.
+    """
+    tasks: dict[str, str] = {}
+    groups: dict[str, list[Rewarded]] = {}
+    parents: dict[str, str] = {}
+    for spec, header in members:
+        tasks[spec.episode_id] = spec.task.id
+        if spec.group_id in open_groups:
+            continue
+        rewards = groups.pop(spec.group_id, [])  # so that groups stay in the order in which they ended
+        for own in rewarded(header, {own.policy for own in header.trajectories}):
+            rewards.append(Rewarded(Role(own.policy, spec.environment, own.seat), own.reward or 0.0))
+        groups[spec.group_id] = rewards
+        parents[spec.group_id] = spec.episode_id.partition("~")[0]
+    history = RewardHistory()
+    for group_id, rewards in groups.items():
+        history.add(tasks.get(parents[group_id]), rewards)
+    return history
+
+
 class EpisodeBuffer:
     """Groups of episodes on their way to a trainer.
 
     Args:
         trainable: policies whose units are trained; other policies only play.
         release: when members of a group are released, and what they are compared with.
-        resolved_before: what became of units in an earlier life of the run, by (policy, episode id): None where they
-            were trained, else the drop reason. They are compared with their siblings again, and never trained again.
-        compositions: of policies, told what becomes of every unit.
+        resolved_before: units that a previous attempt of the run resolved, by (policy, episode id): None if trained,
+            else the drop reason. They are compared with their siblings again, and never trained again.
+        selection_bias: by policy; is informed of every admission, end and resolution.
     """
 
     def __init__(
         self,
         trainable: Iterable[str],
-        release: Release,
+        release: ReleasePolicy,
         *,
         resolved_before: Mapping[tuple[str, str], str | None] | None = None,
-        compositions: Mapping[str, Composition] | None = None,
+        selection_bias: Mapping[str, SelectionBias] | None = None,
     ) -> None:
         self.trainable = frozenset(trainable)
         """Policies whose units are trained."""
         self.release = release
         self._resolved_before = dict(resolved_before or {})
-        self.compositions = dict(compositions or {})
+        self.selection_bias = dict(selection_bias or {})
         self._groups: dict[str, Group] = {}
         self._ready: dict[str, deque[ReadyUnit]] = {policy: deque() for policy in self.trainable}
         self._in_flight: Counter[str] = Counter()
         self._late: Counter[str] = Counter()
         self._consumed: Counter[str] = Counter()
-        """Units trained in this life of the run."""
+        """Units trained in this attempt of the run."""
         self._begun: dict[tuple[str, str], int] = {}
-        """Of units under way, by policy and episode: `_consumed` when they began."""
+        """For outstanding units, by policy and episode: `_consumed` when they began."""
         self._beginnings: dict[str, Counter[int]] = {policy: Counter() for policy in self.trainable}
-        """The same counted: how many began at each."""
+        """How many outstanding units began at each value of `_consumed`."""
         self._unresolved: dict[str, set[str]] = {}
         self._trained: set[str] = set()
         self.ledger = Ledger()
         self.counts = Counts()
-        """Of the episodes that ended since the run began."""
+        """Counts of the episodes that ended since the run began."""
 
     # --- entering ---------------------------------------------------------------------------------------------------
 
     def expect(self, group_id: str, size: int) -> None:
-        """A group that has `size` members from now on, whatever their specs say (resume: dropped ones stay away)."""
+        """Set a group's number of members, whatever their specs say (resume: dropped members do not come back)."""
         self._groups[group_id] = Group(size)
 
     def admit(self, spec: EpisodeSpec) -> None:
-        """An episode starts. Its group is complete when `group_size` members have ended."""
+        """Record that an episode starts. Its group is complete when `group_size` members have ended."""
         group = self._groups.setdefault(spec.group_id, Group(spec.group_size))
-        self.release.admitted(spec, group)
+        self.release.record_admission(spec, group)
         group.size = spec.group_size
         self.ledger.admitted += 1
         self.ledger.in_flight += 1
@@ -100,27 +398,27 @@ class EpisodeBuffer:
             self._in_flight[policy] += 1
             self._begun[policy, spec.episode_id] = began = self._consumed[policy]
             self._beginnings[policy][began] += 1
-            if policy in self.compositions:
-                self.compositions[policy].dispatched(spec)
+            if policy in self.selection_bias:
+                self.selection_bias[policy].record_admission(spec)
 
-    def end(self, spec: EpisodeSpec, header: EpisodeHeader) -> list[UnitDrop]:
-        """An admitted episode ended; returns the units dropped because of it."""
+    def record_end(self, spec: EpisodeSpec, header: EpisodeHeader) -> list[UnitDrop]:
+        """Record that an admitted episode ended; returns the units dropped because of it."""
         drops: list[UnitDrop] = []
         self.ledger.in_flight -= 1
         policies = self.policies_of(spec)
-        for policy in policies & self.compositions.keys():
-            self.compositions[policy].ended(policy, header)
+        for policy in policies & self.selection_bias.keys():
+            self.selection_bias[policy].record_end(policy, header)
         if header.committed:
             self._commit(header, drops)
         else:
             self.ledger.dropped[header.drop_reason or ""] += 1
         for policy in policies - {trajectory.policy for trajectory in header.trajectories}:
-            self._forget_beginning(policy, header.episode_id)
+            self._remove_outstanding(policy, header.episode_id)
         group = self._groups[spec.group_id]
         before = group.late
         group.running -= 1
         group.headers.append(header)
-        released, credits = self.release.ended(spec, group)
+        released, credits = self.release.record_end(spec, group)
         for policy in policies:
             self._in_flight[policy] -= 1
             self._late[policy] += group.late - before
@@ -130,7 +428,7 @@ class EpisodeBuffer:
             del self._groups[spec.group_id]
             self._count_pass_rate(group.headers)
             for policy, (given, whole) in group.squares.items():
-                self.counts.compared(policy, given, whole)
+                self.counts.count_squares(policy, given, whole)
         return drops
 
     def _commit(self, header: EpisodeHeader, drops: list[UnitDrop]) -> None:
@@ -147,7 +445,7 @@ class EpisodeBuffer:
                 drops.append(UnitDrop(header.episode_id, header.attempt, policy, "no_reward"))
                 self._resolve(header.episode_id, policy, reason="no_reward")
         if not policies:
-            self._leave(header.episode_id, reason="frozen")
+            self._close_episode(header.episode_id, reason="frozen")
 
     def _make_ready(self, header: EpisodeHeader, credits: Credits, group: Group, environment: str) -> None:
         for policy in sorted(self._unresolved.get(header.episode_id, ())):
@@ -162,7 +460,7 @@ class EpisodeBuffer:
             self._ready[policy].append(ReadyUnit(unit, own, environment, self._is_alone(unit, group)))
 
     def _is_alone(self, unit: Unit, group: Group) -> bool:
-        """Whether the rewards of a unit were to be compared, and no other member was given one in these seats."""
+        """Whether a unit's rewards were to be compared and no other member got a reward in the same seats."""
         if not self.release.compares or any(credit.advantage for credit in unit.credits):
             return False
         seats = {credit.seat for credit in unit.credits}
@@ -170,57 +468,56 @@ class EpisodeBuffer:
         return not any(own.seat in seats for other in others for own in rewarded(other, {unit.policy}))
 
     def _count_pass_rate(self, headers: Sequence[EpisodeHeader]) -> None:
-        """Count how much of a group of child episodes was solved, if rewards lie in [0, 1]; dropped members are neither
-        here nor there."""
+        """Count the pass rate of a group of child episodes, if rewards lie in [0, 1]; dropped members are ignored."""
         rewards = [header.reward for header in headers if header.parent_id is not None and header.reward is not None]
         if rewards and min(rewards) >= 0.0 and max(rewards) <= 1.0:
             mean = math.fsum(rewards) / len(rewards)
             inside = 1 + min(int(mean * 5), 3 if mean <= 0.8 else 4)
-            self.counts.solved(PASS_RATES[0 if mean == 0 else -1 if mean == 1 else inside])
+            self.counts.count_pass_rate(PASS_RATES[0 if mean == 0 else -1 if mean == 1 else inside])
 
     # --- leaving ----------------------------------------------------------------------------------------------------
 
     def ready(self, policy: str) -> int:
-        """Units that were released and wait for a step."""
+        """Number of units that were released and wait for a step."""
         return len(self._ready[policy])
 
-    def under_way(self, policy: str) -> int:
-        """Units that may still be trained: of running episodes, of unreleased groups, ready, or in a step now."""
+    def outstanding(self, policy: str) -> int:
+        """Number of units that may still be trained: of running episodes, of unreleased groups, ready, or in a step."""
         return self._in_flight[policy] + self.ledger.units_ready[policy]
 
     def overtaken(self, policy: str) -> int:
-        """Units that were trained since the oldest of those under way began."""
+        """Number of units trained since the oldest outstanding one began."""
         beginnings = self._beginnings[policy]
         return self._consumed[policy] - min(beginnings) if beginnings else 0
 
     def late(self, policy: str) -> int:
-        """Units of running episodes, others of whose group were released."""
+        """Number of units of running episodes whose group has released other members."""
         return self._late[policy]
 
-    def take(self, policy: str, count: int) -> list[ReadyUnit]:
-        """Up to `count` ready units, oldest release first; each must be resolved by `consume` or `drop`."""
+    def pop_ready(self, policy: str, count: int) -> list[ReadyUnit]:
+        """Remove and return up to `count` ready units, oldest release first; resolve each by `consume` or `drop`."""
         queue = self._ready[policy]
         return [queue.popleft() for _ in range(min(count, len(queue)))]
 
-    def take_where(self, policy: str, wanted: Callable[[ReadyUnit], bool]) -> list[ReadyUnit]:
-        """The ready units that are `wanted`, oldest release first; each must be resolved by `consume` or `drop`."""
+    def pop_ready_where(self, policy: str, wanted: Callable[[ReadyUnit], bool]) -> list[ReadyUnit]:
+        """Remove and return the `wanted` ready units, oldest release first; resolve each by `consume` or `drop`."""
         queue = self._ready[policy]
         taken = [ready for ready in queue if wanted(ready)]
         self._ready[policy] = deque(ready for ready in queue if not wanted(ready))
         return taken
 
-    def give_back(self, policy: str, units: Sequence[ReadyUnit]) -> None:
-        """Taken units wait for a step again, before all others."""
+    def put_back(self, policy: str, units: Sequence[ReadyUnit]) -> None:
+        """Put popped units back, before all others."""
         self._ready[policy].extendleft(reversed(units))
 
     def consume(self, units: Iterable[ReadyUnit]) -> None:
-        """Taken units were trained. Advantage 0 counts as consumed."""
+        """Record that popped units were trained. Advantage 0 counts as consumed."""
         for ready in units:
             self._consumed[ready.unit.policy] += 1
             self._resolve(ready.unit.episode_id, ready.unit.policy, reason=None)
 
     def drop(self, units: Iterable[ReadyUnit], reason: str) -> list[UnitDrop]:
-        """Taken units will not be trained."""
+        """Record that popped units will not be trained."""
         drops = []
         for ready in units:
             drops.append(UnitDrop(ready.unit.episode_id, ready.unit.attempt, ready.unit.policy, reason))
@@ -229,9 +526,9 @@ class EpisodeBuffer:
 
     def _resolve(self, episode_id: str, policy: str, *, reason: str | None) -> None:
         self.ledger.units_ready[policy] -= 1
-        self._forget_beginning(policy, episode_id)
-        if policy in self.compositions:
-            self.compositions[policy].left(episode_id, trained=reason is None)
+        self._remove_outstanding(policy, episode_id)
+        if policy in self.selection_bias:
+            self.selection_bias[policy].record_resolution(episode_id, trained=reason is None)
         if reason is None:
             self.ledger.units_consumed[policy] += 1
             self._trained.add(episode_id)
@@ -240,16 +537,16 @@ class EpisodeBuffer:
         unresolved = self._unresolved[episode_id]
         unresolved.discard(policy)
         if not unresolved:
-            self._leave(episode_id, reason=reason or "")
+            self._close_episode(episode_id, reason=reason or "")
 
-    def _forget_beginning(self, policy: str, episode_id: str) -> None:
-        """A unit is not under way any more."""
+    def _remove_outstanding(self, policy: str, episode_id: str) -> None:
+        """Record that a unit is no longer outstanding."""
         beginnings, began = self._beginnings[policy], self._begun.pop((policy, episode_id))
         beginnings[began] -= 1
         if not beginnings[began]:
             del beginnings[began]
 
-    def _leave(self, episode_id: str, *, reason: str) -> None:
+    def _close_episode(self, episode_id: str, *, reason: str) -> None:
         del self._unresolved[episode_id]
         self.ledger.ready -= 1
         if episode_id in self._trained:

@@ -1,32 +1,33 @@
-"""From a task to running episodes and back: builds specs, hands them to the worker, takes headers in.
+"""From a task to running episodes and back: builds specs, hands them to the worker, takes their headers in.
 
-Owns episode numbers, seeds and seat bindings, child episodes (it is the `EpisodeHost`), evaluation episodes, and the
-guard that ends a run in which nothing but failures comes back. Training episodes go to the buffer; others never do.
+`Dispatcher` owns episode numbers, seeds, seat bindings, child episodes (it is the `EpisodeHost`) and evaluation
+episodes. Training episodes go to the buffer; others never do. It asks an `AdmissionPolicy`, the run's scheduler, which
+versions an episode plays with and whose units are wanted. `Reservations` counts the units that children of running
+episodes have yet to bring, and `Signal` wakes those who wait for the state to change.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from agentrl.core import ids
 from agentrl.core.errors import CheckFailedError, ConfigError, EnvironmentDefinitionError
 from agentrl.core.ports import Counted, SpawnedGroup, Worker
 from agentrl.core.proposals import Proposal, Recollection
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Purpose, SeatBinding, Task, dropped_header
-from agentrl.environment.base import Environment
+from agentrl.environment.base import Environment, children_of
 from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.port import JournalStore
 from agentrl.journal.results import winner
-from agentrl.orchestrator.admission import Admission, NobodyLearns
 from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
-from agentrl.orchestrator.drought import Drought
-from agentrl.orchestrator.proposals import MEMORY_SIZE, ProposalMemory
-from agentrl.orchestrator.reservations import PolicyOf, Reservations
-from agentrl.orchestrator.signal import Signal
+from agentrl.orchestrator.tasks import MEMORY_SIZE, ProposalMemory, Seen
+from agentrl.rollout.context import MAX_CHILD_DEPTH
 
 PREFIX: Mapping[Purpose, str] = {"train": "e", "evaluate": "v", "replay": "p", "fork": "f"}
 LATER: Mapping[Purpose, int] = {"train": 0, "fork": 1, "replay": 1, "evaluate": 2}
@@ -35,12 +36,100 @@ much later holds them up."""
 OnEnd = Callable[[EpisodeHeader], None]
 
 
+PolicyOf = Callable[[str, int], str]
+"""The policy that holds a seat (`Env.seat` or its bare name) in a root group (its number)."""
+
+
+class Signal:
+    """Wakes every waiter whose predicate has become true; predicates are checked again after every notification.
+
+    Example:
+        await signal.wait_for(lambda: buffer.ready("solver") >= 64)
+    """
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def notify(self) -> None:
+        """Say that something changed; safe to call from any callback of the event loop."""
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)
+        self._waiting.clear()
+
+    async def wait_for(self, predicate: Callable[[], bool]) -> None:
+        """Return when `predicate()` is true; there is no await between its last check and the return."""
+        while not predicate():
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.add(future)
+            try:
+                await future
+            finally:
+                self._waiting.discard(future)
+
+
+class AdmissionPolicy(Protocol):
+    """The decisions a dispatcher leaves to the scheduler: versions an episode plays with, and policies that learn."""
+
+    def pins(self, group: int) -> Mapping[str, PolicyVersion]:
+        """Versions a root group and its children are pinned to, whatever becomes current."""
+        ...
+
+    def deadline(self, number: int) -> int:
+        """`EpisodeSpec.deadline` of a root training episode; it grows with the number, by one for each step."""
+        ...
+
+    def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:
+        """The spec with which an episode of a previous attempt can go on now; None: not yet."""
+        ...
+
+    def seen(self) -> Seen | None:
+        """Which proposals an episode sees; None: all that were made. Constant within a run."""
+        ...
+
+    def learning(self) -> Collection[str]:
+        """Policies that learn now: neither frozen nor over."""
+        ...
+
+    def record_end(self, spec: EpisodeSpec, header: EpisodeHeader) -> str | None:
+        """Record the end of a training episode; returns why the run must end, if it must."""
+        ...
+
+
+class NobodyLearns:
+    """The `AdmissionPolicy` of episodes outside training: they play the current versions."""
+
+    def pins(self, group: int) -> Mapping[str, PolicyVersion]:
+        """None."""
+        return {}
+
+    def deadline(self, number: int) -> int:
+        """All are alike."""
+        return 0
+
+    def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:
+        """As it is."""
+        return spec
+
+    def seen(self) -> Seen | None:
+        """All."""
+        return None
+
+    def learning(self) -> Collection[str]:
+        """Nobody."""
+        return ()
+
+    def record_end(self, spec: EpisodeSpec, header: EpisodeHeader) -> str | None:
+        """Nothing follows from it."""
+        return None
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Dispatcher:
-    """Starts episodes and hears of their ends."""
+    """Starts episodes and takes in their ends."""
 
     environment: type[Environment]
-    """Of root episodes."""
+    """The class of root episodes."""
     policy_of: PolicyOf
     run_seed: int
     group_size: int
@@ -48,13 +137,13 @@ class Dispatcher:
     store: JournalStore
     signal: Signal
     next_number: int = 0
-    """Of root training episodes."""
+    """Number of the next root training episode."""
     next_evaluation: int = 0
-    """Of evaluation episodes."""
+    """Number of the next evaluation episode."""
     ended_children: dict[str, EpisodeHeader] = field(default_factory=dict)
-    """Children of parents that go on in this life of the run, ended in an earlier one or before their parent asked."""
-    admission: Admission = field(default_factory=NobodyLearns)
-    """Who decides, once `govern` said so."""
+    """Ended children of resumed parents: they ended in a previous attempt, or before their parent asked for them."""
+    admission: AdmissionPolicy = field(default_factory=NobodyLearns)
+    """Set by `govern`."""
     memory: ProposalMemory = field(init=False)
     worker: Worker = field(init=False)
     """Set once by the composition root: the worker's runner needs this host first."""
@@ -62,20 +151,19 @@ class Dispatcher:
     """Ends the run; set with the worker."""
     _running: dict[str, EpisodeSpec] = field(default_factory=dict)
     _held: list[EpisodeSpec] = field(default_factory=list)
-    """Episodes of an earlier life that cannot go on yet."""
+    """Episodes of a previous attempt that cannot go on yet."""
     _children: dict[str, dict[str, EpisodeHeader]] = field(default_factory=dict)
-    """How children of running parents ended, by parent: one that is executed again asks for them again."""
+    """Headers of ended children by running parent: a parent that is executed again asks for them again."""
     _parents: dict[str, OnEnd] = field(default_factory=dict)
-    """Who waits for a child that was resumed before its parent asked for it."""
+    """Callbacks for children that were resumed before their parent asked for them."""
     _resumed: set[str] = field(default_factory=set)
-    """Episodes that went on in this life, and their children: the journal may hold entries of them, admitted or not."""
+    """Resumed episodes and their children: the journal may hold entries of them, admitted or not."""
     _sharers: dict[str, list[OnEnd]] = field(default_factory=dict)
-    """Forks that wait for a child of their parent."""
-    drought: Drought = field(init=False)
+    """Callbacks of forks that wait for a child of the episode they were forked from."""
     reservations: Reservations = field(init=False)
     _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
     _evaluated: list[EpisodeHeader] = field(default_factory=list)
-    """Of the newest evaluation: the children of its episodes that have ended."""
+    """Ended child episodes of the newest evaluation."""
     _first_evaluated: int = 0
     """Number of its first episode."""
     _root_end: OnEnd = field(init=False)
@@ -83,12 +171,11 @@ class Dispatcher:
 
     def __post_init__(self) -> None:
         self._root_end = self._end_root
-        self.drought = Drought(self.group_size)
         self.govern(self.admission)
         self.reservations = Reservations(self.buffer.trainable, self.policy_of)
 
-    def govern(self, admission: Admission) -> None:
-        """Say who decides, before the first episode."""
+    def govern(self, admission: AdmissionPolicy) -> None:
+        """Set the `AdmissionPolicy`; must be called before the first episode starts."""
         self.admission = admission
         self.memory = ProposalMemory(MEMORY_SIZE, group_size=self.group_size, seen=admission.seen())
 
@@ -119,14 +206,14 @@ class Dispatcher:
         lost: Sequence[tuple[int, Task]] = (),
         proposals: Sequence[Proposal] = (),
     ) -> None:
-        """Take over what an earlier life of the run left.
+        """Take over the episodes that the previous attempt of the run left.
 
         Args:
             ended: committed members of open groups. A group is complete when what is left of it has ended: members
                 that were dropped do not come back.
             unfinished: episodes to go on with.
             lost: numbers and tasks of roots whose admission never reached the disk; entries of theirs may have.
-            proposals: what it remembered.
+            proposals: those that the previous attempt remembered.
         """
         specs = [spec for number, task in lost for spec in self._training_specs(task, (number,))]
         self.store.admit(*specs)
@@ -140,13 +227,13 @@ class Dispatcher:
         for spec in unfinished:
             self._admit(spec)
         for spec, header in ended:
-            self._record(self.buffer.end(spec, header))
+            self._record(self.buffer.record_end(spec, header))
         self._resumed = {spec.episode_id for spec in unfinished}
         self._held = unfinished
         self.resume_held()
 
     def resume_held(self) -> None:
-        """Go on with the episodes of an earlier life that can; asked again after every step."""
+        """Resume the episodes of a previous attempt that can go on; called again after every step."""
         held, self._held = self._held, []
         for spec in held:
             resumable = self.admission.resumable(replace(spec, deadline=self._deadline(spec.purpose, spec.episode_id)))
@@ -169,7 +256,7 @@ class Dispatcher:
         child = resolve(environment)
         group = self._group(parent.purpose, parent.episode_id)
         seats = {seat: SeatBinding(self.policy_of(f"{child.__name__}.{seat}", group)) for seat in child.seats}
-        self.reservations.spawned(parent.episode_id, child, len(tasks), spawn_call)
+        self.reservations.hand_over(parent.episode_id, child, len(tasks), spawn_call)
         group_id = ids.spawned_group_id(parent.episode_id, parent.attempt, spawn_call)
         episode_ids = []
         starting: list[tuple[EpisodeSpec, OnEnd]] = []
@@ -199,7 +286,7 @@ class Dispatcher:
         return SpawnedGroup(group_id=group_id, episode_ids=tuple(episode_ids))
 
     def _rejoin(self, parent_id: str, episode_id: str, on_end: OnEnd) -> bool:
-        """Whether a child of a parent that is executed again lives already; its end is told once it comes."""
+        """Whether a child of a parent that is executed again exists already; `on_end` is called when it has ended."""
         ended = self._children.get(parent_id, {}).get(episode_id) or self.ended_children.get(episode_id)
         if ended is not None:
             asyncio.get_running_loop().call_soon(on_end, ended)
@@ -210,20 +297,20 @@ class Dispatcher:
         return False
 
     def _share(self, fork: EpisodeSpec, episode_id: str, on_end: OnEnd) -> bool:
-        """Whether the child of a fork's parent has ended or still runs; its end is told to both."""
+        """Whether a child of the forked episode has ended or still runs; the fork shares its end."""
         if episode_id not in self._running:
             return fork.fork is not None and self._rejoin(fork.fork.episode_id, episode_id, on_end)
         self._sharers.setdefault(episode_id, []).append(on_end)
         return True
 
     async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> Recollection:
-        """What the run knows of a proposal; those of training episodes are recorded with their own numbers."""
+        """Compare a proposal with the remembered ones; those of training episodes are recorded and remembered."""
         made_by = (spec.episode_id, spec.attempt, call_id)
         proposal = Proposal(self.memory.next_number, *made_by, spec.environment, key, structure)
         known = self.memory.recall(proposal)
         if spec.purpose == "train" and self.memory.remember(proposal):
             self.store.record_proposal(proposal)
-            self.buffer.counts.proposed(is_repeated=known.times > 0)
+            self.buffer.counts.count_proposal(is_repeated=known.times > 0)
         return known
 
     def readmit(self, spec: EpisodeSpec) -> None:
@@ -247,7 +334,7 @@ class Dispatcher:
             for index, task in enumerate(tasks)
             for spec in self._root_specs(task, "evaluate", (first + index,), f"v{first + index}", 1, pins)
         ]
-        self._evaluating = self._start_to_hear(specs)
+        self._evaluating = self._start_with_futures(specs)
         return [*await asyncio.gather(*self._evaluating), *self._evaluated]
 
     async def play_forks(
@@ -255,7 +342,7 @@ class Dispatcher:
     ) -> list[EpisodeHeader]:
         """Run forks to their ends, outside buffer and ledger; their parents' ended children are taken over."""
         self.ended_children = {**self.ended_children, **ended_children}
-        return await asyncio.gather(*self._start_to_hear(specs))
+        return await asyncio.gather(*self._start_with_futures(specs))
 
     async def end_running(self, reason: str) -> None:
         """Stop every episode in flight; training episodes are dropped with `reason`."""
@@ -266,8 +353,8 @@ class Dispatcher:
             if spec.purpose != "train":
                 continue
             header = dropped_header(spec, reason)
-            self.reservations.end(spec.episode_id)
-            self._record(self.buffer.end(spec, header))
+            self.reservations.cancel(spec.episode_id)
+            self._record(self.buffer.record_end(spec, header))
             headers.append((spec, header))
         await asyncio.gather(*(self.store.commit_episode(spec, header, b"", {}) for spec, header in headers))
 
@@ -276,9 +363,9 @@ class Dispatcher:
         return sum(end.done() for end in self._evaluating), len(self._evaluating)
 
     def measured(self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
-        """Add up what a committed training episode counted, for each policy that acted in it."""
+        """Count a committed training episode for each policy that acted in it."""
         if spec.purpose == "train":
-            self.buffer.counts.committed(header, counted)
+            self.buffer.counts.count_committed(header, counted)
 
     def _root_specs(
         self,
@@ -290,7 +377,7 @@ class Dispatcher:
         pins: Mapping[str, PolicyVersion],
         held_by: str = "",
     ) -> Iterator[EpisodeSpec]:
-        """Root episodes of one group; what is the same for all of them is there once."""
+        """Specs of one group's root episodes; equal parts are shared between them."""
         environment, pins = name_of(self.environment), dict(pins)
         seats: dict[str, SeatBinding] = {}
         for number in numbers:
@@ -318,7 +405,7 @@ class Dispatcher:
         return self.admission.deadline(number) + LATER[purpose]
 
     def _group(self, purpose: Purpose, episode_id: str) -> int:
-        """Which root group an episode belongs to; outside training each is one of its own, counted from the first."""
+        """The root group an episode belongs to; outside training each episode is a group of its own."""
         number = ids.root_number(episode_id)
         if purpose == "train":
             return number // self.group_size
@@ -341,41 +428,42 @@ class Dispatcher:
             end = self._root_end if on_end is None else partial(self._end, spec, on_end)
             self.worker.submit(spec, end, resume=resume)
 
-    def _start_to_hear(self, specs: Sequence[EpisodeSpec]) -> list[asyncio.Future[EpisodeHeader]]:
-        """Start episodes nobody trains on; how each will have ended."""
+    def _start_with_futures(self, specs: Sequence[EpisodeSpec]) -> list[asyncio.Future[EpisodeHeader]]:
+        """Start episodes that are not trained on; a future per episode for its header."""
         loop = asyncio.get_running_loop()
         ends: list[asyncio.Future[EpisodeHeader]] = [loop.create_future() for _ in specs]
         self._start([(spec, partial(_settle, end)) for spec, end in zip(specs, ends, strict=True)])
         return ends
 
     def _end_root(self, header: EpisodeHeader) -> None:
-        """An episode ended whose end nobody else waits for."""
+        """Take in the end of a root episode."""
         spec = self._running.get(header.episode_id)
         if spec is None:
-            self.buffer.counts.superseded()
+            self.buffer.counts.count_superseded()
         else:
             self._end(spec, None, header)
 
     def _end(self, spec: EpisodeSpec, on_end: OnEnd | None, header: EpisodeHeader) -> None:
         running = self._running.get(spec.episode_id)
         if running is None or running.attempt != header.attempt:
-            self.buffer.counts.superseded()
+            self.buffer.counts.count_superseded()
             return
         del self._running[spec.episode_id]
         self._resumed.discard(spec.episode_id)
         self._children.pop(spec.episode_id, None)
-        self.reservations.end(spec.episode_id)
+        self.reservations.cancel(spec.episode_id)
         if spec.parent_id in self._running:
             self._children.setdefault(spec.parent_id, {})[spec.episode_id] = header
         on_end = self._parents.pop(spec.episode_id, on_end)
         if spec.purpose == "train":
             if not header.committed:
                 self.memory.forget(spec.episode_id)
-            self._record(self.buffer.end(spec, header))
+            self._record(self.buffer.record_end(spec, header))
             self.drop_frozen()
-            self.buffer.counts.ended(header, winner(header))
-            self.admission.ended(header)
-            self._guard(spec, header)
+            self.buffer.counts.count_end(header, winner(header))
+            why = self.admission.record_end(spec, header)
+            if why is not None:
+                self.fail(CheckFailedError(f"{why}. Last failure: {self.worker.last_failure or 'none'}"))
         elif spec.purpose == "evaluate" and spec.parent_id is not None:
             self._evaluated.append(header)
         for tell in ([on_end] if on_end is not None else []) + self._sharers.pop(spec.episode_id, []):
@@ -383,10 +471,10 @@ class Dispatcher:
         self.signal.notify()
 
     def drop_frozen(self) -> None:
-        """Drop what is ready of policies that do not learn now: it would be of weights long past when they do."""
+        """Drop the ready units of frozen policies: their weights would be long outdated when those learn again."""
         learning = self.admission.learning()
         for policy in self.buffer.trainable - set(learning) if learning else ():
-            ready = self.buffer.take(policy, self.buffer.ready(policy))
+            ready = self.buffer.pop_ready(policy, self.buffer.ready(policy))
             self._record(self.buffer.drop(ready, "frozen"))
 
     def _admit(self, spec: EpisodeSpec) -> None:
@@ -400,22 +488,112 @@ class Dispatcher:
             return
         try:
             environment = self.environment if spec.parent_id is None else resolve(spec.environment)
-            self.reservations.begin(spec.episode_id, environment, self._group(spec.purpose, spec.episode_id))
-        except (EnvironmentDefinitionError, ConfigError):  # edited since it was spawned: whoever runs it says so
-            self.reservations.end(spec.episode_id)
+            self.reservations.reserve(spec.episode_id, environment, self._group(spec.purpose, spec.episode_id))
+        except (EnvironmentDefinitionError, ConfigError):  # edited since it was spawned; its runner reports the error
+            self.reservations.cancel(spec.episode_id)
 
     def _record(self, drops: Sequence[UnitDrop]) -> None:
         for drop in drops:
             self.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
 
-    def _guard(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
-        """End a run in which a policy gets nothing to train on, episode after episode."""
-        why = self.drought.ended(header, self.buffer.policies_of(spec), self.admission.learning())
-        if why is not None:
-            self.fail(CheckFailedError(f"{why}. Last failure: {self.worker.last_failure or 'none'}"))
-
 
 def _settle(future: asyncio.Future[EpisodeHeader], header: EpisodeHeader) -> None:
-    """Give a result to whoever still waits for it."""
+    """Set a future's result unless it was cancelled."""
     if not future.done():
         future.set_result(header)
+
+
+_NONE: Mapping[Any, int] = MappingProxyType({})
+
+
+@dataclass(slots=True)
+class _Parent:
+    """Mappings are empty and shared for most episodes; they are replaced, never mutated."""
+
+    environment: type[Environment]
+    group: int
+    left: Mapping[str, int]
+    spawned: Mapping[type[Environment], int]
+    calls: tuple[str, ...] = ()
+    """Spawn calls that were made: a parent that is executed again makes them again."""
+
+
+class Reservations:
+    """Units that children of running episodes have yet to bring, by policy, so that admission counts them in advance.
+
+    Children are always admitted with their parent. If they were counted only then, a policy that only children feed
+    could exceed its `max_staleness` by as many parents as may run.
+
+    An episode reserves what its environment declares in `fan_out` (the context refuses more) or, for children it does
+    not declare, the most that any episode of the environment has spawned here. A spawned child takes over its part of
+    the reservation; the rest is returned when the parent ends.
+
+    Args:
+        trainable: policies whose units are trained.
+        policy_of: see `PolicyOf`.
+    """
+
+    def __init__(self, trainable: Collection[str], policy_of: PolicyOf) -> None:
+        self._trainable = frozenset(trainable)
+        self._policy_of = policy_of
+        self._parents: dict[str, _Parent] = {}
+        self._most: dict[type[Environment], Counter[type[Environment]]] = {}
+        self._sum: Counter[str] = Counter()
+
+    def units(self, policy: str) -> int:
+        """Units of the policy that children yet to begin are expected to bring."""
+        return self._sum[policy]
+
+    def reserve(self, episode_id: str, environment: type[Environment], group: int) -> None:
+        """Reserve the units of an episode's children; replaces the reservation of an earlier attempt."""
+        self.cancel(episode_id)
+        has_children = bool(self._children(environment))
+        left = self._below(environment, group, _depth(episode_id)) if has_children else _NONE
+        self._parents[episode_id] = _Parent(environment, group, left, _NONE)
+        if left:
+            self._sum.update(left)
+
+    def hand_over(self, parent_id: str, environment: type[Environment], count: int, spawn_call: str) -> None:
+        """Move units from a parent's reservation to its children, which were spawned and are counted themselves."""
+        parent = self._parents.get(parent_id)
+        if parent is None or spawn_call in parent.calls:
+            return
+        parent.calls = (*parent.calls, spawn_call)
+        parent.spawned = {**parent.spawned, environment: parent.spawned.get(environment, 0) + count}
+        most = self._most.setdefault(parent.environment, Counter())
+        most[environment] = max(most[environment], parent.spawned[environment])
+        for policy, units in self._of_child(environment, parent.group, _depth(parent_id) + 1).items():
+            left = parent.left.get(policy, 0)
+            taken = min(units * count, left)
+            if taken:
+                parent.left = {**parent.left, policy: left - taken}
+                self._sum[policy] -= taken
+
+    def cancel(self, episode_id: str) -> None:
+        """Return what an episode still has reserved: it has ended."""
+        parent = self._parents.pop(episode_id, None)
+        if parent is not None and parent.left:
+            self._sum.subtract(parent.left)
+
+    def _of_child(self, environment: type[Environment], group: int, depth: int) -> Counter[str]:
+        """A unit for each policy that plays in it, and what its own children bring."""
+        held = {self._policy_of(f"{environment.__name__}.{seat}", group) for seat in environment.seats}
+        return Counter(held & self._trainable) + self._below(environment, group, depth)
+
+    def _below(self, environment: type[Environment], group: int, depth: int) -> Counter[str]:
+        units: Counter[str] = Counter()
+        if depth >= MAX_CHILD_DEPTH:
+            return units
+        for child, count in self._children(environment).items():
+            for policy, of_one in self._of_child(child, group, depth + 1).items():
+                units[policy] += count * of_one
+        return units
+
+    def _children(self, environment: type[Environment]) -> Mapping[type[Environment], int]:
+        declared, most = children_of(environment), self._most.get(environment)
+        return Counter(declared) | most if most else declared
+
+
+def _depth(episode_id: str) -> int:
+    """How many parents an episode has above it."""
+    return episode_id.count("~")

@@ -1,7 +1,7 @@
-"""Evaluation beside training: held-out tasks at pinned versions, outside buffer and ledger.
+"""Evaluation during training: held-out tasks at pinned versions, outside buffer and ledger.
 
 Invariants: training never waits for an evaluation, nor does a stop; at most one evaluation runs at a time, and one that
-would begin meanwhile is left out; episodes that were dropped are counted, never scored as 0.
+would begin meanwhile is skipped; episodes that were dropped are counted, never scored as 0.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from agentrl.core.errors import CheckFailedError
 from agentrl.core.ports import Engine, Observer
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
 from agentrl.journal.port import JournalStore
-from agentrl.orchestrator.choice import Choice
-from agentrl.orchestrator.dispatch import Dispatcher
-from agentrl.orchestrator.signal import Signal
+from agentrl.orchestrator.dispatch import Dispatcher, Signal
+from agentrl.orchestrator.versions import BestCheckpointTracker
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -32,16 +31,16 @@ class Evaluator:
     store: JournalStore
     observer: Observer
     signal: Signal
-    choice: Choice
+    best: BestCheckpointTracker
     clock: Clock
     pinned: list[PolicyVersion] = field(default_factory=list)
-    """What the running evaluation is pinned to: kept served for it, and loaded again by an engine that is replaced."""
+    """Versions the running evaluation is pinned to: served for it, and loaded again by a replaced engine."""
     _busy: bool = False
 
-    async def beside(self, weights: Mapping[str, WeightsRef], stopping: Callable[[], bool]) -> None:
-        """Evaluate the newest versions, which are kept served for it while training goes on; nothing if one is running.
+    async def in_background(self, weights: Mapping[str, WeightsRef], stopping: Callable[[], bool]) -> None:
+        """Evaluate the newest versions while training goes on, and keep them served meanwhile; skip if one is running.
 
-        `weights` is read at the moment each is kept: the engine would take an older one for an update.
+        `weights` is read when each version is pinned: the engine would take an older one for an update.
         """
         if self._busy:
             return
@@ -85,16 +84,16 @@ class Evaluator:
         metrics = {policy: evaluation_metrics(headers, policy) | course for policy in versions}
         for policy, version in versions.items():
             self.store.record_metrics(policy, version.step, metrics[policy])
-            self.choice.hear(policy, metrics[policy], versions)
+            self.best.record_metrics(policy, metrics[policy], versions)
         self.observer.on_evaluation(versions, metrics)
 
 
 def evaluation_metrics(headers: Sequence[EpisodeHeader], policy: str) -> dict[str, float]:
-    """What an evaluation says of one policy: its own rewards, and how the evaluation went as a whole.
+    """Metrics of an evaluation for one policy: its own rewards, and the course of the whole evaluation.
 
     Args:
-        headers: how the episodes ended, children included.
-        policy: left without a reward where it held no seat of any of them.
+        headers: of all episodes, children included.
+        policy: gets no reward metric if it held no seat.
 
     Raises:
         CheckFailedError: none was committed.
@@ -103,7 +102,7 @@ def evaluation_metrics(headers: Sequence[EpisodeHeader], policy: str) -> dict[st
 
 
 def together(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
-    """What an evaluation says of all who played in it: what the agents of a task got together, then who got what.
+    """Metrics of an evaluation for all policies: the reward of a task's agents together, then by policy and seat.
 
     Raises:
         CheckFailedError: no episode was committed.
@@ -135,7 +134,7 @@ def rewards_of(headers: Sequence[EpisodeHeader], policy: str) -> dict[str, float
 
 
 def _course(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
-    """How an evaluation went, whoever played: of its tasks, but that a dropped child counts as dropped too."""
+    """Turns, tokens and counts of an evaluation; a dropped child counts as dropped too."""
     committed = [header for header in headers if header.parent_id is None and header.committed]
     dropped = [header for header in headers if not header.committed]
     if not committed:

@@ -19,7 +19,9 @@ To follow one episode: the environment's `run` → `environment/base.py` → `co
 
 Only headers pass through here. Errors no episode can be blamed for end the run through `fail`; everything else
 stays where it happened.
-"""
+
+
+What a step's metrics say: reward, lag, busy shares, throughput, counts. Names are in `observe/metrics.py`."""
 
 from __future__ import annotations
 
@@ -36,49 +38,45 @@ from agentrl.core.ports import Engine, Observer, Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.training_records import StepReport, TrainBatch
 from agentrl.core.words import plural
-from agentrl.credit.role_means import RoleMeans
+from agentrl.credit.baselines import RoleMeans
 from agentrl.journal.port import JournalStore, StepRow
-from agentrl.observe.status import Status
+from agentrl.observe.run_state import Status
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
-from agentrl.orchestrator.choice import Choice
-from agentrl.orchestrator.curriculum import Curriculum
-from agentrl.orchestrator.dispatch import Dispatcher
+from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
+from agentrl.orchestrator.dispatch import Dispatcher, Signal
 from agentrl.orchestrator.evaluation import Evaluator
-from agentrl.orchestrator.manifest import CheckpointWriter
-from agentrl.orchestrator.opponents import Opponents
-from agentrl.orchestrator.retention import JournalRetention, VersionRetention
+from agentrl.orchestrator.metrics import Counts
 from agentrl.orchestrator.scheduler import Demand, Scheduler
-from agentrl.orchestrator.signal import Signal
-from agentrl.orchestrator.step_metrics import StepMetrics
-from agentrl.orchestrator.versions import PolicyBoard, publish
+from agentrl.orchestrator.tasks import Curriculum
+from agentrl.orchestrator.versions import BestCheckpointTracker, Opponents, PolicyBoard, publish
 
 DRAIN_S = 5.0
-"""After a stop was asked for, how long episodes in flight may still end by themselves, in seconds."""
+"""Seconds that episodes in flight have to end by themselves after a stop was requested."""
 
 
 SKIPPED_IN_A_ROW = 3
-"""Steps of a policy skipped one after another, before the run gives up."""
+"""Skipped steps of a policy in a row before the run ends."""
 UNTRAINABLE_IN_A_ROW = 4096
-"""Units of a policy that cannot be trained, with no step in between, before the run gives up."""
+"""Untrainable units of a policy, with no step in between, before the run ends."""
 
 NEW_OBJECTS = 50_000
-"""How many more containers there are before a run looks for cyclic garbage among the newest (Python's own: 700)."""
+"""Threshold of the youngest generation of the garbage collector during a run (Python's default: 700)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What a run is to do, as far as the loop is concerned."""
+class TrainingPlan:
+    """The part of the configuration that the loop needs."""
 
     step_size: Mapping[str, int]
     normaliser: Mapping[str, float]
     demands: Sequence[Demand]
-    """What a root group brings, group by group, and again from the first."""
+    """Demand of root groups in turn; starts over after the last."""
     evaluate_every: int = 0
     checkpoint_every: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """How a run ended."""
 
     interrupted: bool = False
@@ -86,9 +84,9 @@ class Outcome:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Orchestrator:
-    """Wires nothing, owns no policy: moves headers between parts that do not know each other."""
+    """Moves headers between parts that do not know each other; `app.assemble` wires it."""
 
-    plan: Plan
+    plan: TrainingPlan
     curriculum: Curriculum
     dispatcher: Dispatcher
     scheduler: Scheduler
@@ -105,20 +103,20 @@ class Orchestrator:
     retention: VersionRetention
     journal_retention: JournalRetention
     opponents: Opponents
-    choice: Choice
+    best: BestCheckpointTracker
     weights: dict[str, WeightsRef]
-    """Newest published weights of each trainable policy."""
+    """Newest published weights by trainable policy."""
     roles: RoleMeans | None = None
-    """What a step's rewards are compared with, where that is not their groups."""
+    """Role-conditioned baselines; None if rewards are compared within groups."""
     tell: Callable[[str], None] = lambda line: None
-    """Takes a line for people."""
+    """Prints a line for people."""
     code_changes: int = 0
-    """See `run/code_changes` of the metrics."""
-    outcome: Outcome = field(default_factory=Outcome)
+    """The metric `run/code_changes`."""
+    outcome: RunOutcome = field(default_factory=RunOutcome)
     _trainer_free: asyncio.Lock = field(default_factory=asyncio.Lock)
     _failure: asyncio.Future[None] | None = None
     ended_early: str | None = None
-    """Why a metric ended the run before its last step, in words."""
+    """Why a metric ended the run before its last step; None if it did not."""
     _stopping: bool = False
     _checkpointed: Mapping[str, int] = field(default_factory=dict)
     _skipped: Counter[str] = field(default_factory=Counter)
@@ -126,7 +124,7 @@ class Orchestrator:
     _metrics: StepMetrics = field(init=False)
     _phase: str = "starting"
     _stepping: dict[str, int] = field(default_factory=dict)
-    """Steps that are being taken now, by policy."""
+    """Steps in progress, by policy."""
 
     def __post_init__(self) -> None:
         self._metrics = StepMetrics(
@@ -140,7 +138,7 @@ class Orchestrator:
 
     # --- from outside -----------------------------------------------------------------------------------------------
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunOutcome:
         """Train until every policy has taken its steps, a metric ends it, or `stop` is called.
 
         Raises:
@@ -159,7 +157,7 @@ class Orchestrator:
                     main.cancel()
                     await asyncio.wait({main})
                 await self.dispatcher.worker.cancel()
-                await self.journal_retention.end()
+                await self.journal_retention.close()
                 self._failure.cancel()
         return self.outcome
 
@@ -224,7 +222,7 @@ class Orchestrator:
             await self._drain()
         else:
             await self.dispatcher.end_running("run_ended")
-            self._drop_leftovers()
+            self._drop_ready()
         self._phase = "writing the last checkpoint"
         await self._checkpoint()
         if not self._stopping:
@@ -245,7 +243,7 @@ class Orchestrator:
             held_by = f"{self.clock.monotonic() - since:.3g} s for {why}"
 
     def demand(self) -> Demand:
-        """What the next root group brings."""
+        """The demand of the next root group."""
         return self.plan.demands[self.dispatcher.next_group % len(self.plan.demands)]
 
     async def _train(self, policy: str, loops: asyncio.TaskGroup) -> None:
@@ -258,22 +256,22 @@ class Orchestrator:
                 continue
             step = self.board.step(policy)
             self.dispatcher.drop_frozen()
-            is_full = await self.journal_retention.stepped(self._steps_left())
+            is_full = await self.journal_retention.check_step(self._steps_left())
             if (is_full or (plan.checkpoint_every and step % plan.checkpoint_every == 0)) and not phases.is_over(
                 policy
             ):
                 await self._checkpoint()
                 if is_full:
-                    await self.journal_retention.check()
+                    await self.journal_retention.check_pruned()
             evaluates = self.evaluator.tasks and plan.evaluate_every and step % plan.evaluate_every == 0
             if evaluates and not phases.is_over(policy) and not self._finished():
-                evaluation = self.evaluator.beside(self.weights, self._is_stopping)
+                evaluation = self.evaluator.in_background(self.weights, self._is_stopping)
                 loops.create_task(evaluation, name=f"evaluate {self.board.current(policy)}")
         self.signal.notify()
 
     async def _step(self, policy: str) -> bool:
         """Take one optimizer step and serve its version; False where it was skipped."""
-        taken = self._credited(policy, self.scheduler.take(policy))
+        taken = self._credited(policy, self.scheduler.pop_units(policy))
         self.scheduler.stepping.add(policy)
         try:
             async with self._trainer_free:
@@ -283,14 +281,14 @@ class Orchestrator:
             self.signal.notify()
 
     def _credited(self, policy: str, taken: Sequence[ReadyUnit]) -> Sequence[ReadyUnit]:
-        """The units of a step, compared with what their roles used to get, where the run asks for that."""
+        """The units of a step, with role-conditioned advantages if the run uses them."""
         if self.roles is None:
             return taken
         units = self.roles.credited(policy, [(ready.environment, ready.unit) for ready in taken])
         return [ready._replace(unit=unit) for ready, unit in zip(taken, units, strict=True)]
 
     async def _step_with(self, policy: str, taken: Sequence[ReadyUnit]) -> bool:
-        """The trainer is ours until the version is current, so that a checkpoint never falls in between."""
+        """Take the step while holding the trainer until its version is current, so that no checkpoint falls between."""
         version = self.board.next_version(policy)
         batch = TrainBatch(
             step_id=version.step,
@@ -306,7 +304,7 @@ class Orchestrator:
             self._skip(policy, taken, error)
             return False
         except UntrainableUnitsError as error:
-            self._leave_out(policy, taken, error)
+            self._drop_untrainable(policy, taken, error)
             return False
         finally:
             del self._stepping[policy]
@@ -314,7 +312,7 @@ class Orchestrator:
         step = StepRow(report=report, version=version, batch=batch)
         weights = await publish(self.trainer, self.store, version, self.board.current(policy), step)
         if self.roles is not None:
-            self.roles.taken(policy)
+            self.roles.commit_step(policy)
         self.weights[policy] = weights
         await self.engine.update(weights, keep=self.scheduler.keeps(policy))
         self.buffer.consume(taken)  # not before: it makes room for episodes, which are to begin with the new version
@@ -325,14 +323,14 @@ class Orchestrator:
             self.engine.release(outdated)
         self.dispatcher.resume_held()
         self.store.record_metrics(policy, version.step, metrics)
-        self.choice.hear(policy, metrics, self._versions())
+        self.best.record_metrics(policy, metrics, self._versions())
         self.observer.on_step(policy, version.step, metrics)
-        await self.opponents.published(weights)
-        await self.retention.published(weights, self._needed())
+        await self.opponents.add_version(weights)
+        await self.retention.prune(weights, self._needed())
         return True
 
     async def _watch(self) -> None:
-        """Nothing runs, nothing can start, and yet a policy waits: end the run with the reason."""
+        """End the run with the reason when nothing runs, nothing can start, and a policy still waits."""
         await self.signal.wait_for(lambda: self._finished() or self.scheduler.is_starved(self.demand()) is not None)
         if not self._finished():
             raise CheckFailedError(
@@ -341,15 +339,15 @@ class Orchestrator:
             )
 
     def _skip(self, policy: str, taken: Sequence[ReadyUnit], error: NonFiniteError) -> None:
-        """A step whose gradient is not finite is not taken; its units are dropped, and a row of them ends the run."""
+        """Drop the units of a step whose gradient is not finite; `SKIPPED_IN_A_ROW` such steps end the run."""
         for drop in self.buffer.drop(taken, "nonfinite_gradient"):
             self.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
         self._skipped[policy] += 1
         if self._skipped[policy] == SKIPPED_IN_A_ROW:
             raise error
 
-    def _leave_out(self, policy: str, taken: Sequence[ReadyUnit], error: UntrainableUnitsError) -> None:
-        """Drop the units of a step whose rows cannot be trained; the others wait for the step again."""
+    def _drop_untrainable(self, policy: str, taken: Sequence[ReadyUnit], error: UntrainableUnitsError) -> None:
+        """Drop the units of a step whose rows cannot be trained; put the others back."""
         why = {(episode, attempt): why for episode, attempt, why in error.units}
         lost = [ready for ready in taken if (ready.unit.episode_id, ready.unit.attempt) in why]
         rest = [ready for ready in taken if (ready.unit.episode_id, ready.unit.attempt) not in why]
@@ -358,7 +356,7 @@ class Orchestrator:
             raise error
         for drop in self.buffer.drop(lost, "untrainable"):
             self.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
-        self.buffer.give_back(policy, rest)
+        self.buffer.put_back(policy, rest)
         first = lost[0].unit
         self.tell(
             f"{plural(len(lost), 'unit')} of {policy} dropped as `untrainable`, and the run goes on; the first is of "
@@ -370,7 +368,7 @@ class Orchestrator:
         return await self.trainer.optim_step(batch.policy, batch.step_id)
 
     async def _checkpoint(self) -> None:
-        """A consistent cut: no policy is between a step and its version while the trainer saves."""
+        """Write a consistent cut: no policy is between a step and its version while the trainer saves."""
         if self.checkpoints is None:
             return
         async with self._trainer_free:
@@ -385,13 +383,13 @@ class Orchestrator:
                 versions,
                 self.buffer.ledger,
                 self.roles,
-                self.choice.measured,
+                self.best.measured,
                 self.opponents.drawn_from(),
             )
-            self.choice.saved()
-            self.opponents.saved()
+            self.best.record_checkpoint()
+            self.opponents.record_checkpoint()
             self._checkpointed = steps
-        self.journal_retention.checkpointed(self.fail)
+        self.journal_retention.start_pruning(self.fail)
 
     # --- ending -----------------------------------------------------------------------------------------------------
 
@@ -400,7 +398,7 @@ class Orchestrator:
 
     def _needed(self) -> set[PolicyVersion]:
         """Older versions whose files must stay for now."""
-        return {*self.evaluator.pinned, *self.opponents.needed(), *self.choice.needed()}
+        return {*self.evaluator.pinned, *self.opponents.needed(), *self.best.needed()}
 
     def _steps_left(self) -> int:
         phases = self.scheduler.phases
@@ -410,7 +408,7 @@ class Orchestrator:
         return self._stopping
 
     def _finished(self) -> bool:
-        self.ended_early = self.ended_early or self.choice.why_stop()  # for good: a later value may be another
+        self.ended_early = self.ended_early or self.best.why_stop()  # for good: a later value may be another
         if self._stopping or self.ended_early is not None:
             return True
         return all(map(self.scheduler.phases.is_over, self.board.trainable))
@@ -422,20 +420,19 @@ class Orchestrator:
         except TimeoutError:
             await self.dispatcher.worker.cancel()
 
-    def _drop_leftovers(self) -> None:
+    def _drop_ready(self) -> None:
         for policy in self.board.trainable:
-            leftover: list[ReadyUnit] = self.buffer.take(policy, self.buffer.ready(policy))
+            leftover: list[ReadyUnit] = self.buffer.pop_ready(policy, self.buffer.ready(policy))
             for drop in self.buffer.drop(leftover, "run_ended"):
                 self.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
 
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Within: cyclic garbage is looked for more rarely, and all objects are walked every million of new ones.
+    """Raise the garbage collector's thresholds within the context.
 
-    What ends in a run is freed by its reference counts: an episode leaves no circle behind. 10,000 episodes in flight
-    are over half a million objects, and to walk them again whenever they have grown by a quarter is a third of what it
-    costs to resume them.
+    Reference counts free all that ends in a run: an episode leaves no cycle behind. 10,000 episodes in flight are over
+    half a million objects; walking them whenever they grow by a quarter is a third of the cost of resuming them.
     """
     before = gc.get_threshold()
     if 0 < before[0] < NEW_OBJECTS:
@@ -449,3 +446,114 @@ def _rare_collections() -> Iterator[None]:
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     error = group.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+class StepMetrics:
+    """Computes the metrics of optimizer steps: reward, lag, busy shares, throughput, counts (`observe/metrics.py`)."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        dispatcher: Dispatcher,
+        buffer: EpisodeBuffer,
+        board: PolicyBoard,
+        clock: Clock,
+        max_lag: Callable[[str], int | None],
+    ) -> None:
+        self._engine = engine
+        self._dispatcher = dispatcher
+        self._buffer = buffer
+        self._board = board
+        self._clock = clock
+        self._max_lag = max_lag
+        self._started = 0.0
+        self._last: dict[str, tuple[float, float]] = {}
+        self._idle_since: dict[str, float] = {}
+        self._counts: dict[str, Counts] = {}
+        self._counted_at: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Training begins now."""
+        self._started = self._clock.monotonic()
+        busy = self._engine.busy_seconds()
+        self._last = dict.fromkeys(self._board.trainable, (self._started, busy))
+        self._idle_since = dict.fromkeys(self._board.trainable, self._started)
+        self._counts = {policy: self._buffer.counts.copy() for policy in self._board.trainable}
+
+    def before_step(self, policy: str) -> float:
+        """Seconds the policy's trainer has waited for units."""
+        return self._clock.monotonic() - self._idle_since[policy]
+
+    def of_step(self, report: StepReport, taken: Sequence[ReadyUnit], waited: float) -> dict[str, float]:
+        """Metrics of a step that has just been taken, before its version becomes current."""
+        policy = report.policy
+        now = self._clock.monotonic()
+        since, busy_before = self._last[policy]
+        busy = self._engine.busy_seconds()
+        self._last[policy] = (now, busy)
+        self._idle_since[policy] = now
+        wall = max(now - since, 1e-9)
+        trajectories = [trajectory for ready in taken for trajectory in ready.trajectories]
+        lags = [float(self._board.staleness(PolicyVersion(policy, t.lineage, t.oldest_step))) for t in trajectories]
+        limit, lineage = self._max_lag(policy), self._board.current(policy).lineage
+        rewards = [sum(t.reward or 0.0 for t in ready.trajectories) for ready in taken]
+        ended = self._buffer.counts.since(self._counts[policy])
+        self._counts[policy] = self._buffer.counts.copy()
+        ledger = self._buffer.ledger
+        metrics = {
+            "step/units": float(len(taken)),
+            "step/tokens": float(report.tokens),
+            "step/seconds": wall,
+            "step/waited_s": waited,
+            "run/seconds": now - self._started,
+            "engine/busy_share": (busy - busy_before) / wall,
+            "trainer/busy_share": report.seconds / wall,
+            "episodes/per_s": ended.of("episodes") / wall,
+            "episodes/in_flight": float(ledger.in_flight),
+            "episodes/ready": float(ledger.ready),
+            "episodes/trained": float(ledger.trained),
+            "episodes/dropped": float(ledger.dropped.total()),
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+        }
+        if taken:
+            metrics |= {
+                "reward/mean": _mean(rewards),
+                "staleness/mean": _mean(lags),
+                "staleness/max": max(lags),
+                "advantage/zero_share": _mean([float(_is_zero(ready)) for ready in taken]),
+                "advantage/alone_share": _mean([float(ready.is_alone) for ready in taken]),
+            }
+            if limit is not None:  # tokens of previous attempts do not count: a rollback trains them again
+                is_own = [trajectory.lineage == lineage for trajectory in trajectories]
+                metrics["staleness/exceeded"] = float(
+                    sum(lag > limit for lag, own in zip(lags, is_own, strict=True) if own)
+                )
+        if rate := self._tokens_per_s(policy, now, ended.of("tokens")):
+            metrics["tokens/sampled_per_s"] = rate
+        seats = sorted({t.seat for t in trajectories})
+        if len(seats) > 1:
+            for seat in seats:
+                metrics[f"reward/{seat}"] = _mean([t.reward or 0.0 for t in trajectories if t.seat == seat])
+        metrics.update(report.metrics)
+        metrics.update(self._buffer.selection_bias[policy].metrics())
+        for name, value in ended.metrics(policy, self._dispatcher.memory.structure_entropy()).items():
+            metrics.setdefault(name, value)
+        return metrics
+
+    def _tokens_per_s(self, policy: str, now: float, tokens: float) -> float:
+        """Tokens of the episodes that ended since a step last saw any end, per second; 0 while none has."""
+        since = self._counted_at.get(policy, self._started)
+        if tokens:
+            self._counted_at[policy] = now
+        return tokens / max(now - since, 1e-9)
+
+
+def _is_zero(ready: ReadyUnit) -> bool:
+    """Whether all advantages of a unit are 0."""
+    return not any(any(credit.turn_advantages or (credit.advantage,)) for credit in ready.unit.credits)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

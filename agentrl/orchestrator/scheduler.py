@@ -1,31 +1,134 @@
-"""The scheduler decides what runs next: how many groups may be admitted, and when a policy may step.
+"""Scheduling: when a root group may be admitted, when a policy may step, and which units the step trains on.
 
-It asks the staleness bound of every policy a group would feed, the in-flight bound, and how much the run still needs.
-It never looks at content. `why_not` says what holds admission back, in words.
+`BoundedStaleness` says how many units of a policy may be outstanding, `Phases` which policies learn now,
+`StarvationGuard` when a policy gets nothing to train on. `Scheduler` combines them; `SynchronousBatchScheduler` is the
+scheduler of a deterministic run. Scheduling never depends on the content of episodes. `why_not` says in words what
+holds admission back.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from agentrl.core import ids
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
+from agentrl.core.words import plural
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
-from agentrl.orchestrator.opponents import Opponents
-from agentrl.orchestrator.phases import Phases
-from agentrl.orchestrator.proposals import Seen
-from agentrl.orchestrator.reservations import Reservations
-from agentrl.orchestrator.staleness import BoundedStaleness
-from agentrl.orchestrator.versions import PolicyBoard
+from agentrl.orchestrator.dispatch import Dispatcher, Reservations
+from agentrl.orchestrator.tasks import Seen
+from agentrl.orchestrator.versions import Opponents, PolicyBoard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundedStaleness:
+    """Bounds the mean lag of one policy's units, and the largest lag if `max_lag` is set.
+
+    Capacity rule: outstanding units (begun or reserved, neither trained nor dropped) are at most (1 + S) · step_size.
+    With full steps that is AReaL's bound on all that was ever admitted, (n + 1 + S) · step_size after n steps
+    (arXiv:2505.24298); a step that is short of units leaves no credit behind.
+
+    So a full step overtakes at most S · step_size units. A unit's lag is how often that happens to it: the mean lag is
+    at most S, whoever is slow. S = 0 is synchronous training.
+
+    Where groups are released in parts, late members (those that run while others of their group are trained) are left
+    out of the count, up to half a step: they would otherwise keep out the work that fills the engine beside them. The
+    mean lag is then at most S + 1/2.
+
+    Window rule, if `max_lag` = L is set: outstanding units, late ones too, and those trained since the oldest of them
+    began are together at most (1 + L) · step_size. Whatever overtakes a unit is trained after it began, and the unit
+    itself is outstanding: fewer than (1 + L) · step_size others, L full steps, overtake it, so its lag is at most L. A
+    step that is short of units is taken only when nothing runs, and leaves nothing behind.
+
+    Example:
+        >>> bounded = BoundedStaleness(max_staleness=1, step_size=64, max_lag=2)
+        >>> bounded.capacity(outstanding=64), bounded.window(outstanding=64, overtaken=128)
+        (64, 0)
+    """
+
+    max_staleness: int
+    step_size: int
+    max_lag: int | None = None
+
+    def capacity(self, *, outstanding: int, late: int = 0) -> int:
+        """How many more units may be admitted; `late` of the outstanding ones belong to groups already released."""
+        return (1 + self.max_staleness) * self.step_size - outstanding + min(late, self.step_size // 2)
+
+    def window(self, *, outstanding: int, overtaken: int) -> float:
+        """How many more units `max_lag` admits; `overtaken`: units trained since the oldest outstanding one began."""
+        if self.max_lag is None:
+            return float("inf")
+        return (1 + self.max_lag) * self.step_size - outstanding - overtaken
+
+
+class Phase(NamedTuple):
+    """A part of the cycle: who is frozen, and for how long."""
+
+    frozen: frozenset[str]
+    steps: int
+    """Steps each of the other policies takes in the phase."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phases:
+    """Which policies learn now, where they are frozen in turn: a function of their steps alone, without state.
+
+    A phase freezes some policies until each of the others has taken its number of steps; after the last phase comes the
+    first again. Only policies that some phase freezes take part, the rest always learn. A policy that has taken all its
+    steps is not waited for. Units of a frozen policy are dropped (`frozen`): their weights would be long outdated when
+    it learns again.
+
+    Example:
+        >>> from agentrl.core.records import PolicyVersion
+        >>> board = PolicyBoard({"a": PolicyVersion("a", 0, 2), "b": PolicyVersion("b", 0, 0)}, ["a", "b"])
+        >>> cycle = [Phase(frozenset({"b"}), 2), Phase(frozenset({"a"}), 1)]
+        >>> Phases(board=board, steps={"a": 8, "b": 4}, cycle=cycle).frozen()
+        {'a'}
+    """
+
+    board: PolicyBoard
+    steps: Mapping[str, int]
+    """The step each policy that learns ends at."""
+    cycle: Sequence[Phase] = ()
+
+    def frozen(self) -> set[str]:
+        """The policies that do not learn now."""
+        if not self.cycle:
+            return set()
+        named = set().union(*(phase.frozen for phase in self.cycle))
+        next_phase = {policy: self._next_phase(policy) for policy in named if not self.is_over(policy)}
+        now = min(next_phase.values(), default=None)
+        return {policy for policy in named if next_phase.get(policy) != now or now is None}
+
+    def _next_phase(self, policy: str) -> tuple[int, int]:
+        """Round and number of the phase that the policy's next step belongs to."""
+        own = [(number, phase.steps) for number, phase in enumerate(self.cycle) if policy not in phase.frozen]
+        rounds, step = divmod(self.board.step(policy), sum(steps for _, steps in own))
+        for number, steps in own:
+            if step < steps:
+                return rounds, number
+            step -= steps
+        raise AssertionError("what is left of a division is smaller than the divisor")
+
+    def is_over(self, policy: str) -> bool:
+        """Whether a policy has taken all its steps."""
+        return self.board.step(policy) >= self.steps[policy]
+
+    def left(self, policy: str) -> int:
+        """Steps a policy has yet to take."""
+        return max(self.steps[policy] - self.board.step(policy), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What one root group asks for."""
+    """The episodes and units of one root group."""
 
     episodes: int
     units: Mapping[str, int]
-    """Units of each trainable policy it will bring, if nothing is dropped."""
+    """Units of each trainable policy the group will bring, if nothing is dropped."""
 
 
 class Scheduler:
@@ -36,7 +139,7 @@ class Scheduler:
         staleness: the bound of every trainable policy.
         phases: who learns when, and how long.
         reservations: units that children of running episodes have yet to bring.
-        opponents: past versions that play.
+        opponents: the pools of earlier versions that play.
         max_in_flight: episodes running at once.
     """
 
@@ -55,22 +158,23 @@ class Scheduler:
         self._buffer = buffer
         self._reservations = reservations
         self._opponents = opponents
+        self._starvation = StarvationGuard(demand.episodes)
         self._board = board
         self._bounds = staleness
         self.phases = phases
         self._max_in_flight = max_in_flight
         shares = [units / staleness[policy].step_size for policy, units in demand.units.items()]
         self._roots_per_step = max(int(demand.episodes / max(shares, default=1.0)), 1)
-        """Of the policy that steps most often."""
+        """Root episodes per step of the policy that steps most often."""
         self.stepping: set[str] = set()
-        """Policies that are taking a step right now."""
+        """Policies that take a step right now."""
 
     def may_admit(self, demand: Demand) -> bool:
         """Whether a group may start now."""
         return self.why_not(demand) is None
 
     def why_not(self, demand: Demand) -> str | None:
-        """What holds a group back; None if nothing does."""
+        """The reason that holds a group back; None if there is none."""
         running = self._buffer.ledger.in_flight
         if running + demand.episodes > self._max_in_flight:
             return f"max_in_flight: {running} episodes are running"
@@ -82,41 +186,47 @@ class Scheduler:
         for policy, units in demand.units.items():
             if self.phases.is_over(policy):
                 continue
-            bound, under_way, overtaken = self._bounds[policy], self._under_way(policy), self._buffer.overtaken(policy)
-            if bound.window(under_way=under_way, overtaken=overtaken) < units:
+            bound, outstanding, overtaken = (
+                self._bounds[policy],
+                self._outstanding(policy),
+                self._buffer.overtaken(policy),
+            )
+            if bound.window(outstanding=outstanding, overtaken=overtaken) < units:
                 return (
-                    f"max_lag of {policy}: {under_way} units are under way at step {self._board.step(policy)}, and "
+                    f"max_lag of {policy}: {outstanding} units are outstanding at step {self._board.step(policy)}, and "
                     f"{overtaken} were trained since the oldest of them began"
                 )
             if policy in frozen:
                 continue
-            if bound.capacity(under_way=under_way, late=self._buffer.late(policy)) < units:
-                return f"max_staleness of {policy}: {under_way} units are under way at step {self._board.step(policy)}"
+            if bound.capacity(outstanding=outstanding, late=self._buffer.late(policy)) < units:
+                return (
+                    f"max_staleness of {policy}: {outstanding} units are outstanding at step {self._board.step(policy)}"
+                )
         return None
 
-    def _under_way(self, policy: str) -> int:
-        """Units begun or reserved, and neither trained nor dropped."""
-        return self._buffer.under_way(policy) + self._reservations.units(policy)
+    def _outstanding(self, policy: str) -> int:
+        """Units begun or reserved, neither trained nor dropped."""
+        return self._buffer.outstanding(policy) + self._reservations.units(policy)
 
     def _has_enough(self, policy: str) -> bool:
-        return self._under_way(policy) >= self.phases.left(policy) * self._bounds[policy].step_size
+        return self._outstanding(policy) >= self.phases.left(policy) * self._bounds[policy].step_size
 
     def max_lag(self, policy: str) -> int | None:
         """The limit on the lag of a policy's tokens, where there is one."""
         return self._bounds[policy].max_lag
 
-    def take(self, policy: str) -> Sequence[ReadyUnit]:
-        """The units of the policy's next step."""
-        return self._buffer.take(policy, self._bounds[policy].step_size)
+    def pop_units(self, policy: str) -> Sequence[ReadyUnit]:
+        """Take the units of the policy's next step out of the buffer."""
+        return self._buffer.pop_ready(policy, self._bounds[policy].step_size)
 
-    # --- what the dispatcher asks: see `Admission` --------------------------------------------------------------------
+    # --- `AdmissionPolicy`, for the dispatcher ------------------------------------------------------------------------
 
     def pins(self, group: int) -> Mapping[str, PolicyVersion]:
-        """Versions that a root group plays with, whatever becomes current: its opponents."""
+        """The opponents a root group is pinned to, whatever becomes current."""
         return self._opponents.pins(group)
 
     def deadline(self, number: int) -> int:
-        """For which step a root episode was admitted, about.
+        """The step for which a root episode was admitted, roughly.
 
         Its tokens become too old `max_staleness` steps after its admission. Each policy's steps come in the order of
         what was admitted for them, so one order serves all policies.
@@ -124,20 +234,21 @@ class Scheduler:
         return number // self._roots_per_step
 
     def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:
-        """An episode of an earlier life as it can go on now; None: not yet."""
+        """The spec with which an episode of a previous attempt can go on now; None: not yet."""
         return self._opponents.resumable(spec)
 
     def seen(self) -> Seen | None:
-        """Which proposals an episode sees, where that is not all that were made."""
+        """Which proposals an episode sees; None: all that were made."""
         return None
 
     def learning(self) -> Collection[str]:
         """Policies that learn now: neither frozen nor over."""
         return {policy for policy in self._bounds.keys() - self.phases.frozen() if not self.phases.is_over(policy)}
 
-    def ended(self, header: EpisodeHeader) -> None:
-        """Hear of the end of a training episode."""
-        self._opponents.ended(header)
+    def record_end(self, spec: EpisodeSpec, header: EpisodeHeader) -> str | None:
+        """Record the end of a training episode; returns why the run must end, if a policy starves."""
+        self._opponents.record_result(header)
+        return self._starvation.record_end(header, self._buffer.policies_of(spec), self.learning())
 
     # --- versions -----------------------------------------------------------------------------------------------------
 
@@ -150,10 +261,10 @@ class Scheduler:
         return None
 
     def may_step(self, policy: str, demand: Demand) -> bool:
-        """Whether a policy has its step: enough units are ready, or all that can come have come.
+        """Whether a policy may take its step: enough units are ready, or no more can come.
 
-        The second case keeps a step size that groups, drops or fan-outs cannot fill exactly from waiting for ever; at
-        staleness 0 it makes a step take all ready units of the wave. It holds only where nothing else can move on.
+        The second case keeps a step size that groups, drops or fan-outs cannot fill exactly from waiting forever; at
+        staleness 0 it makes a step take all ready units. It applies only where nothing else can make progress.
         """
         if self._is_full(policy):
             return True
@@ -167,7 +278,7 @@ class Scheduler:
         return not self.may_admit(demand) and not any(map(self._is_full, self._bounds))
 
     def is_starved(self, demand: Demand) -> str | None:
-        """A policy that waits for units which cannot come any more, with the reason; None while anything can move."""
+        """The policies that wait for units which can no longer come, with the reason; None while anything can move."""
         if self._buffer.ledger.in_flight or self.stepping or self.may_admit(demand):
             return None
         waiting = [policy for policy in self._bounds if not self.phases.is_over(policy)]
@@ -179,3 +290,198 @@ class Scheduler:
         if self.phases.is_over(policy) or policy in self.phases.frozen():
             return False
         return self._buffer.ready(policy) >= self._bounds[policy].step_size
+
+
+FAILED_IN_A_ROW = 32
+"""Episodes in a row that seat a policy and give it no unit, before the run ends; at least two groups."""
+FAILED_GROUPS = 8
+"""Groups those must belong to if they are child episodes: one bad proposal fails in all its children."""
+VAIN_IN_A_ROW = 256
+"""Root episodes in a row that give no unit to any learning policy, children included, before the run ends."""
+
+
+class StarvationGuard:
+    """Ends a run in which a policy gets nothing to train on, episode after episode, though admission is open.
+
+    Either the episodes that seat the policy fail or never reward it; or no episode seats it, as where a gate refuses
+    whatever its children were to be started for. While another policy learns from those episodes the second may pass,
+    so it ends the run only once the episodes give nothing to any policy that learns.
+
+    Args:
+        group_size: of root groups.
+    """
+
+    def __init__(self, group_size: int) -> None:
+        self._failures = max(FAILED_IN_A_ROW, 2 * group_size)
+        self._failed: Counter[str] = Counter()
+        self._failed_groups: defaultdict[str, set[str]] = defaultdict(set)
+        self._waiting: Counter[str] = Counter()
+        """Root episodes that ended since the policy last got a unit."""
+
+    def record_end(self, header: EpisodeHeader, seated: Collection[str], learning: Collection[str]) -> str | None:
+        """Count the end of an episode; returns why the run must end, if it must.
+
+        Args:
+            header: of a training episode.
+            seated: policies with a seat of it whose units are trained.
+            learning: policies that learn now.
+        """
+        given = {trajectory.policy for trajectory in header.trajectories if trajectory.reward is not None}
+        for policy in given:
+            self._failed[policy] = self._waiting[policy] = 0
+            self._failed_groups.pop(policy, None)
+        not_given = set(learning) - given
+        in_vain = not_given.intersection(seated)
+        for policy in in_vain:
+            self._failed[policy] += 1
+        if header.parent_id is None:
+            for policy in not_given:
+                self._waiting[policy] += 1
+        for policy in sorted(in_vain):
+            self._failed_groups[policy].add(header.parent_id or header.episode_id)
+            of_enough_groups = header.parent_id is None or len(self._failed_groups[policy]) >= FAILED_GROUPS
+            if self._failed[policy] >= self._failures and of_enough_groups:
+                return self._failing(policy, header)
+        if learning and min(self._waiting[policy] for policy in learning) >= VAIN_IN_A_ROW:
+            return self._in_vain(learning, header)
+        return None
+
+    def _failing(self, policy: str, header: EpisodeHeader) -> str:
+        acted = any(trajectory.policy == policy for trajectory in header.trajectories)
+        why = header.drop_reason or f"its seat {'was given no reward' if acted else 'never acted'}"
+        return (
+            f"{plural(self._failed[policy], 'episode')} in a row gave {policy} nothing to train on, the last one, "
+            f"{header.episode_id}, because of {why}"
+        )
+
+    def _in_vain(self, learning: Collection[str], header: EpisodeHeader) -> str:
+        names = " and ".join(sorted(learning))
+        return (
+            f"the last {VAIN_IN_A_ROW} root episodes, with their children, gave {names} nothing to train on, and no "
+            f"other policy learns: no episode seats {names}, or none rewards it. `agentrl episode show` says what "
+            f"became of {header.episode_id}. Where a gate refuses all that is proposed: a base model that makes "
+            "valid proposals, a wider gate, a higher temperature, or a proposer that learns from its penalty"
+        )
+
+
+class SynchronousBatchScheduler(Scheduler):
+    """Deterministic scheduling: the configuration alone decides which units a step trains on and who sampled them.
+
+    Root group k belongs to batch ⌊k / groups per batch⌋. Step s + 1 of every policy trains on exactly the units of
+    batch s, in (root, call id) order, even if there are none, and batch b is sampled by each policy's weights of step
+    b − S. So the weights after any number of kills are those of the undisturbed run, bit for bit, where the engine
+    computes in fixed shapes. The price: a fast episode waits for the slowest of its batch.
+
+    Owns batches, pins, and which versions the engine must keep.
+
+    Args:
+        demand: what a root group brings.
+        pinned: the policies whose episodes are pinned to a version; those with full weights have one version at a time,
+            and staleness 0.
+        dispatcher: knows which group is next, and what is in flight.
+        opponents, board, staleness, phases, max_in_flight: see `Scheduler`.
+    """
+
+    def __init__(
+        self,
+        *,
+        demand: Demand,
+        pinned: Collection[str],
+        dispatcher: Dispatcher,
+        opponents: Opponents,
+        board: PolicyBoard,
+        staleness: Mapping[str, BoundedStaleness],
+        phases: Phases,
+        max_in_flight: int,
+    ) -> None:
+        super().__init__(
+            demand=demand,
+            buffer=dispatcher.buffer,
+            reservations=dispatcher.reservations,
+            opponents=opponents,
+            board=board,
+            staleness=staleness,
+            phases=phases,
+            max_in_flight=max_in_flight,
+        )
+        self._steps = max(phases.steps.values())
+        self._groups = max(
+            math.ceil(staleness[policy].step_size / units) for policy, units in demand.units.items() if units
+        )
+        self._roots = self._groups * demand.episodes
+        self._pinned = frozenset(pinned)
+        self._dispatcher = dispatcher
+
+    def batch_of(self, episode_id: str) -> int:
+        """The batch of a training episode: that of its root."""
+        return ids.root_number(episode_id) // self._roots
+
+    # --- admission --------------------------------------------------------------------------------------------------
+
+    def why_not(self, demand: Demand) -> str | None:
+        """The reason that holds a group back; None if there is none."""
+        running = self._buffer.ledger.in_flight
+        if running + demand.episodes > self._max_in_flight:
+            return f"max_in_flight: {running} episodes are running"
+        batch = self._dispatcher.next_group // self._groups
+        if batch >= self._steps:
+            return f"the run needs no more units of {', '.join(demand.units)}"
+        for policy, bound in self._bounds.items():
+            if self._board.step(policy) < batch - bound.max_staleness:
+                return f"batch {batch} of the deterministic run: {policy} is at step {self._board.step(policy)}"
+        return None
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def may_step(self, policy: str, demand: Demand) -> bool:
+        """Whether every episode of the policy's batch has ended; without units of the policy it is an empty step."""
+        step = self._board.step(policy)
+        if step >= self._steps or self._dispatcher.next_group < (step + 1) * self._groups:
+            return False
+        return not any(self.batch_of(episode_id) <= step for episode_id in self._dispatcher.running())
+
+    def pop_units(self, policy: str) -> Sequence[ReadyUnit]:
+        """Take all units of the policy's batch out of the buffer, in (root, call id) order."""
+        step = self._board.step(policy)
+        taken = self._buffer.pop_ready_where(policy, lambda ready: self.batch_of(ready.unit.episode_id) <= step)
+        return sorted(taken, key=lambda ready: ids.order_key(ready.unit.episode_id))
+
+    # --- pins -------------------------------------------------------------------------------------------------------
+
+    def pins(self, group: int) -> Mapping[str, PolicyVersion]:
+        """The version of each pinned policy that a root group and its children play with."""
+        return self._pins_of_batch(group // self._groups)
+
+    def _pins_of_batch(self, batch: int) -> Mapping[str, PolicyVersion]:
+        return {policy: self._board.at(policy, self._pinned_step(policy, batch)) for policy in self._pinned}
+
+    def _pinned_step(self, policy: str, batch: int) -> int:
+        return max(batch - self._bounds[policy].max_staleness, 0)
+
+    def seen(self) -> Seen:
+        """Which proposals an episode sees: those of the batches that had ended when its own began."""
+        return self._seen
+
+    def _seen(self, episode_id: str) -> tuple[int, int]:
+        """An episode's batch, and the first batch that need not have ended when its own began."""
+        batch = self.batch_of(episode_id)
+        return batch, batch - max(bound.max_staleness for bound in self._bounds.values())
+
+    def keeps(self, policy: str) -> bool:
+        """Whether the engine must keep the policy's versions until they are `outdated`."""
+        return policy in self._pinned
+
+    def outdated(self, policy: str) -> PolicyVersion | None:
+        """The version that no later batch plays with, after a step of the policy."""
+        step = self._board.step(policy) - self._bounds[policy].max_staleness - 1
+        return self._board.at(policy, step) if self.keeps(policy) and step >= 0 else None
+
+    def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:
+        """The spec with which an episode of a previous attempt can go on; None: its weights are yet to be made again.
+
+        A version of a dead lineage is made again bit for bit, under an id of its own.
+        """
+        batch = self.batch_of(spec.episode_id)
+        if any(self._pinned_step(policy, batch) > self._board.step(policy) for policy in self._bounds):
+            return None
+        return spec.pinned(self._pins_of_batch(batch))

@@ -1,36 +1,43 @@
-"""A plan from a run that was: what its journal says of lengths, turns, tools, engines and trainers.
+"""Calibration: a plan from a real run, with the lengths, turns, tools, engines and trainers that its journal records.
 
-Only what the journal holds is used. How fast engines were is fitted in `agentrl.simulation.fit`.
+Only what the journal holds is used. The speed of engines is fitted to the seconds of turns (`fitted_rates`). A turn
+takes the seconds of its tokens, each as long as a forward pass with all that runs, and those of the contexts computed
+meanwhile, its own and others'. Seconds per token do not fall as more calls run; nothing else is assumed of their curve.
+It is known at powers of two with enough turns, and is continued as straight as between the last two.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import NormalDist, fmean, median, pstdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from agentrl.config.load import read_mapping
 from agentrl.core.errors import InputError
 from agentrl.journal.entries import TurnEntry
-from agentrl.simulation.fit import SampledTurn, fitted_rates
-from agentrl.simulation.plan import Plan
-from agentrl.simulation.tail import FURTHEST
+from agentrl.simulation.plan import FURTHEST, Plan
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from agentrl.core.records import EpisodeHeader, EpisodeSpec
     from agentrl.inspection.reader import RunReader
 
 MOST = 3000
-"""Episodes that are read, the newest."""
+"""Number of newest episodes that are read."""
 RANKS = 49
-"""Values that a measured tail is kept as."""
+"""Number of values that represent a measured distribution."""
 FILLING = 0.25
 """Share of the steps, the first ones, that are left out of measured shares."""
+
+ENOUGH = 10
+"""Turns before a fit means something."""
 
 _NORMAL = NormalDist()
 
@@ -58,7 +65,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Seen:
-    """What was read of one environment."""
+    """Samples of one environment, read from the journal."""
 
     def __init__(self) -> None:
         self.episodes = 0
@@ -156,7 +163,7 @@ def _metric(reader: RunReader, policy: str) -> list[float]:
 
 
 def _read(reader: RunReader, begin: float, end: float) -> tuple[dict[str, _Seen], list[SampledTurn], float]:
-    """What was seen of the episodes that ended last; all turns after the time that comes last, not before `begin`."""
+    """Samples of the newest episodes by environment; all turns since a time, and that time, not before `begin`."""
     seen: dict[str, _Seen] = defaultdict(_Seen)
     turns: list[SampledTurn] = []
     ended = reader.episodes(f"purpose = 'train' and committed_at <= {end!r}", sort="committed_at", limit=MOST)
@@ -271,3 +278,107 @@ def covered(spans: Sequence[tuple[float, float]], begin: float, end: float) -> f
             covered += stop - start
             reached = stop
     return covered / (end - begin)
+
+
+class SampledTurn(NamedTuple):
+    """One engine call."""
+
+    start: float
+    stop: float
+    tokens: int
+    context: int
+    """New tokens of it."""
+    computed: int
+    """Tokens of its whole context that no cache held."""
+
+
+def fitted_rates(turns: Sequence[SampledTurn], slots: int, replicas: int) -> dict[str, Any]:
+    """Rates of a replica as `[engine]` of a plan has them, by least squares.
+
+    Who got a slot when is not known: while `n` calls are there for `slots`, each runs for `slots / n` of the time. So
+    what one turn of those that waited took says nothing, and all of them count as their mean.
+
+    `prefill_rate` is what new tokens of contexts cost: those that were computed, again perhaps, or that a cache held,
+    are in it.
+
+    Args:
+        turns: all there were in some time, at least one, each with tokens and some seconds.
+        slots: of a replica.
+        replicas: the calls are spread over.
+    """
+    import numpy as np
+
+    running, seconds, share = np.array(_ran(turns, slots * replicas)).T
+    running = np.maximum(running / replicas, 1.0)
+    tokens = np.array([turn.tokens for turn in turns], float)
+    own = np.array([turn.computed for turn in turns], float)
+    contexts = (own + (np.array(_computed_during(turns), float) - own) / replicas) * share
+    counts = _counts(running)
+    ramps = [np.maximum((running - low) / (high - low), 0.0) for low, high in pairwise(counts)]
+    ramps = [*(np.minimum(ramp, 1.0) for ramp in ramps[:-1]), *ramps[-1:]]
+    rows = np.stack([tokens, *(tokens * ramp for ramp in ramps), contexts, seconds], axis=1)
+    waited = share < 1 - 1e-9
+    if waited.any():
+        rows[waited] = rows[waited].mean(axis=0)
+    if (~waited).sum() < ENOUGH:  # what contexts cost cannot be told from what tokens do
+        rows[:, -2] = 0.0
+    *steps, context = _least_squares(rows[:, :-1], rows[:, -1])
+    points = zip(counts, accumulate(steps), strict=True)
+    rates: dict[str, Any] = {"rates": {count: 1.0 / max(value, 1e-9) for count, value in points}}
+    new, computed = sum(turn.context for turn in turns), sum(turn.computed for turn in turns)
+    if new and context * computed > 1e-6 * seconds.sum():
+        rates["prefill_rate"] = new / (context * computed)
+    return rates
+
+
+def _ran(turns: Sequence[SampledTurn], slots: int) -> list[tuple[float, float, float]]:
+    """For each turn: the mean number of running calls while it lasted; the seconds and the share of time it ran."""
+    edges = sorted([(turn.start, 1) for turn in turns] + [(turn.stop, -1) for turn in turns])
+    totals: dict[float, tuple[float, float]] = {}
+    there, before, running, ran = 0, edges[0][0], 0.0, 0.0
+    for at, change in edges:
+        running += min(there, slots) * (at - before)
+        ran += min(slots / max(there, 1), 1.0) * (at - before)
+        totals[at] = running, ran
+        there += change
+        before = at
+    found = []
+    for turn in turns:
+        (running, ran), (running_before, ran_before) = totals[turn.stop], totals[turn.start]
+        whole = turn.stop - turn.start
+        found.append(((running - running_before) / whole, ran - ran_before, (ran - ran_before) / whole))
+    return found
+
+
+def _computed_during(turns: Sequence[SampledTurn]) -> list[int]:
+    """Tokens of context of all calls that began while each turn lasted, its own included."""
+    begun = sorted((turn.start, turn.computed) for turn in turns)
+    starts = [start for start, _ in begun]
+    total = [0, *accumulate(computed for _, computed in begun)]
+    return [total[bisect_left(starts, turn.stop)] - total[bisect_left(starts, turn.start)] for turn in turns]
+
+
+def _counts(running: NDArray[Any]) -> list[int]:
+    """Numbers of calls at which seconds per token are fitted: the powers of two that enough turns had about them."""
+    import numpy as np
+
+    near = Counter(np.rint(np.log2(running)).astype(int).tolist())
+    powers = sorted(power for power, turns in near.items() if turns >= ENOUGH)
+    return [2**power for power in powers or [near.most_common(1)[0][0]]]
+
+
+def _least_squares(columns: NDArray[Any], seconds: NDArray[Any]) -> list[float]:
+    """Weights of the columns, none below 0."""
+    import numpy as np
+
+    sizes = np.maximum(np.linalg.norm(columns, axis=0), 1e-9)
+    found = np.zeros(len(sizes))
+    used = list(range(len(sizes)))
+    while True:
+        weights = np.linalg.lstsq((columns / sizes)[:, used], seconds, rcond=None)[0]
+        if (weights >= 0).all():
+            break
+        del used[int(weights.argmin())]
+    found[used] = weights
+    weights_found: list[float] = (found / sizes).tolist()
+    return weights_found

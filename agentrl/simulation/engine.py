@@ -54,7 +54,7 @@ class _Call:
     said: float = 0.0
     """Tokens sampled before it was last taken from a slot."""
     began: float | None = None
-    """What `_advanced` was when it was given a slot; None where it has none."""
+    """`_advanced` when it got its slot; None without one."""
     reason: FinishReason = "stop"
     spans: list[VersionSpan] = field(default_factory=list)
     """Of versions before `version`."""
@@ -182,7 +182,7 @@ class EmulatedEngine:
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
     ) -> Float32Array:
-        """Of tokens nobody sampled: -1 each."""
+        """Log-probabilities of simulated tokens: -1 each."""
         return np.full(len(token_ids), -1.0, np.float32)
 
     def busy_seconds(self) -> float:
@@ -243,7 +243,7 @@ class EmulatedEngine:
         return min(math.floor(call.said + ran + 1e-6), call.length)
 
     def _split(self, call: _Call) -> None:
-        """What was said since the last split is of `call.version`."""
+        """Attribute the tokens since the last split to `call.version`."""
         start = call.spans[-1].stop if call.spans else 0
         said = self._said(call)
         if said > start and call.version is not None:
@@ -350,7 +350,7 @@ class EmulatedEngine:
         return True
 
     def _make_room(self) -> None:
-        """What runs has outgrown the memory: idle conversations go, then the call that began last waits again."""
+        """Make room when running calls outgrow the memory: evict idle conversations, then preempt the newest call."""
         while self._kept > self._room and (self._idle or len(self._running) > 1):
             if self._idle:
                 self.forget(next(iter(self._idle)))

@@ -14,7 +14,7 @@ from agentrl.simulation.plan import Plan
 from agentrl.simulation.program import programs
 
 if TYPE_CHECKING:
-    from agentrl.simulation.measured import Measured
+    from agentrl.simulation.run import Measured
 
 FULL = 0.9
 """Busy for so much of the time, engines or trainer are the bottleneck."""
@@ -152,7 +152,7 @@ def turn(plan: Plan, base: Measured, measure: Callable[[Plan], Measured]) -> Ite
 
 
 def bottleneck(measured: Measured) -> str:
-    """What the run waits for, in words."""
+    """The bottleneck of the run, in words."""
     busiest, share = max(
         (("the engines", measured.engine_busy), ("the trainer", measured.trainer_busy)), key=lambda pair: pair[1]
     )

@@ -1,17 +1,26 @@
-"""What is simulated, as a TOML file says it: episodes, hardware, and the settings of a run by production's names.
+"""The plan of a simulation, read from a TOML file: episodes, hardware, and the settings of a run by production's names.
 
     agentrl simulate examples/07_simulate.toml
 
-What a run is configured with goes to production as it is (`Plan.config`), whose checks hold here too. Beside these
-there are bounds on what a plan may come to: far beyond any real one, and near enough to be simulated in someone's time.
+A run's settings go to production unchanged (`Plan.config`), whose checks hold here too. Further bounds limit a plan's
+size: far beyond any real one, and small enough to be simulated in reasonable time.
+
+`Tail` is a distribution by its quantiles. `GPUS` and `MODELS` estimate how fast engines and trainers are, by the
+roofline with the shares of it that are usually reached: decoding a token reads all weights once for the whole batch,
+and each conversation's keys and values, so it is bound by memory; training multiplies, with 6 operations per parameter
+and token, and 2 more as activations are computed again. Measured values (`rates`, `prefill_rate`, `kv_tokens`,
+`step_seconds`) are better and replace the estimates.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist, fmean
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -22,11 +31,198 @@ from agentrl.config.run import RunConfig
 from agentrl.config.section import Episodes, MaybeSteps, Positive, Section, Share, Tokens
 from agentrl.core.errors import ConfigError
 from agentrl.rollout.context import MAX_CHILD_DEPTH
-from agentrl.simulation.hardware import GPUS, MODELS, Gpu, GpuName, Model, ModelName, Rates
-from agentrl.simulation.tail import MOST, SCORES, Amount, Tail
+
+MOST = 10_000_000
+"""Tokens, seconds or turns of anything: of a prompt, an episode, a tool, a step. No real plan comes near."""
+Amount = Annotated[float, Field(ge=1e-6, le=MOST)]
+"""Tokens, seconds or turns."""
+FURTHEST = 3.0
+"""Deviations of a normal variable, up to which the ranks of what was measured are kept."""
+_NORMAL = NormalDist()
+_Z90 = _NORMAL.inv_cdf(0.9)
+SCORES = [_NORMAL.inv_cdf((rank + 0.5) / 200) for rank in range(200)]
+"""Equally likely values of a normal variable."""
+
+
+class Tail(Section):
+    """A distribution by its quantiles: of tokens, seconds or turns.
+
+    Example:
+        >>> tail = Tail(p50=32, p90=160, cap=1280)
+        >>> round(tail.value(0.0)), round(tail.value(1.2815515)), round(tail.value(9.0))
+        (32, 160, 1280)
+    """
+
+    p50: Amount
+    p90: Amount
+    cap: Amount
+    """Longer ones are cut off here."""
+    law: Literal["lognormal", "pareto", "measured"] = "lognormal"
+    ranks: tuple[Amount, ...] = ()
+    """With `law = "measured"`, up to the cap: the values whose ranks a normal variable has at equal distances from -3
+    to 3."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Tail:
+        if not self.p50 <= self.p90 <= self.cap:
+            raise ValueError(f"p50 = {self.p50:g}, p90 = {self.p90:g}, cap = {self.cap:g} do not grow")
+        if self.law == "pareto" and not self.p50 < self.p90 < self.cap:
+            raise ValueError("law = 'pareto' needs p50 < p90 < cap")
+        if (self.law == "measured") != (len(self.ranks) > 1) or list(self.ranks) != sorted(self.ranks):
+            raise ValueError("law = 'measured' and ranks, two or more that grow, belong together")
+        if self.ranks and self.ranks[-1] > self.cap:
+            raise ValueError(f"ranks end at {self.ranks[-1]:g}, beyond cap = {self.cap:g}")
+        return self
+
+    def value(self, z: float) -> float:
+        """The quantile at which a standard normal variable has the value `z`."""
+        if self.law == "lognormal":
+            return min(self.p50 * math.exp(math.log(self.p90 / self.p50) / _Z90 * z), self.cap)
+        if self.law == "measured":
+            place = min(max((z + FURTHEST) / (2 * FURTHEST), 0.0), 1.0) * (len(self.ranks) - 1)
+            below = min(int(place), len(self.ranks) - 2)
+            return self.ranks[below] + (place - below) * (self.ranks[below + 1] - self.ranks[below])
+        cap = self.cap / self.p50
+        alpha = _pareto_index(self.p90 / self.p50, cap)
+        low = _pareto_low(alpha, cap)
+        rank = _NORMAL.cdf(z) * (1 - (low / cap) ** alpha)
+        return float(self.p50 * low * (1 - min(rank, 1 - 1e-12)) ** (-1 / alpha))
+
+    @property
+    def mean(self) -> float:
+        """The mean."""
+        return fmean(map(self.value, SCORES))
+
+
+def _pareto_low(alpha: float, cap: float) -> float:
+    """Where a Pareto distribution cut off at `cap` begins, for a median of 1."""
+    # 1 - x^a = (1 - (x/cap)^a) / 2  =>  x^a = 1 / (2 - cap^-a)
+    return float((2 - cap**-alpha) ** (-1 / alpha))
+
+
+def _pareto_index(p90: float, cap: float) -> float:
+    """The index with which it has this P90, for a median of 1: by bisection."""
+    low, high = 1e-3, 50.0
+    while high - low > 1e-9:
+        alpha = (low + high) / 2
+        begin = _pareto_low(alpha, cap)
+        rank = 0.9 * (1 - (begin / cap) ** alpha)
+        low, high = (alpha, high) if begin * (1 - rank) ** (-1 / alpha) > p90 else (low, alpha)
+    return low
+
+
+READ_SHARE = 0.6
+"""Share of the memory bandwidth reached in decoding."""
+PREFILL_SHARE = 0.45
+"""Share of the arithmetic reached in prefill."""
+TRAIN_SHARE = 0.35
+"""Share of the arithmetic reached in training."""
+MEMORY_SHARE = 0.9
+"""Share of the memory available for weights, keys and values."""
+STEP_SECONDS = 0.003
+"""Seconds of a forward pass besides reading: launches, sampling, the host."""
+
+ModelName = Literal["0.5B", "1.5B", "7B", "14B", "32B", "70B"]
+GpuName = Literal["A100", "H100", "H200", "B200", "L40S"]
+
+
+class Rates:
+    """r(b): tokens per second of each of b calls, from measured points; seconds per token are linear in between.
+
+    Example:
+        >>> rates = Rates({1: 50.0, 64: 25.0})
+        >>> round(rates(1)), round(rates(64)), round(rates(32), 1), round(rates(127), 1)
+        (50, 25, 33.5, 16.7)
+    """
+
+    def __init__(self, points: Mapping[int, float]) -> None:
+        self._counts = sorted(points)
+        self._seconds = [1.0 / points[count] for count in self._counts]
+        self._known: dict[int, float] = {}
+
+    def __call__(self, count: int) -> float:
+        """r(b)."""
+        found = self._known.get(count)
+        if found is None:
+            found = self._known[count] = 1.0 / self._at(count)
+        return found
+
+    def _at(self, count: int) -> float:
+        counts, seconds = self._counts, self._seconds
+        if len(counts) == 1 or count <= counts[0]:
+            return seconds[0]
+        above = min(max(bisect_left(counts, count), 1), len(counts) - 1)
+        slope = (seconds[above] - seconds[above - 1]) / (counts[above] - counts[above - 1])
+        return max(seconds[above] + slope * (count - counts[above]), min(seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU's data sheet, for bf16 without sparsity."""
+
+    memory: float
+    """Bytes."""
+    bandwidth: float
+    """Bytes per second."""
+    operations: float
+    """Per second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A dense model with grouped-query attention, in bf16."""
+
+    parameters: float
+    kv_bytes: int
+    """Bytes of keys and values per token of context."""
+
+    def kv_tokens(self, gpu: Gpu, gpus: int) -> int:
+        """Tokens of context that fit beside the weights."""
+        room = MEMORY_SHARE * gpu.memory * gpus - 2 * self.parameters
+        return max(int(room / self.kv_bytes), 0)
+
+    def prefill_rate(self, gpu: Gpu, gpus: int) -> float:
+        """Tokens of context computed per second."""
+        return PREFILL_SHARE * gpu.operations * gpus / (2 * self.parameters)
+
+    def rates(self, gpu: Gpu, gpus: int, slots: int, context: float) -> Rates:
+        """r(b) with contexts of so many tokens."""
+
+        def rate(count: int) -> float:
+            reading = (2 * self.parameters + count * context * self.kv_bytes) / (READ_SHARE * gpu.bandwidth * gpus)
+            computing = 2 * self.parameters * count / (PREFILL_SHARE * gpu.operations * gpus)
+            return 1.0 / (max(reading, computing) + STEP_SECONDS)
+
+        counts = {2**power for power in range(int(math.log2(slots)) + 1)} | {slots}
+        return Rates({count: rate(count) for count in sorted(counts)})
+
+    def train_rate(self, gpu: Gpu, gpus: int) -> float:
+        """Tokens trained per second."""
+        return TRAIN_SHARE * gpu.operations * gpus / (8 * self.parameters)
+
+
+GPUS: Mapping[GpuName, Gpu] = {
+    "A100": Gpu(80e9, 2.0e12, 312e12),
+    "H100": Gpu(80e9, 3.35e12, 989e12),
+    "H200": Gpu(141e9, 4.8e12, 989e12),
+    "B200": Gpu(180e9, 7.7e12, 2250e12),
+    "L40S": Gpu(48e9, 0.864e12, 362e12),
+}
+"""SXM where there are several."""
+
+MODELS: Mapping[ModelName, Model] = {
+    "0.5B": Model(0.49e9, 24 * 2 * 64 * 4),
+    "1.5B": Model(1.54e9, 28 * 2 * 128 * 4),
+    "7B": Model(7.6e9, 28 * 4 * 128 * 4),
+    "14B": Model(14.8e9, 48 * 8 * 128 * 4),
+    "32B": Model(32.8e9, 64 * 8 * 128 * 4),
+    "70B": Model(72.7e9, 80 * 8 * 128 * 4),
+}
+"""Qwen2.5's: parameters, and layers x heads of keys and values x size of a head x 2 (keys, values) x 2 bytes."""
+
 
 BLOCKS = 24
-"""Of a median turn at least, where that has so many tokens: lengths are counted in blocks."""
+"""Blocks of a median turn, at least, if it has so many tokens: lengths are counted in blocks."""
 MAX_TURNS = 2_000_000
 """That are simulated until the pipeline is full: they take minutes."""
 MAX_EPISODES = 1_000_000
@@ -42,7 +238,7 @@ Length = Annotated[int, Field(ge=0, le=MOST)]
 
 
 class SeatPlan(Section):
-    """What the agent of a seat does in an episode."""
+    """The turns and tokens of a seat's agent in an episode."""
 
     tokens: Tail
     """Sampled in the whole episode; its turns are equally long."""
@@ -59,7 +255,7 @@ class EnvironmentPlan(Section):
     tool_seconds: Tail | None = None
     """Between two turns of a seat; leave it out where tools take no time."""
     tool_tokens: Length = 0
-    """What a tool's answer adds to the conversation."""
+    """Tokens that a tool's answer adds to the conversation."""
     fan_out: dict[str, Positive] = {}
     """Child episodes that each one starts: a group of their own."""
     likeness: Share = 0.5
@@ -81,7 +277,7 @@ class PolicyPlan(Section):
     max_staleness: MaybeSteps = 1
     max_lag: MaybeSteps | None = None
     step_seconds: Amount | None = None
-    """Of one of its steps, where that is not in proportion to `trainer.step_seconds`."""
+    """Seconds of one of its steps, if not in proportion to `trainer.step_seconds`."""
 
 
 class CreditPlan(Section):
@@ -92,7 +288,7 @@ class CreditPlan(Section):
 
 
 class EnginePlan(Section):
-    """Who samples: by the names of model and GPU, or as it was measured."""
+    """The engines: by the names of model and GPU, or by measured rates."""
 
     replicas: Annotated[int, Field(gt=0, le=10_000)] = 1
     slots: Count = 64
@@ -125,10 +321,10 @@ class EnginePlan(Section):
 
 
 class TrainerPlan(Section):
-    """Who learns: by GPUs, or as it was measured."""
+    """The trainer: by GPUs, or by measured step seconds."""
 
     step_seconds: Amount | None = None
-    """Of an optimizer step of the first policy that learns; in proportion for steps of other sizes."""
+    """Seconds of an optimizer step of the first policy that learns; in proportion for steps of other sizes."""
     gpus: Count = 8
     """Where `step_seconds` is not given: of the kind and the model that `[engine]` names."""
     publish_seconds: Annotated[float, Field(ge=0, le=MOST)] = 0.0
@@ -298,7 +494,7 @@ class Plan(Section):
         return total / weight
 
     def unit_seconds(self, policy: str) -> float | None:
-        """What a unit takes its trainer; None: it depends on its tokens."""
+        """Seconds its trainer takes for a unit; None: it depends on the tokens."""
         own = self.policies[policy]
         if own.step_seconds is not None:
             return own.step_seconds / own.step_size
@@ -332,7 +528,7 @@ class Plan(Section):
         return max(size / sum(self.times().values()), self.credit.group_size)
 
     def least_step_seconds(self) -> float:
-        """What a step of the first policy that learns takes the engines, the trainer, or the tools, about."""
+        """A lower bound, in seconds, of a step of the first learning policy: of engines, trainer or tools."""
         first = next(iter(self.trained.values()))
         tasks = first.step_size / sum(self.times().values())
         prompts = self._per_task(lambda environment, seat: environment.prompt)

@@ -1,8 +1,8 @@
 """A run in virtual time: production's loop around emulated engines and a trainer that only takes its time.
 
-`simulate_run` ends it after so many steps and says what was busy, how far behind tokens were, how long episodes took,
-and whether long and short ones were trained alike. What it measures leaves the first steps out, in which the pipeline
-fills.
+`simulate_run` ends it after so many steps and returns `Measured`: what was busy, how far behind tokens were, how long
+episodes took, and whether long and short ones were trained alike. The first steps, in which the pipeline fills, are not
+measured.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean, quantiles
 from typing import TYPE_CHECKING
 
 from agentrl.app.assemble import Parts, assemble
 from agentrl.core.clock import LoopClock
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.fleet import ReplicatedEngine
+from agentrl.inspection.timelines import RunTimeline, filled
 from agentrl.rollout.worker import AsyncioWorker
-from agentrl.simulation.account import Account, CountingEngine, ObservedJournal
-from agentrl.simulation.measured import Measured, measure
 from agentrl.simulation.program import LengthFormat, Tasks, length_of, programs
+from agentrl.simulation.recorder import Recorder, RecordingEngine, RecordingJournal
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.simulation.virtual_time import SimLoop
 
@@ -32,14 +34,17 @@ if TYPE_CHECKING:
     from agentrl.orchestrator.loop import Orchestrator
     from agentrl.rollout.kv_budget import KVBudget
     from agentrl.simulation.plan import Plan
+    from agentrl.simulation.recorder import Step
 
-LOOKS = 24
+PARTS = 72
+"""Number of intervals of a timeline."""
+SNAPSHOTS_PER_STEP = 24
 """How often during a step the simulation looks at what holds admission back, about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What is simulated, and for how long."""
+    """A simulation: its plan and its length."""
 
     plan: Plan
     steps: int = 40
@@ -61,9 +66,9 @@ def simulate_run(scenario: Scenario) -> Measured:
     loop = SimLoop(scenario.plan.seed, max_steps=1 << 40, trace=0)
     began = time.process_time()
     with asyncio.Runner(loop_factory=lambda: loop) as runner, _no_collections():
-        account = runner.run(_run(scenario))
+        recorder = runner.run(_run(scenario))
     loop.raise_failure()
-    return measure(scenario.plan, account, scenario.skipped, time.process_time() - began)
+    return measure(scenario.plan, recorder, scenario.skipped, time.process_time() - began)
 
 
 @contextmanager
@@ -78,21 +83,21 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-async def _run(scenario: Scenario) -> Account:
+async def _run(scenario: Scenario) -> Recorder:
     plan, clock = scenario.plan, LoopClock()
     config = plan.config(scenario.steps if scenario.is_closed else 1 << 20)
-    account = Account(plan, plan.grain)
-    journal = ObservedJournal(account, None if scenario.is_closed else scenario.steps)
+    recorder = Recorder(plan, plan.grain)
+    journal = RecordingJournal(recorder, None if scenario.is_closed else scenario.steps)
     versions = {name: PolicyVersion(name, 0, 0) for name in config.policies}
     trainer = RecordingTrainer(
         list(config.trained),
         clock=clock,
-        step_seconds=step_seconds(plan, account),
+        step_seconds=step_seconds(plan, recorder),
         publish_seconds=plan.trainer.publish_seconds,
     )
     weights: dict[str, WeightsRef] = {name: await trainer.publish(name, versions[name]) for name in config.trained}
     parts = Parts(
-        engine=_engine(plan, account, versions),
+        engine=_engine(plan, recorder, versions),
         trainer=trainer,
         chat_format=LengthFormat(),
         store=journal,
@@ -105,21 +110,21 @@ async def _run(scenario: Scenario) -> Account:
     journal.orchestrator = orchestrator = assemble(config, programs(plan), parts)
     worker = orchestrator.dispatcher.worker
     assert isinstance(worker, AsyncioWorker)
-    for engine in account.engines:
+    for engine in recorder.engines:
         engine.is_waited_for = lambda: worker.kv_budget.waiting > 0
     scenario.alter(orchestrator)
-    looks = asyncio.get_running_loop().create_task(_look(plan, account, orchestrator, worker.kv_budget))
+    looks = asyncio.get_running_loop().create_task(_look(plan, recorder, orchestrator, worker.kv_budget))
     await orchestrator.run()
     looks.cancel()
-    return account
+    return recorder
 
 
-def _engine(plan: Plan, account: Account, versions: Mapping[str, PolicyVersion]) -> Engine:
-    grain, rates = account.grain, plan.rates
+def _engine(plan: Plan, recorder: Recorder, versions: Mapping[str, PolicyVersion]) -> Engine:
+    grain, rates = recorder.grain, plan.rates
     for _ in range(plan.engine.replicas):
-        account.engines.append(
-            CountingEngine(
-                account,
+        recorder.engines.append(
+            RecordingEngine(
+                recorder,
                 length_of,
                 versions=versions,
                 slots=plan.engine.slots,
@@ -128,10 +133,10 @@ def _engine(plan: Plan, account: Account, versions: Mapping[str, PolicyVersion])
                 prefill_rate=plan.prefill_rate / grain,
             )
         )
-    return account.engines[0] if len(account.engines) == 1 else ReplicatedEngine(account.engines)
+    return recorder.engines[0] if len(recorder.engines) == 1 else ReplicatedEngine(recorder.engines)
 
 
-def step_seconds(plan: Plan, account: Account) -> Callable[[TrainBatch], float]:
+def step_seconds(plan: Plan, recorder: Recorder) -> Callable[[TrainBatch], float]:
     """How long a step takes."""
     rate = plan.train_rate()
 
@@ -139,16 +144,18 @@ def step_seconds(plan: Plan, account: Account) -> Callable[[TrainBatch], float]:
         of_unit = plan.unit_seconds(batch.policy)
         if of_unit is not None:
             return len(batch.units) * of_unit
-        return sum(account.contexts[unit.episode_id] for unit in batch.units) * account.grain / rate
+        return sum(recorder.contexts[unit.episode_id] for unit in batch.units) * recorder.grain / rate
 
     return seconds
 
 
-async def _look(plan: Plan, account: Account, orchestrator: Orchestrator, kv_budget: KVBudget) -> None:
+async def _look(plan: Plan, recorder: Recorder, orchestrator: Orchestrator, kv_budget: KVBudget) -> None:
     """Note now and then what holds admission back, and how full the engine has been so far."""
-    every = plan.least_step_seconds() / LOOKS
+    every = plan.least_step_seconds() / SNAPSHOTS_PER_STEP
     while True:
-        account.look(orchestrator.scheduler.why_not(orchestrator.demand()), no_room=kv_budget.waiting > 0)
+        recorder.record_snapshot(
+            orchestrator.scheduler.why_not(orchestrator.demand()), waits_for_memory=kv_budget.waiting > 0
+        )
         await asyncio.sleep(every)
 
 
@@ -160,3 +167,226 @@ class _Nobody:
 
     def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
         """Nothing."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """Results of a simulation, over the steps after the skipped ones; lengths in tokens, times in seconds."""
+
+    seconds: float
+    steps_per_hour: Mapping[str, float]
+    """By policy."""
+    tokens_per_s: float
+    """Sampled, but for what was wasted."""
+    engine_busy: float
+    """Share of the engines' capacity that was used: all of it while a call waits for a slot or for memory, or contexts
+    are computed."""
+    slots_busy: float
+    """Share of all slots' time in which they had a call."""
+    engine_active: float
+    """Share of the time in which an engine had any call: `engine/busy_share` of a real run."""
+    trainer_busy: float
+    token_lag: float
+    """Mean staleness of the trained tokens."""
+    older: float
+    """Share of the trained tokens that were older than `max_staleness`."""
+    lag_p99: float
+    """99th percentile over trained units of the steps taken between admission and training."""
+    lag_max: float
+    max_lag_exceeded: int
+    """Trajectories trained beyond `max_lag`, of all steps."""
+    length_ratio: float
+    """Mean length of what was trained over that of all that was begun."""
+    waste: float
+    """Share of the sampled tokens whose units were dropped."""
+    episodes: int
+    episode_seconds: Mapping[str, Sequence[float]]
+    """By environment: median, P90 and P99 of the time from admission to the end."""
+    held: Mapping[str, float]
+    """Share of the time, by what held admission back."""
+    no_room: float
+    """Share of the time in which calls waited for room in the engines' memory."""
+    preemptions: int
+    """Calls that were pushed out of memory."""
+    steps_per_bound: float
+    """Steps per second over what engines of full slots or a trainer without any waiting could do."""
+    makespan_over_bound: float
+    """Time over the least that any schedule needs for all that was begun; for closed runs."""
+    timeline: RunTimeline
+    step_times: Sequence[float] = field(default_factory=list)
+    cpu_seconds: float = 0.0
+    """CPU seconds that the simulation took."""
+
+
+def measure(plan: Plan, recorder: Recorder, skipped: int, cpu_seconds: float) -> Measured:
+    """Compute the results from the records after the skipped steps."""
+    first = next(iter(plan.trained))
+    own = [step for step in recorder.steps if step.policy == first]
+    begin, end = own[skipped - 1], own[-1]
+    seconds = end.at - begin.at
+    window = [step for step in recorder.steps if begin.at < step.at <= end.at]
+    slots, full, active, sampled = (now - before for now, before in zip(end.engine, begin.engine, strict=True))
+    engines = plan.engine.replicas
+    lags, units = _lags(recorder, window)
+    tokens = sum(count for _, _, count in lags)
+    kinds = _fed_by(plan, first)
+    fed = [name for name in recorder.asked if _kind(recorder, name) in kinds]
+    waste = recorder.wasted / max(sum(engine.sampled for engine in recorder.engines), 1.0)
+    mean = fmean(recorder.asked[name] for name in fed)
+    own_units = [name for step in window if step.policy == first for name in step.units]
+    return Measured(
+        seconds=seconds,
+        steps_per_hour={name: 3600 * sum(step.policy == name for step in window) / seconds for name in plan.trained},
+        tokens_per_s=(1 - waste) * sampled * recorder.grain / seconds,
+        engine_busy=full / (engines * seconds),
+        slots_busy=slots / (engines * plan.engine.slots * seconds),
+        engine_active=active / (engines * seconds),
+        trainer_busy=sum(step.seconds for step in window) / seconds,
+        token_lag=sum(lag * count for _, lag, count in lags) / tokens,
+        older=sum(count for name, lag, count in lags if lag > plan.trained[name].max_staleness) / tokens,
+        lag_p99=quantiles(units, n=100)[-1],
+        lag_max=max(units),
+        max_lag_exceeded=int(recorder.exceeded),
+        length_ratio=fmean(recorder.lengths[name] for name in own_units) / mean,
+        waste=waste,
+        episodes=len(recorder.asked),
+        episode_seconds=_tails(recorder, begin.at),
+        held=_held(recorder, begin.at, end.at),
+        no_room=fmean(look.waits_for_memory for look in recorder.snapshots if begin.at <= look.at <= end.at),
+        preemptions=sum(engine.preemptions for engine in recorder.engines),
+        steps_per_bound=(len(own) - skipped) / seconds / _steps_per_second(plan, recorder, len(fed)),
+        makespan_over_bound=end.at / _least_seconds(plan, recorder, own),
+        timeline=_timeline(plan, recorder, begin.at, end.at),
+        step_times=[step.at for step in own],
+        cpu_seconds=cpu_seconds,
+    )
+
+
+def _kind(recorder: Recorder, episode: str) -> tuple[str, bool]:
+    """An episode's environment, and whether it is a child."""
+    return recorder.begun[episode].environment, "~" in episode
+
+
+def _fed_by(plan: Plan, policy: str) -> set[tuple[str, bool]]:
+    """Kinds of episodes that a policy plays in."""
+    config = plan.config(1)
+    return {
+        (name, is_child)
+        for name, environment in plan.environments.items()
+        for is_child in (False, True)
+        for seat in environment.seats
+        if config.policy_of(f"{name}.{seat}" if is_child else seat, 0) == policy
+    }
+
+
+def _lags(recorder: Recorder, window: Sequence[Step]) -> tuple[list[tuple[str, int, int]], list[int]]:
+    """(policy, lag, number) of trained tokens; and for each unit, the steps from admission to training."""
+    counts: Counter[tuple[str, int]] = Counter()
+    units = []
+    taken = Counter(dict.fromkeys({step.policy for step in recorder.steps}, 0))
+    chosen = set(map(id, window))
+    for step in recorder.steps:
+        if id(step) in chosen:
+            for name in step.units:
+                units.append(taken[step.policy] - recorder.begun[name].steps.get(step.policy, 0))
+                for (policy, version), count in recorder.spans[name].items():
+                    if policy == step.policy:
+                        counts[policy, taken[policy] - version] += count
+        taken[step.policy] += 1
+    return [(policy, lag, count) for (policy, lag), count in counts.items()], units
+
+
+def _tails(recorder: Recorder, since: float) -> dict[str, tuple[float, float, float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in recorder.plan.environments}
+    for name, at in recorder.ended.items():
+        if at >= since:
+            seconds[recorder.begun[name].environment].append(at - recorder.begun[name].at)
+    found = {}
+    for name, values in seconds.items():
+        if len(values) > 1:
+            cuts = quantiles(values, n=100)
+            found[name] = (cuts[49], cuts[89], cuts[98])
+    return found
+
+
+def _held(recorder: Recorder, begin: float, end: float) -> dict[str, float]:
+    looks = [look for look in recorder.snapshots if begin <= look.at <= end]
+    reasons = Counter(look.held.partition(":")[0] if look.held else "nothing" for look in looks)
+    return {reason: count / len(looks) for reason, count in reasons.most_common()}
+
+
+def _steps_per_second(plan: Plan, recorder: Recorder, units: int) -> float:
+    """No schedule that never ends has more steps of the first policy per second; `units` of it were begun."""
+    size = next(iter(plan.trained.values())).step_size
+    work = sum(recorder.asked.values()) * recorder.grain / units * size
+    return min(plan.capacity() / work, 1 / max(fmean(step.seconds for step in recorder.steps), 1e-9))
+
+
+def _least_seconds(plan: Plan, recorder: Recorder, own: Sequence[Step]) -> float:
+    """No schedule of all that was begun is faster: all work through all slots and one step, all steps, or the longest
+    of parent and child and one step.
+    """
+    longest: dict[str, int] = {}
+    for name, blocks in recorder.asked.items():
+        parent = name.partition("~")[0]
+        longest.setdefault(parent, 0)
+        if name != parent:
+            longest[parent] = max(longest[parent], blocks)
+    path = max(recorder.asked[parent] + blocks for parent, blocks in longest.items()) * recorder.grain
+    work = sum(recorder.asked.values()) * recorder.grain / plan.capacity()
+    step = fmean(step.seconds for step in own)
+    return max(work + step, len(own) * step, path / plan.rates(1) + step)
+
+
+def _timeline(plan: Plan, recorder: Recorder, begin: float, end: float) -> RunTimeline:
+    part = (end - begin) / PARTS
+    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in plan.environments}
+    for name, begun in recorder.begun.items():
+        stop = recorder.ended.get(name, end)
+        if stop > begin and begun.at < end:
+            spans[begun.environment].append((max(begun.at, begin) - begin, min(stop, end) - begin))
+    trainers: dict[str, list[tuple[float, float]]] = {name: [] for name in plan.trained}
+    publish = plan.trainer.publish_seconds
+    for step in recorder.steps:
+        stop = step.at - publish
+        if begin < stop <= end:
+            trainers[step.policy].append((max(stop - step.seconds, begin) - begin, stop - begin))
+    at_work = {name: filled(found, PARTS, part) for name, found in trainers.items()}
+    engine = _engine_shares(plan, recorder, begin, part)
+    ends = [int((at - begin) / part) for at in recorder.ended.values() if begin <= at < end]
+    counts = Counter(ends)
+    return RunTimeline(
+        began=begin,
+        seconds=end - begin,
+        part=part,
+        in_flight={name: filled(found, PARTS, part) for name, found in spans.items()},
+        committed=[counts[place] for place in range(PARTS)],
+        dropped=[0] * PARTS,
+        trainers=at_work,
+        engine=list(engine),
+        versions=[
+            (step.at - begin, f"{step.policy}@0.{number}")
+            for number, step in enumerate(recorder.steps, start=1)
+            if begin < step.at < end
+        ],
+        idle={
+            **{f"trainer of {name}": 1 - sum(shares) / PARTS for name, shares in at_work.items()},
+            "engine": 1 - sum(engine) / PARTS,
+        },
+        problems=[],
+    )
+
+
+def _engine_shares(plan: Plan, recorder: Recorder, begin: float, part: float) -> list[float]:
+    """The used share of the engines' capacity in each interval, interpolated between snapshots."""
+    looks = recorder.snapshots
+    at = 0
+    totals = []
+    for number in range(PARTS + 1):
+        edge = begin + number * part
+        while at + 2 < len(looks) and looks[at + 1].at <= edge:
+            at += 1
+        before, after = looks[at], looks[at + 1]
+        share = (edge - before.at) / max(after.at - before.at, 1e-12)
+        totals.append(before.full_seconds + share * (after.full_seconds - before.full_seconds))
+    return [min(max((totals[n + 1] - totals[n]) / (part * plan.engine.replicas), 0.0), 1.0) for n in range(PARTS)]

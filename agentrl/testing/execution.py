@@ -14,11 +14,9 @@ from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import Script, ScriptedEngine
 from agentrl.environment.base import Limits, described
 from agentrl.environment.registry import name_of
-from agentrl.orchestrator.buffer import EpisodeBuffer
-from agentrl.orchestrator.counts import Counts
-from agentrl.orchestrator.dispatch import Dispatcher
-from agentrl.orchestrator.groups import WholeGroups
-from agentrl.orchestrator.signal import Signal
+from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
+from agentrl.orchestrator.dispatch import Dispatcher, Signal
+from agentrl.orchestrator.metrics import Counts
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from agentrl.rollout.episode import OnCodeChange, RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from agentrl.simulation.picture import picture
+from agentrl.simulation.page import picture
 from benchmarks.scheduling_survey import RULES, measured
 
 STEPS = {"barrier": 5, "agentrl": 14}

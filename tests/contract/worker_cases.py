@@ -23,10 +23,8 @@ from agentrl.engines.client import ProcessEngine
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import name_of
 from agentrl.journal.store import SqliteJournal
-from agentrl.orchestrator.buffer import EpisodeBuffer
-from agentrl.orchestrator.dispatch import Dispatcher
-from agentrl.orchestrator.groups import WholeGroups
-from agentrl.orchestrator.signal import Signal
+from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
+from agentrl.orchestrator.dispatch import Dispatcher, Signal
 from agentrl.rollout.endings import forks_ended
 from tests.contract.worker_environments import TwoTurns
 

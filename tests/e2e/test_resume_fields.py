@@ -22,7 +22,7 @@ from agentrl.core.words import plural
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.checksums import entry_checksum, episode_digest, row_checksum
 from agentrl.journal.entries import Begin, JournalEntry, TurnEntry, encode_body
-from agentrl.observe.status import SILENT_S, read_status, write_status
+from agentrl.observe.run_state import SILENT_S, read_status, write_status
 from benchmarks.resume_fields import (
     NOT_RUN,
     TRAINED,

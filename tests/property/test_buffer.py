@@ -12,11 +12,9 @@ from hypothesis.stateful import rule as act
 
 from agentrl.core.baselines import BaselineSet
 from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, SeatBinding, Task, TrajectoryHeader
-from agentrl.credit.advantages import leave_one_out
-from agentrl.credit.history import RewardHistory
-from agentrl.credit.release import ReleaseRule
-from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
-from agentrl.orchestrator.groups import FirstFinishers, Release, WholeGroups
+from agentrl.credit.advantages import ReleaseRule, leave_one_out
+from agentrl.credit.baselines import RewardHistory
+from agentrl.orchestrator.buffer import EpisodeBuffer, FirstFinishers, ReadyUnit, ReleasePolicy, WholeGroups
 
 SEATS = {
     "proposer": SeatBinding("a"),
@@ -71,7 +69,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.open_groups: dict[str, int] = {}
         self.committed_units: dict[str, int] = {}
 
-    def release(self) -> Release:
+    def release(self) -> ReleasePolicy:
         return WholeGroups("ab", leave_one_out)
 
     @act(size=st.integers(1, 4))
@@ -96,7 +94,7 @@ class BufferMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject, ending: str, reward: float) -> None:
         spec = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         ready = {policy: self.buffer.ready(policy) for policy in "ab"}
-        drops = self.buffer.end(spec, header_for(spec, ending, reward))
+        drops = self.buffer.record_end(spec, header_for(spec, ending, reward))
         assert {drop.reason for drop in drops} == ({"no_reward"} if ending == "unrewarded" else set())
         self.open_groups[spec.group_id] -= 1
         self.ended[spec.group_id] += ending != "dropped"
@@ -107,7 +105,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @act(policy=st.sampled_from("ab"), count=st.integers(1, 6))
     def take(self, policy: str, count: int) -> None:
-        for ready in self.buffer.take(policy, count):
+        for ready in self.buffer.pop_ready(policy, count):
             key = (ready.unit.policy, ready.unit.episode_id)
             assert key not in self.left, "left twice"
             self.left.add(key)
@@ -140,10 +138,10 @@ class BufferMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Whatever happened, everything can be brought to an end."""
         for spec in self.running:
-            self.buffer.end(spec, header_for(spec, "committed", 1.0))
+            self.buffer.record_end(spec, header_for(spec, "committed", 1.0))
         self.buffer.consume(self.taken)
         for policy in "ab":
-            self.buffer.consume(self.buffer.take(policy, 10**6))
+            self.buffer.consume(self.buffer.pop_ready(policy, 10**6))
         ledger = self.buffer.ledger
         ledger.check()
         assert ledger.in_flight == ledger.ready == 0
@@ -155,7 +153,7 @@ class LateBufferMachine(BufferMachine):
 
     rule = ReleaseRule(0.5)
 
-    def release(self) -> Release:
+    def release(self) -> ReleasePolicy:
         return FirstFinishers("ab", self.rule, history=RewardHistory(), freeze=self.freeze, frozen=self.frozen)
 
     def freeze(self, baselines: BaselineSet) -> None:

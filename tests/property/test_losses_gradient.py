@@ -16,7 +16,7 @@ from torch import Tensor
 from agentrl.config.run import PolicyGradientLoss
 from agentrl.core.records import SamplingMask
 from agentrl.core.training_records import TrainingSample
-from agentrl.credit.fed import trained_positions
+from agentrl.credit.samples import trained_positions
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.losses import make_loss
 from agentrl.learn.models import load_models

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.credit.advantages import leave_one_out
-from agentrl.credit.release import ReleaseRule, against, compared_with
+from agentrl.credit.advantages import ReleaseRule, against, compared_with, leave_one_out
 from tests.release_toy import (
     APART,
     REWARDS,

@@ -21,13 +21,13 @@ from agentrl.core.errors import EngineError
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import GenerateRequest, Trainer
 from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
-from agentrl.credit.role_means import RoleMeans
+from agentrl.credit.baselines import RoleMeans
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.port import RunLog
-from agentrl.orchestrator.choice import UNMEASURED, Measured
-from agentrl.orchestrator.ledger import Ledger
+from agentrl.orchestrator.buffer import Ledger
+from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.orchestrator.manifest import CheckpointWriter
+from agentrl.orchestrator.versions import NOT_MEASURED, RunningBest
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.testing.memory_journal import ControlRecord
@@ -99,7 +99,7 @@ class CursorWriter(CheckpointWriter):
         versions: Mapping[str, PolicyVersion],
         ledger: Ledger,
         roles: RoleMeans | None = None,
-        measured: Measured = UNMEASURED,
+        measured: RunningBest = NOT_MEASURED,
         opponents: Mapping[str, Sequence[PolicyVersion]] = MappingProxyType({}),
     ) -> Path:
         with contextlib.suppress(FileExistsError):

@@ -29,10 +29,8 @@ from agentrl.journal.entries import JournalEntry, TurnEntry
 from agentrl.journal.partials import decode_partial
 from agentrl.journal.port import TurnLog
 from agentrl.journal.store import SqliteJournal
-from agentrl.orchestrator.buffer import EpisodeBuffer
-from agentrl.orchestrator.dispatch import Dispatcher
-from agentrl.orchestrator.groups import WholeGroups
-from agentrl.orchestrator.signal import Signal
+from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
+from agentrl.orchestrator.dispatch import Dispatcher, Signal
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner

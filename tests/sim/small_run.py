@@ -16,7 +16,7 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.orchestrator import loop
-from agentrl.orchestrator.loop import Orchestrator, Outcome
+from agentrl.orchestrator.loop import Orchestrator, RunOutcome
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.testing.memory_journal import MemoryJournal
@@ -143,7 +143,7 @@ class SmallRun:
         await self.journal.turn_log("0").flush()
         return self.journal.after_crash()
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunOutcome:
         """Assemble and run to the end."""
         policies = list(self.config.policies)
         engine = self.engine_class(

@@ -11,7 +11,7 @@ import pytest
 import agentrl
 from agentrl.core.errors import StorageError
 from agentrl.core.records import PolicyVersion
-from agentrl.orchestrator.manifest import CheckpointWriter
+from agentrl.orchestrator.checkpoints import CheckpointWriter
 from tests.sim.crash_cases import MUTANTS, FailingEngine, RoundsAnywhere, Talk
 from tests.sim.small_run import TASKS, Ask, guess
 from tests.support.crash_oracle import compared, finished

@@ -13,9 +13,9 @@ import pytest
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.fleet import ReplicatedEngine
+from agentrl.simulation.calibration import SampledTurn, fitted_rates
 from agentrl.simulation.engine import EmulatedEngine
-from agentrl.simulation.fit import SampledTurn, fitted_rates
-from agentrl.simulation.hardware import Rates
+from agentrl.simulation.plan import Rates
 from agentrl.simulation.program import length_of
 from agentrl.simulation.virtual_time import simulate
 

@@ -12,7 +12,7 @@ from agentrl.core.baselines import BaselineSet
 from agentrl.core.ids import order_key
 from agentrl.core.records import PolicyVersion
 from agentrl.core.training_records import Unit
-from agentrl.credit.release import against, compared_with
+from agentrl.credit.advantages import against, compared_with
 from agentrl.journal.port import StepRow
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 from agentrl.testing.plugin import SimulatedLoop

@@ -16,7 +16,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.core.rng import stream
 from agentrl.observe.alarms import alarms
 from agentrl.observe.run_state import RunPlan, RunState
-from agentrl.orchestrator.staleness import BoundedStaleness
+from agentrl.orchestrator.scheduler import BoundedStaleness
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import SmallRun, config_for
@@ -117,9 +117,9 @@ def test_no_trained_token_is_older_under_any_release_bound_fan_out_or_phase() ->
 def test_the_window_is_as_wide_as_it_may_be() -> None:
     """One unit fewer would cost what is still allowed, one more would be one too many."""
     bound = BoundedStaleness(max_staleness=1, step_size=4, max_lag=2)
-    assert bound.window(under_way=4, overtaken=8) == 0, "the oldest was overtaken twice, and is in the third step"
-    assert bound.window(under_way=3, overtaken=8) == 1
-    assert BoundedStaleness(max_staleness=1, step_size=4).window(under_way=99, overtaken=99) == float("inf")
+    assert bound.window(outstanding=4, overtaken=8) == 0, "the oldest was overtaken twice, and is in the third step"
+    assert bound.window(outstanding=3, overtaken=8) == 1
+    assert BoundedStaleness(max_staleness=1, step_size=4).window(outstanding=99, overtaken=99) == float("inf")
 
 
 def test_a_straggler_holds_admission_back_and_says_so(simulated_loop: SimulatedLoop) -> None:

@@ -18,8 +18,8 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.results import Tally, win_rates
 from agentrl.observe.metrics import describe
-from agentrl.orchestrator.counts import Counts
-from agentrl.orchestrator.opponents import OpponentPool, Opponents, joined_by
+from agentrl.orchestrator.metrics import Counts
+from agentrl.orchestrator.versions import OpponentPool, Opponents, joined_by
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import SmallRun, config_for
@@ -162,9 +162,9 @@ def test_the_files_of_a_checkpoint_s_opponents_stay_as_long_as_it(simulated_loop
         needed = []
         for step in range(1, 7):
             path = f"weights/{step}"
-            await opponents.published(WeightsRef(version=version(step), path=path, kind="adapter", sha256=""))
+            await opponents.add_version(WeightsRef(version=version(step), path=path, kind="adapter", sha256=""))
             if step % 2 == 0:
-                opponents.saved()
+                opponents.record_checkpoint()
             needed.append({found.step for found in opponents.needed()})
         assert needed == [{0, 1}, {0, 2}, {0, 2, 3}, {2, 4}, {2, 4, 5}, {4, 6}]
 

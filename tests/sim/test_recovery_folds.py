@@ -13,7 +13,7 @@ from agentrl.core.baselines import BaselineSet
 from agentrl.core.proposals import Proposal
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.journal.store import SqliteJournal
-from agentrl.orchestrator.manifest import newest
+from agentrl.orchestrator.checkpoints import newest
 from agentrl.testing.memory_journal import Admission, EpisodeEnd, MetricRow, Publication, UnitDrop
 from tests.sim.crash_cases import Talk
 from tests.support.crash_scenario import CHECKPOINTS, CrashScenario, Machine

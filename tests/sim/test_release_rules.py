@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.simulation.measured import Measured
 from agentrl.simulation.plan import Plan
-from agentrl.simulation.run import Scenario, simulate_run
+from agentrl.simulation.run import Measured, Scenario, simulate_run
 from benchmarks.scheduling_simulated import altered, plan
 
 pytestmark = pytest.mark.sim

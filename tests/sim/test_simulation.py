@@ -14,11 +14,9 @@ from agentrl.core.errors import EngineError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, VersionSpan, WeightsRef
 from agentrl.simulation.engine import EmulatedEngine
-from agentrl.simulation.measured import Measured
-from agentrl.simulation.plan import Plan
+from agentrl.simulation.plan import Plan, Tail
 from agentrl.simulation.program import Tasks, length_of
-from agentrl.simulation.run import Scenario, simulate_run
-from agentrl.simulation.tail import Tail
+from agentrl.simulation.run import Measured, Scenario, simulate_run
 from agentrl.simulation.virtual_time import simulate
 from benchmarks import scheduling_memory
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.journal.entries import ResourceEntry, TurnEntry
-from agentrl.orchestrator.manifest import newest, sealed
+from agentrl.orchestrator.checkpoints import newest, sealed
 from agentrl.simulation.recording_trainer import TRAINED_FILE
 from agentrl.testing.memory_journal import Admission, EpisodeEnd, Publication, UnitDrop
 from tests.support.crash_scenario import CHECKPOINTS

@@ -21,7 +21,7 @@ from agentrl.core.clock import LoopClock
 from agentrl.core.records import PolicyVersion, Task, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.port import StepRow
-from agentrl.orchestrator.manifest import CheckpointWriter
+from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.simulation.virtual_time import SimLoop

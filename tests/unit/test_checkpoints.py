@@ -13,8 +13,8 @@ import pytest
 
 from agentrl.core.errors import StorageError
 from agentrl.core.records import PolicyVersion
-from agentrl.orchestrator.ledger import Ledger
-from agentrl.orchestrator.manifest import CheckpointWriter, newest
+from agentrl.orchestrator.buffer import Ledger
+from agentrl.orchestrator.checkpoints import CheckpointWriter, newest
 from agentrl.simulation.recording_trainer import RecordingTrainer
 
 

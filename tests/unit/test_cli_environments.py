@@ -18,7 +18,7 @@ from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, InputError
-from agentrl.observe.progress import PART_S, Part
+from agentrl.observe.progress import LINE_INTERVAL_S, ProgressLine
 from agentrl.testing import play
 
 
@@ -131,11 +131,11 @@ def test_a_long_check_shows_its_parts_in_place_or_now_and_then() -> None:
             return self.now
 
     clock, file, terminal = Clock(), io.StringIO(), _Terminal()
-    parts = {stream: Part("checking x", stream, clock) for stream in (file, terminal)}
+    parts = {stream: ProgressLine("checking x", stream, clock) for stream in (file, terminal)}
     for number in range(50):
         for stream in (file, terminal):
             parts[stream](f"part {number}\n\x1b[31m")
-        clock.now += PART_S / 4
+        clock.now += LINE_INTERVAL_S / 4
     assert file.getvalue().splitlines() == [rf"checking x: part {number}\n\x1b[31m …" for number in range(0, 50, 4)]
     assert terminal.getvalue().count("\r\x1b[2Kchecking x: part ") == 50
     assert "\n" not in terminal.getvalue()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.core.files import LOCAL, Disk, place, remedy, remove_leftovers, staged
-from agentrl.orchestrator.retention import versions_in
+from agentrl.orchestrator.checkpoints import versions_in
 from tests.support.sim_disk import Fault, SimDisk, SimulatedCrashError
 
 

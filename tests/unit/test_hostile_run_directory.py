@@ -22,17 +22,13 @@ from agentrl.inspection.statistics import run_state
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.run_log import Change, Life, SqliteRunLog
 from agentrl.journal.store import SqliteJournal
-from agentrl.observe.alarm_lines import Alarm, read_alarms, write_alarm
-from agentrl.observe.files import replace_file
-from agentrl.observe.metrics import JsonlSink
-from agentrl.observe.plot import curve, sparkline
+from agentrl.observe.alarms import Alarm, read_alarms, write_alarm
 from agentrl.observe.progress import waiting
-from agentrl.observe.run_directory import RunDirectory
+from agentrl.observe.run_directory import RunDirectory, replace_file
 from agentrl.observe.run_observer import RunObserver
-from agentrl.observe.run_state import MAX_POLICIES, RunPlan, RunState, read_metrics
-from agentrl.observe.sinks import open_sinks, prometheus
-from agentrl.observe.status import Status, read_status, write_status
-from agentrl.observe.view import MAX_TEXT, plain, view
+from agentrl.observe.run_state import MAX_POLICIES, RunPlan, RunState, Status, read_metrics, read_status, write_status
+from agentrl.observe.sinks import JsonlSink, open_sinks, prometheus
+from agentrl.observe.view import MAX_TEXT, curve, plain, sparkline, view
 from tests.journal_cases import write_run
 
 ESCAPES = "\x1b]52;c;aGk=\x07\x9b31m\u202e[bold][/x]"

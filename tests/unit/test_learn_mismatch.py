@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agentrl.core.records import PolicyVersion, VersionSpan
-from agentrl.credit.fed import token_lags, trained_positions
+from agentrl.credit.samples import token_lags, trained_positions
 from agentrl.learn.columns import MergedColumns, StepColumns, read_columns
 from agentrl.learn.mismatch import mismatch, mismatch_metrics, seat_metrics
 from agentrl.learn.packing import pack

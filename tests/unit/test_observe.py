@@ -21,15 +21,23 @@ from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
 from agentrl.journal.store import SqliteJournal
-from agentrl.observe.metrics import METRICS, JsonlSink, Sink, describe
+from agentrl.observe.metrics import METRICS, describe
 from agentrl.observe.page import page
-from agentrl.observe.plot import curve, sparkline
 from agentrl.observe.progress import evaluation_line, figures
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
-from agentrl.observe.run_state import RunPlan, RunState, plan_of, read_metrics
-from agentrl.observe.status import Status, read_status, with_engine_share, write_status
-from agentrl.observe.view import duration, view
+from agentrl.observe.run_state import (
+    RunPlan,
+    RunState,
+    Status,
+    plan_of,
+    read_metrics,
+    read_status,
+    with_engine_share,
+    write_status,
+)
+from agentrl.observe.sinks import JsonlSink, Sink
+from agentrl.observe.view import curve, duration, sparkline, view
 
 STEP = {
     "reward/mean": 0.5,

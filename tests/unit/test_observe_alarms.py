@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.observe.alarm_lines import read_alarms
-from agentrl.observe.alarms import MEANINGS, alarms
+from agentrl.observe.alarms import MEANINGS, alarms, read_alarms
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
-from agentrl.observe.run_state import RunPlan, RunState
-from agentrl.observe.status import Status
+from agentrl.observe.run_state import RunPlan, RunState, Status
 
 PLAN = RunPlan(steps=40, max_staleness={"solver": 1})
 HEALTHY = {
@@ -27,10 +25,10 @@ HEALTHY = {
     "lag_tokens/0": 50.0,
     "entropy": 0.05,
     "episodes/turns": 3.0,
-    "composition/length_ratio": 0.98,
-    "composition/seconds_ratio": 1.03,
-    "composition/reward_shift": -0.02,
-    "composition/held_share": 0.01,
+    "selection_bias/length_ratio": 0.98,
+    "selection_bias/seconds_ratio": 1.03,
+    "selection_bias/reward_shift": -0.02,
+    "selection_bias/held_share": 0.01,
     "format/episodes": 64.0,
     "format/broken_turns": 0.05,
     "format/broken_share": 0.1,
@@ -200,7 +198,7 @@ def test_steps_that_see_a_part_of_what_was_dispatched_are_named_after_twenty(
 ) -> None:
     assert names(a_run(19, **changes)) == []
     (alarm,) = alarms(a_run(20, **changes))
-    assert alarm.name == "composition"
+    assert alarm.name == "selection_bias"
     assert says in alarm.text
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentrl import ChildResult, learnability
 from agentrl.core.errors import EpisodeError, RewardError
 from agentrl.core.proposals import Proposal, Recollection
-from agentrl.orchestrator.proposals import NEWEST, ProposalMemory
+from agentrl.orchestrator.tasks import NEWEST, ProposalMemory
 
 
 def attempts(*rewards: float | None) -> list[ChildResult]:

@@ -27,7 +27,7 @@ from agentrl.journal.port import Pruned, PruneRule
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import LabelClock, SqliteJournal
-from agentrl.orchestrator.choice import UNMEASURED
+from agentrl.orchestrator.versions import NOT_MEASURED
 from tests.journal_cases import spec, step_of, weights, write, write_episode, write_run
 
 
@@ -178,7 +178,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.journal import pruning
 from agentrl.journal.port import PruneRule
 from agentrl.journal.store import LabelClock, SqliteJournal
-from agentrl.orchestrator.choice import UNMEASURED
+from agentrl.orchestrator.versions import NOT_MEASURED
 
 asked = 0
 
@@ -249,7 +249,7 @@ def test_the_command_says_what_would_go_gives_it_up_and_refuses_where_it_cannot(
     checkpoint.mkdir(parents=True)
     manifest = {"format": 0, "versions": {"policy": [0, 1]}, "files": {}, "ledger": {}}
     (checkpoint / "manifest.json").write_text(
-        json.dumps({**manifest, "role_means": [], "measured": UNMEASURED.as_data(), "opponents": {}})
+        json.dumps({**manifest, "role_means": [], "measured": NOT_MEASURED.as_data(), "opponents": {}})
     )
     before = there(tmp_path)
     assert main(["run", "prune", str(tmp_path), "--keep=0", "--dry-run", "--json"]) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import agentrl
-from agentrl.orchestrator.reservations import Reservations
+from agentrl.orchestrator.dispatch import Reservations
 
 
 class Solve(agentrl.Environment):
@@ -43,61 +43,61 @@ def reservations() -> Reservations:
 
 def test_a_child_takes_its_part_over_and_the_rest_is_given_back() -> None:
     held = reservations()
-    held.begin("e0", Propose, 0)
-    held.begin("e1", Propose, 0)
+    held.reserve("e0", Propose, 0)
+    held.reserve("e1", Propose, 0)
     assert (held.units("solver"), held.units("judge"), held.units("proposer")) == (8, 0, 0)
-    held.spawned("e0", Solve, 3, "r#1")
+    held.hand_over("e0", Solve, 3, "r#1")
     assert held.units("solver") == 5
-    held.spawned("e0", Solve, 3, "r#1")  # by a parent that is executed again
+    held.hand_over("e0", Solve, 3, "r#1")  # by a parent that is executed again
     assert held.units("solver") == 5
-    held.spawned("e0", Solve, 3, "r#2")  # more than were declared
+    held.hand_over("e0", Solve, 3, "r#2")  # more than were declared
     assert held.units("solver") == 4
-    held.end("e0")
-    held.end("e1")
+    held.cancel("e0")
+    held.cancel("e1")
     assert held.units("solver") == 0
-    held.spawned("e1", Solve, 3, "r#1")
-    held.end("e1")
+    held.hand_over("e1", Solve, 3, "r#1")
+    held.cancel("e1")
     assert held.units("solver") == 0
 
 
 def test_children_of_children_are_reserved_where_the_first_is_admitted() -> None:
     held = reservations()
-    held.begin("e0", Teach, 0)
+    held.reserve("e0", Teach, 0)
     assert (held.units("solver"), held.units("proposer")) == (9, 2)
-    held.spawned("e0", Propose, 2, "r#1")
+    held.hand_over("e0", Propose, 2, "r#1")
     for index in range(2):
-        held.begin(f"e0~0.r#1.{index}", Propose, 0)
+        held.reserve(f"e0~0.r#1.{index}", Propose, 0)
     assert (held.units("solver"), held.units("proposer")) == (9, 0)
-    held.end("e0~0.r#1.0")
+    held.cancel("e0~0.r#1.0")
     assert held.units("solver") == 5
-    held.end("e0")
+    held.cancel("e0")
     assert held.units("solver") == 4
-    held.end("e0~0.r#1.1")
+    held.cancel("e0~0.r#1.1")
     assert held.units("solver") == 0
 
 
 def test_as_deep_as_episodes_nest_and_no_deeper() -> None:
     held = reservations()
-    held.begin("e0", Endless, 0)
+    held.reserve("e0", Endless, 0)
     assert held.units("solver") == 2 + 4 + 8
 
 
 def test_what_is_not_declared_is_learned() -> None:
     held = reservations()
-    held.begin("e0", Undeclared, 0)
+    held.reserve("e0", Undeclared, 0)
     assert held.units("solver") == 0
-    held.spawned("e0", Solve, 5, "r#1")
-    held.spawned("e0", Solve, 2, "r#2")
-    held.begin("e1", Undeclared, 0)
+    held.hand_over("e0", Solve, 5, "r#1")
+    held.hand_over("e0", Solve, 2, "r#2")
+    held.reserve("e1", Undeclared, 0)
     assert held.units("solver") == 7
 
 
 def test_another_attempt_reserves_anew() -> None:
     held = reservations()
-    held.begin("e0", Propose, 0)
-    held.spawned("e0", Solve, 4, "r#1")
+    held.reserve("e0", Propose, 0)
+    held.hand_over("e0", Solve, 4, "r#1")
     assert held.units("solver") == 0
-    held.begin("e0", Propose, 0)
+    held.reserve("e0", Propose, 0)
     assert held.units("solver") == 4
-    held.spawned("e0", Solve, 4, "r#1")
+    held.hand_over("e0", Solve, 4, "r#1")
     assert held.units("solver") == 0

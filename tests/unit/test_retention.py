@@ -17,8 +17,7 @@ from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.port import Pruned, PruneRule
-from agentrl.orchestrator.manifest import CheckpointWriter
-from agentrl.orchestrator.retention import JournalRetention, VersionRetention
+from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.rollout.byte_formats import PlainFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.testing.memory_journal import MemoryJournal
@@ -36,8 +35,8 @@ def test_the_newest_and_the_pinned_versions_stay(tmp_path: Path) -> None:
         retention = VersionRetention(keep=2)
         pinned = {PolicyVersion("solver", 0, 1)}
         for step in range(6):
-            await retention.published(publish(tmp_path, step), pinned if step < 5 else ())
-            await retention.published(publish(tmp_path, step, "other"))
+            await retention.prune(publish(tmp_path, step), pinned if step < 5 else ())
+            await retention.prune(publish(tmp_path, step, "other"))
             left = sorted(path.name for path in (tmp_path / "solver").iterdir())
             assert left[-min(step + 1, 2) :] == [f"0.{kept}" for kept in range(max(step - 1, 0), step + 1)]
             assert ("0.1" in left) == (1 <= step < 5)
@@ -59,7 +58,7 @@ def growing(sizes: list[int], **options: Any) -> tuple[JournalRetention, list[st
 def test_a_budget_that_will_not_do_is_said_once_and_in_time() -> None:
     async def main() -> None:
         retention, told = growing([10, 12, 14, 16, 18, 95])
-        full = [await retention.stepped(100 - step) for step in range(6)]
+        full = [await retention.check_step(100 - step) for step in range(6)]
         assert not any(full)
         assert len(told) == 2
         assert told[0].startswith("journal and step columns take 14 MiB of journal.budget_mib = 100, and 2 MiB more")
@@ -72,7 +71,7 @@ def test_a_budget_that_will_not_do_is_said_once_and_in_time() -> None:
 def test_a_budget_that_lasts_to_the_end_is_not_spoken_of() -> None:
     async def main() -> None:
         retention, told = growing([10, 12, 14, 16])
-        assert not any([await retention.stepped(30 - step) for step in range(4)])
+        assert not any([await retention.check_step(30 - step) for step in range(4)])
         assert not told
 
     asyncio.run(main())
@@ -99,10 +98,10 @@ def test_a_checkpoint_written_while_older_ones_are_pruned_is_pruned_after_them(t
 
         checkpoints = Checkpoints(tmp_path, keep=1)
         retention = JournalRetention(Journal(), checkpoints, keep=0)
-        retention.checkpointed(pytest.fail)
+        retention.start_pruning(pytest.fail)
         await began.wait()
         for checkpoints.step in (2, 3):
-            retention.checkpointed(pytest.fail)
+            retention.start_pruning(pytest.fail)
         go_on.set()
         await retention.wait()
 
@@ -119,7 +118,7 @@ def test_no_error_of_pruning_is_lost(tmp_path: Path) -> None:
 
     async def main() -> None:
         retention = JournalRetention(Journal(), CheckpointWriter(tmp_path, keep=1), keep=0)
-        retention.checkpointed(told.append)
+        retention.start_pruning(told.append)
         await retention.wait()
 
     asyncio.run(main())

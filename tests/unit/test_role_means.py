@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl.core.records import DataLocation
 from agentrl.core.training_records import TrajectoryCredit, Unit
-from agentrl.credit.role_means import RoleMeans, read_means
+from agentrl.credit.baselines import RoleMeans, read_means
 
 
 def make_unit(*credits: TrajectoryCredit, policy: str = "p", episode_id: str = "e1") -> Unit:
@@ -30,7 +30,7 @@ def test_a_role_is_compared_with_what_it_used_to_get() -> None:
     means = RoleMeans(decay=0.5)
     assert credited(means, 1.0, 0.0, 1.0) == pytest.approx([0.0, -1.0, 1.0 - 0.5 / 1.5])
     assert credited(means, 1.0) == [0.0], "a step that was not taken leaves no trace"
-    means.taken("p")
+    means.commit_step("p")
     assert credited(means, 1.0) == [0.0]
     assert credited(means, 0.0, seat="o") == [0.0], "a seat of its own"
     assert credited(means, 0.0, policy="q") == [0.0], "a policy of its own"
@@ -40,12 +40,12 @@ def test_a_role_is_compared_with_what_it_used_to_get() -> None:
 def test_role_means_do_not_depend_on_how_units_are_cut_into_steps(values: list[float], cut: int) -> None:
     whole, parts = RoleMeans(decay=0.9), RoleMeans(decay=0.9)
     expected = credited(whole, *values)
-    whole.taken("p")
+    whole.commit_step("p")
     first = credited(parts, *values[:cut])
-    parts.taken("p")
+    parts.commit_step("p")
     restored = RoleMeans(read_means(json.loads(json.dumps(parts.as_data()))), decay=0.9)
     assert first + credited(restored, *values[cut:], first=cut) == expected
-    restored.taken("p")
+    restored.commit_step("p")
     assert restored.means == whole.means
 
 

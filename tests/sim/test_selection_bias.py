@@ -72,41 +72,41 @@ def is_long(ready: ReadyUnit) -> bool:
 
 def without_long_ones(orchestrator: Orchestrator) -> None:
     """What is long is dropped before each step."""
-    take, buffer = orchestrator.scheduler.take, orchestrator.buffer
+    take, buffer = orchestrator.scheduler.pop_units, orchestrator.buffer
 
     def short(policy: str) -> object:
-        buffer.drop(buffer.take_where(policy, is_long), "too_long")
+        buffer.drop(buffer.pop_ready_where(policy, is_long), "too_long")
         return take(policy)
 
-    orchestrator.scheduler.take = short  # type: ignore[method-assign, assignment]
+    orchestrator.scheduler.pop_units = short  # type: ignore[method-assign, assignment]
 
 
 def long_ones_last(orchestrator: Orchestrator) -> None:
     """What is long waits for ever."""
-    take, buffer = orchestrator.scheduler.take, orchestrator.buffer
+    take, buffer = orchestrator.scheduler.pop_units, orchestrator.buffer
     held: list[ReadyUnit] = []
 
     def short(policy: str) -> object:
-        held.extend(buffer.take_where(policy, is_long))
+        held.extend(buffer.pop_ready_where(policy, is_long))
         return take(policy)
 
-    orchestrator.scheduler.take = short  # type: ignore[method-assign, assignment]
+    orchestrator.scheduler.pop_units = short  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize("release", ["late", "group", "episode"])
 def test_nothing_is_said_where_all_is_trained(release: str) -> None:
     state = run(release)
     newest = list(state.policies["solver"].steps.values())[-1]
-    assert newest["composition/length_ratio"] == newest["composition/seconds_ratio"] == pytest.approx(1.0)
-    assert newest["composition/reward_shift"] == pytest.approx(0.0)
-    assert newest["composition/held_share"] == 0.0
-    assert newest["composition/overtaken"] < 6.0
-    assert [alarm for alarm in alarms(state) if alarm.name == "composition"] == []
+    assert newest["selection_bias/length_ratio"] == newest["selection_bias/seconds_ratio"] == pytest.approx(1.0)
+    assert newest["selection_bias/reward_shift"] == pytest.approx(0.0)
+    assert newest["selection_bias/held_share"] == 0.0
+    assert newest["selection_bias/overtaken"] < 6.0
+    assert [alarm for alarm in alarms(state) if alarm.name == "selection_bias"] == []
 
 
 def test_a_scheduler_that_drops_long_ones_is_named() -> None:
     state = run("late", without_long_ones)
-    (alarm,) = (alarm for alarm in alarms(state) if alarm.name == "composition")
+    (alarm,) = (alarm for alarm in alarms(state) if alarm.name == "selection_bias")
     assert "shorter" in alarm.text
     assert "faster" in alarm.text
     assert "truncated_reward" in alarm.advice
@@ -114,10 +114,10 @@ def test_a_scheduler_that_drops_long_ones_is_named() -> None:
 
 def test_a_scheduler_that_holds_long_ones_back_is_named() -> None:
     state = run("episode", long_ones_last, max_staleness=6)  # so that those do not fill the bound
-    (alarm,) = (alarm for alarm in alarms(state) if alarm.name == "composition")
+    (alarm,) = (alarm for alarm in alarms(state) if alarm.name == "selection_bias")
     assert "shorter" in alarm.text
     newest = list(state.policies["solver"].steps.values())[-1]
-    assert newest["composition/held_share"] > 0.02
+    assert newest["selection_bias/held_share"] > 0.02
 
 
 def test_the_journal_says_what_steps_were_fed(simulated_loop: SimulatedLoop) -> None:
@@ -128,11 +128,11 @@ def test_the_journal_says_what_steps_were_fed(simulated_loop: SimulatedLoop) -> 
         past = past_of(
             journal, {"guesser": PolicyVersion("guesser", 0, steps)}, group_size=4, step_sizes={"guesser": 8}
         )
-        lived = first.orchestrator.buffer.compositions["guesser"].metrics()
-        folded = past.compositions["guesser"].metrics()
-        lived.pop("composition/overtaken", None)
+        lived = first.orchestrator.buffer.selection_bias["guesser"].metrics()
+        folded = past.selection_bias["guesser"].metrics()
+        lived.pop("selection_bias/overtaken", None)
         assert folded == pytest.approx(lived)
-        assert folded["composition/length_ratio"] == pytest.approx(1.0)
+        assert folded["selection_bias/length_ratio"] == pytest.approx(1.0)
 
     simulated_loop.run(main)
 
@@ -146,8 +146,8 @@ def test_a_resumed_run_counts_every_unit_once(simulated_loop: SimulatedLoop) -> 
         second = SmallRun(config=first.config, journal=journal, past=past, resumed_at={"guesser": version})
         await second.run()
         newest = [values for _, _, values in second.seen.steps][-1]
-        assert newest["composition/length_ratio"] == pytest.approx(1.0)
-        assert newest["composition/held_share"] == 0.0
-        assert newest["composition/overtaken"] < 3.0
+        assert newest["selection_bias/length_ratio"] == pytest.approx(1.0)
+        assert newest["selection_bias/held_share"] == 0.0
+        assert newest["selection_bias/overtaken"] < 3.0
 
     simulated_loop.run(main)

@@ -25,7 +25,7 @@ class Heard(CrashScenario):
 
     def chosen(self, machine: Machine) -> tuple[float, int]:
         """The best mean and its step; the files of all that was chosen are there."""
-        measured = self.orchestrator.choice.measured
+        measured = self.orchestrator.best.measured
         assert measured.versions.keys() == {"left", "right"}
         for policy, version in measured.versions.items():
             assert f"{version.lineage}.{version.step}" in machine.disk.names(VERSIONS / policy)
@@ -54,7 +54,7 @@ def test_a_crash_changes_no_choice_and_loses_no_file_of_it() -> None:
         assert scenario.run(machine, seed=operation + 1) is None
         assert scenario.chosen(machine) == expected, f"operation {operation}"
         recovered = scenario.orchestrator.board.current("left").lineage
-        resumed_after_it += scenario.orchestrator.choice.measured.versions["left"].lineage < recovered
+        resumed_after_it += scenario.orchestrator.best.measured.versions["left"].lineage < recovered
     assert resumed_after_it, "no crash fell after the best step's checkpoint"
 
 
@@ -65,7 +65,7 @@ def test_a_run_ends_when_its_metric_is_good_enough(simulated_loop: SimulatedLoop
         outcome = await run.run()
         assert len(run.trainer.batches) == 2
         assert not outcome.interrupted
-        assert run.orchestrator.choice.why_stop() == "episodes/trained reached 16"
+        assert run.orchestrator.best.why_stop() == "episodes/trained reached 16"
         assert run.orchestrator.buffer.ledger.in_flight == run.orchestrator.buffer.ledger.ready == 0
 
     simulated_loop.run(main)
@@ -77,7 +77,7 @@ def test_a_run_ends_when_its_metric_has_fallen(simulated_loop: SimulatedLoop) ->
         run = SmallRun(config=config_for(steps=8, best=best))
         await run.run()
         assert len(run.trainer.batches) == 4, "the mean of steps 3 and 4 is 16 episodes above that of 1 and 2"
-        assert run.orchestrator.choice.measured.versions["guesser"].step == 2
+        assert run.orchestrator.best.measured.versions["guesser"].step == 2
 
     simulated_loop.run(main)
 
@@ -88,7 +88,7 @@ def test_evaluations_choose_the_versions_they_are_of(simulated_loop: SimulatedLo
         run = SmallRun(config=config_for(steps=6, **sections), held_out=TASKS[:8])
         await run.run()
         rewards = [metrics["guesser"]["evaluation/reward"] for metrics in run.seen.evaluations]
-        measured = run.orchestrator.choice.measured
+        measured = run.orchestrator.best.measured
         assert measured.best == max(rewards)
         assert measured.versions["guesser"].step == run.seen.evaluated[rewards.index(max(rewards))]
 

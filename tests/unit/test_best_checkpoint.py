@@ -12,48 +12,48 @@ from hypothesis import strategies as st
 
 from agentrl.config.run import RunConfig
 from agentrl.core.records import PolicyVersion
-from agentrl.orchestrator.choice import Choice, read_measured
+from agentrl.orchestrator.versions import BestCheckpointTracker, read_running_best
 
 
-def hear(choice: Choice, values: list[float], *, first: int = 1) -> None:
+def hear(best: BestCheckpointTracker, values: list[float], *, first: int = 1) -> None:
     for step, value in enumerate(values, start=first):
         versions = {"solver": PolicyVersion("solver", 0, step), "other": PolicyVersion("other", 1, 2 * step)}
-        choice.hear("solver", {"reward/mean": value}, versions)
+        best.record_metrics("solver", {"reward/mean": value}, versions)
 
 
-def choice_of(**changes: Any) -> Choice:
-    return Choice(**{"metric": "reward/mean", "policy": "solver", "window": 2, **changes})
+def tracker(**changes: Any) -> BestCheckpointTracker:
+    return BestCheckpointTracker(**{"metric": "reward/mean", "policy": "solver", "window": 2, **changes})
 
 
 def test_the_versions_of_the_largest_mean_are_kept_together() -> None:
-    choice = choice_of()
-    hear(choice, [0.9])
-    assert choice.summary() is None, "one measurement is no mean of two"
-    hear(choice, [0.1, 0.7, 0.5, 0.6, 0.0], first=2)
-    assert choice.summary() == {"metric": "reward/mean", "value": 0.6, "steps": {"solver": 4, "other": 8}}
-    assert choice.why_stop() is None, "nobody asked for an end"
+    best = tracker()
+    hear(best, [0.9])
+    assert best.summary() is None, "one measurement is no mean of two"
+    hear(best, [0.1, 0.7, 0.5, 0.6, 0.0], first=2)
+    assert best.summary() == {"metric": "reward/mean", "value": 0.6, "steps": {"solver": 4, "other": 8}}
+    assert best.why_stop() is None, "nobody asked for an end"
 
 
 @pytest.mark.parametrize(
     "change", [{"metric": "reward/solver"}, {"policy": "other"}, {"window": 3}, {"smallest": True}]
 )
 def test_a_run_resumed_with_another_measure_begins_to_measure_anew(change: dict[str, Any]) -> None:
-    before = choice_of()
+    before = tracker()
     hear(before, [0.9, 0.8])
-    assert choice_of(measured=before.measured, stop_at=0.5).measured == before.measured, "bounds may change"
-    anew = choice_of(measured=before.measured, **change).measured
+    assert tracker(measured=before.measured, stop_at=0.5).measured == before.measured, "bounds may change"
+    anew = tracker(measured=before.measured, **change).measured
     assert not anew.newest
     assert not anew.versions
 
 
 def test_small_values_may_be_the_good_ones() -> None:
-    choice = choice_of(smallest=True, stop_at=2.0, stop_fall=1.0)
-    hear(choice, [5.0, 3.0])
-    assert choice.summary() == {"metric": "reward/mean", "value": 4.0, "steps": {"solver": 2, "other": 4}}
-    hear(choice, [7.5], first=3)
-    assert choice.why_stop() == "reward/mean rose to 5.25, from 4 at its best"
-    hear(choice, [0.0, 4.0], first=4)
-    assert choice.why_stop() == "reward/mean reached 2"
+    best = tracker(smallest=True, stop_at=2.0, stop_fall=1.0)
+    hear(best, [5.0, 3.0])
+    assert best.summary() == {"metric": "reward/mean", "value": 4.0, "steps": {"solver": 2, "other": 4}}
+    hear(best, [7.5], first=3)
+    assert best.why_stop() == "reward/mean rose to 5.25, from 4 at its best"
+    hear(best, [0.0, 4.0], first=4)
+    assert best.why_stop() == "reward/mean reached 2"
 
 
 @pytest.mark.parametrize(
@@ -66,16 +66,16 @@ def test_small_values_may_be_the_good_ones() -> None:
     ],
 )
 def test_what_is_not_the_metric_of_the_policy_is_not_heard(policy: str, metrics: dict[str, float]) -> None:
-    choice = choice_of(window=1)
-    choice.hear(policy, metrics, {"solver": PolicyVersion("solver", 0, 1)})
-    assert choice.measured.newest == ()
-    assert not choice.measured.versions
+    best = tracker(window=1)
+    best.record_metrics(policy, metrics, {"solver": PolicyVersion("solver", 0, 1)})
+    assert best.measured.newest == ()
+    assert not best.measured.versions
 
 
 def test_nothing_is_chosen_where_nothing_is_asked_for() -> None:
-    choice = Choice()
-    choice.hear("solver", {"reward/mean": 1.0}, {"solver": PolicyVersion("solver", 0, 1)})
-    assert (choice.summary(), choice.why_stop(), list(choice.needed())) == (None, None, [])
+    best = BestCheckpointTracker()
+    best.record_metrics("solver", {"reward/mean": 1.0}, {"solver": PolicyVersion("solver", 0, 1)})
+    assert (best.summary(), best.why_stop(), list(best.needed())) == (None, None, [])
 
 
 @given(
@@ -87,12 +87,12 @@ def test_nothing_is_chosen_where_nothing_is_asked_for() -> None:
 def test_a_choice_that_is_read_back_goes_on_as_if_it_had_never_stopped(
     values: list[float], cut: int, window: int, smallest: bool
 ) -> None:
-    whole = choice_of(window=window, smallest=smallest, stop_fall=0.5)
+    whole = tracker(window=window, smallest=smallest, stop_fall=0.5)
     hear(whole, values)
-    first = choice_of(window=window, smallest=smallest, stop_fall=0.5)
+    first = tracker(window=window, smallest=smallest, stop_fall=0.5)
     hear(first, values[:cut])
-    found = read_measured(json.loads(json.dumps(first.measured.as_data())))
-    second = choice_of(window=window, smallest=smallest, stop_fall=0.5, measured=found)
+    found = read_running_best(json.loads(json.dumps(first.measured.as_data())))
+    second = tracker(window=window, smallest=smallest, stop_fall=0.5, measured=found)
     assert second.why_stop() == first.why_stop()
     hear(second, values[cut:], first=cut + 1)
     assert second.measured == whole.measured
@@ -110,16 +110,16 @@ def test_a_choice_that_is_read_back_goes_on_as_if_it_had_never_stopped(
 )
 def test_what_is_no_measurement_is_refused(data: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError)):
-        read_measured(data)
+        read_running_best(data)
 
 
 def test_files_stay_that_a_checkpoint_may_still_go_back_to() -> None:
-    choice = choice_of(window=1, checkpoints=2)
+    best = tracker(window=1, checkpoints=2)
     for step, value in enumerate([1.0, 2.0, 3.0, 4.0], start=1):
-        hear(choice, [value], first=step)
+        hear(best, [value], first=step)
         if step != 3:
-            choice.saved()
-    assert {version.step for version in choice.needed() if version.policy == "solver"} == {2, 4}
+            best.record_checkpoint()
+    assert {version.step for version in best.needed() if version.policy == "solver"} == {2, 4}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from agentrl.core.records import EpisodeHeader, dropped_header
-from agentrl.orchestrator.drought import FAILED_GROUPS, FAILED_IN_A_ROW, Drought
+from agentrl.orchestrator.scheduler import FAILED_GROUPS, FAILED_IN_A_ROW, StarvationGuard
 from tests.support.builders import make_spec
 
 
@@ -17,8 +17,8 @@ def failed_children(parents: int, each: int) -> Iterator[EpisodeHeader]:
 
 
 def ends(headers: Iterator[EpisodeHeader], *, learning: tuple[str, ...] = ("proposer", "solver")) -> list[str]:
-    drought = Drought(group_size=4)
-    return [why for each in headers if (why := drought.ended(each, {"solver"}, learning)) is not None]
+    guard = StarvationGuard(group_size=4)
+    return [why for each in headers if (why := guard.record_end(each, {"solver"}, learning)) is not None]
 
 
 def test_one_bad_proposal_ends_no_run_however_many_attempts_it_has() -> None:

@@ -1,10 +1,7 @@
-"""What the run remembers of its proposals: which were made before, and how alike the newest are.
+"""Tasks of a run: which task each root group gets, and which tasks were proposed before.
 
-Owns: the newest proposals, and what an episode may see of them. They are a fold of the control log, where each is
-recorded before its episode can be committed. An unfinished episode tells its own again when it is resumed.
-Invariants: a proposal counts once, by the call that made it, and never for itself. It counts for nobody once its
-episode was dropped or begins anew: nobody learns from it. And it does not count for the other episodes of its root
-group, which are compared: a repeat would be the slower one's fault, and its penalty a part of the others' baselines.
+`Curriculum` draws from the environment's source. `ProposalMemory` remembers the tasks that episodes proposed for their
+children.
 """
 
 from __future__ import annotations
@@ -15,27 +12,75 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from agentrl.core import ids
+from agentrl.core.errors import AgentRLError, InputError
 from agentrl.core.proposals import Proposal, Recollection
+from agentrl.core.records import Task
+from agentrl.core.rng import stream
+from agentrl.environment.base import TaskSource, described
+
+_SHUFFLE_LIMIT = 1_000_000
+"""Sources longer than this are sampled with replacement instead of permuted."""
+
+
+class Curriculum:
+    """Endless tasks from a finite source: a seeded permutation per pass. A pure function of the group's number."""
+
+    def __init__(self, source: TaskSource, *, seed: int) -> None:
+        if len(source) == 0:
+            raise InputError("the environment's task source is empty; check environment.options")
+        self._source = source
+        self._seed = seed
+        self._pass = -1
+        self._order: list[int] = []
+
+    def task(self, number: int) -> Task:
+        """The task of root group `number`."""
+        try:
+            return self._draw(number)
+        except AgentRLError:
+            raise
+        except Exception as error:
+            raise InputError(f"the task source raised {described(error)}") from error
+
+    def _draw(self, number: int) -> Task:
+        length = len(self._source)
+        if length > _SHUFFLE_LIMIT:
+            return self._source[stream(self._seed, "task", number).randrange(length)]
+        number_of_pass, position = divmod(number, length)
+        if number_of_pass != self._pass:
+            self._pass = number_of_pass
+            self._order = list(range(length))
+            stream(self._seed, "tasks", number_of_pass).shuffle(self._order)
+        return self._source[self._order[position]]
+
 
 MEMORY_SIZE = 2000
-"""Proposals a run remembers; the oldest go. An answer walks over all of them."""
+"""Number of newest proposals a run remembers. Each comparison walks over all of them."""
 NEWEST = 100
-"""Proposals whose structures are compared."""
+"""Number of newest proposals whose structures are compared."""
 
 Seen = Callable[[str], tuple[int, int]]
-"""From an episode to its wave, and the first wave whose proposals it does not see."""
+"""Maps an episode id to its batch, and to the first batch whose proposals it does not see."""
 
 
 class ProposalMemory:
-    """The newest proposals of a run.
+    """The newest proposals of a run: which were made before, and how alike the newest are.
 
-    What an episode sees is what was made before it asked. In a deterministic run that would depend on who is faster, so
-    `seen` gives it the proposals of the waves that had ended when its own began, and no others.
+    They are a fold of the control log, where each is recorded before its episode can be committed. An unfinished
+    episode reports its own again when it is resumed.
+
+    Invariants: a proposal counts once, by the call that made it, and never against itself. It is forgotten once its
+    episode is dropped or starts again, since nobody learns from it. It does not count for the other episodes of its
+    root group, which are compared with each other: a repetition would be the slower one's fault, and its penalty would
+    enter the others' baselines.
+
+    An episode sees the proposals made before it asked. In a deterministic run that would depend on who is faster, so
+    `seen` limits it to the proposals of the batches that had ended when its own began.
 
     Args:
-        size: how many are remembered; the oldest go.
+        size: how many are remembered; the oldest are forgotten first.
         group_size: of root groups.
-        seen: see `Seen`; None: all that there is.
+        seen: see `Seen`; None: all.
     """
 
     def __init__(self, size: int, *, group_size: int, seen: Seen | None = None) -> None:
@@ -47,7 +92,7 @@ class ProposalMemory:
         self.next_number = 0
 
     def restore(self, proposals: Iterable[Proposal]) -> None:
-        """Take over what an earlier life remembered; what is told again by an unfinished episode is known for good."""
+        """Take over the proposals of a previous attempt; those that a resumed episode reports again count once."""
         unfinished = set()
         for proposal in proposals:
             self._add(proposal)
@@ -55,7 +100,7 @@ class ProposalMemory:
         self._known |= unfinished
 
     def recall(self, proposal: Proposal) -> Recollection:
-        """What is known of a proposal, itself and those of the episodes it is compared with left out."""
+        """Compare a proposal with the remembered ones, except itself and those of its own root group."""
         times = same = newest = 0
         for _, other in self._visible_to(proposal.episode_id):
             if other.made_by == proposal.made_by or self._are_compared(other.episode_id, proposal.episode_id):
@@ -68,14 +113,14 @@ class ProposalMemory:
         return Recollection(times, same / newest if newest else 0.0)
 
     def remember(self, proposal: Proposal) -> bool:
-        """Remember a proposal; False where it is already."""
+        """Remember a proposal; returns False if it is known already."""
         if proposal.made_by in self._known:
             return False
         self._add(proposal)
         return True
 
     def forget(self, episode_id: str) -> None:
-        """What an episode proposed will not be trained: it was dropped, or begins anew."""
+        """Forget the proposals of an episode that was dropped or starts again."""
         lost = {proposal.made_by for _, proposal in self._made if proposal.episode_id == episode_id}
         if lost:
             self._made = [made for made in self._made if made[1].made_by not in lost]
@@ -96,9 +141,9 @@ class ProposalMemory:
     def _place(self, proposal: Proposal) -> tuple[int, ...]:
         if self._seen is None:
             return (proposal.number,)
-        wave, _ = self._seen(proposal.episode_id)
+        batch, _ = self._seen(proposal.episode_id)
         episode, call = ids.order_key(proposal.episode_id), ids.order_key(proposal.call_id)
-        return (wave, *episode, -1, proposal.attempt, *call)
+        return (batch, *episode, -1, proposal.attempt, *call)
 
     def _are_compared(self, one: str, other: str) -> bool:
         """Whether two training episodes belong to one root group."""
@@ -114,11 +159,11 @@ class ProposalMemory:
         return reversed(self._made[max(end - self._size, 0) : end])
 
     def _forget(self) -> None:
-        """Let the oldest go that no episode to come can see: those in flight are at most two waves' bounds apart."""
+        """Forget the oldest that no later episode can see: those in flight are at most two batches' bounds apart."""
         surplus = len(self._made) - self._size
         if surplus > 0 and self._seen is not None:
-            wave, unseen = self._seen(self._made[-1][1].episode_id)
-            oldest_asker_sees = unseen - (wave - unseen)
+            batch, unseen = self._seen(self._made[-1][1].episode_id)
+            oldest_asker_sees = unseen - (batch - unseen)
             surplus = bisect.bisect_left(self._made, oldest_asker_sees, key=lambda made: made[0][0]) - self._size
         for _, proposal in self._made[: max(surplus, 0)]:
             self._known.discard(proposal.made_by)

@@ -1,15 +1,17 @@
-"""Role-conditioned baselines: a running mean reward per role, for games in which nothing else is comparable.
+"""Baselines that outlive a group: running means of the rewards of a policy in a seat.
 
-In a zero-sum game the seats differ (who moves first wins more often) and two games of one task are not alike, since the
-opponent changes too. So a reward is compared with what the same policy used to get in the same seat.
+`RoleMeans` compares a reward with what the same policy used to get in the same seat: for games in which nothing else is
+comparable. In a zero-sum game the seats differ (who moves first wins more often) and two games of one task are not
+alike, since the opponent changes too. Its means change only where a step has been taken, in the order of its units, and
+are in the manifest: a resumed run goes on with the same ones, and a repeated step finds what it found before.
 
-Owns: the means. They change only where a step has been taken, in the order of its units, and are in the manifest: a
-resumed run goes on with the same ones, and a step that is taken again finds what it found before.
+`RewardHistory` has the means of earlier groups, per task and per environment, to shrink a group's baseline to.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ from agentrl.core.training_records import Unit
 
 
 class Role(NamedTuple):
-    """Whose rewards are averaged."""
+    """A policy in a seat of an environment, over which rewards are averaged."""
 
     policy: str
     environment: str
@@ -26,17 +28,17 @@ class Role(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """A mean whose newest rewards count most: `total / weight`."""
+    """An exponentially weighted mean, `total / weight`."""
 
     total: float = 0.0
     weight: float = 0.0
 
     def with_reward(self, reward: float, decay: float) -> Mean:
-        """After one more reward."""
+        """The mean after one more reward."""
         return Mean(decay * self.total + reward, decay * self.weight + 1.0)
 
 
-DECAY = 0.95
+ROLE_DECAY = 0.95
 """The share of a running mean that stays per reward: it remembers about twenty rewards."""
 
 
@@ -49,11 +51,11 @@ class RoleMeans:
     advantage 0. Agents of one episode in one seat are compared with the same mean and enter it together.
 
     Args:
-        means: of an earlier life of the run.
+        means: those of a previous attempt of the run.
         decay: d, the share that stays per reward.
     """
 
-    def __init__(self, means: Mapping[Role, Mean] | None = None, *, decay: float = DECAY) -> None:
+    def __init__(self, means: Mapping[Role, Mean] | None = None, *, decay: float = ROLE_DECAY) -> None:
         self._decay = decay
         self._means = dict(means or {})
         self._next: dict[str, dict[Role, Mean]] = {}
@@ -66,8 +68,8 @@ class RoleMeans:
     def credited(self, policy: str, units: Sequence[tuple[str, Unit]]) -> list[Unit]:
         """The units of a step, in their order, with advantages against the means.
 
-        Each is compared with all before it in the order of admission, which long and short episodes share; the means
-        stay as they are until `taken`.
+        Each is compared with all before it in the order of admission, which does not depend on length; the means do not
+        change before `commit_step`.
 
         Args:
             policy: whose step it is.
@@ -89,12 +91,12 @@ class RoleMeans:
         self._next[policy] = means
         return [found[unit.episode_id] for _, unit in units]
 
-    def taken(self, policy: str) -> None:
-        """The step whose units were credited last has been taken: their rewards enter the means."""
+    def commit_step(self, policy: str) -> None:
+        """Add the rewards of the units credited last to the means: their step has been taken."""
         self._means.update(self._next.pop(policy, {}))
 
     def as_data(self) -> list[list[str | float]]:
-        """The means as JSON data; floats survive it exactly."""
+        """Return the means as JSON data; floats round-trip exactly."""
         return [[*role, *mean] for role, mean in sorted(self._means.items())]
 
     def _mean(self, means: Mapping[Role, Mean], role: Role) -> Mean:
@@ -102,10 +104,10 @@ class RoleMeans:
 
 
 def read_means(data: Iterable[Sequence[str | float]]) -> dict[Role, Mean]:
-    """What `RoleMeans.as_data` wrote.
+    """Read what `RoleMeans.as_data` wrote.
 
     Raises:
-        ValueError: it is not that.
+        ValueError: a mean is not valid.
     """
     means = {}
     for policy, environment, seat, total, weight in data:
@@ -114,3 +116,53 @@ def read_means(data: Iterable[Sequence[str | float]]) -> dict[Role, Mean]:
             raise ValueError(f"a mean of {policy} in seat {seat} is {total} / {weight}")
         means[Role(str(policy), str(environment), str(seat))] = mean
     return means
+
+
+HISTORY_DECAY = 0.98
+"""Share of a mean that stays per reward: about fifty are remembered, six groups of eight."""
+
+TASKS = 100_000
+"""Tasks remembered per role; the least recently seen are forgotten first."""
+
+
+class Rewarded(NamedTuple):
+    """The reward of an agent of a group, with its role."""
+
+    role: Role
+    reward: float
+
+
+class RewardHistory:
+    """Mean rewards of a policy in a seat over earlier groups, on one task or on all.
+
+    A group is compared with the groups that had ended when it was admitted, and enters when all of it has ended, long
+    and short members alike. Rewards of child episodes belong to the task of their root, since their own tasks are new
+    each time. The means are a fold over the groups of a run in the order of their ends, and so are rebuilt from its
+    journal.
+    """
+
+    def __init__(self, tasks: int = TASKS) -> None:
+        self._tasks = tasks
+        self._by_role: dict[Role, Mean] = {}
+        self._by_task: dict[Role, OrderedDict[str, Mean]] = {}
+
+    def mean(self, role: Role, task: str | None) -> float | None:
+        """The mean of the task's earlier groups, else of the environment's; None before the first.
+
+        Args:
+            role: the policy, environment and seat.
+            task: id of the root episode's task; None if not known.
+        """
+        found = self._by_task.get(role, OrderedDict()).get(task or "") or self._by_role.get(role)
+        return None if found is None else found.total / found.weight
+
+    def add(self, task: str | None, group: Iterable[Rewarded]) -> None:
+        """Add the rewards of a group that has ended."""
+        for role, reward in group:
+            self._by_role[role] = self._by_role.get(role, Mean()).with_reward(reward, HISTORY_DECAY)
+            if task is None:
+                continue
+            means = self._by_task.setdefault(role, OrderedDict())
+            means[task] = means.pop(task, Mean()).with_reward(reward, HISTORY_DECAY)
+            if len(means) > self._tasks:
+                means.popitem(last=False)

@@ -1,0 +1,436 @@
+"""Checkpoints, and what stays on disk between them.
+
+    checkpoints/step_000120-3/        sum of the policies' steps, lineage; put in place by `core.files.place`
+        <trainer's files>             weights, optimizer and random state of every policy
+        manifest.json                 versions, ledger, role means, measurements, digests of the files
+
+A checkpoint's manifest is written last, and a run resumes from it. The manifest says what is *consumed*: every unit of
+a step up to its versions, along their lineage. The control log says which units those are, and is flushed before the
+manifest is written; training after the newest manifest is lost together with the weights it made, and done again.
+
+`VersionRetention` keeps the newest few published versions of each policy on disk: their files are needed while an
+engine may load them again; checkpoints hold weights of their own, and the link `policies/NAME` points at the newest.
+`JournalRetention` prunes the journal after checkpoints; which entries may go, and why, is defined in
+`journal/pruning.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from agentrl.core.errors import StorageError
+from agentrl.core.files import LOCAL, Disk, place, remedy, staged
+from agentrl.core.ports import Trainer
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.words import plural
+from agentrl.credit.baselines import Mean, Role, RoleMeans, read_means
+from agentrl.journal.port import JournalStore, PruneRule
+from agentrl.orchestrator.buffer import Ledger
+from agentrl.orchestrator.versions import NOT_MEASURED, RunningBest, read_running_best
+
+FORMAT = 0
+KEPT_CHECKPOINTS = 2
+"""Number of newest checkpoints that stay on disk: a damaged one costs no more than `checkpoint.every` steps."""
+MAX_MANIFEST_BYTES = 64 << 20
+_CHECKPOINT_NAME = re.compile(r"step_(\d{6,})-(\d+)")
+_VERSION_NAME = re.compile(r"(\d+)\.(\d+)")
+
+MIB = 1 << 20
+NEARLY_FULL = 0.9
+"""Share of the budget above which the run warns that it is nearly used up."""
+MEASUREMENTS = 3
+"""Number of measured sizes before the growth of a journal is forecast."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A checkpoint that can be resumed from."""
+
+    directory: Path
+    versions: Mapping[str, PolicyVersion]
+    role_means: Mapping[Role, Mean] = field(default_factory=dict)
+    measured: RunningBest = NOT_MEASURED
+    opponents: Mapping[str, tuple[PolicyVersion, ...]] = field(default_factory=dict)
+    """Versions that opponents were drawn from, by pool, oldest first."""
+
+
+class CheckpointWriter:
+    """Writes checkpoints of one run and prunes old ones.
+
+    Args:
+        directory: the run's checkpoint directory.
+        keep: how many of the newest stay.
+        disk: the file system.
+    """
+
+    def __init__(self, directory: Path, *, keep: int = KEPT_CHECKPOINTS, disk: Disk = LOCAL) -> None:
+        self._directory = directory
+        self._keep = keep
+        self._disk = disk
+
+    async def write(
+        self,
+        trainer: Trainer,
+        versions: Mapping[str, PolicyVersion],
+        ledger: Ledger,
+        roles: RoleMeans | None = None,
+        measured: RunningBest = NOT_MEASURED,
+        opponents: Mapping[str, Sequence[PolicyVersion]] = MappingProxyType({}),
+    ) -> Path:
+        """Save the trainer and seal it with a manifest; the control log must have been flushed.
+
+        Raises:
+            StorageError: the disk refused; earlier checkpoints are untouched.
+        """
+        # The sum of steps grows with every policy's, so no two cuts of a lineage share a name.
+        step = sum(version.step for version in versions.values())
+        lineage = max(version.lineage for version in versions.values())
+        target = self._directory / f"step_{step:06d}-{lineage}"
+
+        def seal() -> None:
+            folds = {
+                "role_means": [] if roles is None else roles.as_data(),
+                "measured": measured.as_data(),
+                "opponents": dict(opponents),
+            }
+            content = _manifest(staging, versions, ledger, folds, self._disk)
+            self._disk.write(staging / "manifest.json", content)
+            place(staging, target, disk=self._disk)
+            self._prune(target)
+
+        try:
+            with staged(target, disk=self._disk) as staging:
+                await trainer.save(str(staging))
+                await self._disk.apart(seal)
+        except FileExistsError as error:
+            raise StorageError(
+                f"checkpoint {target}: something has this name already, and it is not touched; move it away and resume "
+                "the run"
+            ) from error
+        except OSError as error:
+            raise StorageError(
+                f"checkpoint {target}: {error.strerror or error}; {remedy(error)}, then start again with --resume"
+            ) from error
+        return target
+
+    def sealed(self) -> list[Mapping[str, PolicyVersion]]:
+        """Like the function `sealed`, after a sync: no removed checkpoint comes back after a power cut.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        self._disk.sync(self._directory)
+        return sealed(self._directory, disk=self._disk)
+
+    def _prune(self, written: Path) -> None:
+        """Remove all but the newest `keep` checkpoints that can be resumed from; damaged ones do not count."""
+        whole = 0
+        for candidate in _candidates(self._directory, self._disk):
+            if whole >= self._keep and candidate != written:
+                self._disk.remove_tree(candidate)
+            else:
+                whole += _is_whole(candidate, self._disk)
+
+
+def sealed(directory: Path, *, disk: Disk = LOCAL) -> list[Mapping[str, PolicyVersion]]:
+    """The versions of every checkpoint that can be resumed from, newest first; the bytes of its files are not read."""
+    found = []
+    for candidate in _candidates(directory, disk):
+        with contextlib.suppress(StorageError):
+            found.append(_read(candidate, disk)[0].versions)
+    return found
+
+
+def newest(directory: Path, *, disk: Disk = LOCAL) -> tuple[Manifest | None, list[str]]:
+    """The newest checkpoint whose files match its manifest, and why each newer one was rejected.
+
+    Args:
+        directory: a run's checkpoint directory.
+        disk: the file system.
+
+    Returns:
+        The checkpoint, or None if there is none to resume from; and a sentence per rejected one, newest first.
+    """
+    rejected: list[str] = []
+    for candidate in _candidates(directory, disk):
+        try:
+            return _verified(candidate, disk), rejected
+        except StorageError as error:
+            rejected.append(str(error))
+    return None, rejected
+
+
+def holding(directory: Path, versions: Collection[PolicyVersion], *, disk: Disk = LOCAL) -> Path | None:
+    """The directory in which a checkpoint keeps the state of a policy at one of these versions of it; None: no such.
+
+    Raises:
+        StorageError: the files of that checkpoint do not match its manifest.
+    """
+    for candidate in _candidates(directory, disk):
+        try:
+            manifest, _ = _read(candidate, disk)
+        except StorageError:
+            continue
+        for version in versions:
+            if manifest.versions.get(version.policy) == version:
+                return _verified(candidate, disk).directory / version.policy
+    return None
+
+
+def _candidates(directory: Path, disk: Disk) -> list[Path]:
+    """Checkpoint directories, newest first: a later lineage is newer than a higher step of a dead one."""
+    found = []
+    for name in disk.names(directory):
+        match = _CHECKPOINT_NAME.fullmatch(name)
+        if match:
+            found.append((int(match[2]), int(match[1]), directory / name))
+    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def _manifest(
+    staging: Path,
+    versions: Mapping[str, PolicyVersion],
+    ledger: Ledger,
+    folds: Mapping[str, Any],
+    disk: Disk,
+) -> bytes:
+    files = {name: [size, disk.digest(staging / name)] for name, size in disk.files(staging).items()}
+    content = {
+        "format": FORMAT,
+        "versions": {policy: [version.lineage, version.step] for policy, version in versions.items()},
+        "ledger": ledger.as_data(),
+        **folds,
+        "files": files,
+    }
+    return json.dumps(content, indent=1).encode()
+
+
+def _verified(directory: Path, disk: Disk) -> Manifest:
+    """The manifest of a checkpoint, every file of which matches its digest; raises StorageError otherwise."""
+    manifest, digests = _read(directory, disk)
+    for name, digest in digests.items():
+        try:
+            found = disk.digest(directory / name)
+        except OSError as error:
+            raise StorageError(f"checkpoint {directory}: {name!r} cannot be read ({error.strerror})") from error
+        if found != digest:
+            raise StorageError(
+                f"checkpoint {directory}: {name!r} is not the file that was saved: its digest is another"
+            )
+    return manifest
+
+
+def _is_whole(directory: Path, disk: Disk) -> bool:
+    """Whether a checkpoint has its manifest and files of the right sizes; their bytes are not read."""
+    try:
+        _read(directory, disk)
+    except StorageError:
+        return False
+    return True
+
+
+def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
+    """A manifest, and the digest of each of its files, all of which are there in their sizes.
+
+    Raises:
+        StorageError: it cannot be read, or a file is missing, of another size, or not inside the checkpoint.
+    """
+    try:
+        content = json.loads(disk.read(directory / "manifest.json", limit=MAX_MANIFEST_BYTES))
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']!r}, and this version reads {FORMAT}")
+        files = {name: (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
+        sizes = disk.files(directory)
+        for name, (size, _) in files.items():
+            if name not in sizes:  # so no name leads out of the checkpoint, or through a link
+                raise ValueError(f"{name!r} is not one of its regular files")
+            if sizes[name] != size:
+                raise ValueError(f"{name!r} has {sizes[name]} bytes, and {size} were saved")
+        versions = {
+            policy: PolicyVersion(policy, int(lineage), int(step))
+            for policy, (lineage, step) in content["versions"].items()
+        }
+        role_means = read_means(content["role_means"])
+        measured = read_running_best(content["measured"])
+        opponents = {
+            name: tuple(PolicyVersion(str(policy), int(lineage), int(step)) for policy, lineage, step in pool)
+            for name, pool in content["opponents"].items()
+        }
+    except OSError as error:
+        name = Path(str(error.filename or "manifest.json")).name
+        raise StorageError(f"checkpoint {directory}: {name!r} cannot be read ({error.strerror})") from error
+    except KeyError as error:
+        raise StorageError(f"checkpoint {directory}: its manifest has no {error}") from error
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise StorageError(f"checkpoint {directory}: its manifest does not hold ({error})") from error
+    manifest = Manifest(
+        directory=directory, versions=versions, role_means=role_means, measured=measured, opponents=opponents
+    )
+    return manifest, {name: digest for name, (_, digest) in files.items()}
+
+
+class VersionRetention:
+    """Deletes versions that fall out of the window, whichever attempt of the run wrote them.
+
+    Args:
+        keep: how many of the newest versions of each policy stay; 0 keeps all.
+        disk: the file system.
+    """
+
+    def __init__(self, *, keep: int, disk: Disk = LOCAL) -> None:
+        self._keep = keep
+        self._disk = disk
+
+    async def prune(self, weights: WeightsRef, pinned: Collection[PolicyVersion] = ()) -> None:
+        """Delete outdated versions of a policy whose new version became current; `pinned` ones stay."""
+        if self._keep:
+            policy = weights.version.policy
+            stay = {(version.lineage, version.step) for version in pinned if version.policy == policy}
+            await self._disk.apart(lambda: self._prune(Path(weights.path).parent, stay))
+
+    def _prune(self, directory: Path, stay: Collection[tuple[int, int]]) -> None:
+        for lineage, step in versions_in(directory, disk=self._disk)[: -self._keep]:
+            if (lineage, step) not in stay:
+                self._disk.remove_tree(directory / f"{lineage}.{step}")
+
+
+def versions_in(directory: Path, *, disk: Disk = LOCAL) -> list[tuple[int, int]]:
+    """(lineage, step) of each version in a policy's directory, oldest first."""
+    matches = [_VERSION_NAME.fullmatch(name) for name in disk.names(directory)]
+    return sorted((int(match[1]), int(match[2])) for match in matches if match)
+
+
+class JournalRetention:
+    """Prunes the journal after checkpoints, in a background task, and checks it against its budget.
+
+    Args:
+        store: the run's journal.
+        checkpoints: the run's checkpoint writer; None: there are no checkpoints, and nothing is pruned.
+        keep: `journal.keep`.
+        budget_mib: `journal.budget_mib`.
+        size: returns the bytes that journal and step columns take; blocks.
+        warn: called when the budget will not suffice.
+        disk: the file system.
+    """
+
+    def __init__(
+        self,
+        store: JournalStore,
+        checkpoints: CheckpointWriter | None,
+        *,
+        keep: Literal["all"] | int = "all",
+        budget_mib: int = 0,
+        size: Callable[[], int] = lambda: 0,
+        warn: Callable[[str], None] = lambda _: None,
+        disk: Disk = LOCAL,
+    ) -> None:
+        self._store = store
+        self._checkpoints = checkpoints
+        self._keep = keep
+        self._budget = budget_mib * MIB
+        self._size = size
+        self._warn = warn
+        self._disk = disk
+        self._pruning: asyncio.Task[None] | None = None
+        self._is_asked = self._is_ending = False
+        self._steps = 0
+        self._sizes: deque[tuple[int, int]] = deque(maxlen=16)
+        """Steps taken, and bytes then: after each pruning, or where nothing is pruned, after each step."""
+        self._warned: set[str] = set()
+
+    def start_pruning(self, fail: Callable[[BaseException], None]) -> None:
+        """Prune what the newest checkpoint makes obsolete; if a pruning runs already, once more after it.
+
+        Args:
+            fail: called with the error that ended the pruning, such as a full disk.
+        """
+        if self._checkpoints is None or self._keep == "all":
+            return
+        self._is_asked = True
+        if self._pruning is None or self._pruning.done():
+            self._pruning = asyncio.get_running_loop().create_task(self._prune(self._keep, fail), name="prune")
+
+    async def _prune(self, keep: int, fail: Callable[[BaseException], None]) -> None:
+        assert self._checkpoints is not None
+        try:
+            while self._is_asked and not self._is_ending:
+                self._is_asked = False
+                sealed = await self._disk.apart(self._checkpoints.sealed)
+                await self._store.prune(PruneRule(keep=keep, sealed=sealed), stopped=lambda: self._is_ending)
+                if self._budget:
+                    self._sizes.append((self._steps, await self._disk.apart(self._size)))
+        except OSError as error:
+            fail(StorageError(f"checkpoints: {error.strerror or error}; {remedy(error)}, then resume with --resume"))
+        except Exception as error:  # noqa: BLE001 - nobody awaits this task for its result
+            fail(error)
+
+    async def wait(self) -> None:
+        """Wait for the running pruning to end."""
+        if self._pruning is not None:
+            await asyncio.wait({self._pruning})
+
+    async def close(self) -> None:
+        """Stop pruning; the rest is left to the next run. Idempotent."""
+        self._is_ending = True
+        await self.wait()
+
+    async def check_step(self, steps_left: int) -> bool:
+        """Check the budget after an optimizer step, warn if it will not suffice; returns whether it is used up.
+
+        Args:
+            steps_left: of all policies, until the run's end.
+        """
+        self._steps += 1
+        if not self._budget:
+            return False
+        used = await self._disk.apart(self._size)
+        if self._keep == "all":
+            self._sizes.append((self._steps, used))
+        self._forecast(used, steps_left)
+        return used > self._budget
+
+    def _forecast(self, used: int, steps_left: int) -> None:
+        told = f"journal and step columns take {_mib(used)} of journal.budget_mib = {self._budget // MIB}"
+        advice = "raise it, or give up more with journal.keep (docs/operations.md, Disk)"
+        if used > NEARLY_FULL * self._budget and "full" not in self._warned:
+            self._warned |= {"full", "growth"}
+            self._warn(f"{told}; {advice}")
+        if len(self._sizes) < MEASUREMENTS or "growth" in self._warned:
+            return
+        (first, before), (last, now) = self._sizes[0], self._sizes[-1]
+        growth = (now - before) / max(last - first, 1)
+        if growth > 0 and (self._budget - used) / growth < steps_left:
+            self._warned.add("growth")
+            steps = max(int((self._budget - used) / growth), 0)
+            self._warn(
+                f"{told}, and {_mib(growth)} more with each step: it is used up in about {plural(steps, 'step')}, and "
+                f"the run has {steps_left} to go; {advice}"
+            )
+
+    async def check_pruned(self) -> None:
+        """Check after a checkpoint that pruning has brought the journal within its budget.
+
+        Raises:
+            StorageError: `journal.keep` allows no more pruning.
+        """
+        await self.wait()
+        used = await self._disk.apart(self._size)
+        if used > self._budget:
+            raise StorageError(
+                f"journal and step columns take {_mib(used)}, more than journal.budget_mib = {self._budget // MIB}, "
+                f"and journal.keep = {self._keep} gives up no more of them. A checkpoint was written, so nothing is "
+                "lost: raise the budget or lower journal.keep, then start again with --resume"
+            )
+
+
+def _mib(size: float) -> str:
+    return f"{size / MIB:.3g} MiB"

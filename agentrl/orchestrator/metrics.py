@@ -1,0 +1,388 @@
+"""Statistics of training episodes for the metrics of a step.
+
+`Counts` are sums over the episodes that ended; each policy's step reports the change since its previous step.
+`SelectionBias` compares the units a policy trained on with those that were dispatched. Both are folds of headers alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import pstdev
+from typing import TYPE_CHECKING, NamedTuple
+
+from agentrl.core.records import EpisodeHeader, EpisodeSpec
+from agentrl.observe.alarms import LENGTH_STEPS
+from agentrl.observe.metrics import BROKEN_FORMAT, FRONTIER, GATE_PASSED, GATE_REFUSED, PASS_RATES
+
+if TYPE_CHECKING:
+    from agentrl.core.ports import Counted
+    from agentrl.core.records import EpisodeHeader
+
+MAX_METRICS = 100
+"""Names an environment may add to a step; further ones are kept with their episodes only."""
+
+
+class Count(NamedTuple):
+    """The name of one count."""
+
+    what: str
+    of: str = ""
+    """The seat, the opponent, the pass rate, or the name an environment gave it."""
+    policy: str = ""
+    """Whose; those of no policy are of all."""
+
+
+class Counts:
+    """Sums over the training episodes of a run, or, as returned by `since`, over those between two moments."""
+
+    def __init__(self, counts: Mapping[Count, float] | None = None) -> None:
+        self._counts: dict[Count, float] = dict(counts or {})
+
+    def since(self, before: Counts) -> Counts:
+        """The difference to an earlier copy."""
+        return Counts({count: value - before._counts.get(count, 0.0) for count, value in self._counts.items()})
+
+    def copy(self) -> Counts:
+        """A copy."""
+        return Counts(self._counts)
+
+    def of(self, what: str, of: str = "", policy: str = "") -> float:
+        """A single count; 0 if nothing was counted."""
+        return self._counts.get(Count(what, of, policy), 0.0)
+
+    def of_all_policies(self, what: str, of: str = "") -> float:
+        """A count summed over policies."""
+        return sum(value for count, value in self._counts.items() if count[:2] == (what, of))
+
+    def each(self, what: str, policy: str = "") -> dict[str, float]:
+        """All counts of a kind that are not 0, by `Count.of`."""
+        return {count.of: n for count, n in self._counts.items() if n and (count.what, count.policy) == (what, policy)}
+
+    def _add(self, what: str, value: float = 1.0, of: str = "", policy: str = "") -> None:
+        count = Count(what, of, policy)
+        self._counts[count] = self._counts.get(count, 0.0) + value
+
+    # --- counting -----------------------------------------------------------------------------------------------------
+
+    def count_end(self, header: EpisodeHeader, won_by: str | None) -> None:
+        """Count an ended episode; `won_by` is the winning seat of a decided game."""
+        self._add("episodes")
+        self._add("tokens", header.tokens)
+        self._add("timed out", header.stop_reason == "time_limit" or header.drop_reason == "episode_timeout")
+        if won_by is not None:
+            self._add("won", of=won_by)
+
+    def count_superseded(self) -> None:
+        """Count an end reported twice, or of an attempt that another has replaced."""
+        self._add("superseded")
+
+    def count_committed(self, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
+        """Count a committed episode for each policy that acted in it."""
+        for policy, (turns, metrics) in counted.items():
+            own = [trajectory for trajectory in header.trajectories if trajectory.policy == policy]
+            rewards = [trajectory.reward for trajectory in own if trajectory.reward is not None]
+            broken = min(sum(metrics.get(name, 0.0) for name in BROKEN_FORMAT), float(turns))
+            self._add("committed", policy=policy)
+            self._add("turns", turns, policy=policy)
+            self._add("broken turns", broken, policy=policy)
+            self._add("tokens", sum(trajectory.tokens for trajectory in own), policy=policy)
+            if rewards:
+                form = "broken" if broken else "kept"
+                self._add("rewarded", 1.0, form, policy)
+                self._add("reward", sum(rewards), form, policy)
+            for name, value in metrics.items():
+                self._add("metric", value, name, policy)
+
+    def count_proposal(self, *, is_repeated: bool) -> None:
+        """Count a remembered proposal."""
+        self._add("proposals")
+        self._add("proposals made before", is_repeated)
+
+    def count_game(self, opponent: str, score: float) -> None:
+        """Count a game against an opponent pool; score 1: won, ½: a draw, 0: lost."""
+        self._add("games", of=opponent)
+        self._add("score", score, of=opponent)
+
+    def count_squares(self, policy: str, given: float, whole: float) -> None:
+        """Count a complete group's squared advantages, and those that leave-one-out would have given."""
+        self._add("squares of advantages", given, "given", policy)
+        self._add("squares of advantages", whole, "leave one out", policy)
+
+    def count_pass_rate(self, pass_rate: str) -> None:
+        """Count a group of child episodes in a bin of `PASS_RATES`."""
+        self._add("groups", of=pass_rate)
+
+    # --- metrics of a step --------------------------------------------------------------------------------------------
+
+    def metrics(self, policy: str, structure_entropy: float | None) -> dict[str, float]:
+        """Metrics of all episodes and of the policy's own.
+
+        Args:
+            policy: whose step it is.
+            structure_entropy: of the newest proposals, in nats; None if not known.
+        """
+        metrics: dict[str, float] = {}
+        if superseded := self.of("superseded"):
+            metrics["episodes/superseded"] = superseded
+        if timed_out := self.of("timed out"):
+            metrics["episodes/timed_out"] = timed_out / self.of("episodes")
+        for opponent, games in self.each("games").items():
+            metrics |= {f"win_rate/{opponent}": self.of("score", opponent) / games, f"games/{opponent}": games}
+        squares = self.each("squares of advantages", policy)
+        if whole := squares.get("leave one out"):
+            metrics["advantage/variance_ratio"] = squares.get("given", 0.0) / whole
+        won = self.each("won")
+        if decided := sum(won.values()):
+            metrics |= {f"won/{seat}": count / decided for seat, count in won.items()}
+            metrics["episodes/decided"] = decided
+        return metrics | self._of_proposals(structure_entropy) | self._of_policy(policy)
+
+    def _of_proposals(self, structure_entropy: float | None) -> dict[str, float]:
+        """Metrics of proposed tasks: gate, repetitions, pass rates."""
+        metrics: dict[str, float] = {}
+        passed, refused = (self.of_all_policies("metric", name) for name in (GATE_PASSED, GATE_REFUSED))
+        if asked := passed + refused:
+            metrics["gate/acceptance"] = passed / asked
+        if made := self.of("proposals"):
+            metrics |= {"proposals/made": made, "proposals/repeated": self.of("proposals made before") / made}
+            if structure_entropy is not None:
+                metrics["proposals/structure_entropy"] = structure_entropy
+        solved = self.each("groups")
+        if groups := sum(solved.values()):
+            metrics |= {f"pass_rate/{name}": solved.get(name, 0.0) / groups for name in PASS_RATES}
+            metrics["pass_rate/frontier"] = sum(metrics[f"pass_rate/{name}"] for name in FRONTIER)
+            metrics["pass_rate/groups"] = groups
+        return metrics
+
+    def _of_policy(self, policy: str) -> dict[str, float]:
+        """Metrics of the policy's committed episodes and of their own metrics; empty if there are none."""
+        committed, turns = self.of("committed", policy=policy), self.of("turns", policy=policy)
+        if not committed:
+            return {}
+        metrics = {
+            "episodes/turns": turns / committed,
+            "episodes/tokens": self.of("tokens", policy=policy) / committed,
+            "format/episodes": committed,
+            "format/broken_turns": self.of("broken turns", policy=policy) / max(turns, 1.0),
+        }
+        rewarded = self.each("rewarded", policy)
+        if rewarded:
+            metrics["format/broken_share"] = rewarded.get("broken", 0.0) / sum(rewarded.values())
+        for form, episodes in rewarded.items():
+            metrics[f"format/reward_{form}"] = self.of("reward", form, policy) / episodes
+        for name, value in self.each("metric", policy).items():
+            if not name.startswith("gate/") and len(metrics) < MAX_METRICS:
+                metrics.setdefault(name, value / committed)
+        return metrics
+
+
+class _Lengths(NamedTuple):
+    """Counts and sums of known lengths: of all units, and of the trained ones."""
+
+    units: int
+    total: float
+    trained: int
+    trained_total: float
+
+    @classmethod
+    def of(cls, lengths: Iterable[tuple[float | None, bool]]) -> _Lengths:
+        """Sum up pairs of (length, whether it was trained)."""
+        known = [(length, trained) for length, trained in lengths if length is not None]
+        own = [length for length, trained in known if trained]
+        return cls(len(known), math.fsum(length for length, _ in known), len(own), math.fsum(own))
+
+
+class _SettledGroup(NamedTuple):
+    """Totals of a settled group's units."""
+
+    units: int
+    trained: int
+    held: int
+    reward: float | None
+    """Mean over the units that were given one: how hard the task is."""
+    tokens: _Lengths
+    seconds: _Lengths
+
+
+@dataclass(slots=True)
+class _Member:
+    tokens: float | None = None
+    seconds: float | None = None
+    reward: float | None = None
+    trained: bool | None = None
+    """None: undecided."""
+    is_absent: bool = False
+    """Its episode ended without a turn of the policy, so there is no such unit."""
+
+
+@dataclass(slots=True)
+class _DispatchedGroup:
+    place: int
+    """Number of units dispatched before it."""
+    size: int
+    members: dict[str, _Member] = field(default_factory=dict)
+    open: int = 0
+    """Number of members that may still be trained."""
+
+    @property
+    def is_resolved(self) -> bool:
+        return not self.open and len(self.members) >= self.size
+
+    def settled(self) -> _SettledGroup:
+        units = [own for own in self.members.values() if not own.is_absent]
+        rewards = [own.reward for own in units if own.reward is not None]
+        return _SettledGroup(
+            units=len(units),
+            trained=sum(own.trained is True for own in units),
+            held=sum(own.trained is None for own in units),
+            reward=math.fsum(rewards) / len(rewards) if rewards else None,
+            tokens=_Lengths.of((own.tokens, own.trained is True) for own in units),
+            seconds=_Lengths.of((own.seconds, own.trained is True) for own in units),
+        )
+
+
+class SelectionBias:
+    """Whether the units a policy trains on differ from those dispatched: in length, in reward, in order.
+
+    Groups are compared in order of dispatch, each once it is settled: all of its units were trained or dropped, or
+    `LENGTH_STEPS` steps' worth of units have been resolved since; units still missing then count as held back. So
+    trained and dropped units of the same age are compared with each other. The first steps of a run that trains in
+    order of completion are filled with short episodes; they are compared only once the long ones of their groups are
+    there. If nothing is lost, all ratios are 1 whatever the lengths.
+
+    A fold of admissions, ends and resolutions; those of several attempts of a run may be repeated without effect.
+
+    Args:
+        step_size: of the policy.
+    """
+
+    def __init__(self, step_size: int) -> None:
+        self._step_size = step_size
+        self._groups: dict[str, _DispatchedGroup] = {}
+        """Groups not yet settled, in order of dispatch."""
+        self._group_of: dict[str, str] = {}
+        self._dispatched = 0
+        self._left = 0
+        self._overtaken: float | None = None
+        self._settled: deque[_SettledGroup] = deque()
+        self._units = 0
+        """In `_settled`."""
+
+    def record_admission(self, spec: EpisodeSpec) -> None:
+        """Record that an episode begins in which the policy has a seat."""
+        if spec.episode_id in self._group_of:
+            return
+        group = self._groups.setdefault(spec.group_id, _DispatchedGroup(self._dispatched, spec.group_size))
+        group.members[spec.episode_id] = _Member()
+        group.open += 1
+        self._group_of[spec.episode_id] = spec.group_id
+        self._dispatched += 1
+
+    def record_end(self, policy: str, header: EpisodeHeader) -> None:
+        """Record that such an episode ended."""
+        own = self._open(header.episode_id)
+        if own is None:
+            return
+        acted = [trajectory for trajectory in header.trajectories if trajectory.policy == policy]
+        own.seconds = header.seconds or None  # 0: it was stopped from outside
+        if acted:
+            rewards = [trajectory.reward for trajectory in acted if trajectory.reward is not None]
+            own.tokens = float(sum(trajectory.tokens for trajectory in acted))
+            own.reward = math.fsum(rewards) if rewards else None
+            return
+        own.is_absent = header.committed
+        self.record_resolution(header.episode_id, trained=False)
+
+    def record_resolution(self, episode_id: str, *, trained: bool) -> None:
+        """Record that a unit was trained or dropped."""
+        own = self._open(episode_id)
+        if own is None:
+            return
+        group = self._groups[self._group_of[episode_id]]
+        own.trained = trained
+        group.open -= 1
+        if trained:
+            self._overtaken = max(self._overtaken or 0.0, (self._left - group.place) / self._step_size)
+        self._left += 1
+        self._settle()
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics over the newest settled groups, about `LENGTH_STEPS` steps' worth of units, and of this step."""
+        metrics: dict[str, float] = {}
+        if self._overtaken is not None:
+            metrics["selection_bias/overtaken"], self._overtaken = self._overtaken, None
+        if not self._units:
+            return metrics
+        metrics["selection_bias/held_share"] = sum(group.held for group in self._settled) / self._units
+        for name, lengths in (("length", lambda group: group.tokens), ("seconds", lambda group: group.seconds)):
+            if (ratio := self._ratio(lengths)) is not None:
+                metrics[f"selection_bias/{name}_ratio"] = ratio
+        if (shift := self._reward_shift()) is not None:
+            metrics["selection_bias/reward_shift"] = shift
+        return metrics
+
+    def _open(self, episode_id: str) -> _Member | None:
+        group = self._groups.get(self._group_of.get(episode_id, ""))
+        own = None if group is None else group.members[episode_id]
+        return own if own is not None and own.trained is None else None
+
+    def _settle(self) -> None:
+        most = LENGTH_STEPS * self._step_size
+        while self._groups:
+            name, oldest = next(iter(self._groups.items()))
+            if not oldest.is_resolved and self._left < oldest.place + len(oldest.members) + most:
+                return
+            del self._groups[name]
+            for episode_id in oldest.members:
+                del self._group_of[episode_id]
+            self._settled.append(oldest.settled())
+            self._units += self._settled[-1].units
+            while self._units - self._settled[0].units >= most:
+                self._units -= self._settled.popleft().units
+
+    def _ratio(self, lengths: Callable[[_SettledGroup], _Lengths]) -> float | None:
+        units, total, trained, trained_total = map(sum, zip(*map(lengths, self._settled), strict=True))
+        return (trained_total / trained) / (total / units) if trained and total else None
+
+    def _reward_shift(self) -> float | None:
+        known = [(group.reward, group.units, group.trained) for group in self._settled if group.reward is not None]
+        units, trained = sum(units for _, units, _ in known), sum(trained for _, _, trained in known)
+        if not trained:
+            return None
+        spread = pstdev([reward for reward, _, _ in known])
+        of_all = math.fsum(reward * units for reward, units, _ in known) / units
+        of_trained = math.fsum(reward * trained for reward, _, trained in known) / trained
+        return (of_trained - of_all) / spread if spread > 1e-9 else 0.0
+
+
+def selection_bias_by_policy(step_sizes: Mapping[str, int]) -> dict[str, SelectionBias]:
+    """An empty `SelectionBias` for each policy, given its step size."""
+    return {policy: SelectionBias(size) for policy, size in step_sizes.items()}
+
+
+def selection_bias_from_journal(
+    step_sizes: Mapping[str, int],
+    dispatched: Iterable[tuple[EpisodeSpec, EpisodeHeader | None]],
+    resolved: Mapping[tuple[str, str], str | None],
+) -> dict[str, SelectionBias]:
+    """The `SelectionBias` of each policy, folded from a journal.
+
+    Args:
+        step_sizes: of the policies that learn.
+        dispatched: training episodes in the order of their admission, and how they ended.
+        resolved: resolved units by (policy, episode id): None if trained, else the drop reason.
+    """
+    found = selection_bias_by_policy(step_sizes)
+    for spec, header in dispatched:
+        for policy in {binding.policy for binding in spec.seats.values()} & found.keys():
+            found[policy].record_admission(spec)
+            if header is not None:
+                found[policy].record_end(policy, header)
+            if (policy, spec.episode_id) in resolved:
+                found[policy].record_resolution(spec.episode_id, trained=resolved[policy, spec.episode_id] is None)
+    for bias in found.values():
+        bias.metrics()  # discards what belongs to steps of previous attempts
+    return found
