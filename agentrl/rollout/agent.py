@@ -192,7 +192,7 @@ class LiveAgent(Agent):
         turn = self._partial = episode.partials.turn(call, self._weights_of, masked=masked)
         self._pauses = ()
         budget: RetryBudget | None = None
-        completion = turn.completion(sampling, routed=routed)
+        completion = turn.completion(sampling, routed=routed) if turn.pieces else None
         try:
             while completion is None:
                 if services.parking.is_parked(episode.spec.episode_id):

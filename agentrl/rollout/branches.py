@@ -88,31 +88,32 @@ class Branch:
     @contextmanager
     def inside(self, memoised: str | None) -> Iterator[None]:
         """Around code that is not run again on re-execution; `memoised` names it, None: it is run again."""
-        self.go_inside(memoised)
+        if memoised is None:
+            yield
+            return
+        self.begin_memoised(memoised)
         try:
             yield
         finally:
-            self.come_out(memoised)
+            self.end_memoised()
 
-    def go_inside(self, memoised: str | None) -> None:
-        """Begin code that is not run again, if `memoised` names it.
+    def begin_memoised(self, name: str) -> None:
+        """Begin code that is not run again on re-execution.
 
         Its draws from global random generators do not count as the branch's: they would be missing on re-execution.
 
         Raises:
             CancelledError: the branch has drawn from them before.
         """
-        if memoised is not None:
-            if self.steps is not None:
-                self.steps.go_outside()
-            self.memoised = memoised
+        if self.steps is not None:
+            self.steps.go_outside()
+        self.memoised = name
 
-    def come_out(self, memoised: str | None) -> None:
-        """End what `go_inside` began."""
-        if memoised is not None:
-            self.memoised = None
-            if self.steps is not None:
-                self.steps.come_back()
+    def end_memoised(self) -> None:
+        """End what `begin_memoised` began."""
+        self.memoised = None
+        if self.steps is not None:
+            self.steps.come_back()
 
     @property
     def key(self) -> StreamKey:

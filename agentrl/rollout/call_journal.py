@@ -303,13 +303,22 @@ class CallJournal:
             raise self.failure  # what the program does after a failure is not recorded
         if self._cancelled:
             self.settle()
+        if not self._recorded.is_empty:
+            self._check_no_later(call, body)
+        entry = JournalEntry(self._episode_id, self._attempt, call.call_id, call.asked, encode_body(body))
+        self._log.append(entry)
+        self._count(entry)
+
+    def _check_no_later(self, call: Call, body: EntryBody) -> None:
+        """Refuse an entry where a later call of its branch is recorded.
+
+        Raises:
+            ReplayMismatchError: the journal has a hole where this entry belongs.
+        """
         later = None if call.branch is None else self._order.after(call.branch.path, call.number)
         if later is not None and not isinstance(body, CancelEntry):
             then = f"the journal holds call {later} of the same branch and not this one before it: entries are missing"
             self.mismatch(call.call_id, then, "the code now makes it")
-        entry = JournalEntry(self._episode_id, self._attempt, call.call_id, call.asked, encode_body(body))
-        self._log.append(entry)
-        self._count(entry)
 
     def reward(self, body: RewardEntry) -> None:
         """A reward is given, or was given before; raises as `open` and `write`."""
@@ -532,16 +541,19 @@ class _Performing:
         self._memoised = memoised
 
     def __enter__(self) -> None:
+        if self._memoised is None:
+            return
         assert self._call.branch is not None
         try:
-            self._call.branch.go_inside(self._memoised)
+            self._call.branch.begin_memoised(self._memoised)
         except asyncio.CancelledError:
             self._journal.interrupted(self._call)
             raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        assert self._call.branch is not None
-        self._call.branch.come_out(self._memoised)
+        if self._memoised is not None:
+            assert self._call.branch is not None
+            self._call.branch.end_memoised()
         if isinstance(error, asyncio.CancelledError):
             self._journal.interrupted(self._call)
 

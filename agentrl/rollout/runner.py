@@ -72,7 +72,7 @@ class EpisodeRunner:
         self._store = store
         self._log = log
         self._code_hashes: dict[type[Environment], str] = {}
-        self._run_settings = self._services.policy_settings("").recorded
+        self._run_settings = {"": self._services.policy_settings("").recorded}
         self._own_settings = {policy: own.recorded for policy, own in settings.policies.items()}
         self._running: dict[str, LiveContext] = {}
         """The newest attempt of each episode."""
@@ -280,9 +280,11 @@ class EpisodeRunner:
         return {} if began.settings in ({}, settings) else self._began_under(spec, began)
 
     def _settings(self, spec: EpisodeSpec) -> dict[str, PlayedUnder]:
-        """The run's settings now, for `Begin.settings`."""
+        """The run's settings now, for `Begin.settings`: one dict for all episodes where no policy has its own."""
         own = self._own_settings
-        return {"": self._run_settings} | {
+        if not own:
+            return self._run_settings
+        return self._run_settings | {
             seat: own[binding.policy] for seat, binding in spec.seats.items() if binding.policy in own
         }
 
