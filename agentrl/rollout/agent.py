@@ -111,7 +111,7 @@ class LiveAgent(Agent):
         self._messages: list[Message] = []
         self._pending: tuple[Message, ...] = ()
         self._number = len(episode.agents)
-        episode.agents.append(self)
+        """Its place in `LiveEpisode.agents`."""
 
     @property
     def turns(self) -> Sequence[Turn]:

@@ -111,7 +111,8 @@ class LiveContext(EpisodeContext):
         """Child episodes of this attempt, by class name."""
         self.task = episode.spec.task
         self.limits = episode.limits
-        self.agents: dict[tuple[str, int], LiveAgent] = {}
+        episode.agents = self.agents = list[LiveAgent]()
+        """In the order in which the program first asked for them."""
         self.measured_against: dict[str, PolicyVersion] | None = None
         """See `EpisodeHeader.measured_against`; None until there are children."""
         self._spec = episode.spec
@@ -122,12 +123,13 @@ class LiveContext(EpisodeContext):
 
     def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> LiveAgent:
         """The handle of a seat's conversation."""
-        found = self.agents.get((seat, index))
+        found = next((agent for agent in self.agents if agent.seat == seat and agent.index == index), None)
         if found is None:
             if seat not in self._spec.seats:
                 known = ", ".join(repr(name) for name in self._spec.seats)
                 raise EnvironmentDefinitionError(f"{self._spec.environment} has no seat {seat!r}; its seats: {known}")
-            found = self.agents[seat, index] = LiveAgent(self.episode, seat, index, tools)
+            found = LiveAgent(self.episode, seat, index, tools)
+            self.agents.append(found)
         return found
 
     async def call_tool(
@@ -315,7 +317,7 @@ class LiveContext(EpisodeContext):
 
     def counted(self) -> Mapping[str, Counted]:
         """Turns and metrics of each policy that acted: its own metrics, and those of no agent in particular."""
-        acted = [agent for agent in self.agents.values() if agent.turns]
+        acted = [agent for agent in self.agents if agent.turns]
         own = {name for agent in acted for name in agent.counts}
         counted: dict[str, Counted] = {}
         everything = self.episode.metrics
@@ -330,7 +332,7 @@ class LiveContext(EpisodeContext):
     def close(self) -> None:
         """End the journal and give back what the agents hold of the engine."""
         self._journal.end()
-        for agent in self.agents.values():
+        for agent in self.agents:
             agent.close()
 
 

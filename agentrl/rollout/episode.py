@@ -146,8 +146,8 @@ class LiveEpisode:
     partials: EpisodePartials
     began_under: Mapping[str, PolicySettings] = field(default_factory=lambda: _AS_THE_RUN)
     """The settings it began with where the run has others now, by seat, and under "" for `ctx.limits`."""
-    agents: list[EpisodeAgent] = field(default_factory=list)
-    """In the order in which the program first asked for them."""
+    agents: Sequence[EpisodeAgent] = ()
+    """See `LiveContext.agents`."""
     limit: TimeLimit | None = None
     """Time limit of the program, while it runs."""
     _counts: dict[str, float] | None = None
@@ -199,7 +199,7 @@ class LiveEpisode:
     def close(self) -> None:
         """The attempt has ended: keep the agents' counts and drop the agents, which refer to the episode."""
         self._counts = self.metrics
-        self.agents.clear()
+        self.agents = ()
 
     def speaker(self, branch: Branch | None = None) -> EpisodeAgent | None:
         """The agent that acted last on a branch; default: the calling branch."""

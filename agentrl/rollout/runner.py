@@ -139,9 +139,9 @@ class EpisodeRunner:
         return header
 
     def _header(self, context: LiveContext, stop_reason: StopReason, seconds: float) -> EpisodeHeader:
-        spec, agents = context.episode.spec, context.agents.values()
+        spec, agents = context.episode.spec, sorted(context.agents, key=lambda agent: (agent.seat, agent.index))
         # By seat and index, as the journal gives them back: a step's rows are in one order in every life of a run.
-        trajectories = tuple(agent.header() for _, agent in sorted(context.agents.items()) if agent.turns)
+        trajectories = tuple(agent.header() for agent in agents if agent.turns)
         return EpisodeHeader(
             episode_id=spec.episode_id,
             group_id=spec.group_id,
@@ -315,7 +315,7 @@ class EpisodeRunner:
     def _reward_truncated(self, context: LiveContext, environment: type[Environment]) -> None:
         value = environment.truncated_reward
         if value is not None:
-            for agent in context.agents.values():
+            for agent in context.agents:
                 if agent.turns and not agent.rewards:
                     agent.reward(value)
 
