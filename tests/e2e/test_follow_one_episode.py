@@ -1,0 +1,41 @@
+"""docs/follow_one_episode.md: one episode and its optimizer step enter every function that the page names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.test_follow_one_episode import SYMBOL
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+
+TRACED = """
+import json, sys
+from pathlib import Path
+from benchmarks.code_shape import StepEnds, Tasks, Tracer, train
+from environments.calculator import Calculator
+
+tracer = Tracer()
+tracer.install()
+task = next(iter(Calculator.tasks("held_out")))
+step = StepEnds(tracer)
+train(Path(sys.argv[1]), "traced", task, tasks=Tasks(task, tracer), observers=[step])
+print(json.dumps([[file, name] for file, name, _ in step.trace.events]))
+"""
+
+
+def test_an_episode_enters_every_function_of_the_page(repository: Path, tmp_path: Path) -> None:
+    page = (repository / "docs" / "follow_one_episode.md").read_text(encoding="utf-8")
+    symbols = {(path, symbol.rpartition(".")[2]) for path, symbol in SYMBOL.findall(page)}
+    functions = {(path, name) for path, name in symbols if name.islower()}
+    assert len(functions) >= 6
+    traced = subprocess.run(
+        [sys.executable, "-c", TRACED, str(tmp_path)], cwd=repository, capture_output=True, text=True, check=False
+    )
+    assert traced.returncode == 0, traced.stderr
+    entered = {(file, name) for file, name in json.loads(traced.stdout.splitlines()[-1])}
+    assert not functions - entered
