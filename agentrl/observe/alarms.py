@@ -172,7 +172,7 @@ def alarms(state: RunState) -> list[Alarm]:
         found += about_format
         found += _max_lag(policy, window)
         if len(window) < WINDOW:
-            found += _nothing_to_tell_apart(policy)
+            found += _no_signal_before_training(policy)
         else:
             if not about_format:
                 found += _nothing_taught(policy, window)
@@ -282,7 +282,7 @@ def _nothing_taught(policy: PolicyState, window: Sequence[Values]) -> Iterator[A
         )
 
 
-def _nothing_to_tell_apart(policy: PolicyState) -> Iterator[Alarm]:
+def _no_signal_before_training(policy: PolicyState) -> Iterator[Alarm]:
     """Before enough steps are taken to tell: whether the evaluation before training already showed no signal."""
     first = policy.evaluations.get(0, {})
     episodes = first.get("evaluation/episodes", 0.0)
@@ -417,9 +417,9 @@ def _coevolution_alarms(state: RunState) -> Iterator[Alarm]:
         window = newest(policy)
         yield from _proposals(window)
         yield from _one_seat_wins(window)
-    for opponent, of in state.plan.past.items():
+    for opponent, of in state.plan.opponent_pools.items():
         if of in state.policies:
-            yield from _loses_to_past(state.policies[of], opponent)
+            yield from _loses_to_pool(state.policies[of], opponent)
     for policy in state.policies.values():
         yield from _starved(policy, state)
 
@@ -489,7 +489,7 @@ def _one_seat_wins(window: Sequence[Values]) -> Iterator[Alarm]:
     )
 
 
-def _loses_to_past(policy: PolicyState, opponent: str) -> Iterator[Alarm]:
+def _loses_to_pool(policy: PolicyState, opponent: str) -> Iterator[Alarm]:
     rate, played = f"win_rate/{opponent}", f"games/{opponent}"
     window = newest(policy)
     before = newest(policy, len(policy.steps))[:-WINDOW]

@@ -128,9 +128,9 @@ class _Watch:
         file, number = stack[0].f_code.co_filename, stack[0].f_lineno
         task = asyncio.current_task(self._loop)
         name = "" if task is None or task.get_name().startswith("Task-") else f" in episode {task.get_name()}"
-        callers = "".join(f", called from {_place(frame)}" for frame in stack[1:_MAX_CALLERS])
+        callers = "".join(f", called from {_location(frame)}" for frame in stack[1:_MAX_CALLERS])
         what = (
-            f"the event loop has been blocked for {seconds:.1f} s{name} by {_place(stack[0])}: "
+            f"the event loop has been blocked for {seconds:.1f} s{name} by {_location(stack[0])}: "
             f"`{linecache.getline(file, number).strip()}`{callers}. No episode goes on meanwhile: "
         )
         if not is_users(file):
@@ -141,7 +141,7 @@ class _Watch:
         )
 
 
-def _place(frame: FrameType) -> str:
+def _location(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 

@@ -118,7 +118,7 @@ class RunPlan:
     """Steps of policies that take a number of their own."""
     phased: frozenset[str] = frozenset()
     """Policies that learn in turn."""
-    past: Mapping[str, str] = field(default_factory=dict)
+    opponent_pools: Mapping[str, str] = field(default_factory=dict)
     """Policies that are pools of earlier versions, and the policy those are of."""
 
     def steps_of(self, policy: str) -> int:
@@ -207,7 +207,9 @@ def plan_of(config: Mapping[str, Any]) -> RunPlan:
         steps=_whole(config.get("steps")) or 0,
         own_steps={name: steps for name, policy in trainable.items() if (steps := _whole(policy.get("steps")))},
         phased=_frozen_in_turn(config.get("freeze")),
-        past={name: _text(policy.get("of")) for name, policy in trainable.items() if policy.get("kind") == "past"},
+        opponent_pools={
+            name: _text(policy.get("of")) for name, policy in trainable.items() if policy.get("kind") == "past"
+        },
         max_staleness={
             name: _whole(policy.get("max_staleness")) or 0
             for name, policy in trainable.items()

@@ -135,10 +135,10 @@ class ProposalMemory:
     def _add(self, proposal: Proposal) -> None:
         self.next_number = max(self.next_number, proposal.number + 1)
         self._known.add(proposal.made_by)
-        bisect.insort(self._made, (self._place(proposal), proposal))
+        bisect.insort(self._made, (self._sort_key(proposal), proposal))
         self._forget()
 
-    def _place(self, proposal: Proposal) -> tuple[int, ...]:
+    def _sort_key(self, proposal: Proposal) -> tuple[int, ...]:
         if self._seen is None:
             return (proposal.number,)
         batch, _ = self._seen(proposal.episode_id)

@@ -295,7 +295,7 @@ class EmulatedEngine:
         self._is_dirty = False
         self._advance()
         self._end_those_that_are_due()
-        self._make_room()
+        self._evict()
         while self._waiting and len(self._running) < self._slots and self._begin(self._waiting[0]):
             self._waiting.pop(0)
         if self._timer is not None:
@@ -349,7 +349,7 @@ class EmulatedEngine:
         heapq.heappush(self._ends, (call.began + call.length - call.said, call.order[1], call, call.began))
         return True
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         """Make room when running calls outgrow the memory: evict idle conversations, then preempt the newest call."""
         while self._kept > self._room and (self._idle or len(self._running) > 1):
             if self._idle:

@@ -395,7 +395,7 @@ class Plan(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_room(self) -> Plan:
+    def _check_memory(self) -> Plan:
         """An episode that outgrows the memory alone could never end."""
         room = self.kv_tokens
         for name, environment in self.environments.items():

@@ -229,7 +229,7 @@ def measure(plan: Plan, recorder: Recorder, skipped: int, cpu_seconds: float) ->
     engines = plan.engine.replicas
     lags, units = _lags(recorder, window)
     tokens = sum(count for _, _, count in lags)
-    kinds = _fed_by(plan, first)
+    kinds = _kinds_with(plan, first)
     fed = [name for name in recorder.asked if _kind(recorder, name) in kinds]
     waste = recorder.wasted / max(sum(engine.sampled for engine in recorder.engines), 1.0)
     mean = fmean(recorder.asked[name] for name in fed)
@@ -267,7 +267,7 @@ def _kind(recorder: Recorder, episode: str) -> tuple[str, bool]:
     return recorder.begun[episode].environment, "~" in episode
 
 
-def _fed_by(plan: Plan, policy: str) -> set[tuple[str, bool]]:
+def _kinds_with(plan: Plan, policy: str) -> set[tuple[str, bool]]:
     """Kinds of episodes that a policy plays in."""
     config = plan.config(1)
     return {
