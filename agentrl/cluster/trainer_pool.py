@@ -303,6 +303,8 @@ class RayTrainerPool:
         """Raise what a rank's error means for the group."""
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
+        if isinstance(error, RayError) and not isinstance(error, RayTaskError) and self._session.dead():
+            raise self._ray_died(method) from error
         if isinstance(error, RayTaskError) and isinstance(error.cause, AgentRLError):
             if pending:
                 _, pending = await asyncio.wait(pending, timeout=PATIENCE_S)

@@ -266,6 +266,38 @@ def test_a_call_that_finds_no_control_service_fails_and_ends_no_process() -> Non
     assert answer.stdout.splitlines() == ["started no actor", "started another"], answer.stdout + answer.stderr
 
 
+def test_a_dead_raylet_ends_no_process_whose_parent_is_process_1() -> None:
+    """As in a container, or under nohup."""
+    program = [sys.executable, "-c", _ORPHAN]
+    answer = subprocess.run(program, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert answer.stdout.splitlines() == ["parent 1", "stopped", "started again"], answer.stdout + answer.stderr
+
+
+_ORPHAN = """
+import os, select, signal
+from agentrl.cluster.session import RaySession
+
+parent = os.getpid()
+if os.fork():
+    os._exit(0)
+while os.getppid() == parent:
+    select.select([], [], [], 0.1)
+print("parent", os.getppid(), flush=True)
+session = RaySession()
+session.start()
+import ray
+[raylet] = [each.process for each in ray._private.worker._global_node.all_processes["raylet"]]
+os.kill(raylet.pid, signal.SIGKILL)
+while not session.dead():
+    select.select([], [], [], 0.1)
+session.stop()
+print("stopped", flush=True)
+session.start()
+print("started again" if not session.dead() else "dead", flush=True)
+session.stop()
+"""
+
+
 _NO_CONTROL_SERVICE = """
 import os, signal
 import agentrl.cluster.engine_actors as engine_actors
