@@ -249,7 +249,7 @@ class WorkerHost:
                 self._worker.park(episode_id)
                 self.run.tell(wire.Parked(number=message.number, deadline=self._parking.deadline(episode_id)))
             case wire.Unpark() if message.number in self.run.specs:
-                self._parking.release(self.run.specs[message.number].episode_id)
+                self._parking.resume(self.run.specs[message.number].episode_id)
             case wire.Cancel():
                 self._cancelling = asyncio.get_running_loop().create_task(self._cancel())
 

@@ -205,7 +205,7 @@ class LiveAgent(Agent):
                     self._in_flight = request.request_id
                     sampled = await self._open().generate(request, turn.on_delta)
                     if turn.pieces or sampled.finish_reason == "abort":
-                        turn.ended(sampled)
+                        turn.call_returned(sampled)
                         completion = turn.completion(sampling, routed=routed)
                     else:
                         completion = sampled
@@ -461,7 +461,7 @@ class LiveAgent(Agent):
             pauses=self._pauses,
         )
         self._episode.journal.write(call, entry)
-        self._episode.partials.ended(call)
+        self._episode.partials.turn_recorded(call)
 
 
 class Conversation:

@@ -213,7 +213,7 @@ class ReplayOrder:
         """A branch begins."""
         self._open.append(branch)
 
-    def leave(self, branch: Branch) -> None:
+    def end_branch(self, branch: Branch) -> None:
         """A branch has ended."""
         branch.is_open = False
         if branch in self._open:
@@ -247,7 +247,7 @@ class ReplayOrder:
             for child in branch.children:
                 self.dismiss(child)
 
-    def take(self, call_id: str) -> None:
+    def returned(self, call_id: str) -> None:
         """A recorded call came back."""
         if call_id in self._left:
             self._left.discard(call_id)

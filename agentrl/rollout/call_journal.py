@@ -222,7 +222,7 @@ class CallJournal:
         assert call.branch is not None
         if isinstance(call.recorded, LimitEntry):
             await self._order.wait(call.branch, call.number)
-            self._take(call.call_id)
+            self._returned(call.call_id)
             self.is_over_time = True
             raise _time_limit(call.recorded)
         if isinstance(call.recorded, CancelEntry):
@@ -252,7 +252,7 @@ class CallJournal:
                 await asyncio.get_running_loop().create_future()
             branch.awaits_cancellation = False
         self._order.forget_dismissed(branch)
-        self._take(call.call_id)
+        self._returned(call.call_id)
         raise asyncio.CancelledError
 
     def recall(self, call: Call, kind: type[Body]) -> Body | None:
@@ -266,7 +266,7 @@ class CallJournal:
         if not isinstance(call.recorded, kind):
             now = f"the code now makes a {kind.__name__}"
             self.mismatch(call.call_id, f"the journal holds {describe_entry(call.recorded)}", now)
-        self._take(call.call_id)
+        self._returned(call.call_id)
         return call.recorded
 
     def performing(self, call: Call, memoised: str | None = None) -> _Performing:
@@ -398,9 +398,9 @@ class CallJournal:
         for branch in branches:
             self._order.dismiss(branch, now=self._stopped)
 
-    def leave(self, branch: Branch) -> None:
+    def end_branch(self, branch: Branch) -> None:
         """A branch has ended."""
-        self._order.leave(branch)
+        self._order.end_branch(branch)
 
     def abandon(self) -> None:
         """End the code of all branches where it stands; the root's task is cancelled by its owner."""
@@ -514,10 +514,10 @@ class CallJournal:
         then = f"the journal holds {describe_entry(entry.decode())}"
         return self._mismatch(call_id, then, "the code now makes no such call")
 
-    def _take(self, call_id: str) -> None:
-        if self._recorded.take(call_id):
-            self._order.take(call_id)
-        elif (answer := self._recorded.take_answer(call_id)) is not None:
+    def _returned(self, call_id: str) -> None:
+        if self._recorded.remove(call_id):
+            self._order.returned(call_id)
+        elif (answer := self._recorded.remove_answer(call_id)) is not None:
             self._log.append(answer)
             self._count(answer)
 
@@ -636,13 +636,13 @@ class RecordedCalls:
             self._decoded = (entry, entry.decode())
         return self._decoded[1]
 
-    def take(self, call_id: str) -> bool:
-        """A call has come back; whether it was recorded."""
+    def remove(self, call_id: str) -> bool:
+        """Remove a call that has come back; whether it was recorded."""
         self._decoded = None
         return self._entries.pop(call_id, None) is not None
 
-    def take_answer(self, call_id: str) -> JournalEntry | None:
-        """An answer was given."""
+    def remove_answer(self, call_id: str) -> JournalEntry | None:
+        """Remove an answer that was given; None where there was none."""
         return self._answers.pop(call_id, None)
 
 

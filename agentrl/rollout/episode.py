@@ -392,7 +392,7 @@ class Parking:
         if episode_id in self._waiting:
             attempt.suspend()
 
-    def leave(self, episode_id: str) -> None:
+    def forget(self, episode_id: str) -> None:
         """The episode is in flight no more."""
         self._in_flight.pop(episode_id, None)
         self._waiting.pop(episode_id, None)
@@ -428,10 +428,10 @@ class Parking:
         """See `core.ports.Worker.unpark`."""
         chosen = self.parked[:count]
         for episode_id in chosen:
-            self.release(episode_id)
+            self.resume(episode_id)
         return chosen
 
-    def release(self, episode_id: str) -> None:
+    def resume(self, episode_id: str) -> None:
         """Resume one parked episode."""
         attempt = self._in_flight.get(episode_id)
         if attempt is not None and episode_id in self._waiting:

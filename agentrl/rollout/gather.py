@@ -148,7 +148,7 @@ class _Gathering:
         self._branch.is_blocked = False
         self._branch.children = ()
         for own, task, awaitable in zip(self._branches, self.tasks, self._awaitables, strict=True):
-            self._journal.leave(own)
+            self._journal.end_branch(own)
             if own.owner is None and inspect.iscoroutine(awaitable):
                 awaitable.close()
             if not task.cancelled():
@@ -170,6 +170,6 @@ class _Gathering:
                 self.error = error
             raise error  # noqa: B904 - it is the same one, or has it as its cause
         finally:
-            self._journal.leave(own)
+            self._journal.end_branch(own)
             if not any(branch.is_open for branch in self._branches) or (self.error and not self._is_ending):
                 self._branch.is_blocked = False

@@ -117,9 +117,9 @@ class ReplayJournal(CallJournal):
         else:
             self.given.append(body)
 
-    def _take(self, call_id: str) -> None:
+    def _returned(self, call_id: str) -> None:
         entry = self._recorded.get(call_id)
-        super()._take(call_id)
+        super()._returned(call_id)
         if entry is not None and ids.is_numbered(call_id):
             self.reached += 1
             self._on_call(call_id, describe_entry(entry.decode()))

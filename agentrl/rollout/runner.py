@@ -131,7 +131,7 @@ class EpisodeRunner:
             error.add_note(episode.location)
             raise
         finally:
-            self.leave(spec)
+            self.close_attempt(spec)
         header = self._header(context, stop_reason, self.clock.monotonic() - started)
         partials.forget()
         await _whatever_happens(self._store.commit_episode(spec, header, journal.digest, episode.metrics))
@@ -163,9 +163,9 @@ class EpisodeRunner:
         context = self._running.get(spec.episode_id)
         if context is not None and context.episode.spec.attempt == spec.attempt:
             context.episode.journal.abandon()
-        self.leave(spec)
+        self.close_attempt(spec)
 
-    def leave(self, spec: EpisodeSpec) -> None:
+    def close_attempt(self, spec: EpisodeSpec) -> None:
         """Close an attempt that ended or was left behind: nothing it still does counts."""
         context = self._running.get(spec.episode_id)
         if context is not None and context.episode.spec.attempt == spec.attempt:

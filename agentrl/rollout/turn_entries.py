@@ -160,7 +160,7 @@ class EpisodePartials:
             self._on_disk = (*self._on_disk, call.call_id)
         self._log.append_partial(JournalEntry(self._episode_id, self._attempt, call.call_id, call.asked, body))
 
-    def ended(self, call: Call) -> None:
+    def turn_recorded(self, call: Call) -> None:
         """The turn has its journal entry: remove its partials."""
         if call.call_id in self._on_disk:
             self._on_disk = tuple(each for each in self._on_disk if each != call.call_id)
@@ -231,7 +231,7 @@ class PartialTurn:
         if self._clock.monotonic() - self._since >= FIRST_SECONDS:
             self._write()
 
-    def ended(self, completion: Completion) -> None:
+    def call_returned(self, completion: Completion) -> None:
         """The running call has returned; if it was cut, tokens that are not on disk are written at once."""
         self._add(completion)
         if completion.finish_reason == "abort":

@@ -124,7 +124,7 @@ class AsyncioWorker:
         task.add_done_callback(self._on_end)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._runner.parking.leave(task.get_name())
+        self._runner.parking.forget(task.get_name())
         known = self._tasks.pop(task, None)
         if known is None:
             task.cancelled() or task.exception()  # it was left behind: nobody wants to know

@@ -69,7 +69,7 @@ def test_only_what_is_in_flight_is_parked_and_only_once() -> None:
     assert parking.unpark(2) == ("e0",)
     assert attempts["e0"].told == ["suspend", "resume"]
     parking.park("e0")
-    parking.leave("e0")
+    parking.forget("e0")
     assert parking.parked == ()
     assert not parking.park("e0")
 

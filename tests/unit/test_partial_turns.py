@@ -138,6 +138,6 @@ def test_where_routing_is_recorded_its_last_token_is() -> None:
     assert turn.give_back_last()
     assert turn.sampled == 1
     assert turn.finish_reason(SAMPLING) is None
-    turn.ended(piece([2], reason="stop", **routing(0, 1, 2, 3)))
+    turn.call_returned(piece([2], reason="stop", **routing(0, 1, 2, 3)))
     assert turn.finish_reason(SAMPLING) == "stop"
     assert not turn.give_back_last()
