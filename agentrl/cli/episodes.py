@@ -92,7 +92,7 @@ def episode_show(reader: RunReader, options: argparse.Namespace) -> Answer | Non
 
 def _follow_episode(reader: RunReader, options: argparse.Namespace) -> None:
     """Print the events of an episode as they come, and at last its summary."""
-    from agentrl.inspection.conversation import Act, Update, conversation, events
+    from agentrl.inspection.conversation import Act, WeightUpdate, conversation, events
     from agentrl.inspection.render_episode import events_page, summary_page
 
     if options.id is None:
@@ -102,7 +102,7 @@ def _follow_episode(reader: RunReader, options: argparse.Namespace) -> None:
 
     attempt = 0
 
-    def ask() -> list[Act | Update]:
+    def ask() -> list[Act | WeightUpdate]:
         nonlocal attempt
         view = conversation(reader, episode, options.attempt)
         attempt = view.summary.attempt
@@ -110,7 +110,7 @@ def _follow_episode(reader: RunReader, options: argparse.Namespace) -> None:
 
     follow(
         *(reader, options, ask),
-        key=lambda event: (attempt, event.version if isinstance(event, Update) else event.call),
+        key=lambda event: (attempt, event.version if isinstance(event, WeightUpdate) else event.call),
         page=events_page,
         ended=lambda: reader.episode(episode, options.attempt).summary.committed_at is not None,
     )

@@ -29,9 +29,9 @@ from agentrl.exchange.episodes import encoded
 from agentrl.exchange.files import decoded, directories, whole_file
 from agentrl.exchange.played import (
     NOT_RECORDED,
-    Call,
     MessageRow,
     PlayedAgent,
+    PlayedCall,
     PlayedEpisode,
     Reply,
     finite_numbers,
@@ -39,13 +39,13 @@ from agentrl.exchange.played import (
     with_observations,
 )
 from agentrl.inspection.conversation import (
-    Conversation,
+    ConversationView,
     RewardAct,
     SpawnAct,
     ToolAct,
     TurnAct,
+    conversation_of,
     reward_components,
-    told,
 )
 from agentrl.inspection.tokens import float32, int32, played_rows
 from agentrl.journal.entries import Span
@@ -78,7 +78,7 @@ def write(selection: Selection, path: Path) -> None:
     for episode, attempt in selection.keys:
         try:
             view = selection.reader.episode(episode, attempt)
-            trajectory = episode_trajectory(run, view, told(selection.reader, view))
+            trajectory = episode_trajectory(run, view, conversation_of(selection.reader, view))
         except JournalError as error:
             selection.problems.append(f"{episode}: left out: {error}")
             continue
@@ -92,7 +92,7 @@ def file_name(episode: str, attempt: int) -> str:
     return f"{name if len(name) <= MAX_NAME else hashlib.sha256(name.encode()).hexdigest()}.json"
 
 
-def episode_trajectory(run: str, view: EpisodeView, conversation: Conversation) -> dict[str, Any]:
+def episode_trajectory(run: str, view: EpisodeView, conversation: ConversationView) -> dict[str, Any]:
     """An episode as a trajectory."""
     line = view.summary
     name = f"{line.episode}.{line.attempt}"
@@ -144,7 +144,7 @@ def _trajectory(
     return {field: value for field, value in whole.items() if value is not None}
 
 
-def _extra(conversation: Conversation) -> dict[str, Any]:
+def _extra(conversation: ConversationView) -> dict[str, Any]:
     """Data of the episode that the format has no field for."""
     line = conversation.summary
     kept = ("status", "purpose", "environment", "group", "parent", "seats", "stop_reason", "drop_reason", "detail")
@@ -176,7 +176,7 @@ def _prompt_ids(row: PlayedRow) -> int:
     return total
 
 
-def _calls(conversation: Conversation) -> dict[str, list[ToolAct]]:
+def _calls(conversation: ConversationView) -> dict[str, list[ToolAct]]:
     """By turn, the tools that were called between it and the next turn of its branch."""
     newest: dict[str, str] = {}
     calls: dict[str, list[ToolAct]] = {}
@@ -197,7 +197,7 @@ def _steps(
     answers: list[dict[str, Any]] = []
     for place, turn in enumerate(row.turns):
         for message in turn.messages[len(answers) :]:
-            yield _told(message)
+            yield _message_step(message)
         following = row.turns[place + 1].messages if place + 1 < len(row.turns) else ()
         answers = list(takewhile(lambda message: message.get("role") == "tool", following))
         context += int32(turn.context_ids)
@@ -211,7 +211,7 @@ def _steps(
         context += int32(turn.token_ids)
 
 
-def _told(message: dict[str, Any]) -> dict[str, Any]:
+def _message_step(message: dict[str, Any]) -> dict[str, Any]:
     step: dict[str, Any] = {
         "source": _SOURCES.get(str(message.get("role")), "user"),
         "message": _text(message.get("content")),
@@ -291,14 +291,14 @@ def _moment(seconds: float) -> str | None:
         return None
 
 
-class _Agent(msgspec.Struct):
+class _AtifAgent(msgspec.Struct):
     name: str
     version: str = ""
     model_name: str | None = None
     extra: dict[str, Any] | None = None
 
 
-class _Call(msgspec.Struct):
+class _AtifCall(msgspec.Struct):
     tool_call_id: str
     function_name: str
     arguments: dict[str, Any]
@@ -330,7 +330,7 @@ class _Step(msgspec.Struct):
     timestamp: str | None = None
     model_name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[_AtifCall] | None = None
     observation: _Observation | None = None
     metrics: _Metrics | None = None
     llm_call_count: int | None = None
@@ -339,7 +339,7 @@ class _Step(msgspec.Struct):
 
 class _Trajectory(msgspec.Struct):
     schema_version: str
-    agent: _Agent
+    agent: _AtifAgent
     steps: list[_Step]
     session_id: str | None = None
     trajectory_id: str | None = None
@@ -347,7 +347,7 @@ class _Trajectory(msgspec.Struct):
     subagent_trajectories: list[_Trajectory] | None = None
 
 
-class _Task(msgspec.Struct):
+class _AtifTask(msgspec.Struct):
     id: str = ""
     data: dict[str, Any] = {}
 
@@ -379,7 +379,7 @@ def _episode(root: _Trajectory, where: str, stem: str) -> PlayedEpisode:
     _collect(root, agents, where)
     for (seat, index), agent in agents.items():
         agent.rewards = _typed(_field(extra, "reward_parts", f"{seat}[{index}]"), list[tuple[int | None, float]], [])
-    task = _typed(extra.get("task"), _Task, _Task())
+    task = _typed(extra.get("task"), _AtifTask, _AtifTask())
     replies = [item for agent in agents.values() for row in agent.rows for item in row if isinstance(item, Reply)]
     times = [(reply.started, reply.started + reply.seconds) for reply in replies if reply.started]
     environment = _typed(extra.get("environment"), str, root.agent.name)
@@ -521,12 +521,12 @@ def _reply(step: _Step, policy: str, context: list[int] | None, where: str) -> R
     )
 
 
-def _call(call: _Call, observation: _Observation | None) -> Call:
+def _call(call: _AtifCall, observation: _Observation | None) -> PlayedCall:
     results = [] if observation is None else observation.results
     answer = next((result for result in results if result.source_call_id == call.tool_call_id), _Result())
     extra = answer.extra or {}
     told = (call.extra or {}).get("arguments")
-    return Call(
+    return PlayedCall(
         id=call.tool_call_id,
         name=call.function_name,
         arguments=call.arguments if told is None else told,

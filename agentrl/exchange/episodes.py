@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core.errors import JournalError
-from agentrl.inspection.conversation import Act, Conversation, RewardAct, TurnAct, told
+from agentrl.inspection.conversation import Act, ConversationView, RewardAct, TurnAct, conversation_of
 from agentrl.inspection.damage import checked_rows
 from agentrl.inspection.tokens import float32, int32, played_rows, step_rows, trained_row
 
@@ -152,7 +152,7 @@ def exported_episodes(selection: Selection) -> Iterator[ExportedEpisode]:
 
 
 def _exported(reader: RunReader, run: str, view: EpisodeView, read: ReadStep) -> ExportedEpisode:
-    conversation = told(reader, view)
+    conversation = conversation_of(reader, view)
     problems = list(conversation.problems)
     rows: dict[tuple[str, int], list[ExportedRow]] = {}
     for played in played_rows(view):
@@ -161,7 +161,7 @@ def _exported(reader: RunReader, run: str, view: EpisodeView, read: ReadStep) ->
     return _episode(run, conversation, _agents(reader, conversation, rows, problems), problems)
 
 
-def _episode(run: str, view: Conversation, agents: list[ExportedAgent], problems: list[str]) -> ExportedEpisode:
+def _episode(run: str, view: ConversationView, agents: list[ExportedAgent], problems: list[str]) -> ExportedEpisode:
     line = view.summary
     same = {name: getattr(line, name) for name in line.__struct_fields__ if name in ExportedEpisode.__struct_fields__}
     own = {
@@ -178,7 +178,7 @@ def _episode(run: str, view: Conversation, agents: list[ExportedAgent], problems
 
 
 def _agents(
-    reader: RunReader, view: Conversation, rows: dict[tuple[str, int], list[ExportedRow]], problems: list[str]
+    reader: RunReader, view: ConversationView, rows: dict[tuple[str, int], list[ExportedRow]], problems: list[str]
 ) -> list[ExportedAgent]:
     """Every agent that acted or was rewarded, in order of seat and index."""
     parts: dict[tuple[str, int], list[RewardPart]] = {}
@@ -205,7 +205,7 @@ def _agents(
     return agents
 
 
-def _credits(reader: RunReader, view: Conversation, problems: list[str]) -> dict[tuple[str, int], list[Credit]]:
+def _credits(reader: RunReader, view: ConversationView, problems: list[str]) -> dict[tuple[str, int], list[Credit]]:
     line = view.summary
     fed = checked_rows(
         *(reader.log, "step_units", "episode = ? AND attempt = ? ORDER BY lineage, step, position"),

@@ -36,7 +36,7 @@ NOT_RECORDED = "not_recorded"
 """Outcome of a tool call of which only its observation is known."""
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class PlayedCall(msgspec.Struct, frozen=True, kw_only=True):
     """A tool call that a policy made."""
 
     id: str
@@ -52,7 +52,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str
     reasoning: str = ""
-    calls: Sequence[Call] = ()
+    calls: Sequence[PlayedCall] = ()
     context_ids: Sequence[int] | None = None
     """The tokens before it that are new in its row; None: not told."""
     token_ids: Sequence[int] | None = None
@@ -264,7 +264,7 @@ def _column(code: str, values: Sequence[float], where: str) -> bytes:
     return column.tobytes()
 
 
-class _Told(Protocol):
+class _ForeignMessage(Protocol):
     role: str
     content: Any
     tool_calls: list[Any] | None
@@ -272,7 +272,7 @@ class _Told(Protocol):
     name: str | None
 
 
-def message_of(message: _Told) -> dict[str, Any]:
+def message_of(message: _ForeignMessage) -> dict[str, Any]:
     """A message, empty fields left out."""
     told: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
     if message.tool_calls:
@@ -300,7 +300,7 @@ def _part(part: Any) -> str:
     return text if isinstance(text, str) else f"[{part.get('type', 'a part')} is not shown]"
 
 
-def call_of(call: Any) -> Call:
+def call_of(call: Any) -> PlayedCall:
     """A tool call, in any of the forms in use: `{name, arguments}`, `{function: {name, arguments}}`, either as JSON."""
     value = _parsed(call) if isinstance(call, str) else call
     value = value if isinstance(value, dict) else {"name": "?", "arguments": call}
@@ -308,7 +308,7 @@ def call_of(call: Any) -> Call:
     inner = function if isinstance(function, dict) else value
     arguments = inner.get("arguments")
     parsed = _parsed(arguments) if isinstance(arguments, str) else arguments
-    return Call(
+    return PlayedCall(
         id=str(value.get("id") or ""),
         name=str(inner.get("name", "?")),
         arguments=parsed if isinstance(parsed, dict) else arguments,
@@ -339,7 +339,7 @@ def with_observations(row: MessageRow) -> MessageRow:
     return answered
 
 
-def _answered(calls: Any, answers: list[dict[str, Any]]) -> list[Call]:
+def _answered(calls: Any, answers: list[dict[str, Any]]) -> list[PlayedCall]:
     """By id where there are ids, else in order."""
     by_id = {answer.get("tool_call_id"): answer for answer in answers}
     found = []

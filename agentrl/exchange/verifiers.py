@@ -141,7 +141,7 @@ class _Run(msgspec.Struct):
     work: _Work | None = None
 
 
-class _Episode(msgspec.Struct):
+class _TraceEpisode(msgspec.Struct):
     traces: list[_Trace]
     id: str = ""
     env: _Environment = msgspec.field(default_factory=_Environment)
@@ -190,10 +190,10 @@ def read(source: Path) -> Iterator[PlayedEpisode]:
     for where, line in json_lines(source):
         shape = decoded(line, _Shape, where)
         if bytes(shape.traces):
-            yield _episode(decoded(line, _Episode, where), where)
+            yield _episode(decoded(line, _TraceEpisode, where), where)
         elif bytes(shape.nodes):
             trace = decoded(line, _Trace, where)
-            alone = _Episode(traces=[trace], id=trace.id, task=trace.task, ok=trace.ok, errors=trace.errors)
+            alone = _TraceEpisode(traces=[trace], id=trace.id, task=trace.task, ok=trace.ok, errors=trace.errors)
             yield _episode(alone, where)
         elif bytes(shape.completion):
             yield _rollout(decoded(line, _Rollout, where), where)
@@ -201,7 +201,7 @@ def read(source: Path) -> Iterator[PlayedEpisode]:
             raise InputError(f"{where}: neither an episode, nor a trace, nor a rollout of verifiers: no `traces`")
 
 
-def _episode(told: _Episode, where: str) -> PlayedEpisode:
+def _episode(told: _TraceEpisode, where: str) -> PlayedEpisode:
     if not told.id:
         raise InputError(f"{where}: the episode has no id")
     policy = told.run.work.policy if told.run is not None and told.run.work is not None else None

@@ -165,7 +165,7 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True):
     b: Side
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
+class EpisodeDifference(msgspec.Struct, frozen=True, kw_only=True):
     """Two episodes compared."""
 
     a: EpisodeLine
@@ -183,7 +183,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 def difference(
     a: RunReader, a_id: str, b: RunReader, b_id: str, *, a_attempt: int | None = None, b_attempt: int | None = None
-) -> Difference:
+) -> EpisodeDifference:
     """Compare two episodes, of one run or of two. Raises as `RunReader.episode`."""
     left, right = a.episode(a_id, a_attempt), b.episode(b_id, b_attempt)
     ours, theirs = _acts(left), _acts(right)
@@ -193,7 +193,7 @@ def difference(
         if departure is not None:
             break
         same += 1
-    return Difference(
+    return EpisodeDifference(
         a=left.summary,
         b=right.summary,
         same_acts=same,
@@ -218,9 +218,9 @@ def _environments(left: EpisodeView, right: EpisodeView) -> Departure | None:
 def _departure(call: str, ours: EntryBody | None, theirs: EntryBody | None) -> Departure | None:
     if ours is None or theirs is None:
         there = ours if ours is not None else theirs
-        agent, turn = _place(there)
+        agent, turn = _position(there)
         sides = [
-            Side("nothing: it has ended, or goes another way") if body is None else Side(told(body))
+            Side("nothing: it has ended, or goes another way") if body is None else Side(act_text(body))
             for body in (ours, theirs)
         ]
         return Departure(what="ended", call=call, agent=agent, turn=turn, a=sides[0], b=sides[1])
@@ -228,12 +228,12 @@ def _departure(call: str, ours: EntryBody | None, theirs: EntryBody | None) -> D
         return _turn_departure(call, ours, theirs)
     if _comparable(ours) == _comparable(theirs):
         return None
-    agent, turn = _place(ours)
-    return Departure(what="act", call=call, agent=agent, turn=turn, a=Side(told(ours)), b=Side(told(theirs)))
+    agent, turn = _position(ours)
+    return Departure(what="act", call=call, agent=agent, turn=turn, a=Side(act_text(ours)), b=Side(act_text(theirs)))
 
 
 def _turn_departure(call: str, ours: TurnEntry, theirs: TurnEntry) -> Departure | None:
-    agent, turn = _place(ours)
+    agent, turn = _position(ours)
     for what, left, right in (
         ("context", int32(ours.context_ids), int32(theirs.context_ids)),
         ("sampled", int32(ours.token_ids), int32(theirs.token_ids)),
@@ -261,13 +261,13 @@ def _side(turn: TurnEntry, what: str, at: int) -> Side:
     return Side(turn.text, spans[0] if spans else None)
 
 
-def _place(body: EntryBody | None) -> tuple[str, int | None]:
+def _position(body: EntryBody | None) -> tuple[str, int | None]:
     if isinstance(body, TurnEntry | RewardEntry):
         return f"{body.seat}[{body.index}]", body.turn
     return "", None
 
 
-def told(body: EntryBody) -> str:
+def act_text(body: EntryBody) -> str:
     """An entry in a line."""
     if isinstance(body, TurnEntry):
         return f"turn {body.turn} of {body.seat}[{body.index}]: {body.text}"
@@ -295,7 +295,7 @@ def _turns(ours: dict[str, EntryBody], theirs: dict[str, EntryBody]) -> list[tup
     return found
 
 
-def compared(reader: RunReader, a: str | None, b: str | None) -> Difference:
+def compared(reader: RunReader, a: str | None, b: str | None) -> EpisodeDifference:
     """Episode `a` of a run with `b`, or with the one it was forked from where `b` is left out.
 
     A fork of the run is `forks/f0`.

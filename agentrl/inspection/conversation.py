@@ -126,7 +126,7 @@ class OtherAct(_Act, frozen=True, kw_only=True, tag="other"):
 Act = TurnAct | ToolAct | EffectAct | SpawnAct | ChildAct | RewardAct | OtherAct
 
 
-class Update(msgspec.Struct, frozen=True, tag_field="kind", tag="update"):
+class WeightUpdate(msgspec.Struct, frozen=True, tag_field="kind", tag="update"):
     """Weights that were published while the episode ran."""
 
     version: str
@@ -134,7 +134,7 @@ class Update(msgspec.Struct, frozen=True, tag_field="kind", tag="update"):
     """Seconds since the episode's first turn began."""
 
 
-class Conversation(msgspec.Struct, frozen=True):
+class ConversationView(msgspec.Struct, frozen=True):
     """An episode with all that happened in it."""
 
     summary: EpisodeLine
@@ -150,18 +150,18 @@ class Conversation(msgspec.Struct, frozen=True):
     acts: list[Act]
     inherited: int
     """How many of the first acts a fork took over from its parent."""
-    updates: list[Update]
+    updates: list[WeightUpdate]
     children: list[EpisodeLine]
     problems: list[str]
     """Problems met while reading, for people."""
 
 
-def conversation(reader: RunReader, episode_id: str, attempt: int | None = None) -> Conversation:
+def conversation(reader: RunReader, episode_id: str, attempt: int | None = None) -> ConversationView:
     """One episode; its newest attempt unless another is named. Raises as `RunReader.episode`."""
-    return told(reader, reader.episode(episode_id, attempt))
+    return conversation_of(reader, reader.episode(episode_id, attempt))
 
 
-def told(reader: RunReader, view: EpisodeView) -> Conversation:
+def conversation_of(reader: RunReader, view: EpisodeView) -> ConversationView:
     """The conversation of an episode that was read."""
     bodies = [(call, body) for call, body in view.entries if not isinstance(body, Begin)]
     turns = [body for _, body in bodies if isinstance(body, TurnEntry)]
@@ -173,7 +173,7 @@ def told(reader: RunReader, view: EpisodeView) -> Conversation:
     own = [body for _, body in bodies[view.inherited :] if isinstance(body, TurnEntry)]
     if acts and own:
         waits.go_on_at(own[0].started)
-    return Conversation(
+    return ConversationView(
         summary=view.summary,
         agents=view.agents,
         measured_against=view.measured_against,
@@ -292,7 +292,7 @@ def _effect(call: str, body: EffectEntry | ResourceEntry) -> EffectAct:
     )
 
 
-def _updates(reader: RunReader, turns: Sequence[TurnEntry], began: float, problems: list[str]) -> list[Update]:
+def _updates(reader: RunReader, turns: Sequence[TurnEntry], began: float, problems: list[str]) -> list[WeightUpdate]:
     """Versions of the policies that took turns, published between the first and the last of them."""
     if not turns:
         return []
@@ -307,15 +307,15 @@ def _updates(reader: RunReader, turns: Sequence[TurnEntry], began: float, proble
         problems=problems,
     )
     return [
-        Update(f"{row['policy']}@{row['lineage']}.{row['step']}", row["published_at"] - began)
+        WeightUpdate(f"{row['policy']}@{row['lineage']}.{row['step']}", row["published_at"] - began)
         for row in rows
         if row["policy"] in policies
     ]
 
 
-def events(view: Conversation) -> list[Act | Update]:
+def events(view: ConversationView) -> list[Act | WeightUpdate]:
     """Its acts, and where each version was published among them: before the first turn that began later."""
-    found, updates = list[Act | Update](), list(view.updates)
+    found, updates = list[Act | WeightUpdate](), list(view.updates)
     for act in view.acts:
         while updates and isinstance(act, TurnAct) and updates[0].at < act.at:
             found.append(updates.pop(0))
@@ -323,7 +323,7 @@ def events(view: Conversation) -> list[Act | Update]:
     return found
 
 
-def reward_components(view: Conversation) -> dict[str, list[tuple[int | None, float]]]:
+def reward_components(view: ConversationView) -> dict[str, list[tuple[int | None, float]]]:
     """By agent (`seat[index]`): each reward it was given, with the turn it was given for."""
     found: dict[str, list[tuple[int | None, float]]] = {}
     for act in view.acts:

@@ -8,7 +8,14 @@ import msgspec
 
 from agentrl.core.errors import JournalError
 from agentrl.core.words import plural
-from agentrl.inspection.conversation import Conversation, EffectAct, ToolAct, TurnAct, conversation, reward_components
+from agentrl.inspection.conversation import (
+    ConversationView,
+    EffectAct,
+    ToolAct,
+    TurnAct,
+    conversation,
+    reward_components,
+)
 from agentrl.inspection.damage import checked_rows
 from agentrl.journal.control import read_baselines, read_spec
 from agentrl.observe.alarms import ADVICE_ON_DROPS
@@ -36,7 +43,7 @@ def reasons(reader: RunReader, episode_id: str, attempt: int | None = None) -> l
     return reasons_of(reader, conversation(reader, episode_id, attempt))
 
 
-def reasons_of(reader: RunReader, view: Conversation) -> list[Reason]:
+def reasons_of(reader: RunReader, view: ConversationView) -> list[Reason]:
     """The same of an episode that has been read."""
     problems: list[str] = []
     found = [
@@ -100,7 +107,7 @@ def _attempts(reader: RunReader, line: EpisodeLine, problems: list[str]) -> list
     ]
 
 
-def _time(view: Conversation) -> list[Reason]:
+def _time(view: ConversationView) -> list[Reason]:
     found = []
     total = view.summary.seconds or 0.0
     parked, cut = view.metrics.get("parked"), view.metrics.get("turns/interrupted")
@@ -110,7 +117,7 @@ def _time(view: Conversation) -> list[Reason]:
         )
     if cut:
         found.append(Reason("time", f"interrupted in {plural(cut, 'turn')}, which went on from the tokens they had"))
-    found += _no_room(view)
+    found += _kv_waits(view)
     own = view.acts[view.inherited :]
     timed = [(act.seconds, _named(act)) for act in own if isinstance(act, TurnAct | ToolAct | EffectAct)]
     timed += [(act.waited, f"the wait before {_named(act)}") for act in own if isinstance(act, TurnAct)]
@@ -124,7 +131,7 @@ def _time(view: Conversation) -> list[Reason]:
     return found
 
 
-def _no_room(view: Conversation) -> list[Reason]:
+def _kv_waits(view: ConversationView) -> list[Reason]:
     turns = [act for act in view.acts if isinstance(act, TurnAct)]
     waits = [(sum(pause.seconds for pause in act.pauses if pause.why == "no_room"), _named(act)) for act in turns]
     waits = [wait for wait in waits if wait[0] > 0]
@@ -146,7 +153,7 @@ def _named(act: TurnAct | ToolAct | EffectAct) -> str:
     return f"tool {act.name}" if isinstance(act, ToolAct) else f"effect {act.name}"
 
 
-def _end(view: Conversation) -> list[Reason]:
+def _end(view: ConversationView) -> list[Reason]:
     line, turns = view.summary, [act for act in view.acts if isinstance(act, TurnAct)]
     if line.drop_reason is not None:
         return [
@@ -174,7 +181,7 @@ def _end(view: Conversation) -> list[Reason]:
     return found
 
 
-def _reward(view: Conversation) -> list[Reason]:
+def _reward(view: ConversationView) -> list[Reason]:
     found = []
     components = reward_components(view)
     for agent in view.agents:
@@ -240,7 +247,7 @@ def _release_of_group(reader: RunReader, line: EpisodeLine) -> list[Reason]:
     return [Reason("released", f"when the last of its group had ended: {waited}")]
 
 
-def _units(reader: RunReader, view: Conversation, problems: list[str]) -> list[Reason]:
+def _units(reader: RunReader, view: ConversationView, problems: list[str]) -> list[Reason]:
     line = view.summary
     if line.purpose != "train" or line.drop_reason is not None or line.stop_reason is None:
         return []
@@ -252,7 +259,7 @@ def _units(reader: RunReader, view: Conversation, problems: list[str]) -> list[R
     for policy in dict.fromkeys(agent.policy for agent in view.agents):
         own = [row for row in fed if row["policy"] == policy]
         reason = next((row["reason"] for row in drops if row["policy"] == policy), None)
-        found += [Reason("unit", _fed(policy, row)) for row in own]
+        found += [Reason("unit", _consumed(policy, row)) for row in own]
         if reason is not None:
             found.append(Reason("unit", f"the unit of {policy} was dropped: {reason}", ADVICE_ON_DROPS.get(reason, "")))
         elif not own and policy not in learns:
@@ -262,7 +269,7 @@ def _units(reader: RunReader, view: Conversation, problems: list[str]) -> list[R
     return found
 
 
-def _fed(policy: str, row: Row) -> str:
+def _consumed(policy: str, row: Row) -> str:
     made = f"{policy}@{row['lineage']}.{row['step']}"
     numbers = f"reward {row['reward']:.3g} - baseline {row['baseline']:.3g} = advantage {row['advantage']:.3g}"
     return f"{row['seat']}[{row['agent']}] was trained by the step that made {made}: {numbers}"

@@ -15,7 +15,7 @@ from agentrl.inspection.conversation import (
     SpawnAct,
     ToolAct,
     TurnAct,
-    Update,
+    WeightUpdate,
     events,
     reward_components,
 )
@@ -24,8 +24,8 @@ from agentrl.inspection.render import Page, Part, episode_table, number
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from agentrl.inspection.comparisons import Departure, Difference, Fork, Replayed, Side
-    from agentrl.inspection.conversation import Act, Conversation
+    from agentrl.inspection.comparisons import Departure, EpisodeDifference, Fork, Replayed, Side
+    from agentrl.inspection.conversation import Act, ConversationView
     from agentrl.inspection.reasons import Reason
     from agentrl.inspection.timelines import EpisodeTimeline
     from agentrl.inspection.tokens import EpisodeTokens, Token, TokenRow
@@ -39,7 +39,7 @@ _COLOURS = ("blue", "dark_orange", "green", "magenta", "red", "cyan", "yellow", 
 _MARKS = {"turn": "█", "tool": "▓", "effect": "▒", "wait": "·", "child": "◆", "reward": "★"}
 
 
-def conversation_page(view: Conversation) -> Page:
+def conversation_page(view: ConversationView) -> Page:
     """An episode: what it is, then what happened, agent by agent in the order of their acts."""
     page = summary_page(view)
     page.line()
@@ -52,14 +52,14 @@ def conversation_page(view: Conversation) -> Page:
     return page
 
 
-def events_page(found: Sequence[Act | Update], *, own: Act | None = None) -> Page:
+def events_page(found: Sequence[Act | WeightUpdate], *, own: Act | None = None) -> Page:
     """The acts of an episode in order; `own` is a fork's first act of its own."""
     page, speaker = Page(), ""
     for event in found:
         if event is own:
             page.heading("the fork goes its own way from here")
             speaker = ""
-        if isinstance(event, Update):
+        if isinstance(event, WeightUpdate):
             page.line((f"  ↻ {event.version} was published", "magenta"))
         elif isinstance(event, TurnAct):
             who = f"{event.seat}[{event.index}] · {event.policy}"
@@ -75,7 +75,7 @@ def events_page(found: Sequence[Act | Update], *, own: Act | None = None) -> Pag
     return page
 
 
-def summary_page(view: Conversation) -> Page:
+def summary_page(view: ConversationView) -> Page:
     """An episode's identity and outcome."""
     page, line = Page(), view.summary
     page.line((line.episode, "bold"), f" · attempt {line.attempt} · {line.status} · {line.purpose}")
@@ -322,7 +322,7 @@ def rescore_page(found: Sequence[Replayed]) -> Page:
     return page
 
 
-def difference_page(found: Difference) -> Page:
+def difference_page(found: EpisodeDifference) -> Page:
     """Two episodes side by side: where they part, and what came of each."""
     page = Page()
     page.line((found.a.episode, "bold"), " and ", (found.b.episode, "bold"), f": {found.same_acts} acts in common")

@@ -166,14 +166,14 @@ class WinRate(msgspec.Struct, frozen=True):
     """Wins per episode; draws count half."""
 
 
-class _Policy(msgspec.Struct):
+class _PolicyConfig(msgspec.Struct):
     kind: str = ""
     of: str = ""
     every: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 class _Opponents(msgspec.Struct):
-    policies: dict[str, _Policy]
+    policies: dict[str, _PolicyConfig]
 
 
 def run_win_rates(reader: RunReader) -> list[WinRate]:

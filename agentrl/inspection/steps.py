@@ -11,7 +11,7 @@ import msgspec
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.damage import checked_rows
-from agentrl.inspection.tokens import StepRow, step_rows
+from agentrl.inspection.tokens import StepColumns, step_rows
 
 if TYPE_CHECKING:
     from agentrl.inspection.damage import Row
@@ -38,7 +38,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     stepped_at: float
 
 
-class FedRow(msgspec.Struct, frozen=True, kw_only=True):
+class ConsumedRow(msgspec.Struct, frozen=True, kw_only=True):
     """A trajectory that a step was fed."""
 
     position: int
@@ -65,7 +65,7 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
     input_digest: str
     columns_file: str | None
     metrics: dict[str, float | None]
-    fed: list[FedRow]
+    fed: list[ConsumedRow]
     problems: list[str]
 
 
@@ -128,7 +128,7 @@ def step_view(reader: RunReader, step: int, policy: str | None = None, lineage: 
         input_digest=row["input_digest"],
         columns_file=row["columns_file"],
         metrics=_metrics(row["metrics"], problems),
-        fed=[_fed(unit, columns.get(unit["episode"], [])) for unit in units],
+        fed=[_consumed_row(unit, columns.get(unit["episode"], [])) for unit in units],
         problems=problems,
     )
 
@@ -159,11 +159,11 @@ def _survivors(reader: RunReader) -> set[PolicyVersion]:
     return {PolicyVersion(point.policy, point.lineage, point.step) for point in reader.curve()}
 
 
-def _columns(reader: RunReader, row: Row, problems: list[str]) -> dict[str, list[StepRow]]:
+def _columns(reader: RunReader, row: Row, problems: list[str]) -> dict[str, list[StepColumns]]:
     """The rows of the step's file by episode; none where it has no file, or one that cannot be read."""
     if row["columns_file"] is None:
         return {}
-    found: dict[str, list[StepRow]] = {}
+    found: dict[str, list[StepColumns]] = {}
     try:
         for each in step_rows(reader.path, row["columns_file"]):
             found.setdefault(each.episode, []).append(each)
@@ -172,14 +172,14 @@ def _columns(reader: RunReader, row: Row, problems: list[str]) -> dict[str, list
     return found
 
 
-def _fed(unit: Row, columns: list[StepRow]) -> FedRow:
+def _consumed_row(unit: Row, columns: list[StepColumns]) -> ConsumedRow:
     moved = [
         math.exp(min(now - then, 80.0))
         for row in columns
         for now, then in zip(row.trainer_logprobs, row.behavior_logprobs, strict=False)
         if math.isfinite(now - then)
     ]
-    return FedRow(
+    return ConsumedRow(
         position=unit["position"],
         episode=unit["episode"],
         attempt=unit["attempt"],

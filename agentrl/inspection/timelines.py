@@ -22,7 +22,7 @@ from agentrl.inspection.damage import checked_rows
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from agentrl.inspection.conversation import Act, Conversation
+    from agentrl.inspection.conversation import Act, ConversationView
     from agentrl.inspection.reader import RunReader
 
 
@@ -95,12 +95,12 @@ def episode_timeline(reader: RunReader, episode_id: str, attempt: int | None = N
     return timeline_of(conversation(reader, episode_id, attempt))
 
 
-def timeline_of(view: Conversation) -> EpisodeTimeline:
+def timeline_of(view: ConversationView) -> EpisodeTimeline:
     """The same of an episode that has been read."""
     lanes: dict[str, list[Bar]] = {}
     ends: dict[str, float] = {}
     for act in view.acts:
-        _place(act, lanes, ends)
+        _add_bars(act, lanes, ends)
     busy: dict[str, float] = {}
     for bars in lanes.values():
         for bar in bars:
@@ -116,7 +116,7 @@ def timeline_of(view: Conversation) -> EpisodeTimeline:
     )
 
 
-def _place(act: Act, lanes: dict[str, list[Bar]], ends: dict[str, float]) -> None:
+def _add_bars(act: Act, lanes: dict[str, list[Bar]], ends: dict[str, float]) -> None:
     branch = act.call.rpartition("#")[0]
     now = ends.get(branch, _parent_end(branch, ends))
     match act:

@@ -45,7 +45,7 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-class StepRow(msgspec.Struct, frozen=True):
+class StepColumns(msgspec.Struct, frozen=True):
     """Values a step computed and used for the trained tokens of one row, by position in the row."""
 
     episode: str
@@ -71,7 +71,7 @@ def float32(data: bytes) -> array[float]:
     return _column("f", data[: len(data) // 4 * 4])
 
 
-def step_rows(run: Path, name: Any) -> list[StepRow]:
+def step_rows(run: Path, name: Any) -> list[StepColumns]:
     """The rows of a step's file, in the order they were consumed.
 
     Args:
@@ -101,13 +101,13 @@ def step_rows(run: Path, name: Any) -> list[StepRow]:
         raise JournalError(f"{path}: not the columns of a step ({error}); it is damaged") from error
 
 
-def _rows(described: list[tuple[str, int]], columns: dict[str, Any]) -> list[StepRow]:
+def _rows(described: list[tuple[str, int]], columns: dict[str, Any]) -> list[StepColumns]:
     offsets = columns["offsets"]
     if len(offsets) != len(described) + 1 or offsets[-1] != len(columns["position"]) or min(offsets) < 0:
         raise ValueError("its rows and their offsets differ")
     names = ("position", "trainer_logprobs", "entropy", "behavior_logprobs", "advantages", "lag")
     return [
-        StepRow(episode, row, *(columns[name][start:stop] for name in names))
+        StepColumns(episode, row, *(columns[name][start:stop] for name in names))
         for (episode, row), start, stop in zip(described, offsets, offsets[1:], strict=False)
     ]
 
@@ -196,7 +196,7 @@ def _byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-ReadStep = Callable[[Path, Any], list[StepRow]]
+ReadStep = Callable[[Path, Any], list[StepColumns]]
 """`columns.step_rows`, or something that remembers what it read."""
 
 
@@ -264,7 +264,7 @@ class TrainedRow(NamedTuple):
     """Values of a step for a row's tokens, by position."""
 
     step: str
-    places: dict[int, tuple[StepRow, int]]
+    places: dict[int, tuple[StepColumns, int]]
     """For each position, the step's row and the index in it; a row routed twice is two rows of the step."""
 
 

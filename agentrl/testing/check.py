@@ -45,8 +45,8 @@ from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import POLICY, RESOURCE_LOST, Executed, execute
 from agentrl.testing.format_check import TASKS as FORMAT_TASKS
 from agentrl.testing.format_check import Outcome, format_findings
-from agentrl.testing.outside import MODEL_ADVICE, asks_model, seen_outside
 from agentrl.testing.random_policy import random_policy
+from agentrl.testing.side_effects import MODEL_ADVICE, asks_model, observed_side_effects
 
 MAX_CUTS = 64
 """Prefixes tried per episode; longer journals are cut at evenly spaced entries."""
@@ -170,7 +170,7 @@ def _check_hash_order(found: type[Environment], report: EnvironmentReport) -> No
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     with tempfile.TemporaryDirectory(prefix="agentrl-check-") as scratch:
         asked, told = Path(scratch, "answers"), Path(scratch, "entries")
-        asked.write_bytes(msgspec.msgpack.encode([entry for entry in first.entries if _is_from_outside(entry)]))
+        asked.write_bytes(msgspec.msgpack.encode([entry for entry in first.entries if _is_external(entry)]))
         command = [sys.executable, "-m", "agentrl.testing.check", name, str(asked), str(told)]
         environ = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
@@ -312,7 +312,7 @@ async def _check_episode(
     spec = _spec(environment, task, number, seed)
     script = random_policy(environment)
     report.on_progress(f"episode {number + 1}, task {task.id!r}: playing it")
-    with watch_loop(told.append, repeated_s=REPEATED_S, users_only=True), seen_outside(environment) as seen:
+    with watch_loop(told.append, repeated_s=REPEATED_S, users_only=True), observed_side_effects(environment) as seen:
         first = await execute(environment, spec, script)
     report.findings += [f"task {task.id!r}: {text}" for text in seen.findings.values()]
     if seen.asked_model:
@@ -352,7 +352,7 @@ async def resume_everywhere(
         report.on_progress(
             f"{part}killed after entry {cut} of {len(entries)} and resumed ({before} of {len(cuts)} kills)"
         )
-        answers = [entry for entry in entries[cut:] if _is_from_outside(entry)]
+        answers = [entry for entry in entries[cut:] if _is_external(entry)]
         again = await execute(environment, spec, script, entries[:cut], answers=answers)
         report.resumptions += 1
         if isinstance(again, str):
@@ -407,7 +407,7 @@ def _differing_call(first: Sequence[JournalEntry], again: Sequence[JournalEntry]
         if call_id not in now or call_id not in then:
             return f"call {call_id} is {'missing' if call_id not in now else 'new'}"
         if then[call_id].asked != now[call_id].asked:
-            return f"call {call_id} asks something else ({_told(then[call_id])} → {_told(now[call_id])})"
+            return f"call {call_id} asks something else ({_shown(then[call_id])} → {_shown(now[call_id])})"
         was, came = _result(then[call_id]), _result(now[call_id])
         if was != came:
             return f"call {call_id} returned {shortened(came)} instead of {shortened(was)}"
@@ -431,12 +431,12 @@ def _result(entry: JournalEntry) -> object:
     return None
 
 
-def _is_from_outside(entry: JournalEntry) -> bool:
+def _is_external(entry: JournalEntry) -> bool:
     body = entry.decode()
     return isinstance(body, EffectEntry | ValueEntry) or (isinstance(body, ToolEntry) and body.external)
 
 
-def _told(entry: JournalEntry) -> str:
+def _shown(entry: JournalEntry) -> str:
     body = entry.decode()
     if isinstance(body, TurnEntry):
         return " / ".join(str(message.get("content"))[:60] for message in body.messages)

@@ -16,7 +16,7 @@ from agentrl.core.errors import InputError
 from agentrl.exchange import files
 from agentrl.exchange.exporting import export
 from agentrl.exchange.importing import import_run
-from agentrl.inspection.conversation import Conversation, OtherAct, RewardAct, ToolAct, TurnAct, conversation
+from agentrl.inspection.conversation import ConversationView, OtherAct, RewardAct, ToolAct, TurnAct, conversation
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.search import matches
 from agentrl.inspection.tokens import episode_tokens
@@ -128,7 +128,7 @@ def test_rollouts_from_before_are_read_as_messages(tmp_path: Path) -> None:
 # --- ATIF -------------------------------------------------------------------------------------------------------------
 
 
-def said(view: Conversation) -> dict[str, list[Any]]:
+def said(view: ConversationView) -> dict[str, list[Any]]:
     """By agent, what it was told, what it said, what its tools were asked and answered, and with which tokens."""
     found: dict[str, list[Any]] = {}
     speaker = ""

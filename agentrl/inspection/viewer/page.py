@@ -42,7 +42,7 @@ _EXPORT = re.compile(r"^export ((?:async )?(?:function|const|class) (\w+))", re.
 _HERE = Path(__file__).parent
 
 
-class Page(NamedTuple):
+class ViewerPage(NamedTuple):
     """A page, and what its policy lets in."""
 
     html: str
@@ -50,7 +50,7 @@ class Page(NamedTuple):
     """For the header of who serves it."""
 
 
-def served_page() -> Page:
+def viewer_page() -> ViewerPage:
     """The page that asks the server it came from."""
     return _page((), connect="connect-src 'self'; ")
 
@@ -60,7 +60,7 @@ def exported_page(blocks: Sequence[bytes]) -> str:
     return _page(tuple(base64.b64encode(block).decode() for block in blocks), connect="").html
 
 
-def _page(blocks: tuple[str, ...], *, connect: str) -> Page:
+def _page(blocks: tuple[str, ...], *, connect: str) -> ViewerPage:
     html, style, script = _parts()
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; {connect}base-uri 'none'; "
@@ -71,7 +71,7 @@ def _page(blocks: tuple[str, ...], *, connect: str) -> Page:
         for number, block in enumerate(blocks)
     )
     parts = {"POLICY": policy, "STYLE": style, "DATA": data, "SCRIPT": script}
-    return Page(re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], html), policy)
+    return ViewerPage(re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], html), policy)
 
 
 @lru_cache(maxsize=1)

@@ -23,7 +23,7 @@ from aiohttp import web
 from agentrl.core.errors import AgentRLError, InputError, StorageError
 from agentrl.core.files import remedy
 from agentrl.inspection.reader import RunReader
-from agentrl.inspection.viewer.page import served_page
+from agentrl.inspection.viewer.page import viewer_page
 from agentrl.inspection.viewer.questions import answer
 
 HOST = "127.0.0.1"
@@ -39,7 +39,7 @@ _HEADERS = {
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Served(NamedTuple):
+class RunningServer(NamedTuple):
     """A server that runs."""
 
     port: int
@@ -52,7 +52,7 @@ class Served(NamedTuple):
 
 
 @asynccontextmanager
-async def serving(run: str | Path, port: int = 0) -> AsyncIterator[Served]:
+async def serving(run: str | Path, port: int = 0) -> AsyncIterator[RunningServer]:
     """Serve a run until the context is left.
 
     Args:
@@ -77,7 +77,7 @@ async def serving(run: str | Path, port: int = 0) -> AsyncIterator[Served]:
             raise StorageError(
                 f"port {port} of {HOST}: cannot be listened on ({error.strerror}); {remedy(error)}"
             ) from error
-        yield Served(runner.addresses[0][1], token)
+        yield RunningServer(runner.addresses[0][1], token)
     finally:
         for client in runner.server.connections if runner.server is not None else ():
             if client.transport is not None:
@@ -94,7 +94,7 @@ _NOT_HERE = (
 
 
 def _application(reader: RunReader, thread: ThreadPoolExecutor, token: str) -> web.Application:
-    page = served_page()
+    page = viewer_page()
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:

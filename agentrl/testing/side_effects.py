@@ -72,7 +72,7 @@ _installed = False
 
 
 @contextmanager
-def seen_outside(environment: type[Environment]) -> Iterator[Seen]:
+def observed_side_effects(environment: type[Environment]) -> Iterator[Seen]:
     """Within: episodes of an environment are watched, and what they do outside is noted."""
     global _watching, _installed
     if not _installed:
@@ -106,7 +106,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if branch is None or not branch.is_open or branch.memoised is not None:
         return
     frame = sys._getframe(1)
-    place = _place(frame)
+    place = _location(frame)
     if place is not None and (event, place) not in seen.findings:
         model = event in _TALKS and _is_for_model(frame, seen.source)
         seen.asked_model |= model
@@ -143,7 +143,7 @@ def _act(event: str, arguments: tuple[Any, ...]) -> str | None:
     return f"changes files ({event} {str(arguments[0])!r})" if event in _CHANGES else None
 
 
-def _place(frame: FrameType | None) -> str | None:
+def _location(frame: FrameType | None) -> str | None:
     """The nearest code that is neither Python's nor ours; None where there is none: not the environment's doing."""
     while frame is not None:
         file = frame.f_code.co_filename
