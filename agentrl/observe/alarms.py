@@ -12,12 +12,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
-from agentrl.core.files import open_regular, read_at_most
 from agentrl.observe.metrics import BROKEN_FORMAT
 from agentrl.observe.run_directory import open_lines, write_line
-from agentrl.observe.run_state import Whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,8 +21,6 @@ if TYPE_CHECKING:
 
     from agentrl.observe.run_state import PolicyState, RunState, Values
 
-MAX_BYTES = 1 << 20
-"""Bytes of `alarms.jsonl` that are read at most: anyone may have put the file there."""
 FILE = "alarms.jsonl"
 
 
@@ -557,19 +551,6 @@ def weighted(window: Sequence[Values], name: str, weight: str) -> float:
     return sum(v[name] * v[weight] for v in window if name in v and weight in v) / max(total(window, weight), 1e-9)
 
 
-class _Line(msgspec.Struct):
-    """A line of `alarms.jsonl`."""
-
-    step: Whole
-    name: str
-    policy: str
-    text: str
-    advice: str
-
-    def read(self) -> tuple[int, Alarm]:
-        return self.step, Alarm(self.name, self.policy, self.text, self.advice)
-
-
 def write_alarm(directory: Path, alarm: Alarm, step: int) -> None:
     """Append a newly raised alarm and its step to `alarms.jsonl`; ignores a disk that refuses."""
     try:
@@ -577,19 +558,3 @@ def write_alarm(directory: Path, alarm: Alarm, step: int) -> None:
             write_line(file, {"step": step, **alarm._asdict()})
     except OSError:
         return
-
-
-def read_alarms(directory: Path) -> list[tuple[int, Alarm]]:
-    """Read (step, alarm) from `alarms.jsonl` in order; unreadable lines are skipped."""
-    try:
-        with open_regular(directory / FILE) as file:
-            lines = read_at_most(file, MAX_BYTES).splitlines()
-    except OSError:
-        return []
-    raised = []
-    for line in lines:
-        try:
-            raised.append(msgspec.json.decode(line, type=_Line).read())
-        except (ValueError, RecursionError):
-            continue
-    return raised
