@@ -188,10 +188,13 @@ def test_illegal_output_that_is_being_unlearned_is_no_collapse() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"composition__length_ratio": 0.94}, "6% shorter"),
-        ({"composition__seconds_ratio": 1.4}, "40% slower"),
-        ({"composition__reward_shift": 0.2, "composition__length_ratio": 0.8}, "20% shorter, 0.20 deviations of the "),
-        ({"composition__held_share": 0.1}, "10% of what was dispatched was still not trained 20 steps later"),
+        ({"selection_bias__length_ratio": 0.94}, "6% shorter"),
+        ({"selection_bias__seconds_ratio": 1.4}, "40% slower"),
+        (
+            {"selection_bias__reward_shift": 0.2, "selection_bias__length_ratio": 0.8},
+            "20% shorter, 0.20 deviations of the ",
+        ),
+        ({"selection_bias__held_share": 0.1}, "10% of what was dispatched was still not trained 20 steps later"),
     ],
 )
 def test_steps_that_see_a_part_of_what_was_dispatched_are_named_after_twenty(
