@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 import agentrl
 from agentrl.app.parts import Adapters
 from agentrl.app.training import Run, run_training
-from agentrl.config.mistakes import sections_in
+from agentrl.config.load import sections_in
 from agentrl.config.policies import BotPolicy, FrozenPolicy, PastPolicy, PolicyConfig, RemotePolicy
 from agentrl.config.run import RunConfig, check_unchanged, on_resume
 from agentrl.config.section import OnResume, Section

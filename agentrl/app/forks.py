@@ -22,8 +22,8 @@ from agentrl.app.evaluation import play_untrained, with_weights
 from agentrl.app.parts import Adapters
 from agentrl.app.policies import load_weights, weights_in
 from agentrl.app.replays import environment_to_run, recorded_code
+from agentrl.config.load import recorded_config
 from agentrl.config.policies import PastPolicy
-from agentrl.config.recorded import recorded_config
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
 from agentrl.core.errors import InputError, JournalError

@@ -21,7 +21,7 @@ from agentrl.config.policies import BotPolicy, OutsidePolicy, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, InputError
-from agentrl.core.installation import install_command
+from agentrl.core.machine import install_command
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.child_process import EngineProgram, LocalPlacement, Placement

@@ -22,7 +22,7 @@ import msgspec
 
 from agentrl.app.parts import Adapters
 from agentrl.app.policies import rollout_settings
-from agentrl.config.recorded import recorded_config
+from agentrl.config.load import recorded_config
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
 from agentrl.core.errors import (

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from agentrl.config.recorded import recorded_config
+from agentrl.config.load import recorded_config
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError, InputError, JournalError
-from agentrl.core.installation import install_command
+from agentrl.core.machine import install_command
 from agentrl.core.records import DataLocation, PolicyVersion, WeightsRef
 from agentrl.core.training_records import TrainBatch, TrajectoryCredit, Unit
 from agentrl.core.words import plural

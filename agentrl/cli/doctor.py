@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from agentrl.cli.output import print_json
-from agentrl.core.broken_builds import broken_builds
-from agentrl.core.installation import install_command
-from agentrl.core.memory import memory as memory_here
+from agentrl.core.machine import broken_builds, install_command
+from agentrl.core.machine import memory as memory_here
 from agentrl.core.safe import safe_line
 from agentrl.observe.progress import waiting
 
@@ -237,7 +236,7 @@ def _room(name: str, place: Path, *, needed: float, setting: str) -> Check:
 def model() -> list[Check]:
     """The model and the environment of the demo."""
     from agentrl.config.load import load
-    from agentrl.config.locate import shipped_example
+    from agentrl.config.section import shipped_example
 
     config = load(shipped_example("01_tool_use"))
     weights = Path(config.model.path) / "model.safetensors"
@@ -250,7 +249,7 @@ def model() -> list[Check]:
 def plan() -> list[Check]:
     """Engine, trainer and directories that `agentrl demo` will use here."""
     from agentrl.config.load import load
-    from agentrl.config.locate import shipped_example
+    from agentrl.config.section import shipped_example
 
     config = load(shipped_example("01_tool_use"))
     has_gpu = _version("torch") is not None and _asked_torch().stdout.split()[1:] not in ([], ["0"])

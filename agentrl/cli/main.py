@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             return _report_bug(error)
-        from agentrl.core.installation import install_command
+        from agentrl.core.machine import install_command
 
         instead = ", or set --trainer.kind=in_process" if extra == "ray" else ""
         _say(f"agentrl: {error.name} is not installed: {install_command(extra)}{instead}\n")

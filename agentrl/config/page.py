@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-from agentrl.config.load import dump_toml
-from agentrl.config.mistakes import sections_in
+from agentrl.config.load import dump_toml, sections_in
 from agentrl.config.run import EnvironmentConfig, ModelConfig, RunConfig, on_resume
 from agentrl.config.section import Unit
 

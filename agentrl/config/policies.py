@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from agentrl.config.locate import package_directory
 from agentrl.config.section import (
     Episodes,
     Fixed,
@@ -25,6 +24,7 @@ from agentrl.config.section import (
     Steps,
     Unit,
     WaveFixed,
+    package_directory,
 )
 
 

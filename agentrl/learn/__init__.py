@@ -1,5 +1,5 @@
 """Torch: losses, packing, the policy trainer, checkpoints."""
 
-from agentrl.core.broken_builds import hide_broken_builds
+from agentrl.core.machine import hide_broken_builds
 
 hide_broken_builds()

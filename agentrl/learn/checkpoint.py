@@ -1,4 +1,4 @@
-"""A learner's state on disk: safetensors and JSON, never pickle.
+"""A learner's state on disk: safetensors and JSON, never pickle; and the error of a disk that refuses.
 
 `<directory>/<policy>/`: `weights.safetensors` (what the optimizer changes, float32), `optimizer.safetensors` (AdamW's
 moments), `rng.json` (torch's random state), `state.json` (step, version, last report). Owns: this layout. Does not own:
@@ -8,7 +8,8 @@ syncing, and the manifest that makes a checkpoint count (both the orchestrator's
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from agentrl.core.errors import TrainerError
+from agentrl.core.errors import StorageError, TrainerError
+from agentrl.core.files import remedy
 from agentrl.core.records import PolicyVersion
 from agentrl.core.training_records import StepReport
-from agentrl.learn.writing import writing
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -97,3 +98,20 @@ def _moments(parameters: Parameters, optimizer: torch.optim.Optimizer | None) ->
         if parameter in optimizer.state
         for moment in _MOMENTS
     }
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around the writing of `path`.
+
+    Raises:
+        StorageError: the system or safetensors, which has errors of its own, could not write.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
+        mend = remedy(error) if isinstance(error, OSError) else "free space or make it writable"
+        raise StorageError(
+            f"{path}: could not be written ({reason}); {mend}, then start the run again with --resume"
+        ) from error

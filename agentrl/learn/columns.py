@@ -27,8 +27,8 @@ from safetensors.numpy import load, save
 from agentrl.core.records import PolicyVersion
 from agentrl.core.training_records import TrainingSample
 from agentrl.credit.samples import input_digest, row_digest, token_lags, trained_positions
+from agentrl.learn.checkpoint import writing
 from agentrl.learn.packing import MicroBatch
-from agentrl.learn.writing import writing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from agentrl.core.errors import TrainerError
 from agentrl.core.files import WEIGHT_FILES, place, sha256_of, staged
 from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.learn.checkpoint import writing
 from agentrl.learn.models import PolicyModel
-from agentrl.learn.writing import writing
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -29,6 +29,7 @@ from agentrl.credit.samples import ReadUnits, read_samples, trained_positions
 from agentrl.journal.reader import EntryKey, TurnReader
 from agentrl.journal.rows import trajectories
 from agentrl.learn import checkpoint
+from agentrl.learn.checkpoint import writing
 from agentrl.learn.columns import MergedColumns, StepColumns
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss
@@ -38,7 +39,6 @@ from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.probe import ProbeMaker
 from agentrl.learn.publish import Publisher
 from agentrl.learn.ranks import OneRank, Ranks
-from agentrl.learn.writing import writing
 
 _BETAS = (0.9, 0.95)
 """Of AdamW. The second lies below the usual 0.999, since a run has tens of steps."""

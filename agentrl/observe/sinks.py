@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 
 from agentrl.core.errors import ConfigError, StorageError
 from agentrl.core.files import remedy
-from agentrl.core.installation import install_command
+from agentrl.core.machine import install_command
 from agentrl.observe.metrics import describe
 from agentrl.observe.run_directory import open_lines, write_line
 from agentrl.observe.view import plain

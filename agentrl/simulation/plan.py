@@ -25,8 +25,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from agentrl.config.load import read_mapping, read_toml
-from agentrl.config.mistakes import mistakes, short
+from agentrl.config.load import mistakes, read_mapping, read_toml, short
 from agentrl.config.run import RunConfig
 from agentrl.config.section import Episodes, MaybeSteps, Positive, Section, Share, Tokens
 from agentrl.core.errors import ConfigError

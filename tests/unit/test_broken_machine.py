@@ -18,7 +18,7 @@ from agentrl.cli.environments import FILES, write_environment
 from agentrl.cli.main import main
 from agentrl.cluster.session import check_answers
 from agentrl.core.errors import ConfigError, InputError, StorageError
-from agentrl.core.installation import install_command
+from agentrl.core.machine import install_command
 
 
 def _fails(error: BaseException) -> object:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from agentrl.cli import doctor
 from agentrl.cli.doctor import Check
 from agentrl.cli.main import main
-from agentrl.core.installation import install_command
+from agentrl.core.machine import install_command
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.config.load import dump_toml, load
-from agentrl.config.mistakes import keys
+from agentrl.config.load import dump_toml, keys, load
 from agentrl.config.run import PpoLoss, check_unchanged
 from agentrl.core.errors import ConfigError
 

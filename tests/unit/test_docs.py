@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli.commands import parser as _parser
-from agentrl.config.mistakes import keys
+from agentrl.config.load import keys
 from agentrl.config.run import RunConfig
 from agentrl.observe.metrics import describe
 from tests.markdown_pages import PAGES, ROOT, blocks, prose, python_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.core.installation import install_command
+from agentrl.core.machine import install_command
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from agentrl.core.errors import ConfigError
-from agentrl.core.installation import install_command
+from agentrl.core.machine import install_command
 from agentrl.inspection.statistics import latest_metrics
 from agentrl.observe.run_state import RunPlan, RunState
 from agentrl.observe.sinks import open_sinks, prometheus

@@ -21,7 +21,7 @@ import torch
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, ModelError
-from agentrl.core.memory import memory
+from agentrl.core.machine import memory
 from agentrl.engines.embedded.slots import SamplingBatch, SlotCache, SlotColumns
 from agentrl.engines.models import kv_bytes_per_token, special_lengths
 

@@ -21,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError
-from agentrl.core.memory import memory
+from agentrl.core.machine import memory
 from agentrl.engines.models import kv_bytes_per_token, read_shapes
 from agentrl.engines.vllm import worker
 
