@@ -1,6 +1,6 @@
 """One agent of a running episode: every turn is sampled by the engine, or recalled from the journal.
 
-`LiveAgent.act` is the way of a turn: new messages become tokens (`Conversation`), the call gets its id in the journal,
+`LiveAgent.act` is the way of a turn: new messages become tokens (`TokenRows`), the call gets its id in the journal,
 and where the journal does not hold the reply, the engine samples it, in as many calls as interruptions make of it: an
 abort, a park, the loss of the engine, the death of the process before.
 
@@ -61,7 +61,6 @@ class LiveAgent(Agent):
     """One conversation, sampled by an engine and written to the journal."""
 
     __slots__ = (
-        "_conversation",
         "_episode",
         "_in_flight",
         "_messages",
@@ -70,6 +69,7 @@ class LiveAgent(Agent):
         "_pauses",
         "_pending",
         "_reservation",
+        "_rows",
         "_sampled",
         "_session",
         "_settings",
@@ -91,7 +91,7 @@ class LiveAgent(Agent):
         binding = episode.spec.seats[seat]
         self.policy = binding.policy
         self._settings = episode.policy_settings(seat)
-        self._conversation = Conversation(self._settings.chat_format, tools)
+        self._rows = TokenRows(self._settings.chat_format, tools)
         kv_budget = episode.services.kv_budget
         self._reservation: Reservation | None = None
         """None where the engine's memory is not bounded, or another than the run's engine samples."""
@@ -135,13 +135,13 @@ class LiveAgent(Agent):
         messages = tuple(map(message_of, self._episode.journal.fork_edits())) or messages
         sampling = self._sampling(max_tokens)
         journal = self._episode.journal
-        asked = asked_hash(sampling.max_tokens.to_bytes(4, "little"), *self._conversation.question(messages))
-        before, known = len(self._conversation), journal.peek(asked)
+        asked = asked_hash(sampling.max_tokens.to_bytes(4, "little"), *self._rows.question(messages))
+        before, known = len(self._rows), journal.peek(asked)
         if isinstance(known, TurnEntry):
             context = known.context_ids
-            self._conversation.ask_again(context)
+            self._rows.ask_again(context)
         elif known is not None:  # it fitted when it was recorded: a smaller context of now bounds only new calls
-            context = self._conversation.ask(messages)
+            context = self._rows.ask(messages)
         else:
             context = self._ask(messages, limits.max_context)
         call = journal.open(asked, partial(_described, self.seat, messages))
@@ -155,11 +155,11 @@ class LiveAgent(Agent):
             started = services.clock.monotonic()
             if journal.is_over_time:
                 journal.refuse_for_time(call)
-            # The time limit is held while the run's engine samples, but not while a bot or an endpoint does.
-            holding = nullcontext() if self._settings.is_outside else self._episode.time_limit_paused()
+            # The time limit is paused while the run's engine samples, but not while a bot or an endpoint does.
+            pausing = nullcontext() if self._settings.is_outside else self._episode.time_limit_paused()
             try:
-                with journal.performing(call, "a turn"), holding:
-                    completion = await self._sample(call, self._conversation.context(), sampling)
+                with journal.performing(call, "a turn"), pausing:
+                    completion = await self._sample(call, self._rows.context(), sampling)
             except EngineError as error:
                 journal.fail(error)
                 raise
@@ -172,9 +172,9 @@ class LiveAgent(Agent):
         characters = sum([len(message.content) for message in messages])
         if characters > CHARACTERS_PER_TOKEN * max_context:
             self._full(characters // CHARACTERS_PER_TOKEN)
-        context = self._conversation.ask(messages)
-        if len(self._conversation) >= max_context:
-            self._full(len(self._conversation))
+        context = self._rows.ask(messages)
+        if len(self._rows) >= max_context:
+            self._full(len(self._rows))
         return context
 
     async def _sample(self, call: Call, context: Int32Array, sampling: SamplingParams) -> Completion:
@@ -309,7 +309,7 @@ class LiveAgent(Agent):
 
     def restart(self, *messages: Message) -> None:
         """Begin a new row; the messages are sent with the next `act`."""
-        self._conversation.restart()
+        self._rows.restart()
         self._release_kv()
         self._messages = []
         self._pending = messages
@@ -388,7 +388,7 @@ class LiveAgent(Agent):
         call.branch.speaker = self._number
         self._episode.restart_time_limit()
         message = self._settings.chat_format.parse(sampled)
-        self._conversation.answer(completion)
+        self._rows.answer(completion)
         self._sampled += self._tokens_of(completion)
         self._messages.extend(messages)
         self._messages.append(message)
@@ -436,7 +436,7 @@ class LiveAgent(Agent):
             seat=self.seat,
             index=self.index,
             policy=self.policy,
-            row=self._conversation.row,
+            row=self._rows.row,
             turn=len(self._turns),
             context_ids=context,
             token_ids=completion.token_ids.tobytes(),
@@ -464,7 +464,7 @@ class LiveAgent(Agent):
         self._episode.partials.turn_recorded(call)
 
 
-class Conversation:
+class TokenRows:
     """Message ↔ token bookkeeping of one agent: its rows of tokens, the last of them open.
 
     1. A row's tokens are, turn by turn, `context_ids + token_ids`: exactly what the engine was sent and what it

@@ -102,7 +102,7 @@ class TemplateFormat:
         """The last decoded tokens and their text: a turn's text is asked for several times in a row."""
         roles: tuple[Role, ...] = ("user", "tool")
         for role in roles:
-            frame = self._probe_reply(role)
+            frame = self._reply_frame(role)
             if frame is not None:
                 self._replies[role] = frame
 
@@ -225,7 +225,7 @@ class TemplateFormat:
             if with_call or not messages or messages[0].role != "tool":
                 raise
             return self._reply_pieces(messages, with_call=True)
-        pieces = self._control.split(self._with_probe(rendered).rpartition(PROBE)[2])
+        pieces = self._control.split(self._checked_rendering(rendered).rpartition(PROBE)[2])
         if self._closing not in pieces:
             raise ModelError(
                 f"{self._directory}: the chat template does not close an assistant turn before new messages"
@@ -280,7 +280,7 @@ class TemplateFormat:
                 return frame
         return None
 
-    def _probe_reply(self, role: Role) -> _Frame | None:
+    def _reply_frame(self, role: Role) -> _Frame | None:
         return self._frame(lambda content: self._reply_pieces([Message(role=role, content=content)]))
 
     def _check_plain(self) -> None:
@@ -307,7 +307,7 @@ class TemplateFormat:
             )
         return rendered
 
-    def _with_probe(self, rendered: str) -> str:
+    def _checked_rendering(self, rendered: str) -> str:
         """`rendered`, in which the template must not have left out the stand-in."""
         if PROBE not in rendered:
             raise ModelError(f"{self._directory}: the chat template leaves out what an assistant said")
@@ -335,7 +335,7 @@ class TemplateFormat:
         for number, turns in enumerate((first[:1], first)):
             prompt = self._render_text(turns)
             grown = self._render_text([*longer[: 1 + 2 * number], ("assistant", PROBE), ("user", "five")])
-            place = self._with_probe(grown).partition(PROBE)[0]
+            place = self._checked_rendering(grown).partition(PROBE)[0]
             if _bare(place) != _bare(prompt):
                 raise ModelError(
                     f"{self._directory}: the chat template rewrites former turns (the prompt {prompt[-80:]!r} became "

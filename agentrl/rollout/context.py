@@ -592,7 +592,7 @@ class LiveResource(Resource):
         self.name = name
         branch = current_branch()
         own = self._random(branch.key)
-        with branch.inside(self._reaches_outside()), own.swapped_in():
+        with branch.inside(self._memoised_name()), own.swapped_in():
             self._object = factory()
         own.release()
         if level == "snapshot" and not (hasattr(self._object, "get_state") and hasattr(self._object, "set_state")):
@@ -633,7 +633,7 @@ class LiveResource(Resource):
         value, problem, state = None, None, None
         cause: Exception | None = None
         own = self._random(self._key_of(call))
-        with journal.performing(call, self._reaches_outside()):
+        with journal.performing(call, self._memoised_name()):
             try:
                 if self._restore is not None:
                     with own.swapped_in():
@@ -696,7 +696,7 @@ class LiveResource(Resource):
             begin_again=True,
         )
 
-    def _reaches_outside(self) -> str | None:
+    def _memoised_name(self) -> str | None:
         """The resource's name where its calls are never made again, else None."""
         return None if self._level == "replay" else self.name
 

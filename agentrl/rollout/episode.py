@@ -1,7 +1,7 @@
 """One attempt of an episode while it runs, the settings and services it runs with, and the parking of episodes.
 
 `runner.py` makes a `LiveEpisode` per attempt; its agents, resources and context share it. It adds up the episode's
-`metrics`, and holds its `TimeLimit` while it is parked or its engine is gone. `Parking` holds up the calls of parked
+`metrics`, and pauses its `TimeLimit` while it is parked or its engine is gone. `Parking` holds up the calls of parked
 episodes; which episodes to park is the scheduler's decision.
 """
 
@@ -225,12 +225,12 @@ class LiveEpisode:
         for agent in self.agents:
             agent.suspend()
         if self.limit is not None:
-            self.limit.hold()
+            self.limit.pause()
 
     def resume(self) -> None:
         """Let the time limit run on."""
         if self.limit is not None:
-            self.limit.release()
+            self.limit.resume()
 
     def time_limit_paused(self) -> AbstractContextManager[None]:
         """Around waits that do not count against the episode's time limit."""
@@ -249,7 +249,7 @@ class TimeLimit:
     no turn left. Where none has, or where the program hangs in code of its own, the episode has failed. A program that
     swallows its cancellation is left behind.
 
-    Time in which the limit is held, also by a `with` statement, does not count. There is one timer per episode: when it
+    Time in which it is paused, also by a `with` statement, does not count. There is one timer per episode: when it
     fires before the deadline, since that was put off, it is set again.
     """
 
@@ -258,10 +258,10 @@ class TimeLimit:
         "_episode",
         "_grace",
         "_has_given_up",
-        "_held",
         "_left",
         "_loop",
         "_on_stuck",
+        "_pauses",
         "_seconds",
         "_timer",
         "task",
@@ -277,7 +277,7 @@ class TimeLimit:
         self._has_given_up = False
         self._loop = asyncio.get_running_loop()
         self._seconds = self._left = seconds
-        self._held = 0
+        self._pauses = 0
         self._deadline = self._loop.time() + seconds
         self._timer: asyncio.TimerHandle | None = self._loop.call_at(self._deadline, self._look)
 
@@ -301,26 +301,26 @@ class TimeLimit:
     def restart(self) -> None:
         """All the seconds are left again."""
         self._left = self._seconds
-        if not self._held:
-            self._resume()
+        if not self._pauses:
+            self._set_deadline()
 
-    def hold(self) -> None:
-        """Stop the clock until `release` was called as often."""
-        if not self._held:
+    def pause(self) -> None:
+        """Stop the clock until `resume` was called as often."""
+        if not self._pauses:
             self._left = max(self._deadline - self._loop.time(), 0.0)
-        self._held += 1
+        self._pauses += 1
 
-    def release(self) -> None:
-        """Let the clock run on unless something else holds it."""
-        self._held -= 1
-        if not self._held:
-            self._resume()
+    def resume(self) -> None:
+        """Let the clock run on unless something else has paused it."""
+        self._pauses -= 1
+        if not self._pauses:
+            self._set_deadline()
 
     def __enter__(self) -> None:
-        self.hold()
+        self.pause()
 
     def __exit__(self, *raised: object) -> None:
-        self.release()
+        self.resume()
 
     def end(self) -> None:
         """The program has ended."""
@@ -332,18 +332,18 @@ class TimeLimit:
 
     def _stop(self) -> None:
         """Never expire, whatever a program that was left behind still does."""
-        self._held += 1
+        self._pauses += 1
         if self._timer is not None:
             self._timer.cancel()
 
-    def _resume(self) -> None:
+    def _set_deadline(self) -> None:
         self._deadline = self._loop.time() + self._left
         if self._timer is None:
             self._timer = self._loop.call_at(self._deadline, self._look)
 
     def _look(self) -> None:
         self._timer = None
-        if self._held:
+        if self._pauses:
             return
         if self._loop.time() < self._deadline:
             self._timer = self._loop.call_at(self._deadline, self._look)
