@@ -40,7 +40,6 @@ ROLES = {
     "rank": ("ray::TrainerRank",),
     "node": ("src/ray/gcs/gcs_server ", "src/ray/raylet/raylet "),
     "raylet": ("src/ray/raylet/raylet ",),
-    "gcs": ("src/ray/gcs/gcs_server ",),
     "worker": ("agentrl.app.worker_host",),
 }
 """What the command lines of a role's processes contain."""

@@ -39,9 +39,6 @@ _LOCAL_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
-    # Ray's client ends its process, exit code 1, once a call has found no control service for this many seconds; by
-    # default 60, as long as the call itself may take. Longer, the call fails, which we handle.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
     # A call that comes after the session has ended fails; by default it would start another Ray, open to everyone.
     "RAY_ENABLE_AUTO_CONNECT": "0",
 }

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import Chaos, Kind, Tally
 from benchmarks.chaos_oracle import judge
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -41,17 +40,6 @@ def test_three_kills_of_the_main_job_lose_nothing(repository: Path) -> None:
     assert figures["runs"] >= 1
     assert len([name for name in figures if name.startswith("kills_")]) == 3
     assert figures["lost"] == figures["twice"] == figures["ledger_errors"] == 0
-
-
-@pytest.mark.ray
-def test_a_run_outlives_rays_own_processes(tmp_path: Path) -> None:
-    kind = Kind("ray", 10, {"raylet": 1, "gcs": 1}, 1.0, 25.0, one_victim=True, after_progress=True)
-    tally = Tally()
-    Chaos(kind, tmp_path, 0, tally).run(2)
-    assert tally.kills == {"raylet": 1, "gcs": 1}
-    assert tally.runs == 1
-    assert not tally.unexplained
-    assert not tally.violations | tally.verdict.lost | tally.verdict.twice | tally.verdict.ledger_errors
 
 
 def _with_small_files() -> None:

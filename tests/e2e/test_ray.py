@@ -255,17 +255,6 @@ def test_a_dead_ray_ends_the_group_and_another_can_be_started(model: Path, tmp_p
     assert answer.stdout.splitlines() == [f"Ray's {name} died", str([told]), "[1, 2] 50"], answer.stdout + answer.stderr
 
 
-def test_a_call_that_finds_no_control_service_fails_and_ends_no_process() -> None:
-    """By default Ray's client ends the process after a minute."""
-    environment = {**os.environ, "RAY_gcs_server_request_timeout_seconds": "70"}
-    program = [sys.executable, "-c", _NO_CONTROL_SERVICE]
-    answer = subprocess.run(
-        program, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, check=False
-    )
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert answer.stdout.splitlines() == ["started no actor", "started another"], answer.stdout + answer.stderr
-
-
 def test_a_dead_raylet_ends_no_process_whose_parent_is_process_1() -> None:
     """As in a container, or under nohup."""
     program = [sys.executable, "-c", _ORPHAN]
@@ -294,27 +283,6 @@ print("stopped", flush=True)
 session.start()
 print("started again" if not session.dead() else "dead", flush=True)
 session.stop()
-"""
-
-
-_NO_CONTROL_SERVICE = """
-import os, signal
-import agentrl.cluster.engine_actors as engine_actors
-from tests.processes import running
-
-placement = engine_actors.RayPlacement(processes=0)
-placement._start_actor()
-(server,) = [each.number for each in running() if each.name == "gcs_server" and each.parent == os.getpid()]
-placement._session.dead = lambda: ""  # not seen yet
-os.kill(server, signal.SIGKILL)
-try:
-    placement._start_actor()
-except OSError:
-    print("started no actor")
-del placement._session.dead
-placement._start_actor()
-print("started another")
-placement._session.stop()
 """
 
 
