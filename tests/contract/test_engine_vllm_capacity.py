@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from agentrl.engines.vllm.startup import prefill_rate
 from tests.contract.engine_kinds import prompt, request
 from tests.contract.vllm_suite import MakeVllm
 
@@ -41,6 +40,8 @@ def test_contexts_that_fit_are_found_again_and_one_more_costs_the_oldest(make_vl
 
 
 def test_measuring_leaves_neither_contexts_nor_an_adapter(make_vllm: MakeVllm) -> None:
+    from agentrl.engines.vllm.startup import prefill_rate  # imports vLLM, which these tests have only in its suite
+
     async def main() -> None:
         engine = make_vllm()
         assert engine.capabilities.prefill_rate == math.inf, "nobody has measured"
