@@ -168,12 +168,13 @@ class Engine(Sampler, Protocol):
         """Take one `keep` back; a version that is kept no more is forgotten once no session pins it."""
         ...
 
-    async def pause(self) -> None:
-        """Stop between two forward passes; calls in flight stay."""
-        ...
+    async def ping(self) -> None:
+        """Return when the engine takes calls and all that computes has been heard from: never, where it hangs.
 
-    async def resume(self) -> None:
-        """Go on after `pause`. Idempotent."""
+        Raises:
+            EngineLostError: it is gone, and may come back.
+            EngineFailedError: it is gone for good.
+        """
         ...
 
     async def score(

@@ -128,11 +128,6 @@ class Connection:
         call = self.next_call()
         await self.ask(call, wire.Update(call=call, weights=weights, keep=keep))
 
-    async def pause(self, *, on: bool) -> None:
-        """Pause, or resume."""
-        call = self.next_call()
-        await self.ask(call, wire.Pause(call=call, on=on))
-
     async def drain(self, error: AgentRLError) -> None:
         """Read what a dead process had sent, then fail what it had not answered."""
         await asyncio.wait({self._reading})
@@ -422,7 +417,6 @@ class ProcessEngine:
         self._placement = placement or LocalPlacement()
         self._first_versions = dict(versions)
         self._served = ServedVersions()
-        self._paused = False
         self._connection: Connection | None = None
         self._is_welcomed = False
         """The process has been given its versions; before, nothing else is sent to it."""
@@ -480,8 +474,6 @@ class ProcessEngine:
             raise EngineLostError("the engine's process answered something else")
         self.capabilities = loaded.capabilities
         restored = await self._restore(connection)
-        if self._paused:
-            await connection.pause(on=True)
         for weights in (restored.kept - self._served.kept).elements():  # what was released meanwhile
             connection.send(wire.Release(version=weights.version))
         self._is_welcomed = True
@@ -582,15 +574,9 @@ class ProcessEngine:
         weights = self._served.newest.get(policy)
         return self._first_versions.get(policy) if weights is None else weights.version
 
-    async def pause(self) -> None:
-        """See `agentrl.core.ports.Engine.pause`."""
-        self._paused = True
-        await self._until_answered(lambda connection: connection.pause(on=True))
-
-    async def resume(self) -> None:
-        """See `agentrl.core.ports.Engine.resume`."""
-        self._paused = False
-        await self._until_answered(lambda connection: connection.pause(on=False))
+    async def ping(self) -> None:
+        """See `agentrl.core.ports.Engine.ping`; the supervisor sees to processes that hang."""
+        await self._connected()
 
     def abort(self, request_id: str) -> None:
         """See `agentrl.core.ports.Engine.abort`."""

@@ -103,13 +103,9 @@ class RoutedEngine(RoutedSampler):
         """See `agentrl.core.ports.Engine.release`."""
         self.engine.release(version)
 
-    async def pause(self) -> None:
-        """See `agentrl.core.ports.Engine.pause`."""
-        await self.engine.pause()
-
-    async def resume(self) -> None:
-        """See `agentrl.core.ports.Engine.resume`."""
-        await self.engine.resume()
+    async def ping(self) -> None:
+        """See `agentrl.core.ports.Engine.ping`."""
+        await self.engine.ping()
 
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
@@ -149,11 +145,8 @@ class NoEngine:
     def release(self, version: PolicyVersion) -> None:
         """Nothing is held."""
 
-    async def pause(self) -> None:
-        """Nothing samples."""
-
-    async def resume(self) -> None:
-        """Nothing samples."""
+    async def ping(self) -> None:
+        """Nothing computes."""
 
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0

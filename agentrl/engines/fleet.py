@@ -72,9 +72,6 @@ class ReplicatedEngine:
         self._tell = tell or (lambda line: None)
         self._one_at_a_time = asyncio.Lock()
         self._changed = asyncio.Event()
-        self._policy = ""
-        """One that is served."""
-        self._paused = False
         self._closed = False
         self._moved: Callable[[], None] = lambda: None
 
@@ -104,7 +101,6 @@ class ReplicatedEngine:
             except EngineLostError as error:
                 self.replica_lost(replica, error)
             else:
-                self._policy = policy
                 return session
         raise EngineLostError(f"session {session_id}: all replicas of the engine are gone")
 
@@ -114,11 +110,15 @@ class ReplicatedEngine:
 
     async def pick(self, policy: str, context: Int32Array) -> Replica:
         """See `client.Router.pick`; waits while all replicas are fenced."""
-        while not (able := [replica for replica in self._living() if not replica.is_fenced]):
+        available = await self._available()
+        return available[pick_replica([replica.sessions for replica in available], policy, context)]
+
+    async def _available(self) -> list[Replica]:
+        while not (available := [replica for replica in self._living() if not replica.is_fenced]):
             if not any(replica.following and not replica.following.done() for replica in self._replicas):
                 raise self._nobody()
             await self._change()
-        return able[pick_replica([replica.sessions for replica in able], policy, context)]
+        return available
 
     def replica_lost(self, replica: Replica, error: EngineLostError | EngineFailedError) -> None:
         """See `client.Router.replica_lost`: it is fenced until it answers again, or for good."""
@@ -134,19 +134,13 @@ class ReplicatedEngine:
             self._follow(replica)
 
     async def _answers(self, replica: Replica) -> None:
-        """Wait until a lost replica takes sessions again; it is paused, or not, as the others are."""
-        while True:
-            paused = self._paused
+        """Wait until a lost replica takes calls again."""
+        while replica.is_lost:
             try:
-                await (replica.engine.pause() if paused else replica.engine.resume())
-                if self._policy:
-                    replica.engine.open("is it back?", self._policy).close()
+                await replica.engine.ping()
+                replica.is_lost = False
             except EngineLostError:
                 await asyncio.sleep(BACK_S)
-                continue
-            if paused == self._paused:
-                replica.is_lost = False
-                return
 
     def _living(self) -> list[Replica]:
         if self._closed:
@@ -304,23 +298,9 @@ class ReplicatedEngine:
             self._moved()
         self._changed.set()
 
-    async def pause(self) -> None:
-        """See `agentrl.core.ports.Engine.pause`."""
-        await self._pause(on=True)
-
-    async def resume(self) -> None:
-        """See `agentrl.core.ports.Engine.resume`."""
-        await self._pause(on=False)
-
-    async def _pause(self, *, on: bool) -> None:
-        self._paused = on
-        await asyncio.gather(*(self._tell_pause(replica) for replica in self._living() if not replica.is_lost))
-
-    async def _tell_pause(self, replica: Replica) -> None:
-        try:
-            await (replica.engine.pause() if self._paused else replica.engine.resume())
-        except (EngineLostError, EngineFailedError) as error:
-            self.replica_lost(replica, error)
+    async def ping(self) -> None:
+        """See `agentrl.core.ports.Engine.ping`: one replica takes calls."""
+        await self._available()
 
     def abort(self, request_id: str) -> None:
         """See `agentrl.core.ports.Engine.abort`."""

@@ -309,13 +309,13 @@ class ScriptedEngine:
         self._kept[version] -= self._kept[version] > 0
 
     async def pause(self) -> None:
-        """See `agentrl.core.ports.Engine.pause`."""
+        """Stop the clock of calls in flight; new ones wait. For tests."""
         self.paused = True
         for call in self._calls.values():
             self._stop(call)
 
     async def resume(self) -> None:
-        """See `agentrl.core.ports.Engine.resume`."""
+        """Go on after `pause`. Idempotent."""
         if not self.paused:
             return
         self.paused = False
@@ -357,7 +357,8 @@ class ScriptedEngine:
         return scores
 
     async def ping(self) -> None:
-        """See `server.HostedEngine`; it computes in the event loop."""
+        """See `agentrl.core.ports.Engine.ping`; it computes in the event loop."""
+        self.check_alive("ping", self.life)
 
     def busy_seconds(self) -> float:
         """Seconds during which calls were in flight; 0 for an engine that takes no time."""

@@ -15,7 +15,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -37,22 +37,10 @@ BUSY_S = 0.2
 """How often, at most, the client hears how long the engine has been computing."""
 
 
-class HostedEngine(Engine, Protocol):
-    """An engine that can be asked whether it hangs."""
-
-    async def ping(self) -> None:
-        """Return when all that computes has been heard from: never, where it hangs.
-
-        Raises:
-            EngineLostError: it is dead.
-        """
-        ...
-
-
 class ConnectionHandler:
     """Answers the owner's connection; `exit_process` ends this process."""
 
-    def __init__(self, engine: HostedEngine, writer: asyncio.StreamWriter, exit_process: ExitProcess) -> None:
+    def __init__(self, engine: Engine, writer: asyncio.StreamWriter, exit_process: ExitProcess) -> None:
         self._engine = engine
         self._writer = writer
         self._exit_process = exit_process
@@ -60,7 +48,7 @@ class ConnectionHandler:
         self.tasks: dict[int, asyncio.Task[None]] = {}
         """Of calls, by their numbers."""
 
-    def handle(self, message: wire.Request) -> None:  # noqa: C901, PLR0912 (one branch per message)
+    def handle(self, message: wire.Request) -> None:  # noqa: C901 (one branch per message)
         """Do what a message asks for; calls in tasks of their own."""
         match message:
             case wire.Generate():
@@ -82,8 +70,6 @@ class ConnectionHandler:
                     task.cancel()
             case wire.Update():
                 self._start(message.call, self._engine.update(message.weights, keep=message.keep))
-            case wire.Pause():
-                self._start(message.call, self._engine.pause() if message.on else self._engine.resume())
             case wire.Score():
                 self._start(message.call, self._score(message))
             case wire.Release():
@@ -150,9 +136,7 @@ class ClientHandler(ConnectionHandler):
     """Answers a client that may only sample. Its request ids are prefixed: a call that another client continues after
     the first one died must not collide with what is left of itself."""
 
-    def __init__(
-        self, engine: HostedEngine, writer: asyncio.StreamWriter, exit_process: ExitProcess, number: int
-    ) -> None:
+    def __init__(self, engine: Engine, writer: asyncio.StreamWriter, exit_process: ExitProcess, number: int) -> None:
         super().__init__(engine, writer, exit_process)
         self._prefix = f"{number}:"
 
@@ -183,7 +167,7 @@ class ClientHandler(ConnectionHandler):
 class EngineServer:
     """The engine of this process, its owner's connection and those of other clients."""
 
-    def __init__(self, engine: HostedEngine, owner: asyncio.StreamWriter) -> None:
+    def __init__(self, engine: Engine, owner: asyncio.StreamWriter) -> None:
         self.owner = ConnectionHandler(engine, owner, self.exit_process)
         self._engine = engine
         self._clients: set[ClientHandler] = set()
@@ -236,7 +220,7 @@ def _failed(call: int, error: Exception) -> wire.Failed:
     return wire.Failed(call=call, kind="EngineError", message=f"{type(error).__name__}: {error}")
 
 
-async def _make(load: wire.Load) -> HostedEngine:
+async def _make(load: wire.Load) -> Engine:
     module, _, names = load.factory.partition(":")
     try:
         factory: Any = importlib.import_module(module)
@@ -247,7 +231,7 @@ async def _make(load: wire.Load) -> HostedEngine:
         ) from error
     for name in names.split("."):
         factory = getattr(factory, name)
-    engine: HostedEngine | Awaitable[HostedEngine] = factory(versions=load.versions, **load.arguments)
+    engine: Engine | Awaitable[Engine] = factory(versions=load.versions, **load.arguments)
     return await engine if isinstance(engine, Awaitable) else engine
 
 

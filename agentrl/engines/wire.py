@@ -101,13 +101,6 @@ class Release(Message, frozen=True):
     version: PolicyVersion
 
 
-class Pause(Message, frozen=True):
-    """Pause, or with `on` false resume."""
-
-    call: int
-    on: bool
-
-
 class Score(Message, frozen=True):
     """Score tokens."""
 
@@ -117,7 +110,7 @@ class Score(Message, frozen=True):
     temperature: float
 
 
-Request = Load | Open | CloseSession | Generate | Cancel | Abort | Update | Release | Pause | Score
+Request = Load | Open | CloseSession | Generate | Cancel | Abort | Update | Release | Score
 
 
 class Loaded(Message, frozen=True):

@@ -158,11 +158,8 @@ class EmulatedEngine:
     def release(self, version: PolicyVersion) -> None:
         """Nothing is held for a version."""
 
-    async def pause(self) -> None:
-        """Updates need no pause."""
-
-    async def resume(self) -> None:
-        """Updates need no pause."""
+    async def ping(self) -> None:
+        """See `agentrl.core.ports.Engine.ping`; it computes in the event loop."""
 
     def abort(self, request_id: str) -> None:
         """See `agentrl.core.ports.Engine.abort`."""

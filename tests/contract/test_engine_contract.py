@@ -192,32 +192,6 @@ def test_refresh_turn_never_changes_weights_inside_a_call(make_engine: MakeEngin
     make_engine.run(main)
 
 
-def test_a_pause_changes_nothing_but_the_time(make_engine: MakeEngine) -> None:
-    async def main() -> None:
-        engine = make_engine()
-        free = await engine.open("a", "solver").generate(request("a", prompt(30), seed=7, max_tokens=200))
-        running = asyncio.ensure_future(
-            engine.open("b", "solver").generate(request("b", prompt(30), seed=7, max_tokens=200))
-        )
-        for _ in range(3):
-            await first_tokens_of(engine)
-            await engine.pause()
-            queued = asyncio.ensure_future(engine.open("c", "proposer").generate(request("c", prompt(3))))
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert not queued.done()
-            assert not running.done()
-            await engine.resume()
-            await engine.resume()
-            await queued
-        completion = await running
-        assert completion.token_ids.tolist() == free.token_ids.tolist()
-        np.testing.assert_allclose(completion.logprobs, free.logprobs, atol=1e-5)
-        await engine.close()
-
-    make_engine.run(main)
-
-
 def test_a_pinned_session_stays_on_its_version(make_engine: MakeEngine) -> None:
     async def main() -> None:
         engine = make_engine()

@@ -47,9 +47,9 @@ class Engine(ScriptedEngine):
         self.updates.append(weights.version)
         await super().update(weights, keep=keep)
 
-    async def resume(self) -> None:
+    async def ping(self) -> None:
         self.check_not_failed()
-        await super().resume()
+        await super().ping()
 
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
@@ -347,8 +347,7 @@ def test_a_replica_that_failed_for_good_is_left_out_and_when_none_is_left_all_he
         assert told == ["engine replica 0 has failed for good: it is not started again"]
         await engine.update(weights(1))
         assert (await engine.score("solver", context(1))).tolist() == [0, -1, -1]
-        await engine.pause()
-        await engine.resume()
+        await engine.ping()
         waiting = asyncio.ensure_future(turn(engine, "b"))
         await asyncio.sleep(0.1)
         engines[1].has_failed = True
@@ -401,28 +400,6 @@ def test_when_those_that_took_a_version_fail_nobody_waits_for_those_that_refused
             await turn(engine, "a")
         await engine.update(weights(2))
         assert await turns(engine, "b") == {2}
-        await engine.close()
-
-    simulate(main, seed=0)
-
-
-def test_a_pause_holds_on_replicas_that_come_back_meanwhile() -> None:
-    async def main() -> None:
-        engines = [Engine() for _ in range(3)]
-        engine = ReplicatedEngine(engines)
-        running = [asyncio.ensure_future(turn(engine, f"a{number}", number)) for number in range(20)]
-        await asyncio.sleep(0.1)
-        engines[2].lose()
-        await asyncio.sleep(0.1)
-        await engine.pause()
-        assert [each.paused for each in engines] == [True, True, False]
-        engines[2].restore()
-        await asyncio.sleep(5)
-        assert [each.paused for each in engines] == [True, True, True]
-        assert {type(each.exception()) for each in running if each.done()} == {EngineLostError}
-        await engine.resume()
-        await asyncio.wait(running)
-        assert await turns(engine, "b") == {0}
         await engine.close()
 
     simulate(main, seed=0)

@@ -314,7 +314,7 @@ class EmbeddedEngine:
         self._wake.set()
 
     async def ping(self) -> None:
-        """See `server.HostedEngine`: heard from when a forward pass has ended."""
+        """See `agentrl.core.ports.Engine.ping`: heard from when a forward pass has ended."""
         await self._on_worker(lambda: None)
 
     async def _on_worker(self, work: Callable[[], None]) -> None:
@@ -342,7 +342,7 @@ class EmbeddedEngine:
         self._updates.settle(serving)
 
     async def pause(self) -> None:
-        """See `agentrl.core.ports.Engine.pause`."""
+        """Compute nothing more after the present pass, so that an update finds calls exactly where they are."""
         self._updates.paused = True
         self._updates.wake()
         self._interrupt()
@@ -350,7 +350,7 @@ class EmbeddedEngine:
             pass
 
     async def resume(self) -> None:
-        """See `agentrl.core.ports.Engine.resume`."""
+        """Go on after `pause`. Idempotent."""
         self._updates.paused = False
         self._wake.set()
 

@@ -3,8 +3,8 @@
 Lives in a process of its own (`process.py`). Owns sessions, calls in flight and their spans; how a version comes to
 serve is the business of `versions.py`. Token in, token out: vLLM never sees text, and the request says what stops a
 turn.
-Invariants: a span's version is the one whose weights sampled its tokens; a call cut by an abort, an update or a pause
-keeps its tokens; nothing is asked of vLLM while it is paused; when vLLM dies the calls in flight fail as lost.
+Invariants: a span's version is the one whose weights sampled its tokens; a call cut by an abort or an update keeps its
+tokens; when vLLM dies the calls in flight fail as lost.
 """
 
 from __future__ import annotations
@@ -394,14 +394,6 @@ class VllmEngine:
         """See `agentrl.core.ports.Engine.release`."""
         self._versions.release(version)
 
-    async def pause(self) -> None:
-        """See `agentrl.core.ports.Engine.pause`."""
-        await self._versions.pause()
-
-    async def resume(self) -> None:
-        """See `agentrl.core.ports.Engine.resume`."""
-        await self._versions.resume()
-
     def abort(self, request_id: str) -> None:
         """See `agentrl.core.ports.Engine.abort`; a call that has ended is left alone."""
         call = self._calls.get(request_id)
@@ -430,7 +422,7 @@ class VllmEngine:
                 return scores  # otherwise weights were replaced meanwhile, and some scores may be of either
 
     async def ping(self) -> None:
-        """See `server.HostedEngine`: vLLM's core is heard from between two steps of its worker."""
+        """See `agentrl.core.ports.Engine.ping`: vLLM's core is heard from between two steps of its worker."""
         try:
             await self._llm.is_sleeping()
         except EngineDeadError as error:

@@ -196,8 +196,8 @@ class VllmVersions:
         return [(min(start + span.end, stop), self._labels[span.version]) for span in told]
 
     async def may_sample(self, policy: str, is_ending: Callable[[], bool]) -> None:
-        """Wait while the engine is paused or the policy waits for an update; not longer than the call lives."""
-        while (self._control.paused or policy in self._held) and not (self._closed or is_ending()):
+        """Wait while the policy waits for an update; not longer than the call lives."""
+        while policy in self._held and not (self._closed or is_ending()):
             await self._change()
         if self._control.lost:
             raise EngineLostError("vLLM could not go back to the version before a failed update")
@@ -325,7 +325,7 @@ class VllmVersions:
 
     def _promote(self, new: VllmVersion) -> VllmVersion:
         old = self.of_policy(new.version.policy)
-        if new.probe is not None and not self._control.paused:
+        if new.probe is not None:
             new.trial = asyncio.get_running_loop().create_future()
         self._live[new.version] = self._current[new.version.policy] = new
         self._changed.set()
@@ -341,10 +341,6 @@ class VllmVersions:
         self._held.add(policy)  # a turn that began now would find the prefixes of the version that leaves
         try:
             while self.leases.refresh_of(policy) == "turn" and self.of_policy(policy).calls:
-                if self._control.paused:
-                    raise refusal(
-                        weights, "the engine is paused in the middle of turns; resume it, or use refresh token"
-                    )
                 await self._change()
             await _finished(self._load_full(weights, probe))
         finally:
@@ -403,16 +399,6 @@ class VllmVersions:
 
     # --- control ------------------------------------------------------------------------------------------------------
 
-    async def pause(self) -> None:
-        """Calls in flight freeze, new ones wait."""
-        self._changed.set()
-        await self._control.pause()
-
-    async def resume(self) -> None:
-        """Go on. Idempotent."""
-        await self._control.resume()
-        self._changed.set()
-
     async def score(self, serving: VllmVersion, token_ids: Int32Array) -> Float32Array:
         """Log-probability of each token given those before it, `[n]`; entry 0 is 0."""
         serving.calls += 1
@@ -444,31 +430,15 @@ class VllmControl:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        self.paused = False
-        """Somebody asked for it; `pause` returns when it is so."""
         self.lost = False
         """vLLM has weights of no version, and must not sample again."""
         self._ready_for_files = False
         self._one_at_a_time = asyncio.Lock()
         self._scores = itertools.count(1)
 
-    async def pause(self) -> None:
-        """Calls in flight freeze."""
-        self.paused = True
-        async with self._one_at_a_time:
-            if self.paused:
-                await self._llm.pause_generation(mode="keep", clear_cache=False)
-
-    async def resume(self) -> None:
-        """Go on."""
-        self.paused = False
-        async with self._one_at_a_time:
-            if not self.paused:
-                await self._llm.resume_generation()
-
     @asynccontextmanager
     async def still(self, *, clear_cache: bool) -> AsyncIterator[None]:
-        """vLLM samples nothing inside; afterwards it goes on, unless it is paused or lost."""
+        """vLLM samples nothing inside; afterwards it goes on, unless it is lost."""
         async with self._one_at_a_time:
             if not self._ready_for_files:
                 await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
@@ -477,7 +447,7 @@ class VllmControl:
             try:
                 yield
             finally:
-                if not (self.paused or self.lost):
+                if not self.lost:
                     await self._llm.resume_generation()
 
     async def load_full(self, file: str, digest: str, label: str) -> None:
