@@ -44,12 +44,13 @@ _ROOM = 1 << 30
 MAKE_ROOM = "make room there; a process that finds less than 1 GiB free in /dev/shm has its files under TMPDIR"
 _PR_SET_PDEATHSIG = 1
 _PIECES = 10
-"""Of a silence: when this process itself stood still, one of them has passed, and the child is not to blame."""
+"""Into how many pieces `silence_s` is counted: one that passes while this process itself stands still does not count
+against the child more than once."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineProgram:
-    """What the process is to run."""
+    """The program of a process: a module, and the engine that it makes."""
 
     factory: str
     """`module:name`, called as `name(versions=…, **arguments)`; returns an engine."""
@@ -64,11 +65,11 @@ class Child(Protocol):
 
     @property
     def process_id(self) -> int:
-        """On the machine it runs on."""
+        """Its process id on the machine it runs on."""
         ...
 
     async def wait(self) -> str:
-        """Wait until it is dead, and what it had started; how it died. Can be asked again."""
+        """Wait until it and whatever it started are dead; how it died. Can be called again."""
         ...
 
     def kill(self) -> None:
@@ -93,12 +94,12 @@ class EngineChild(Child, Protocol):
 
     @property
     def reader(self) -> asyncio.StreamReader:
-        """What it says; ends when it is dead."""
+        """Replies of the process; ends when it is dead."""
         ...
 
     @property
     def writer(self) -> Writer:
-        """What is said to it."""
+        """Requests to the process."""
         ...
 
 
@@ -115,7 +116,7 @@ class Placement(Protocol):
         ...
 
     async def close(self) -> None:
-        """The last one is dead, and there will be no other. Idempotent."""
+        """Give everything back; the last process is dead. Idempotent."""
         ...
 
 
@@ -189,7 +190,7 @@ class ChildProcess:
 
     @property
     def process_id(self) -> int:
-        """Of the child."""
+        """The process id of the child."""
         return self._process.pid
 
     async def wait(self) -> str:
@@ -295,7 +296,7 @@ def _remove_leftover(path: Path) -> None:
 
 
 class Supervised(Protocol):
-    """What is kept running."""
+    """The owner of a supervised child: starts it and makes it ready."""
 
     async def launch(self) -> Child:
         """Start a child.
@@ -316,7 +317,7 @@ class Supervised(Protocol):
         ...
 
     async def died(self, how: str) -> None:
-        """The child is dead; what it had said is to be heard to its end."""
+        """The child is dead: read what it had sent to the end."""
         ...
 
 
@@ -350,16 +351,16 @@ class Supervisor:
         self._child: Child | None = None
         self._silence_s = silence_s
         self._silent: int | None = None
-        """For how many pieces of `silence_s`; None: it has not spoken yet."""
+        """For how many pieces of `silence_s` it was silent; None before its first sign of life."""
         self._why = ""
-        """It was killed."""
+        """The reason why it was killed; empty where it was not."""
         self._serving = asyncio.Event()
         self._failure: AgentRLError | None = None
         self._task = asyncio.get_running_loop().create_task(self._keep(), name=f"keep {name}")
 
     @property
     def process_id(self) -> int | None:
-        """Of the child; None while there is none."""
+        """The process id of the child; None while there is none."""
         return None if self._child is None else self._child.process_id
 
     async def serving(self) -> None:

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, WeightsRef
 
 MAX_CHARACTERS = 1 << 20
-"""Of a turn: all of it goes to the journal."""
+"""The longest turn of a bot, in characters: all of it goes to the journal."""
 Program = Callable[[Sequence[Message], Random], "str | Awaitable[str]"]
 """From the conversation, whose last message is the newest, to what is said."""
 
 
 class ExternalPolicy(Protocol):
-    """One policy that no engine of ours serves."""
+    """A policy that no engine of ours serves."""
 
     async def generate(self, request: GenerateRequest, where: str) -> Completion:
         """Ask it for a turn; `where` names episode and seat, for messages."""
@@ -55,43 +55,43 @@ class ExternalPolicy(Protocol):
 class ExternalSession:
     """See `agentrl.core.ports.EngineSession`; there is nothing to hold."""
 
-    outside: ExternalPolicy
+    external: ExternalPolicy
     session_id: str
 
     async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
         """See `agentrl.core.ports.EngineSession.generate`; the answer comes all at once."""
-        return await self.outside.generate(request, f"episode and seat {self.session_id}")
+        return await self.external.generate(request, f"episode and seat {self.session_id}")
 
     def close(self) -> None:
         """See `agentrl.core.ports.EngineSession.close`."""
 
 
 class RoutedSampler:
-    """See `agentrl.core.ports.Sampler`: one, but for the policies that live outside of it."""
+    """See `agentrl.core.ports.Sampler`: a sampler, and the external policies beside it."""
 
-    def __init__(self, sampler: Sampler, outside: Mapping[str, ExternalPolicy]) -> None:
+    def __init__(self, sampler: Sampler, policies: Mapping[str, ExternalPolicy]) -> None:
         self.capabilities: EngineCapabilities = sampler.capabilities
         self._sampler = sampler
-        self._outside = outside
+        self._external = policies
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
         """See `agentrl.core.ports.Sampler.open`."""
-        if policy in self._outside:
-            return ExternalSession(self._outside[policy], session_id)
+        if policy in self._external:
+            return ExternalSession(self._external[policy], session_id)
         return self._sampler.open(session_id, policy, pin=pin)
 
     def abort(self, request_id: str) -> None:
         """See `agentrl.core.ports.Sampler.abort`."""
-        for outside in self._outside.values():
-            outside.abort(request_id)
+        for each in self._external.values():
+            each.abort(request_id)
         self._sampler.abort(request_id)
 
 
 class RoutedEngine(RoutedSampler):
-    """See `agentrl.core.ports.Engine`: an engine, but for the policies that live outside of it."""
+    """See `agentrl.core.ports.Engine`: an engine, and the external policies beside it."""
 
-    def __init__(self, engine: Engine, outside: Mapping[str, ExternalPolicy]) -> None:
-        super().__init__(engine, outside)
+    def __init__(self, engine: Engine, policies: Mapping[str, ExternalPolicy]) -> None:
+        super().__init__(engine, policies)
         self.engine = engine
         """Ours."""
 
@@ -119,13 +119,13 @@ class RoutedEngine(RoutedSampler):
 
     async def close(self) -> None:
         """See `agentrl.core.ports.Engine.close`."""
-        for outside in self._outside.values():
-            await outside.close()
+        for each in self._external.values():
+            await each.close()
         await self.engine.close()
 
 
 class NoEngine:
-    """See `agentrl.core.ports.Engine`: what stands for one where every policy lives outside."""
+    """See `agentrl.core.ports.Engine`: stands for one where every policy is external."""
 
     capabilities = EngineCapabilities(
         name="none", refresh=frozenset(), expert_routing=False, sampling_mask=False, adapters=0, max_context=1 << 20
@@ -200,7 +200,7 @@ class Bot:
 
 
 def completion(policy: str, said: bytes, reason: FinishReason) -> Completion:
-    """What a policy that lives outside has said, in the bytes of its line."""
+    """The completion of an external policy, from the bytes of its line."""
     version = PolicyVersion(policy, 0, 0)
     return Completion(
         token_ids=np.frombuffer(said, dtype=np.uint8).astype(np.int32),

@@ -47,7 +47,7 @@ _LOAD_ERRORS = (
     SafetensorError,
     StrictDataclassError,
 )
-"""What transformers raises on a directory that is damaged, or whose configuration makes no sense."""
+"""Raised by transformers on a directory that is damaged, or whose configuration makes no sense."""
 _ATTENTION_NAME = "agentrl_grouped"
 
 

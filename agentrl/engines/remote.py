@@ -218,5 +218,5 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def _refused(policy: str, why: str) -> Completion:
-    """What stands in the journal for a turn that there is none of; see `JsonFormat.parse`."""
+    """The completion recorded for a turn that the endpoint refused; see `JsonFormat.parse`."""
     return completion(policy, _line({"role": "assistant", "content": "", "refused": why}), "stop")

@@ -55,7 +55,7 @@ class _Call:
     said: int = 0
     delivered: int = 0
     spans: tuple[VersionSpan, ...] = ()
-    """Of versions before `version`."""
+    """Spans of the versions before `version`."""
 
     def all_spans(self) -> tuple[VersionSpan, ...]:
         """Spans of all that was said."""
@@ -191,7 +191,7 @@ class ScriptedEngine:
         return call
 
     def end(self, call: _Call) -> Completion:
-        """What a call that took time has said; it is in flight no more."""
+        """End a call that took time; its completion."""
         self._stop(call)
         del self._calls[call.request.request_id]
         if not self._calls:

@@ -46,7 +46,7 @@ class ConnectionHandler:
         self._exit_process = exit_process
         self._sessions: dict[int, EngineSession | AgentRLError] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        """Of calls, by their numbers."""
+        """Tasks of calls, by the number of the call."""
 
     def handle(self, message: wire.Request) -> None:  # noqa: C901 (one branch per message)
         """Do what a message asks for; calls in tasks of their own."""

@@ -30,7 +30,7 @@ class LiveVersion:
     version: PolicyVersion
     digest: str = ""
     probe: Probe | None = None
-    """What its trainer's file says it answers; other versions are told apart from it."""
+    """The answers that its trainer computed; tells it apart from other versions."""
     kept: int = 0
     """How often it was kept and not released."""
     pins: int = 0
@@ -98,8 +98,8 @@ class SessionOwner(Protocol):
         """End a call in flight."""
         ...
 
-    def leave(self, session: Any) -> None:
-        """`session` is closed and has no call: it holds on to nothing any more."""
+    def session_ended(self, session: Any) -> None:
+        """`session` is closed and has no call in flight: give back whatever it holds."""
         ...
 
 
@@ -113,7 +113,7 @@ class Session(Generic[LiveT]):
     pin: LiveT | None
     lease: LiveT | None = None
     request: GenerateRequest | None = None
-    """Of its call in flight."""
+    """The request of the call in flight."""
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class Session(Generic[LiveT]):
 
     @property
     def has_kv(self) -> bool:
-        """Whether its keys and values are taken to be there still; vLLM does not say when it drops a prefix."""
+        """Whether its keys and values are assumed to be cached still; vLLM does not report when it drops a prefix."""
         return True
 
     async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
@@ -135,15 +135,15 @@ class Session(Generic[LiveT]):
             return
         self.closed = True
         if self.request is None:
-            self.engine.leave(self)
+            self.engine.session_ended(self)
         else:
             self.engine.abort(self.request.request_id)
 
     def end_call(self) -> None:
-        """Its call is in flight no more."""
+        """Mark the call in flight as ended."""
         self.request = None
         if self.closed:
-            self.engine.leave(self)
+            self.engine.session_ended(self)
 
 
 def check_request(
@@ -183,7 +183,7 @@ class Leases(Generic[LiveT]):
         refresh: when sessions move to newer weights: of all policies, or by policy.
         max_staleness: refresh `lazy`: how many steps a session of a policy may stay behind; 1 where absent.
         current: a policy's newest version.
-        ended: called with a version that a lease, pin or call of has ended.
+        on_release: called with a version when a lease or a pin on it has ended.
     """
 
     def __init__(
@@ -192,12 +192,12 @@ class Leases(Generic[LiveT]):
         refresh: Refresh | Mapping[str, Refresh],
         max_staleness: Mapping[str, int],
         current: Callable[[str], LiveT],
-        ended: Callable[[LiveT], None],
+        on_release: Callable[[LiveT], None],
     ) -> None:
         self._refresh = refresh
         self._max_staleness = max_staleness
         self._current = current
-        self._ended = ended
+        self._on_release = on_release
         self._holders: set[Session[LiveT]] = set()
 
     def refresh_of(self, policy: str) -> Refresh:
@@ -214,7 +214,7 @@ class Leases(Generic[LiveT]):
         lease = session.lease
         if lease is not None and (refresh == "episode" or self._is_fresh(session, lease, current)):
             return lease
-        self.end(session)
+        self.end_lease(session)
         session.lease = current
         current.leases += 1
         self._holders.add(session)
@@ -225,28 +225,28 @@ class Leases(Generic[LiveT]):
         bound = self._max_staleness.get(session.policy, 1)
         return session.has_kv and mine.lineage == newest.lineage and newest.step - mine.step <= bound
 
-    def end(self, session: Session[LiveT]) -> None:
-        """The session no longer holds on to a version."""
+    def end_lease(self, session: Session[LiveT]) -> None:
+        """End the lease of a session, where it has one."""
         lease = session.lease
         if lease is not None:
             session.lease = None
             lease.leases -= 1
             self._holders.discard(session)
-            self._ended(lease)
+            self._on_release(lease)
 
     def close(self, session: Session[LiveT]) -> None:
         """The session is closed: it needs neither its lease nor its pinned version any more."""
-        self.end(session)
+        self.end_lease(session)
         pin = session.pin
         if pin is not None:
             session.pin = None
             pin.pins -= 1
-            self._ended(pin)
+            self._on_release(pin)
 
     def forget(self, version: LiveT) -> None:
         """End the leases of a version."""
         for session in [session for session in self._holders if session.lease is version]:
-            self.end(session)
+            self.end_lease(session)
 
     def revoke(self, live: list[LiveT]) -> bool:
         """Under `lazy`, end the leases of the oldest of these versions that only idle sessions hold on to."""

@@ -348,7 +348,7 @@ class _ProbeJson(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What an engine that serves the version must answer: how likely each token is after each context."""
+    """The canary check's question and the right answer: the log-probability of each token after each context."""
 
     contexts: Int32Array  # [m, k]
     token_ids: Int32Array  # [n]

@@ -1,4 +1,4 @@
-"""What an engine in a process of its own and its client say to each other: msgpack frames behind their length.
+"""Messages between an engine's process and its clients: msgpack frames behind their length.
 
 Owns the messages and the framing; both ends run the same code. Token columns travel as little-endian bytes. Nothing
 here can make the reader run code: a frame is one of the messages below, or the connection ends.

@@ -211,7 +211,7 @@ def test_a_context_computed_again_through_other_experts_begins_again(
         tap.begin()
         model(torch.tensor([experts]))
         tap.store(np.array([1]), np.array([first]), np.array([len(experts)]), len(experts))
-    found = tap.take(1, computed)
+    found = tap.routing_of_call(1, computed)
     assert found is not None
     assert found.rows[:, 0, 0].tolist() == rows
     assert (found.start, found.breaks) == (0, breaks)

@@ -69,7 +69,7 @@ class Call:
     due: int = 0
     """Waiting calls are served in this order: the arrival number, put back by the priority."""
     serving: Serving | None = None
-    """Whose weights sample it now; None while it waits for a slot."""
+    """The version that samples it now; None while it waits for a slot."""
     ending: bool = False
     """Aborted or cancelled: it ends before the next pass."""
     fresh: bool = False
@@ -110,14 +110,14 @@ class Call:
     def complete(
         self, columns: SlotColumns, reason: FinishReason, *, tap: RoutingTap | None, kept: KeptSets | None
     ) -> Completion:
-        """What was sampled so far, as the engine's reply."""
+        """The reply to the call, from the tokens sampled so far."""
         context = len(self.request.token_ids)
         if self.serving is None:
             return empty_completion(context, reason)
         slot = self.session.slot
         tokens, logprobs = columns.sampled(slot)
         self.close_span(len(tokens))
-        routing = tap.take(slot, int(columns.computed[slot])) if tap else None
+        routing = tap.routing_of_call(slot, int(columns.computed[slot])) if tap else None
         return Completion(
             token_ids=tokens,
             logprobs=logprobs,
@@ -126,7 +126,7 @@ class Call:
             expert_routing=routing.rows if routing else None,
             routing_start=routing.start if routing else 0,
             routing_breaks=routing.breaks if routing else (),
-            sampling_mask=kept.take(slot) if kept else None,
+            sampling_mask=kept.sets_of_call(slot) if kept else None,
             prompt_tokens=context,
             cached_tokens=self.cached,
         )
@@ -149,7 +149,7 @@ class SlotTable:
         _, since = next(iter(self._idle.values()))
         return not patient or self._clock.monotonic() - since > _LONG_IDLE_SECONDS
 
-    def take(self, session: EmbeddedSession) -> int:
+    def assign_slot(self, session: EmbeddedSession) -> int:
         """A slot for a call of `session`: its own, a free one, or else the least recently used idle one."""
         if session.slot >= 0:
             del self._idle[session.slot]
@@ -162,12 +162,12 @@ class SlotTable:
             self.computed_by[session.slot] = None
         return session.slot
 
-    def rest(self, session: EmbeddedSession) -> None:
-        """The session's call ended; its slot may be taken by others from now on."""
+    def mark_idle(self, session: EmbeddedSession) -> None:
+        """The session's call ended: from now on its slot may be evicted."""
         self._idle[session.slot] = (session, self._clock.monotonic())
 
-    def leave(self, session: EmbeddedSession) -> None:
-        """An idle session gives its slot back, if it has one."""
+    def free_slot(self, session: EmbeddedSession) -> None:
+        """Free the slot of an idle session, if it has one."""
         if session.slot >= 0:
             del self._idle[session.slot]
             heapq.heappush(self._free, session.slot)
@@ -275,7 +275,7 @@ class Batcher:
     def _begin(self, call: Call, resolve: Callable[[EmbeddedSession], Serving]) -> None:
         request, table = call.request, self._table
         serving = resolve(call.session)  # before a slot is taken: a lease depends on the KV still being there
-        slot = table.take(call.session)
+        slot = table.assign_slot(call.session)
         mine = table.computed_by[slot] is serving
         reused = self._columns.common_prefix(slot, request.token_ids) if mine else 0
         self._columns.begin(slot, request, reused=reused)
@@ -293,7 +293,7 @@ class Batcher:
         """Take a running call out of its slot, which stays with the session until another needs it."""
         slot = call.session.slot
         del self.running[slot]
-        self._table.rest(call.session)
+        self._table.mark_idle(call.session)
         self._layout = None
 
     def switch(self, call: Call, serving: Serving, *, keep_kv: bool) -> None:

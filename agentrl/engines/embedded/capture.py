@@ -1,4 +1,4 @@
-"""What a pass leaves behind for the trainer: the experts each position used, and the kept set of each sampled token.
+"""Records for the trainer: the experts that each position used, and the kept set of each sampled token.
 
 Owns: a routing row per slot and position, a kept set per sampled token, until the call's completion takes them.
 Does not decide anything about a pass; a tap that is not begun records nothing.
@@ -29,7 +29,7 @@ _MOST_EXPERTS = 256
 
 
 class Routing(NamedTuple):
-    """What a completion says about its routing."""
+    """The routing of a call, as its completion reports it."""
 
     rows: ExpertArray
     start: int
@@ -128,7 +128,7 @@ class RoutingTap:
         if self._rows is not None:
             self._put(target, 0, self._rows[source, :length].copy())
 
-    def take(self, slot: int, computed: int) -> Routing | None:
+    def routing_of_call(self, slot: int, computed: int) -> Routing | None:
         """The routing of the slot's call, which ends with KV of `computed` positions; None before any pass."""
         if self._rows is None:
             return None
@@ -193,7 +193,7 @@ class KeptSets:
         for i, slot in enumerate(slots.tolist()):
             self._sets[slot].append(np.flatnonzero(table[i]).astype(np.int32) if filtered[i] else None)
 
-    def take(self, slot: int) -> SamplingMask:
+    def sets_of_call(self, slot: int) -> SamplingMask:
         """The sets of the slot's call, one per sampled token; count 0 where nothing was left out."""
         return ragged(self._sets[slot])
 

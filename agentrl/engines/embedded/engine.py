@@ -201,9 +201,9 @@ class EmbeddedEngine:
         pinned = None if pin is None else self._versions.of_version(pin)
         return EmbeddedSession(self, session_id, policy, pinned)
 
-    def leave(self, session: EmbeddedSession) -> None:
+    def session_ended(self, session: EmbeddedSession) -> None:
         """See `sessions.SessionOwner`."""
-        self._table.leave(session)
+        self._table.free_slot(session)
         self._updates.leases.close(session)
 
     async def generate(

@@ -98,7 +98,7 @@ class ServedModel:
                     self.state[name].copy_(tensor)
 
     def copied(self) -> dict[str, Tensor]:
-        """What `overwrite` needs to bring the present weights back."""
+        """A copy of the present weights, which `overwrite` can restore."""
         return {name: tensor.clone() for name, tensor in self.state.items()}
 
 
@@ -236,7 +236,7 @@ class WeightUpdates:
             refresh=settings.refresh,
             max_staleness=settings.max_staleness,
             current=versions.of_policy,
-            ended=self.settle,
+            on_release=self.settle,
         )
         self.held: set[str] = set()
         """Policies whose new calls wait for an update at a turn boundary."""

@@ -58,9 +58,9 @@ class VllmCall:
     on_delta: Delta | None
     clock: Clock
     serving: VllmVersion
-    """Whose weights sample it, or sampled it last."""
+    """The version that samples it, or sampled it last."""
     name: str = ""
-    """Of vLLM's request."""
+    """The name of vLLM's request."""
     asked: bool = False
     """vLLM works on it: it is counted among the calls of `serving`."""
     ending: bool = False
@@ -74,7 +74,7 @@ class VllmCall:
     _delivered: int = 0
     _next_delta: float = 0.0
 
-    def take(self, chosen: CompletionOutput) -> None:
+    def append(self, chosen: CompletionOutput) -> None:
         """Add what vLLM sampled since it last spoke."""
         if chosen.token_ids:
             if self._next_delta == 0.0:
@@ -85,16 +85,16 @@ class VllmCall:
                 self.deliver()
 
     def deliver(self) -> None:
-        """Give `on_delta` what it was not given yet, sampled by the version that serves; not while that is on trial."""
-        if self.serving.is_on_trial:
+        """Give `on_delta` the tokens it was not given yet; nothing while the version awaits its canary check."""
+        if self.serving.awaits_canary:
             return
         first, self._delivered = self._delivered, len(self.tokens)
         self._next_delta = self.clock.monotonic() + _DELTA_SECONDS
         if self.on_delta is not None and self._delivered > first:
             self.on_delta(self.request.request_id, self.tokens[first:], self.logprobs[first:], self.serving.version)
 
-    def cut(self) -> None:
-        """Forget what was held back: the version that sampled it is none."""
+    def drop_undelivered(self) -> None:
+        """Drop the tokens that were held back: the version that sampled them failed its canary check."""
         del self.tokens[self._delivered :], self.logprobs[self._delivered :]
 
     def close_spans(self, spans: Sequence[tuple[int, PolicyVersion]]) -> None:
@@ -107,7 +107,7 @@ class VllmCall:
                 self.spans.append(VersionSpan(start, stop, version))
 
     def complete(self, reason: FinishReason) -> Completion:
-        """What was sampled, as the engine's reply."""
+        """The reply to the call, from the tokens sampled so far."""
         return Completion(
             token_ids=np.array(self.tokens, np.int32),
             logprobs=np.array(self.logprobs, np.float32),
@@ -240,7 +240,7 @@ class VllmEngine:
         pinned = None if pin is None else self._versions.of_version(pin)
         return VllmSession(self, session_id, policy, pinned)
 
-    def leave(self, session: VllmSession) -> None:
+    def session_ended(self, session: VllmSession) -> None:
         """See `sessions.SessionOwner`."""
         self._versions.leases.close(session)
 
@@ -321,7 +321,7 @@ class VllmEngine:
             skip_clone=True,
         )
         prompt = TokensPrompt(prompt_token_ids=[*request.token_ids.tolist(), *call.tokens], cache_salt=serving.salt)  # type: ignore[typeddict-item]  # None is taken
-        told = False
+        abort_sent = False
         reason: FinishReason | None = None
         outputs = self._llm.generate(
             prompt, parameters, call.name, lora_request=serving.adapter, priority=request.priority
@@ -332,15 +332,15 @@ class VllmEngine:
             if not passed_over:
                 if before == 0 and not call.tokens:
                     call.cached = output.num_cached_tokens or 0
-                call.take(chosen)
+                call.append(chosen)
             if chosen.finish_reason is not None:
                 reason = "abort" if passed_over else _reason(chosen, request)
-                if not await call.serving.is_accepted():
-                    call.cut()
+                if not await call.serving.passed_canary():
+                    call.drop_undelivered()
                     reason = "abort"
                 call.close_spans(self._versions.spans(call.serving, output, start=before, stop=len(call.tokens)))
-            elif (call.ending or call.moving) and not told:  # asked for before vLLM knew of the request
-                told = True
+            elif (call.ending or call.moving) and not abort_sent:  # asked for before vLLM knew of the request
+                abort_sent = True
                 await self._llm.abort(call.name)
         if reason is None:
             raise EngineLostError(f"call {request.request_id}: vLLM ended it without a reason")
@@ -418,7 +418,7 @@ class VllmEngine:
             await versions.may_sample(version if isinstance(version, str) else version.policy, lambda: self._closed)
             serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
             scores = await versions.score(serving, token_ids)
-            if await serving.is_accepted() and versions.is_live(serving):
+            if await serving.passed_canary() and versions.is_live(serving):
                 return scores  # otherwise weights were replaced meanwhile, and some scores may be of either
 
     async def ping(self) -> None:

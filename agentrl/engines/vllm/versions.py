@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from agentrl.engines.weights import Probe
 
 _FIRST_LABEL = "default"
-"""What vLLM calls the weights it was started with."""
+"""The label that vLLM gives the weights it was started with."""
 _FIRST = -(1 << 40)
 """The priority of a probe: before all conversations."""
 
@@ -76,17 +76,17 @@ class VllmVersion(LiveVersion):
     """Sets its prefixes apart in vLLM's cache; an adapter's path does that by itself."""
     file: str = ""
     """Full weights; empty: what vLLM was started on."""
-    trial: asyncio.Future[bool] | None = None
-    """While it is open what the version samples is held back; it becomes whether the version is what it should be."""
+    canary: asyncio.Future[bool] | None = None
+    """Whether the version has passed its canary check; what it samples is held back until that is known."""
 
     @property
-    def is_on_trial(self) -> bool:
+    def awaits_canary(self) -> bool:
         """Whether what it samples is held back."""
-        return self.trial is not None and not self.trial.done()
+        return self.canary is not None and not self.canary.done()
 
-    async def is_accepted(self) -> bool:
-        """Whether what it has sampled may leave the engine; waits while it is on trial."""
-        return self.trial is None or await asyncio.shield(self.trial)
+    async def passed_canary(self) -> bool:
+        """Whether what it has sampled may leave the engine; waits for the canary check."""
+        return self.canary is None or await asyncio.shield(self.canary)
 
 
 class VllmVersions:
@@ -125,7 +125,10 @@ class VllmVersions:
         self._labels = {label: version for version in versions.values() for label in (_FIRST_LABEL, str(version))}
         """With full weights there is one policy; adapters do not need vLLM's word."""
         self.leases: Leases[VllmVersion] = Leases(
-            refresh=settings.refresh, max_staleness=settings.max_staleness, current=self.of_policy, ended=self.settle
+            refresh=settings.refresh,
+            max_staleness=settings.max_staleness,
+            current=self.of_policy,
+            on_release=self.settle,
         )
         self._switch = switch
         self._recall = recall
@@ -160,7 +163,7 @@ class VllmVersions:
             EngineError: the version is not (or no longer) here.
         """
         serving = live_version(self._live, version)
-        if serving.is_on_trial:
+        if serving.awaits_canary:
             raise EngineError(f"version {version} is not served yet: it has not answered its probe")
         return serving
 
@@ -189,11 +192,14 @@ class VllmVersions:
     def spans(
         self, serving: VllmVersion, output: RequestOutput, *, start: int, stop: int
     ) -> list[tuple[int, PolicyVersion]]:
-        """Who sampled tokens `[start, stop)` of a call, as (end, version): vLLM's word where weights are replaced."""
-        told = output.outputs[0].weight_versions
-        if self._places or not told:
+        """The versions that sampled tokens `[start, stop)` of a call, as (end, version).
+
+        Where full weights are replaced, they are those that vLLM reports.
+        """
+        reported = output.outputs[0].weight_versions
+        if self._places or not reported:
             return [(stop, serving.version)]
-        return [(min(start + span.end, stop), self._labels[span.version]) for span in told]
+        return [(min(start + span.end, stop), self._labels[span.version]) for span in reported]
 
     async def may_sample(self, policy: str, is_ending: Callable[[], bool]) -> None:
         """Wait while the policy waits for an update; not longer than the call lives."""
@@ -266,39 +272,39 @@ class VllmVersions:
             await self._switch(old, new)
         old.kept += 1  # until it is known whether it is needed again
         try:
-            await self._try(weights, old, new, lambda: self._control.unload_adapter(adapter))
+            await self._run_canary_check(weights, old, new, lambda: self._control.unload_adapter(adapter))
         finally:
             old.kept -= 1
             self.settle(old)
 
-    async def _try(
+    async def _run_canary_check(
         self, weights: WeightsRef, old: VllmVersion, new: VllmVersion, undo: Callable[[], Awaitable[None]]
     ) -> None:
-        """Ask new weights for their probe while calls sample from them; where they are others, `old` serves again.
+        """Run the canary check of new weights while calls sample from them; where they fail it, `old` serves again.
 
         Raises:
-            EngineError: they are others.
+            EngineError: they failed it.
         """
-        if new.trial is None:
+        if new.canary is None:
             return
         policy = old.version.policy
         try:
             await self._check_answer(weights, new, old)
-            new.trial.set_result(True)
+            new.canary.set_result(True)
         except EngineError:
             self._held.add(policy)
             del self._live[new.version]
             self._live[old.version] = self._current[policy] = old
             self.leases.forget(new)
-            new.trial.set_result(False)
+            new.canary.set_result(False)
             await self._recall(new)
             while new.calls:
                 await self._change()
             await undo()
             raise
         finally:
-            if not new.trial.done():
-                new.trial.set_result(False)
+            if not new.canary.done():
+                new.canary.set_result(False)
             self._held.discard(policy)
             self._changed.set()
 
@@ -326,7 +332,7 @@ class VllmVersions:
     def _promote(self, new: VllmVersion) -> VllmVersion:
         old = self.of_policy(new.version.policy)
         if new.probe is not None:
-            new.trial = asyncio.get_running_loop().create_future()
+            new.canary = asyncio.get_running_loop().create_future()
         self._live[new.version] = self._current[new.version.policy] = new
         self._changed.set()
         return old
@@ -372,7 +378,7 @@ class VllmVersions:
             async with self._control.still(clear_cache=False):
                 await self._go_back(weights, old, "they are refused")
 
-        await self._try(weights, old, new, undo)
+        await self._run_canary_check(weights, old, new, undo)
 
     async def _replace(self, weights: WeightsRef, new: VllmVersion) -> None:
         try:

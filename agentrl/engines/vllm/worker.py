@@ -37,11 +37,11 @@ class FileInit(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdate(WeightTransferUpdateInfo):
-    """Where the new weights lie; without a path, what vLLM was started on."""
+    """The file of the new weights; without a path, the weights vLLM was started on."""
 
     path: str = ""
     sha256: str = ""
-    """Of the file that was checked."""
+    """The digest of the file that was checked."""
 
 
 class FileWeights(WeightTransferEngine[FileInit, FileUpdate]):
@@ -110,7 +110,7 @@ class FileWeights(WeightTransferEngine[FileInit, FileUpdate]):
 
 
 class WorkerExtension:
-    """What vLLM mixes into its worker; importing it has registered the backend."""
+    """Mixed into vLLM's worker; importing this module has registered the backend."""
 
     model_runner: Any
 
