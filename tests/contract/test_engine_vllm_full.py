@@ -371,6 +371,24 @@ def test_a_version_id_is_never_served_with_other_weights(make_vllm: MakeVllm, zo
     make_vllm.run(main)
 
 
+def test_an_update_while_paused_takes_effect_and_leaves_the_pause(make_vllm: MakeVllm, zoo: ModelZoo) -> None:
+    async def main() -> None:
+        engine = make_vllm()
+        context = prompt(20)
+        running = asyncio.ensure_future(engine.open("s", "solver").generate(request("a", context, max_tokens=200)))
+        await in_flight(engine)
+        await engine.pause()
+        await engine.update(zoo.full(version(1), seed=1))
+        assert await make_vllm.llm.is_paused()
+        assert not running.done()
+        await engine.resume()
+        completion = await running
+        assert steps(completion) == [0, 1]
+        await engine.close()
+
+    make_vllm.run(main)
+
+
 def test_an_update_that_has_begun_is_finished_though_its_caller_is_cancelled(
     make_vllm: MakeVllm, zoo: ModelZoo
 ) -> None:

@@ -3,8 +3,8 @@
 Lives in a process of its own (`process.py`). Owns sessions, calls in flight and their spans; how a version comes to
 serve is the business of `versions.py`. Token in, token out: vLLM never sees text, and the request says what stops a
 turn.
-Invariants: a span's version is the one whose weights sampled its tokens; a call cut by an abort or an update keeps its
-tokens; when vLLM dies the calls in flight fail as lost.
+Invariants: a span's version is the one whose weights sampled its tokens; a call cut by an abort, an update or a pause
+keeps its tokens; nothing is asked of vLLM while it is paused; when vLLM dies the calls in flight fail as lost.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class VllmCall:
     on_delta: Delta | None
     clock: Clock
     serving: VllmVersion
-    """The version that samples it, or sampled it last."""
+    """Whose weights sample it, or sampled it last."""
     name: str = ""
-    """The name of vLLM's request."""
+    """Of vLLM's request."""
     asked: bool = False
     """vLLM works on it: it is counted among the calls of `serving`."""
     ending: bool = False
@@ -74,7 +74,7 @@ class VllmCall:
     _delivered: int = 0
     _next_delta: float = 0.0
 
-    def append(self, chosen: CompletionOutput) -> None:
+    def take(self, chosen: CompletionOutput) -> None:
         """Add what vLLM sampled since it last spoke."""
         if chosen.token_ids:
             if self._next_delta == 0.0:
@@ -85,16 +85,16 @@ class VllmCall:
                 self.deliver()
 
     def deliver(self) -> None:
-        """Give `on_delta` the tokens it was not given yet; nothing while the version awaits its canary check."""
-        if self.serving.awaits_canary:
+        """Give `on_delta` what it was not given yet, sampled by the version that serves; not while that is on trial."""
+        if self.serving.is_on_trial:
             return
         first, self._delivered = self._delivered, len(self.tokens)
         self._next_delta = self.clock.monotonic() + _DELTA_SECONDS
         if self.on_delta is not None and self._delivered > first:
             self.on_delta(self.request.request_id, self.tokens[first:], self.logprobs[first:], self.serving.version)
 
-    def drop_undelivered(self) -> None:
-        """Drop the tokens that were held back: the version that sampled them failed its canary check."""
+    def cut(self) -> None:
+        """Forget what was held back: the version that sampled it is none."""
         del self.tokens[self._delivered :], self.logprobs[self._delivered :]
 
     def close_spans(self, spans: Sequence[tuple[int, PolicyVersion]]) -> None:
@@ -107,7 +107,7 @@ class VllmCall:
                 self.spans.append(VersionSpan(start, stop, version))
 
     def complete(self, reason: FinishReason) -> Completion:
-        """The reply to the call, from the tokens sampled so far."""
+        """What was sampled, as the engine's reply."""
         return Completion(
             token_ids=np.array(self.tokens, np.int32),
             logprobs=np.array(self.logprobs, np.float32),
@@ -321,7 +321,7 @@ class VllmEngine:
             skip_clone=True,
         )
         prompt = TokensPrompt(prompt_token_ids=[*request.token_ids.tolist(), *call.tokens], cache_salt=serving.salt)  # type: ignore[typeddict-item]  # None is taken
-        abort_sent = False
+        told = False
         reason: FinishReason | None = None
         outputs = self._llm.generate(
             prompt, parameters, call.name, lora_request=serving.adapter, priority=request.priority
@@ -332,15 +332,15 @@ class VllmEngine:
             if not passed_over:
                 if before == 0 and not call.tokens:
                     call.cached = output.num_cached_tokens or 0
-                call.append(chosen)
+                call.take(chosen)
             if chosen.finish_reason is not None:
                 reason = "abort" if passed_over else _reason(chosen, request)
-                if not await call.serving.passed_canary():
-                    call.drop_undelivered()
+                if not await call.serving.is_accepted():
+                    call.cut()
                     reason = "abort"
                 call.close_spans(self._versions.spans(call.serving, output, start=before, stop=len(call.tokens)))
-            elif (call.ending or call.moving) and not abort_sent:  # asked for before vLLM knew of the request
-                abort_sent = True
+            elif (call.ending or call.moving) and not told:  # asked for before vLLM knew of the request
+                told = True
                 await self._llm.abort(call.name)
         if reason is None:
             raise EngineLostError(f"call {request.request_id}: vLLM ended it without a reason")
@@ -394,6 +394,14 @@ class VllmEngine:
         """See `agentrl.core.ports.Engine.release`."""
         self._versions.release(version)
 
+    async def pause(self) -> None:
+        """Stop vLLM between two steps of its worker; calls in flight stay."""
+        await self._versions.pause()
+
+    async def resume(self) -> None:
+        """Go on after `pause`. Idempotent."""
+        await self._versions.resume()
+
     def abort(self, request_id: str) -> None:
         """See `agentrl.core.ports.Engine.abort`; a call that has ended is left alone."""
         call = self._calls.get(request_id)
@@ -418,7 +426,7 @@ class VllmEngine:
             await versions.may_sample(version if isinstance(version, str) else version.policy, lambda: self._closed)
             serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
             scores = await versions.score(serving, token_ids)
-            if await serving.passed_canary() and versions.is_live(serving):
+            if await serving.is_accepted() and versions.is_live(serving):
                 return scores  # otherwise weights were replaced meanwhile, and some scores may be of either
 
     async def ping(self) -> None:

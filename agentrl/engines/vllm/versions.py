@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from agentrl.engines.weights import Probe
 
 _FIRST_LABEL = "default"
-"""The label that vLLM gives the weights it was started with."""
+"""What vLLM calls the weights it was started with."""
 _FIRST = -(1 << 40)
 """The priority of a probe: before all conversations."""
 
@@ -76,17 +76,17 @@ class VllmVersion(LiveVersion):
     """Sets its prefixes apart in vLLM's cache; an adapter's path does that by itself."""
     file: str = ""
     """Full weights; empty: what vLLM was started on."""
-    canary: asyncio.Future[bool] | None = None
-    """Whether the version has passed its canary check; what it samples is held back until that is known."""
+    trial: asyncio.Future[bool] | None = None
+    """While it is open what the version samples is held back; it becomes whether the version is what it should be."""
 
     @property
-    def awaits_canary(self) -> bool:
+    def is_on_trial(self) -> bool:
         """Whether what it samples is held back."""
-        return self.canary is not None and not self.canary.done()
+        return self.trial is not None and not self.trial.done()
 
-    async def passed_canary(self) -> bool:
-        """Whether what it has sampled may leave the engine; waits for the canary check."""
-        return self.canary is None or await asyncio.shield(self.canary)
+    async def is_accepted(self) -> bool:
+        """Whether what it has sampled may leave the engine; waits while it is on trial."""
+        return self.trial is None or await asyncio.shield(self.trial)
 
 
 class VllmVersions:
@@ -163,7 +163,7 @@ class VllmVersions:
             EngineError: the version is not (or no longer) here.
         """
         serving = live_version(self._live, version)
-        if serving.awaits_canary:
+        if serving.is_on_trial:
             raise EngineError(f"version {version} is not served yet: it has not answered its probe")
         return serving
 
@@ -192,18 +192,15 @@ class VllmVersions:
     def spans(
         self, serving: VllmVersion, output: RequestOutput, *, start: int, stop: int
     ) -> list[tuple[int, PolicyVersion]]:
-        """The versions that sampled tokens `[start, stop)` of a call, as (end, version).
-
-        Where full weights are replaced, they are those that vLLM reports.
-        """
-        reported = output.outputs[0].weight_versions
-        if self._places or not reported:
+        """Who sampled tokens `[start, stop)` of a call, as (end, version): vLLM's word where weights are replaced."""
+        told = output.outputs[0].weight_versions
+        if self._places or not told:
             return [(stop, serving.version)]
-        return [(min(start + span.end, stop), self._labels[span.version]) for span in reported]
+        return [(min(start + span.end, stop), self._labels[span.version]) for span in told]
 
     async def may_sample(self, policy: str, is_ending: Callable[[], bool]) -> None:
-        """Wait while the policy waits for an update; not longer than the call lives."""
-        while policy in self._held and not (self._closed or is_ending()):
+        """Wait while the engine is paused or the policy waits for an update; not longer than the call lives."""
+        while (self._control.paused or policy in self._held) and not (self._closed or is_ending()):
             await self._change()
         if self._control.lost:
             raise EngineLostError("vLLM could not go back to the version before a failed update")
@@ -272,39 +269,39 @@ class VllmVersions:
             await self._switch(old, new)
         old.kept += 1  # until it is known whether it is needed again
         try:
-            await self._run_canary_check(weights, old, new, lambda: self._control.unload_adapter(adapter))
+            await self._try(weights, old, new, lambda: self._control.unload_adapter(adapter))
         finally:
             old.kept -= 1
             self.settle(old)
 
-    async def _run_canary_check(
+    async def _try(
         self, weights: WeightsRef, old: VllmVersion, new: VllmVersion, undo: Callable[[], Awaitable[None]]
     ) -> None:
-        """Run the canary check of new weights while calls sample from them; where they fail it, `old` serves again.
+        """Ask new weights for their probe while calls sample from them; where they are others, `old` serves again.
 
         Raises:
-            EngineError: they failed it.
+            EngineError: they are others.
         """
-        if new.canary is None:
+        if new.trial is None:
             return
         policy = old.version.policy
         try:
             await self._check_answer(weights, new, old)
-            new.canary.set_result(True)
+            new.trial.set_result(True)
         except EngineError:
             self._held.add(policy)
             del self._live[new.version]
             self._live[old.version] = self._current[policy] = old
             self.leases.forget(new)
-            new.canary.set_result(False)
+            new.trial.set_result(False)
             await self._recall(new)
             while new.calls:
                 await self._change()
             await undo()
             raise
         finally:
-            if not new.canary.done():
-                new.canary.set_result(False)
+            if not new.trial.done():
+                new.trial.set_result(False)
             self._held.discard(policy)
             self._changed.set()
 
@@ -331,8 +328,8 @@ class VllmVersions:
 
     def _promote(self, new: VllmVersion) -> VllmVersion:
         old = self.of_policy(new.version.policy)
-        if new.probe is not None:
-            new.canary = asyncio.get_running_loop().create_future()
+        if new.probe is not None and not self._control.paused:
+            new.trial = asyncio.get_running_loop().create_future()
         self._live[new.version] = self._current[new.version.policy] = new
         self._changed.set()
         return old
@@ -347,6 +344,10 @@ class VllmVersions:
         self._held.add(policy)  # a turn that began now would find the prefixes of the version that leaves
         try:
             while self.leases.refresh_of(policy) == "turn" and self.of_policy(policy).calls:
+                if self._control.paused:
+                    raise refusal(
+                        weights, "the engine is paused in the middle of turns; resume it, or use refresh token"
+                    )
                 await self._change()
             await _finished(self._load_full(weights, probe))
         finally:
@@ -378,7 +379,7 @@ class VllmVersions:
             async with self._control.still(clear_cache=False):
                 await self._go_back(weights, old, "they are refused")
 
-        await self._run_canary_check(weights, old, new, undo)
+        await self._try(weights, old, new, undo)
 
     async def _replace(self, weights: WeightsRef, new: VllmVersion) -> None:
         try:
@@ -404,6 +405,16 @@ class VllmVersions:
             ) from error
 
     # --- control ------------------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Calls in flight freeze, new ones wait."""
+        self._changed.set()
+        await self._control.pause()
+
+    async def resume(self) -> None:
+        """Go on. Idempotent."""
+        await self._control.resume()
+        self._changed.set()
 
     async def score(self, serving: VllmVersion, token_ids: Int32Array) -> Float32Array:
         """Log-probability of each token given those before it, `[n]`; entry 0 is 0."""
@@ -436,15 +447,31 @@ class VllmControl:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
+        self.paused = False
+        """Somebody asked for it; `pause` returns when it is so."""
         self.lost = False
         """vLLM has weights of no version, and must not sample again."""
         self._ready_for_files = False
         self._one_at_a_time = asyncio.Lock()
         self._scores = itertools.count(1)
 
+    async def pause(self) -> None:
+        """Calls in flight freeze."""
+        self.paused = True
+        async with self._one_at_a_time:
+            if self.paused:
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+
+    async def resume(self) -> None:
+        """Go on."""
+        self.paused = False
+        async with self._one_at_a_time:
+            if not self.paused:
+                await self._llm.resume_generation()
+
     @asynccontextmanager
     async def still(self, *, clear_cache: bool) -> AsyncIterator[None]:
-        """vLLM samples nothing inside; afterwards it goes on, unless it is lost."""
+        """vLLM samples nothing inside; afterwards it goes on, unless it is paused or lost."""
         async with self._one_at_a_time:
             if not self._ready_for_files:
                 await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
@@ -453,7 +480,7 @@ class VllmControl:
             try:
                 yield
             finally:
-                if not self.lost:
+                if not (self.paused or self.lost):
                     await self._llm.resume_generation()
 
     async def load_full(self, file: str, digest: str, label: str) -> None:
