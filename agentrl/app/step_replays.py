@@ -22,7 +22,7 @@ from agentrl.core.records import DataLocation, PolicyVersion, WeightsRef
 from agentrl.core.training_records import TrainBatch, TrajectoryCredit, Unit
 from agentrl.core.words import plural
 from agentrl.credit.samples import input_digest, row_digest, samples, trained_positions
-from agentrl.inspection.damage import checked_rows
+from agentrl.inspection.reader import checked_rows
 from agentrl.inspection.steps import StepLine, step_list, step_view
 from agentrl.inspection.tokens import step_rows
 from agentrl.journal.reader import EntryKey, TurnReader

@@ -26,8 +26,7 @@ from agentrl.core.errors import CheckFailedError, InputError
 from agentrl.core.safe import safe_line
 from agentrl.core.words import plural
 from agentrl.inspection.comparisons import located
-from agentrl.inspection.damage import damage_named
-from agentrl.inspection.reader import RunReader, runs
+from agentrl.inspection.reader import RunReader, damage_named, runs
 
 if TYPE_CHECKING:
     import argparse

@@ -19,7 +19,7 @@ import msgspec
 
 from agentrl.core.errors import JournalError
 from agentrl.inspection.conversation import Act, ConversationView, RewardAct, TurnAct, conversation_of
-from agentrl.inspection.damage import checked_rows
+from agentrl.inspection.reader import checked_rows
 from agentrl.inspection.tokens import float32, int32, played_rows, step_rows, trained_row
 
 if TYPE_CHECKING:

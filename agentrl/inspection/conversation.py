@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core.records import PolicyVersion
-from agentrl.inspection.damage import checked_rows
-from agentrl.inspection.reader import AgentLine, EpisodeLine, EpisodeView
+from agentrl.inspection.reader import AgentLine, EpisodeLine, EpisodeView, checked_rows
 from agentrl.journal.entries import (
     Begin,
     CancelEntry,

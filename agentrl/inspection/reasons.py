@@ -16,13 +16,12 @@ from agentrl.inspection.conversation import (
     conversation,
     reward_components,
 )
-from agentrl.inspection.damage import checked_rows
+from agentrl.inspection.reader import checked_rows
 from agentrl.journal.control import read_baselines, read_spec
 from agentrl.observe.alarms import ADVICE_ON_DROPS
 
 if TYPE_CHECKING:
-    from agentrl.inspection.damage import Row
-    from agentrl.inspection.reader import EpisodeLine, RunReader
+    from agentrl.inspection.reader import EpisodeLine, Row, RunReader
 
 SLOW_SHARE = 0.3
 """Share of an episode's seconds; delays above it are named."""

@@ -10,12 +10,11 @@ import msgspec
 
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
-from agentrl.inspection.damage import checked_rows
+from agentrl.inspection.reader import checked_rows
 from agentrl.inspection.tokens import StepColumns, step_rows
 
 if TYPE_CHECKING:
-    from agentrl.inspection.damage import Row
-    from agentrl.inspection.reader import RunReader
+    from agentrl.inspection.reader import Row, RunReader
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True):

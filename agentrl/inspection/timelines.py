@@ -17,7 +17,7 @@ from agentrl.inspection.conversation import (
     TurnAct,
     conversation,
 )
-from agentrl.inspection.damage import checked_rows
+from agentrl.inspection.reader import checked_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

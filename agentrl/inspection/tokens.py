@@ -21,7 +21,7 @@ import msgspec
 
 from agentrl.core.errors import JournalError
 from agentrl.core.files import open_regular, read_at_most
-from agentrl.inspection.damage import checked_rows
+from agentrl.inspection.reader import checked_rows
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.reader import pruned_file
 
