@@ -195,7 +195,7 @@ def test_content_reaches_no_terminal_unescaped(tmp_path: Path, capsys: pytest.Ca
         ["episode", "show", path, text],
         ["episode", "list", path, "--where", text],
         ["run", "curve", path, "--metric", text],
-        *(["run", verb, path] for verb in ("curve", "view", "report", "metrics")),
+        *(["run", verb, path] for verb in ("curve", "view", "metrics")),
         ["run", "metrics", path, "--prometheus"],
     ]
     for command in commands:
