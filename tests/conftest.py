@@ -17,6 +17,7 @@ settings.register_profile("repeatable", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))  # `make test-all` draws anew: "default"
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist's own reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two processes share the tests: one starts Ray while the other starts vLLM, and whole files follow."""
     folders = ["e2e", "learning", "contract", "sim", "property", "replay", "unit", "architecture", "environments"]
