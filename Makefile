@@ -38,7 +38,7 @@ demo: $(RUN_STAMP)  ## a language model learns to use a tool, in about two minut
 	@$(DEMO)
 
 test: $(DEV_STAMP)  ## every test two cores can run; those of the viewer in a browser where there is a Chromium
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(DEV_STAMP)  ## format, lint, types, layers and the fast tests: no Ray, under a minute
 	@$(BIN)/ruff format --check --quiet . || { echo 'check: run `make fmt`'; exit 1; }

@@ -14,21 +14,17 @@ from tests.journal_oracle import judge
 pytest_plugins = ["pytester"]
 
 settings.register_profile("repeatable", derandomize=True)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))  # `make test-all` draws anew: "default"
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))  # "default" draws anew
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist's own reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two processes share the tests: one starts Ray while the other starts vLLM, and whole files follow."""
-    folders = ["e2e", "learning", "contract", "sim", "property", "replay", "unit", "architecture", "environments"]
-    groups = {}
-    for item in items:
-        heavy = next((name for name in ("ray", "vllm") if item.get_closest_marker(name)), None)
-        file, _, _ = item.nodeid.partition("::")
-        rank = next((place for place, folder in enumerate(folders) if f"{folder}/" in file), len(folders))
-        groups[item] = (-1, heavy) if heavy else (rank, file)
-        item.add_marker(pytest.mark.xdist_group(heavy or file))
-    items.sort(key=groups.__getitem__)
+    """Files that take minutes come first, so that neither of two processes is left with one at the end."""
+    folders = ["e2e", "learning", "contract", "sim", "property", "replay", "unit"]
+
+    def place(item: pytest.Item) -> int:
+        return next((place for place, folder in enumerate(folders) if f"tests/{folder}/" in item.nodeid), len(folders))
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(wrapper=True)
