@@ -37,7 +37,7 @@ demo: $(RUN_STAMP)  ## a language model learns to use a tool, in about two minut
 	@rm -rf runs/demo
 	@$(DEMO)
 
-test: $(DEV_STAMP)  ## every test two cores can run; those of the viewer in a browser where there is a Chromium
+test: $(DEV_STAMP)  ## every test, on two processes; those that need Chromium, libfaketime or tensorboard are skipped without it
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(DEV_STAMP)  ## format, lint, types, layers and the fast tests: no Ray, under a minute

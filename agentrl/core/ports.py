@@ -1,6 +1,6 @@
 """The ports: what the loop asks of engines, trainers, chat formats, journals and workers, and nothing more.
 
-Adapters implement them in `engines/`, `learn/`, `cluster/`, `rollout/`, `journal/`; `app.py` wires one of each.
+Adapters implement them in `engines/`, `learn/`, `cluster/`, `rollout/`, `journal/`; `app/` wires one of each.
 Everything above the ports runs without torch, ray and vLLM.
 """
 
