@@ -16,7 +16,7 @@ from agentrl.cluster.session import RaySession, brief, kept_signal_handlers
 from agentrl.engines.child_process import EngineProcess, LocalPlacement
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from ray import ObjectRef
 
@@ -96,39 +96,46 @@ class RayPlacement:
                 raise
         import ray
 
-        actor: Any = starting.result()
+        actor, dead = starting.result()
         try:
-            process_id = await _answer(actor.start.remote(program), self._session)
+            if died := dead():
+                raise OSError(f"Ray's {died} died")
+            process_id = await _answer(actor.start.remote(program), dead)
         except ray.exceptions.RayError as error:
             raise OSError(f"in a Ray actor: {brief(error)}") from error
         except asyncio.CancelledError:
-            if not self._session.dead():
+            if not dead():
                 ray.kill(actor)  # and with it the process
             raise
-        return ActorChild(actor, process_id, self._session)
+        return ActorChild(actor, process_id, dead)
 
-    def _end_started(self, starting: asyncio.Task[Any]) -> None:
+    def _end_started(self, starting: asyncio.Task[tuple[Any, Callable[[], str]]]) -> None:
         """End the actor that nobody waits for any longer."""
         import ray
 
-        if starting.exception() is None and not self._session.dead():
-            ray.kill(starting.result())
+        if starting.exception() is None:
+            actor, dead = starting.result()
+            if not dead():
+                ray.kill(actor)
 
-    def _start_actor(self) -> Any:
-        """Start Ray and an actor; in a thread, since Ray's control service is asked, which may be dying."""
-        if self._session.dead():
-            self._session.stop()
+    def _start_actor(self) -> tuple[Any, Callable[[], str]]:
+        """Start Ray and an actor, and return it with the watch on its Ray.
+
+        In a thread, since Ray's control service is asked, which may be dying. Another process of this placement may
+        start Ray again at any time: the watch is taken before the actor is made, and so never of a later Ray.
+        """
         try:
             self._session.start()
         except RuntimeError as error:
             raise OSError(f"Ray did not start: {brief(error)}") from error
+        dead = self._session.watch()
         import ray
 
         try:
             if self._gpus is None:
                 resources: Mapping[str, float] = ray.cluster_resources()
                 self._gpus = 1 if 0 < self._processes <= resources.get("GPU", 0) else 0
-            return ray.remote(
+            actor = ray.remote(
                 num_cpus=0,
                 num_gpus=self._gpus,
                 max_restarts=0,
@@ -137,6 +144,7 @@ class RayPlacement:
             )(EngineActor).remote()
         except ray.exceptions.RayError as error:
             raise OSError(f"Ray started no actor: {brief(error)}") from error
+        return actor, dead
 
     async def close(self) -> None:
         """See `Placement.close`: leaves Ray."""
@@ -146,12 +154,12 @@ class RayPlacement:
 class ActorChild:
     """A process that an actor started; see `engines.child_process.EngineChild`."""
 
-    def __init__(self, actor: Any, process_id: int, session: RaySession) -> None:
+    def __init__(self, actor: Any, process_id: int, dead: Callable[[], str]) -> None:
         self.process_id = process_id
         self.reader = asyncio.StreamReader()
         self.writer = self
         self._actor = actor
-        self._session = session
+        self._dead = dead
         self._unsent = bytearray()
         self._is_unsent = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -194,7 +202,7 @@ class ActorChild:
 
     def kill(self) -> None:
         """See `Child.kill`; the actor ends it, so that its files go, too."""
-        if self._ending is None and not self._living.done() and not self._session.dead():
+        if self._ending is None and not self._living.done() and not self._dead():
             self._actor.kill.remote()
             self._ending = asyncio.get_running_loop().call_later(ENDING_S, self._end_actor)
 
@@ -219,16 +227,16 @@ class ActorChild:
     def _end_actor(self) -> None:
         import ray
 
-        if not self._session.dead():
+        if not self._dead():
             ray.kill(self._actor)
 
     async def _answer(self, method: str, *arguments: object) -> Any:
-        if dead := self._session.dead():  # a call into a dead Ray can block for a minute
-            raise OSError(f"Ray's {dead} died")
-        return await _answer(getattr(self._actor, method).remote(*arguments), self._session)
+        if died := self._dead():  # a call into a dead Ray can block for a minute
+            raise OSError(f"Ray's {died} died")
+        return await _answer(getattr(self._actor, method).remote(*arguments), self._dead)
 
 
-async def _answer(reference: ObjectRef[Any], session: RaySession) -> Any:
+async def _answer(reference: ObjectRef[Any], dead: Callable[[], str]) -> Any:
     """Wait for the result of an actor's method.
 
     Raises:
@@ -239,8 +247,8 @@ async def _answer(reference: ObjectRef[Any], session: RaySession) -> Any:
     try:
         while not future.done():
             await asyncio.wait({future}, timeout=LOOK_S)
-            if not future.done() and (dead := session.dead()):
-                raise OSError(f"Ray's {dead} died")
+            if not future.done() and (died := dead()):
+                raise OSError(f"Ray's {died} died")
         return future.result()
     finally:
         future.cancel()

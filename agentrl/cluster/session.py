@@ -16,9 +16,10 @@ import secrets
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -146,6 +147,10 @@ class _LocalRay:
                 raise
             raise RuntimeError(str(error)) from error
         atexit.register(self.end)
+        # Ray's hook asks the control service before it prints an exception: where that is dead, Ray's client ends the
+        # process after a minute, and nobody ever reads what went wrong.
+        if sys.excepthook is ray._private.worker.custom_excepthook:
+            sys.excepthook = ray._private.worker.normal_excepthook
         # Ray prints a page on our standard output when one of its processes dies; we say it in a line.
         ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
 
@@ -184,7 +189,7 @@ class RaySession:
         """Attach to the Ray this process already uses or `RAY_ADDRESS` names, else start a local one (about 4 s).
 
         From a thread other than the main one, the main thread wraps the wait in `kept_signal_handlers`. A second call
-        does nothing.
+        does nothing, unless that Ray is dead: then it is left, and another started.
 
         Raises:
             InputError: nobody listens at `RAY_ADDRESS`.
@@ -192,6 +197,8 @@ class RaySession:
             RuntimeError: Ray did not start.
         """
         with _LocalRay.lock, kept_signal_handlers():
+            if self._started and self.dead():
+                self.stop()
             if self._started:
                 return
             if "RAY_ADDRESS" in os.environ:
@@ -210,6 +217,11 @@ class RaySession:
     def dead(self) -> str:
         """Which process a local session cannot do without is dead; empty while all live, and for other people's Ray."""
         return self._local.dead() if self._local is not None else ""
+
+    def watch(self) -> Callable[[], str]:
+        """`dead` of the Ray that is used now, also after this user has gone on to another one."""
+        local = self._local
+        return local.dead if local is not None else str
 
     def stop(self) -> None:
         """Leave a local session, which ends with the last to leave it, or if it is dead. Idempotent."""

@@ -294,7 +294,9 @@ class RayTrainerPool:
         return [future.result() for future in futures]
 
     def _ray_died(self, method: str) -> TrainerLostError:
-        dead = self._session.dead()
+        lost = self._lost
+        # The watch leaves the dead session, which then no longer tells.
+        dead = lost.result() if lost is not None and lost.done() else self._session.dead()
         return TrainerLostError(f"Ray's {dead} died (in {method}), and the trainer's ranks with it")
 
     async def _settle(

@@ -262,6 +262,43 @@ def test_a_dead_raylet_ends_no_process_whose_parent_is_process_1() -> None:
     assert answer.stdout.splitlines() == ["stopped", "started again"], answer.stdout + answer.stderr
 
 
+def test_all_processes_of_a_dead_ray_are_lost_also_where_one_of_them_has_started_another_ray() -> None:
+    """The second process starts Ray again before the first one's next look at it."""
+    program = [sys.executable, "-c", _SHARED_PLACEMENT]
+    answer = subprocess.run(program, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert answer.stdout.splitlines() == ["was lost: Ray's raylet died", "the other lives"], (
+        answer.stdout + answer.stderr
+    )
+
+
+_SHARED_PLACEMENT = """
+import asyncio, os, signal
+from agentrl.cluster.engine_actors import RayPlacement
+from agentrl.engines.child_process import EngineProgram
+
+PROGRAM = EngineProgram("tests.contract.scripted_program:scripted_engine", {"max_context": 4096, "refresh": "token"})
+
+async def main():
+    placement = RayPlacement(processes=0)
+    first = await placement.start(PROGRAM)
+    import ray
+    [raylet] = [each.process for each in ray._private.worker._global_node.all_processes["raylet"]]
+    os.kill(raylet.pid, signal.SIGKILL)
+    while raylet.poll() is None:
+        os.sched_yield()
+    second = await placement.start(PROGRAM)
+    print(await asyncio.wait_for(first.wait(), 30), flush=True)
+    living = asyncio.ensure_future(second.wait())
+    await asyncio.wait({living}, timeout=2)
+    print("dead" if living.done() else "the other lives", flush=True)
+    second.kill()
+    await living
+    await placement.close()
+
+asyncio.run(main())
+"""
+
+
 _ORPHAN = """
 import os, select, signal
 from agentrl.cluster.session import RaySession
