@@ -302,8 +302,8 @@ async def serve_older(
     versions: Mapping[str, PolicyVersion],
     drawn_from: Mapping[str, Sequence[PolicyVersion]],
 ) -> dict[str, list[PolicyVersion]]:
-    """Give a run the older versions that it plays with: in the first waves of a deterministic one, and as opponents, by
-    past policy.
+    """Give a run the older versions that it plays with: in the first batches of a deterministic one, and as opponents,
+    by past policy.
 
     Args:
         config: of the run.

@@ -46,7 +46,6 @@ LEARNING = (
     "agentrl.learn.packing",
     "agentrl.learn.trainer",
     "agentrl.credit.samples",
-    "agentrl.credit.samples",
     "agentrl.journal.rows",
 )
 """The modules a rank computes with."""

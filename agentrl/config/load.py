@@ -24,8 +24,6 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, JournalError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from pydantic_core import ErrorDetails
 
 

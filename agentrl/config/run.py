@@ -280,7 +280,7 @@ class RunConfig(Section):
     parked do not count. Beyond it, an episode whose agents have acted is truncated (`time_limit`) with the
     environment's penalty; one that hangs before any turn, or outside ctx, is dropped (`episode_timeout`)."""
     deterministic: Fixed[bool] = False
-    """The weights after any number of kills are those of the undisturbed run, bit for bit: episodes in waves, each
+    """The weights after any number of kills are those of the undisturbed run, bit for bit: episodes in batches, each
     played with the weights of one step, computed in fixed shapes. Several times slower: to find a fault, and to test.
     """
     sinks: Free[tuple[Literal["trackio", "wandb", "tensorboard"], ...]] = ()
@@ -626,12 +626,12 @@ def _check_full_weights(config: RunConfig) -> None:
         if config.deterministic and policy.lora is None and policy.max_staleness:
             raise ValueError(
                 f"deterministic = true with full weights needs policies.{name}.max_staleness = 0: an engine has "
-                f"one version of them, and each wave is sampled by one. Set it, or policies.{name}.lora"
+                f"one version of them, and each batch is sampled by one. Set it, or policies.{name}.lora"
             )
 
 
 def _check_deterministic(config: RunConfig) -> None:
-    """What a run does must follow from its configuration alone, and waves are the same for all policies."""
+    """What a run does must follow from its configuration alone, and batches are the same for all policies."""
     refused = {
         **{f"policies.{name}.kind = 'past'": True for name in config.of_kind(PastPolicy)},
         **{f"policies.{name}.kind = 'remote'": True for name in config.of_kind(RemotePolicy)},

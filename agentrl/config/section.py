@@ -39,7 +39,7 @@ T = TypeVar("T")
 Free = Annotated[T, OnResume("may differ")]
 """A setting that may differ on resume: a limit, a place, or what optimizer steps do from then on."""
 WaveFixed = Annotated[T, OnResume("may differ", of_deterministic=False)]
-"""A setting that may differ but of a deterministic run, whose waves are each played with one value of it."""
+"""A setting that may differ but of a deterministic run, whose batches are each played with one value of it."""
 PerEpisode = Annotated[T, OnResume("per episode", of_deterministic=False)]
 """A setting that episodes to come take over, and episodes that have begun do not."""
 Fixed = Annotated[T, OnResume("refused")]

@@ -236,7 +236,11 @@ class Router(Protocol[ReplicaT]):
         ...
 
     def replica_lost(self, replica: ReplicaT, error: EngineLostError | EngineFailedError) -> None:
-        """A call failed because its replica is gone, for now or for good."""
+        """A call failed because its replica is gone, for now or for good.
+
+        Raises:
+            EngineFailedError: for good, and there is no other replica that could do the call.
+        """
         ...
 
 
@@ -535,7 +539,9 @@ class ProcessEngine:
         return await self._connected()
 
     def replica_lost(self, replica: Connection, error: EngineLostError | EngineFailedError) -> None:
-        """See `Router.replica_lost`; the supervisor knows."""
+        """See `Router.replica_lost`; the supervisor knows of losses."""
+        if isinstance(error, EngineFailedError):
+            raise error
 
     async def _connected(self) -> Connection:
         """The connection to the process; waits until one serves."""
@@ -669,6 +675,8 @@ class EngineClient:
 
     def replica_lost(self, replica: Connection, error: EngineLostError | EngineFailedError) -> None:
         """See `Router.replica_lost`; its connection has ended, or the owner's engine fails other calls too."""
+        if isinstance(error, EngineFailedError):
+            raise error
 
     async def pick(self, policy: str, context: Int32Array) -> Connection:
         """See `Router.pick`; waits while no process takes calls."""

@@ -1,6 +1,6 @@
 """A run in numbers: episodes by environment and purpose, policies, win rates against past versions, current state.
 
-The journal is the truth about episodes; `metrics.jsonl`, `status.json` and `alarms.jsonl` may be missing.
+The journal is the truth about episodes; `metrics.jsonl` and `status.json` may be missing.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from agentrl.observe.metrics import BROKEN_FORMAT
 from agentrl.observe.run_directory import open_lines, write_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from agentrl.observe.run_state import PolicyState, RunState, Values

@@ -21,8 +21,6 @@ from agentrl.observe.metrics import describe
 from agentrl.observe.run_state import SILENT_S
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.console import RenderableType
 
     from agentrl.observe.run_state import PolicyState, RunState, Status

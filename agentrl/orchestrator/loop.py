@@ -18,10 +18,8 @@ To follow one episode: the environment's `run` → `environment/base.py` → `co
 (docs/follow_one_episode.md).
 
 Only headers pass through here. Errors no episode can be blamed for end the run through `fail`; everything else
-stays where it happened.
-
-
-What a step's metrics say: reward, lag, busy shares, throughput, counts. Names are in `observe/metrics.py`."""
+stays where it happened. `StepMetrics` measures the steps; the names are in `observe/metrics.py`.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ from agentrl.observe.metrics import BROKEN_FORMAT, FRONTIER, GATE_PASSED, GATE_R
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Counted
-    from agentrl.core.records import EpisodeHeader
 
 MAX_METRICS = 100
 """Names an environment may add to a step; further ones are kept with their episodes only."""

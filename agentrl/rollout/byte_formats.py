@@ -25,8 +25,6 @@ from agentrl.rollout.tool_call_format import CLOSE, OPEN, json_value, parse_herm
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from agentrl.core.records import FinishReason, ToolSpec
-
 START_TOKEN, STOP_TOKEN = 256, 257
 VOCABULARY_SIZE = 258
 

@@ -56,9 +56,8 @@ from agentrl.journal.forks import edits_of
 from agentrl.rollout.branches import Branch, ReplayOrder, current_branch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator
 
-    from agentrl.journal.entries import EntryBody
     from agentrl.journal.port import TurnLog
     from agentrl.rollout.branches import StreamKey
 

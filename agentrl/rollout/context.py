@@ -70,9 +70,7 @@ from agentrl.rollout.gather import gather
 if TYPE_CHECKING:
     import random
 
-    from agentrl.environment.base import Guarantee, Reconcile
     from agentrl.rollout.branches import StreamKey
-    from agentrl.rollout.call_journal import Call
     from agentrl.rollout.episode import LiveEpisode
 
 T = TypeVar("T")
@@ -510,8 +508,6 @@ async def retry_infrastructure(episode: LiveEpisode, guarantee: Guarantee, perfo
 
 def out_of_reach(what: str, error: str) -> LimitReachedError:
     """The limit of an act whose infrastructure failed again and again: taken for the policy's doing."""
-    from agentrl.environment.base import LimitReachedError
-
     return LimitReachedError(f"{what} failed again and again: {error}", stop_reason="infrastructure")
 
 
@@ -560,8 +556,6 @@ async def _outcome(
 
 def error_text(error: BaseException) -> str:
     """The text of a foreign error, as recorded."""
-    from agentrl.environment.base import valid_unicode
-
     return valid_unicode(error_words(error)[:2000])
 
 
