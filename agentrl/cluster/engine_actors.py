@@ -18,8 +18,6 @@ from agentrl.engines.child_process import EngineProcess, LocalPlacement
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ray import ObjectRef
-
     from agentrl.engines.child_process import EngineProgram
 
 LOOK_S = 1.0
@@ -98,9 +96,7 @@ class RayPlacement:
 
         actor, dead = starting.result()
         try:
-            if died := dead():
-                raise OSError(f"Ray's {died} died")
-            process_id = await _answer(actor.start.remote(program), dead)
+            process_id = await _call(dead, actor.start, program)
         except ray.exceptions.RayError as error:
             raise OSError(f"in a Ray actor: {brief(error)}") from error
         except asyncio.CancelledError:
@@ -231,19 +227,19 @@ class ActorChild:
             ray.kill(self._actor)
 
     async def _answer(self, method: str, *arguments: object) -> Any:
-        if died := self._dead():  # a call into a dead Ray can block for a minute
-            raise OSError(f"Ray's {died} died")
-        return await _answer(getattr(self._actor, method).remote(*arguments), self._dead)
+        return await _call(self._dead, getattr(self._actor, method), *arguments)
 
 
-async def _answer(reference: ObjectRef[Any], dead: Callable[[], str]) -> Any:
-    """Wait for the result of an actor's method.
+async def _call(dead: Callable[[], str], method: Any, *arguments: object) -> Any:
+    """Call an actor's method and wait for its result.
 
     Raises:
         RayError: the actor died.
         OSError: Ray died.
     """
-    future = asyncio.wrap_future(reference.future())
+    if died := dead():  # a call into a dead Ray can block for a minute
+        raise OSError(f"Ray's {died} died")
+    future = asyncio.wrap_future(method.remote(*arguments).future())
     try:
         while not future.done():
             await asyncio.wait({future}, timeout=LOOK_S)

@@ -142,9 +142,9 @@ class _LocalRay:
                 # Ray opens its own directory to everyone; the one around it stays private.
                 _temp_dir=str(self._directory / "ray"),
             )
+        except (OSError, RuntimeError):
+            raise
         except Exception as error:  # a Ray that was not ready in time raises no narrower one
-            if isinstance(error, OSError | RuntimeError):
-                raise
             raise RuntimeError(str(error)) from error
         atexit.register(self.end)
         # Ray's hook asks the control service before it prints an exception: where that is dead, Ray's client ends the
