@@ -283,18 +283,18 @@ SHOWN = 10
 
 
 class _Place(NamedTuple):
-    """Where a mistake is."""
+    """The place of a mistake in a configuration."""
 
     path: list[str]
-    """Keys, without what pydantic adds to them."""
+    """The keys that lead there, without the tags pydantic adds."""
     section: type[BaseModel] | None
-    """That the last of them belongs to."""
+    """The section that holds the last key."""
     kinds: list[type[BaseModel]]
-    """That the section was chosen from by its `kind`."""
+    """The sections that `kind` chose this one from."""
     annotation: Any
-    """What may stand there."""
+    """The type expected there."""
     unnamed: int | None
-    """Which of them stands where a name of the user's should."""
+    """The index of a key that stands where the user's own name is missing."""
 
 
 def config_error(error: ValidationError, source: str, model: type[BaseModel] = RunConfig) -> ConfigError:
@@ -303,9 +303,9 @@ def config_error(error: ValidationError, source: str, model: type[BaseModel] = R
 
 
 def mistakes(error: ValidationError, model: type[BaseModel] = RunConfig) -> str:
-    """What a pydantic error about a section says, a line each."""
+    """The problems in a pydantic error about a section, one line each."""
     told: dict[str, list[str]] = {}
-    """What is wanted instead, by what is there: of a union each member has its own."""
+    """By problem, the accepted values: each member of a union adds its own."""
     for detail in error.errors(include_url=False):
         problem, wanted = _explain(detail, model)
         told[problem] = told.get(problem, []) + ([wanted] if wanted else [])
@@ -319,7 +319,7 @@ def mistakes(error: ValidationError, model: type[BaseModel] = RunConfig) -> str:
 
 
 def misread(data: Any, read: Any, path: str = "") -> Iterator[str]:
-    """What pydantic took for something else than a file says: the text "8" for the number 8."""
+    """Report values that pydantic converted to another type, such as the text "8" to the number 8."""
     if isinstance(data, Mapping) and isinstance(read, Mapping):
         by_key = {str(key): value for key, value in read.items()}
         for key, value in data.items():
@@ -371,7 +371,7 @@ def short(value: Any) -> str:
 
 
 def _explain(detail: ErrorDetails, top: type[BaseModel]) -> tuple[str, str]:
-    """What is wrong, and what is wanted where that is something else than what is there."""
+    """The problem, and the accepted value where the given one is of another type."""
     place = _place(detail["loc"], top)
     dotted, kind, given = ".".join(place.path), detail["type"], detail["input"]
     if place.unnamed is not None:
@@ -441,7 +441,7 @@ def _choices(annotation: Any) -> list[Any]:
 
 
 def _item(annotation: Any, part: str) -> Any:
-    """What a table or a list holds."""
+    """The type of the element `part` of a table or a list."""
     arguments = get_args(annotation)
     if get_origin(annotation) is dict:
         return arguments[1]
@@ -452,7 +452,7 @@ def _item(annotation: Any, part: str) -> Any:
 
 
 def _in_words(annotation: Any, dotted: str = "") -> str:
-    """What is to be written under a key."""
+    """Describe the values of a type as a user writes them."""
     bare = _bare(annotation)
     members, named = sections_in(bare)
     if named:

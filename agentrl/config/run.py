@@ -275,10 +275,10 @@ class RunConfig(Section):
     """Processes that play episodes; 1: the run's own does. More, where environments need more CPU than one core has;
     one that dies costs its calls in flight, since its episodes go on in the others (docs/operations.md)."""
     episode_timeout_s: Free[Seconds] = 600.0
-    """What an environment's program may take between two turns of its agents, in tools, effects, sleeps and code of its
-    own, so that a stuck one holds nothing for ever; sampling, waiting for the engine or for child episodes, and being
-    parked do not count. Beyond it, an episode whose agents have acted is truncated (`time_limit`) with the
-    environment's penalty; one that hangs before any turn, or outside ctx, is dropped (`episode_timeout`)."""
+    """The longest time an environment's program may spend between two turns of its agents, in tools, effects, sleeps
+    and its own code, so that a program that hangs holds nothing for ever. Sampling, waiting for the engine or for child
+    episodes, and being parked do not count. Beyond it, an episode whose agents have acted is truncated (`time_limit`)
+    with the environment's penalty; one that hangs before any turn, or outside ctx, is dropped (`episode_timeout`)."""
     deterministic: Fixed[bool] = False
     """The weights after any number of kills are those of the undisturbed run, bit for bit: episodes in batches, each
     played with the weights of one step, computed in fixed shapes. Several times slower: to find a fault, and to test.
@@ -458,7 +458,7 @@ def _differences(
 
 
 def on_resume(field: FieldInfo) -> OnResume:
-    """What a setting declares; a test refuses one that declares nothing."""
+    """The resume rule a setting declares; a test refuses a setting without one."""
     return next((mark for mark in field.metadata if isinstance(mark, OnResume)), OnResume("refused"))
 
 
@@ -527,7 +527,7 @@ def _check_release(config: RunConfig) -> None:
 
 
 def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """What cannot be with groups that are released in parts, with the reason and the mend."""
+    """Yield settings that cannot be combined with groups released in parts, each with its reason and remedy."""
     credit = config.credit
     advantage = f"credit.advantage = {credit.advantage!r}"
     if credit.advantage == "group_std":
@@ -631,7 +631,7 @@ def _check_full_weights(config: RunConfig) -> None:
 
 
 def _check_deterministic(config: RunConfig) -> None:
-    """What a run does must follow from its configuration alone, and batches are the same for all policies."""
+    """Reject settings under which a run does not follow from its configuration alone, or batches differ by policy."""
     refused = {
         **{f"policies.{name}.kind = 'past'": True for name in config.of_kind(PastPolicy)},
         **{f"policies.{name}.kind = 'remote'": True for name in config.of_kind(RemotePolicy)},

@@ -80,7 +80,7 @@ class UntrainableUnitsError(EntriesError):
 
 
 class PrunedError(JournalError):
-    """What is asked for was given up on purpose, by a rule of the run: nothing is damaged."""
+    """The run discarded the requested data on purpose, by a rule of its configuration; nothing is damaged."""
 
     exit_code = 2
 
