@@ -43,8 +43,8 @@ from agentrl.engines.embedded.capture import chosen_experts, find_routers
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.journal.entries import Begin, EntryBody, JournalEntry, Span, TurnEntry, encode_body
 from agentrl.journal.rows import trajectories
+from agentrl.learn.columns import mismatch_metrics
 from agentrl.learn.forward import token_logprobs
-from agentrl.learn.mismatch import mismatch_metrics
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack
 from benchmarks.report import Report

@@ -261,7 +261,7 @@ def installed_version(distribution: str) -> str | None:
 def make_trainer(config: RunConfig, directory: Path) -> Trainer:
     """The trainer a configuration asks for."""
     if config.trainer.kind == "in_process":
-        from agentrl.learn.in_process import InProcessTrainer
+        from agentrl.learn.trainer import InProcessTrainer
 
         return InProcessTrainer(config, directory)
     from agentrl.cluster.trainer_pool import RayTrainerPool

@@ -130,7 +130,7 @@ def compute_step(reader: RunReader, line: StepLine) -> StepComputed:
 
 
 def kept_weights(reader: RunReader, version: PolicyVersion) -> tuple[WeightsRef | Path | None, str]:
-    """The weights of a version, as `learn.step_replay` takes them, and in words where they lie.
+    """The weights of a version, as `PolicyTrainer.recompute` takes them, and in words where they lie.
 
     Raises:
         InputError: they are not kept.
@@ -160,10 +160,12 @@ def _computed(
     config: RunConfig, run: Path, batch: TrainBatch, started_from: PolicyVersion, weights: WeightsRef | Path | None
 ) -> tuple[float, float]:
     try:
-        from agentrl.learn.step_replay import compute_step as compute
+        from agentrl.learn.trainer import PolicyTrainer
     except ImportError as error:
         raise InputError(f"{error.name} is not installed: {install_command('train')}") from error
-    return compute(config, run, batch, started_from, weights)
+    trainer = PolicyTrainer(config, run, publishes=False)
+    trainer.start()
+    return trainer.recompute(batch, started_from, weights)
 
 
 def _batch(reader: RunReader, line: StepLine) -> tuple[TrainBatch, PolicyVersion]:

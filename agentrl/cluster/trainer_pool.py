@@ -41,7 +41,6 @@ LOOK_S = 1.0
 
 LEARNING = (
     "agentrl.learn.losses",
-    "agentrl.learn.logprobs",
     "agentrl.learn.forward",
     "agentrl.learn.packing",
     "agentrl.learn.trainer",

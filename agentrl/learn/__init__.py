@@ -1,4 +1,4 @@
-"""Torch: losses, packing, the policy trainer, checkpoints."""
+"""Training: losses, packing, the forward pass, the policy trainer, checkpoints and published versions."""
 
 from agentrl.core.machine import hide_broken_builds
 

@@ -1,4 +1,4 @@
-"""Step columns: what a trainer computed and used for each token of a step, so that the step can be rebuilt.
+"""Step columns: what a trainer computed and used for each token of a step, and the mismatch metrics read from them.
 
 A step's file is `steps/<policy>/<lineage>.<step>.safetensors`:
   `offsets`           int64 [rows + 1], where each row's trained tokens begin in the columns below
@@ -10,6 +10,11 @@ A step's file is `steps/<policy>/<lineage>.<step>.safetensors`:
   `lag`               int32 [tokens], steps from the weights that sampled the token to those the trainer computed with;
                       at least 1 for those of an earlier lineage, -1 where it is not known who sampled
   metadata `rows`     JSON, [[episode id, row index of the unit], …] in the order the trainer consumed them
+
+The mismatch metrics compare the trainer's log-probabilities with the recorded ones, in every step. Where a row was
+sampled by the very weights the trainer computes with, both mean the same distribution: what is left is the difference
+between the two implementations (dtype, kernels, routing, filters, a wrong adapter). Elsewhere the optimizer steps in
+between add to it.
 """
 
 from __future__ import annotations
@@ -27,11 +32,17 @@ from safetensors.numpy import load, save
 from agentrl.core.records import PolicyVersion
 from agentrl.core.training_records import TrainingSample
 from agentrl.credit.samples import input_digest, row_digest, token_lags, trained_positions
-from agentrl.learn.checkpoint import writing
+from agentrl.learn.losses import LOG_RATIO_LIMIT
 from agentrl.learn.packing import MicroBatch
+from agentrl.learn.storage import writing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from agentrl.core.records import BoolArray
+
+LAGS = ("0", "1", "2", "3", "4+")
+"""Version lags that the metrics tell apart."""
 
 
 class StepColumns:
@@ -114,6 +125,12 @@ class MergedColumns:
         """Str [tokens]: who sampled the token."""
         self.input_digest = input_digest(part["digests"].tobytes() for part in decoded)
 
+    def mismatch(self) -> dict[str, float]:
+        """Metrics of the step; see `mismatch_metrics` and `seat_metrics`."""
+        trainer, behavior = self.columns["trainer_logprobs"], self.columns["behavior_logprobs"]
+        by_lag = mismatch_metrics(trainer, behavior, lag=self.columns["lag"], fresh=self.fresh)
+        return by_lag | seat_metrics(trainer, behavior, self.seats)
+
     def write(self, path: Path) -> None:
         """Write the step's file, whole or not at all; not synced.
 
@@ -135,3 +152,57 @@ def read_columns(path: Path) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:
     """Rows and columns of a step's file."""
     with safe_open(path, framework="np") as file:
         return json.loads(file.metadata()["rows"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def mismatch_metrics(
+    trainer: NDArray[np.float32], behavior: NDArray[np.float32], *, lag: NDArray[np.int32], fresh: BoolArray
+) -> dict[str, float]:
+    """Mismatch figures over the tokens whose row was forwarded.
+
+    With log w = trainer - behavior, `k3` is the mean of w - 1 - log w: never negative, an unbiased estimate of KL(mu ||
+    pi) over tokens sampled from mu (Schulman 2020, http://joschu.net/blog/kl-approx.html). `difference` is the mean of
+    |log w|, `max_difference` the largest.
+
+    Args:
+        trainer: [n], NaN where the token was not forwarded.
+        behavior: [n], recorded by the engine.
+        lag: [n], steps between the weights of both; -1: not known.
+        fresh: [n], whether the token's whole row was sampled by the weights the trainer computed with: a token of lag 0
+            in another row may have been sampled over KV of older weights.
+
+    Returns:
+        `mismatch/k3`, `/difference`, `/max_difference`, `/tokens` over fresh tokens, and the same as `lag_k3/<lag>`,
+        `lag_difference/<lag>`, `lag_max_difference/<lag>`, `lag_tokens/<lag>` by lag; without those that saw no token.
+    """
+    groups = {"mismatch/{}": fresh}
+    for at, word in enumerate(LAGS):
+        groups[f"lag_{{}}/{word}"] = lag == at if at < len(LAGS) - 1 else lag >= at
+    metrics: dict[str, float] = {}
+    for name, tokens in groups.items():
+        values = _log_ratio(trainer, behavior, tokens)
+        if len(values):
+            metrics[name.format("k3")] = float((np.expm1(values) - values).mean())
+            metrics[name.format("difference")] = float(np.abs(values).mean())
+            metrics[name.format("max_difference")] = float(np.abs(values).max())
+            metrics[name.format("tokens")] = float(len(values))
+    return metrics
+
+
+def seat_metrics(
+    trainer: NDArray[np.float32], behavior: NDArray[np.float32], seats: NDArray[np.object_]
+) -> dict[str, float]:
+    """`seat_k3/<seat>` where the tokens, all of shape [n], are of several seats: k3 as in `mismatch_metrics`."""
+    names = sorted(set(seats.tolist()))
+    if len(names) < 2:
+        return {}
+    measured = {name: _log_ratio(trainer, behavior, seats == name) for name in names}
+    return {f"seat_k3/{name}": float((np.expm1(w) - w).mean()) for name, w in measured.items() if len(w)}
+
+
+def _log_ratio(
+    trainer: NDArray[np.float32], behavior: NDArray[np.float32], tokens: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """log w of those of the tokens that were forwarded."""
+    chosen = tokens & np.isfinite(trainer)
+    difference: NDArray[np.float64] = trainer[chosen].astype(np.float64) - behavior[chosen]
+    return difference.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -1,31 +1,29 @@
-"""The forward pass over a micro-batch's prefix tree, for any Hugging Face causal LM with pluggable attention.
+"""The forward pass over a micro-batch: log-probability, entropy and kept mass of its trained tokens.
 
-All tokens go through the model as one sequence, [1, N]: norms, projections, experts see no padding, no token twice.
-Only attention looks at rows: it gathers each row's queries and keys into padded blocks and scatters the result back.
-Models whose layers mix tokens elsewhere (state-space layers, say) are found by `shares_prefixes`, and forwarded as
-padded rows.
+All tokens of the micro-batch's prefix tree go through the model as one sequence, [1, N]: norms, projections and experts
+see no padding, and no token twice. Only attention looks at rows: it gathers each row's queries and keys into padded
+blocks and scatters the result back. A model whose layers mix tokens elsewhere (state-space layers, say) is forwarded
+as padded rows instead. The vocabulary projection runs over the hidden states that predict a trained token, in pieces.
 
-Owns: the attention function, both forward passes, the choice between them. Does not own: what is packed (`packing.py`),
-the loss, how a router is made to follow the recorded experts (`routing_replay.py`).
+Owns: the attention function, both forward passes, the vocabulary projection. Does not own: what is packed
+(`packing.py`), losses, the choice between the two passes (`models.py`), how a router follows the recorded experts
+(`routing_replay.py`). Invariant: the distribution is the one the engine sampled from, so ratios compare like with like.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from agentrl.core.errors import ModelError
-from agentrl.core.training_records import TrainingSample
-from agentrl.engines.models import special_lengths
-from agentrl.learn.logprobs import HeadOutput, KeptSets, logprobs_of
-from agentrl.learn.packing import MicroBatch, pack
+from agentrl.learn.packing import MicroBatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,11 +33,8 @@ if TYPE_CHECKING:
 ATTENTION = "agentrl_tree"
 """The name under which `tree_attention` is registered; models are loaded with it."""
 
-_TRIED = 11
-"""Tokens at the end of each trial row whose log-probabilities are compared."""
-
-SHARING_TOLERANCE = 2e-3
-"""Largest difference of log-probabilities between the model's own forward pass and ours, in nats."""
+MAX_LOGITS = 1 << 26
+"""Logits held at once, per piece of the projection; larger ones are recomputed in the backward pass."""
 
 
 class _Block(NamedTuple):
@@ -128,14 +123,9 @@ def tree_attention(  # noqa: PLR0913
 AttentionInterface.register(ATTENTION, tree_attention)
 
 
-def _device_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
+def device_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
+    """A numpy array as a tensor on a device."""
     return torch.from_numpy(array).to(device)
-
-
-def _decoder(model: PreTrainedModel) -> nn.Module:
-    """The model without its output projection."""
-    decoder: nn.Module = model.get_decoder()
-    return decoder
 
 
 def _replayed(
@@ -145,7 +135,7 @@ def _replayed(
     if replay is None or batch.expert_routing is None:
         return nullcontext()
     experts = batch.expert_routing if tokens is None else batch.expert_routing[tokens.reshape(-1)]
-    return replay.forced(_device_tensor(experts, device).long())
+    return replay.forced(device_tensor(experts, device).long())
 
 
 def _tree_hidden(
@@ -153,9 +143,9 @@ def _tree_hidden(
 ) -> Tensor:
     """Hidden states [N, H] of the packed tokens."""
     with _replayed(replay, batch, None, device):
-        output = _decoder(model)(
-            input_ids=_device_tensor(batch.token_ids, device).unsqueeze(0),
-            position_ids=_device_tensor(batch.position_ids, device).unsqueeze(0),
+        output = model.get_decoder()(
+            input_ids=device_tensor(batch.token_ids, device).unsqueeze(0),
+            position_ids=device_tensor(batch.position_ids, device).unsqueeze(0),
             use_cache=False,
             tree=_tree(batch, device),
         )
@@ -172,15 +162,131 @@ def _padded_hidden(
     for block in batch.blocks:
         valid = np.arange(block.queries.shape[1]) < block.counts[:, None]
         with _replayed(replay, batch, block.queries, device):
-            output = _decoder(model)(
-                input_ids=_device_tensor(batch.token_ids[block.queries], device),
-                attention_mask=_device_tensor(valid, device).long(),
+            output = model.get_decoder()(
+                input_ids=device_tensor(batch.token_ids[block.queries], device),
+                attention_mask=device_tensor(valid, device).long(),
                 use_cache=False,
             )
-        hidden.append(output.last_hidden_state[_device_tensor(valid, device)])
+        hidden.append(output.last_hidden_state[device_tensor(valid, device)])
         order.append(block.queries[valid])
     back = np.argsort(np.concatenate(order))
-    return torch.cat(hidden)[_device_tensor(back, device)]
+    return torch.cat(hidden)[device_tensor(back, device)]
+
+
+class HeadOutput(NamedTuple):
+    """Per trained token, [n] each, float32."""
+
+    logprob: Tensor
+    """Natural log of the target's probability under the processed distribution."""
+    entropy: Tensor
+    """Of the processed distribution, in nats."""
+    kept_mass: Tensor
+    """Probability the full tempered distribution gives to the kept set; 1 where nothing was masked. No gradient."""
+
+
+class KeptSets(NamedTuple):
+    """The kept set K_t of each of n tokens, ragged."""
+
+    counts: Tensor  # int64 [n]; 0: the full vocabulary
+    token_ids: Tensor  # int64 [sum of counts]
+
+    def mask(self, vocabulary: int) -> Tensor:
+        """Boolean [n, vocabulary]; rows with count 0 are all True."""
+        kept = (self.counts == 0).unsqueeze(1).expand(-1, vocabulary).clone()
+        rows = torch.repeat_interleave(torch.arange(len(self.counts), device=self.counts.device), self.counts)
+        kept[rows, self.token_ids] = True
+        return kept
+
+    def slice(self, start: int, stop: int) -> KeptSets:
+        """The sets of tokens [start, stop)."""
+        before, inside = int(self.counts[:start].sum()), int(self.counts[start:stop].sum())
+        return KeptSets(self.counts[start:stop], self.token_ids[before : before + inside])
+
+
+def logprob_head(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: Tensor | float = 1.0,
+    kept_mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    entropy_gradient: bool = True,
+) -> HeadOutput:
+    """Log-probability of `targets` under softmax(logits / temperature) restricted to the kept set.
+
+    log pi_K(y) = z_y / tau - log sum over k in K ∪ {y} of exp(z_k / tau), with z the logits, tau the temperature; the
+    target always belongs to the kept set, so a sampled token never has probability 0.
+
+    Args:
+        hidden: [n, H], the states that predict the targets (after the final norm).
+        lm_head_weight: [V, H].
+        targets: [n], int64.
+        temperature: one for all, or [n].
+        kept_mask: bool [n, V], True where the sampler kept the token; None: nothing was masked.
+        bias: [V], of the projection.
+        entropy_gradient: whether the entropy is differentiable; without, it costs less.
+    """
+    logits = F.linear(hidden, lm_head_weight, bias).float()
+    if isinstance(temperature, Tensor):
+        logits = logits / temperature.unsqueeze(1)
+    elif temperature != 1.0:
+        logits = logits / temperature
+    chosen = targets.unsqueeze(1)
+    if kept_mask is None:
+        log_softmax = logits.log_softmax(dim=1)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy = -(log_softmax.exp() * log_softmax).sum(dim=1)
+        return HeadOutput(log_softmax.gather(1, chosen).squeeze(1), entropy, torch.ones_like(entropy).detach())
+    kept = kept_mask.scatter(1, chosen, True)
+    log_kept = logits.masked_fill(~kept, -torch.inf).log_softmax(dim=1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        # 0 · log 0 is 0; masked_fill before the product keeps NaN out of the gradient.
+        entropy = -(log_kept.exp() * log_kept.masked_fill(~kept, 0.0)).sum(dim=1)
+    with torch.no_grad():
+        kept_mass = logits.softmax(dim=1).masked_fill(~kept, 0.0).sum(dim=1)
+    return HeadOutput(log_kept.gather(1, chosen).squeeze(1), entropy, kept_mass)
+
+
+def logprobs_of(
+    hidden: Tensor,
+    head: torch.nn.Module,
+    targets: Tensor,
+    *,
+    temperature: Tensor,
+    kept: KeptSets | None = None,
+    entropy_gradient: bool = True,
+) -> HeadOutput:
+    """`logprob_head` in pieces of at most `MAX_LOGITS` logits, recomputed in the backward pass where there are several.
+
+    Args:
+        hidden: [n, H].
+        head: the output embedding, with `weight` [V, H] and perhaps `bias` [V].
+        targets: [n], int64.
+        temperature: [n].
+        kept: the kept sets of the n tokens; None: nothing was masked.
+        entropy_gradient: whether the entropy is differentiable.
+    """
+    weight, bias = head.weight, getattr(head, "bias", None)
+    assert isinstance(weight, Tensor)
+
+    def piece(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        return logprob_head(
+            hidden[start:stop],
+            weight,
+            targets[start:stop],
+            temperature=temperature[start:stop],
+            kept_mask=None if kept is None else kept.slice(start, stop).mask(weight.shape[0]),
+            bias=bias,
+            entropy_gradient=entropy_gradient,
+        )
+
+    count, step = len(targets), max(1, MAX_LOGITS // weight.shape[0])
+    if count <= step:
+        return HeadOutput(*piece(0, count))
+    bounds = [(start, min(start + step, count)) for start in range(0, count, step)]
+    pieces = [checkpoint(piece, start, stop, use_reentrant=False) for start, stop in bounds]
+    return HeadOutput(*(torch.cat(column) for column in zip(*pieces, strict=True)))
 
 
 def token_logprobs(
@@ -207,80 +313,14 @@ def token_logprobs(
     hidden = (_tree_hidden if shared else _padded_hidden)(model, batch, device, replay)
     kept = None
     if batch.kept_counts is not None and batch.kept_ids is not None:
-        kept = KeptSets(_device_tensor(batch.kept_counts, device), _device_tensor(batch.kept_ids, device))
+        kept = KeptSets(device_tensor(batch.kept_counts, device), device_tensor(batch.kept_ids, device))
     head: nn.Module | None = model.get_output_embeddings()
     assert head is not None
     return logprobs_of(
-        F.embedding(_device_tensor(batch.hidden_index, device), hidden),
+        F.embedding(device_tensor(batch.hidden_index, device), hidden),
         head,
-        _device_tensor(batch.targets, device),
-        temperature=_device_tensor(batch.temperature, device),
+        device_tensor(batch.targets, device),
+        temperature=device_tensor(batch.temperature, device),
         kept=kept,
         entropy_gradient=entropy_gradient,
     )
-
-
-def shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:
-    """Whether the prefix tree reproduces the model's own log-probabilities; if not, padded rows do.
-
-    Short rows are packed together with one on each side of every length below `max_context` that the model's
-    configuration names (`special_lengths`): windows and chunks are invisible in shorter ones. That costs what a
-    few rows of such a length cost in a step. The model is left with the attention that goes with the answer.
-
-    Raises:
-        ModelError: neither does: logits are not a plain projection of the last hidden state, say.
-    """
-    own = "sdpa" if model._supports_sdpa else "eager"
-    special = special_lengths(model.config, max_context)
-    around = [row for length in special for row in (length - 1, min(length + 5, max_context))]
-    rows = _trial_rows(model, [12, 12, 12, *around])
-    differences: dict[bool, float] = {}
-    with torch.no_grad():
-        model.set_attn_implementation(own)
-        expected = [_own_logprobs(model, row) for row in rows]
-        for shared in (True, False):
-            (batch,) = pack(rows, max_tokens=1 << 30, share=shared)
-            model.set_attn_implementation(ATTENTION if shared else own)
-            try:
-                found = token_logprobs(model, batch, shared=shared).logprob
-            except (ModelError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-                if shared:
-                    continue
-                raise ModelError(f"{type(model).__name__} cannot be forwarded by the trainer: {error!r}") from error
-            wanted = [expected[row][at] for row, at in zip(batch.sample.tolist(), batch.position.tolist(), strict=True)]
-            differences[shared] = float((found - torch.tensor(wanted, device=found.device)).abs().max())
-            if differences[shared] <= SHARING_TOLERANCE:
-                return shared
-    raise ModelError(
-        f"{type(model).__name__}: log-probabilities recomputed from hidden states, rows of "
-        f"{', '.join(map(str, sorted({len(row.token_ids) for row in rows})))} tokens together, differ from the model's "
-        f"own by {min(differences.values()):.2g} (allowed: {SHARING_TOLERANCE}), so it cannot be trained; models that "
-        "change their logits after the output projection never can"
-        + (f", for others set engine.max_context to at most {special[0]}" if special else "")
-    )
-
-
-def _trial_rows(model: PreTrainedModel, lengths: list[int]) -> list[TrainingSample]:
-    """Random rows, every other one of which begins like the first; the last tokens of each are trained."""
-    draws = np.random.default_rng(0).integers(
-        0, model.config.get_text_config().vocab_size, (len(lengths), max(lengths))
-    )
-    draws[1::2, :7] = draws[0, :7]
-    rows = []
-    for drawn, length in zip(draws.astype(np.int32), lengths, strict=True):
-        nothing = np.zeros(length, np.float32)
-        mask = np.arange(length) >= max(1, length - _TRIED)
-        rows.append(
-            TrainingSample(token_ids=drawn[:length], loss_mask=mask, behavior_logprobs=nothing, advantages=nothing)
-        )
-    return rows
-
-
-def _own_logprobs(model: PreTrainedModel, row: TrainingSample) -> dict[int, float]:
-    """The model's own log-probabilities of a row's trained tokens, by position: the row alone, its own attention."""
-    ids = _device_tensor(row.token_ids.astype(np.int64), model.device)
-    few = {"logits_to_keep": _TRIED + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
-    logits = model(input_ids=ids[None], use_cache=False, **few).logits[0, -_TRIED - 1 : -1].float().log_softmax(-1)
-    targets = ids[-len(logits) :]
-    logprobs = logits.gather(1, targets[:, None])[:, 0].tolist()
-    return dict(zip(range(len(ids) - len(logits), len(ids)), logprobs, strict=True))

@@ -3,16 +3,19 @@
 Policies with adapters share one base; a policy that trains all weights has a copy of its own. All parameters are
 float32. Nothing is fetched: no network, no remote code.
 
-Owns: loading, which parameters belong to whom, which adapter is active, what a published version contains.
-Invariants: the shared base never requires a gradient; a policy's start does not depend on the others'.
+Owns: loading, the check that the trainer's forward pass is the model's own, which parameters belong to whom, which
+adapter is active, what a published version contains. Invariants: the shared base never requires a gradient; a policy's
+start does not depend on the others'.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import peft
 import torch
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -23,15 +26,23 @@ from agentrl.config.policies import LoraConfig
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.ids import key64
-from agentrl.engines.models import read_model
+from agentrl.core.training_records import TrainingSample
+from agentrl.engines.models import read_model, special_lengths
 from agentrl.engines.weights import adaptable_layers, match_full_weights, read_matrices, read_weights
-from agentrl.learn.forward import shares_prefixes
+from agentrl.learn.forward import ATTENTION, device_tensor, token_logprobs
+from agentrl.learn.packing import pack
 from agentrl.learn.routing_replay import RoutingReplay
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from agentrl.core.records import WeightsRef
+
+_COMPARED = 11
+"""Tokens at the end of each row of the check whose log-probabilities are compared."""
+
+SHARING_TOLERANCE = 2e-3
+"""Largest difference of log-probabilities between the model's own forward pass and ours, in nats."""
 
 
 class PolicyModel:
@@ -286,3 +297,69 @@ def _add_adapter(
             "policies.NAME.lora.target_modules"
         ) from error
     return peft_model
+
+
+def shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:
+    """Whether the prefix tree reproduces the model's own log-probabilities; if not, padded rows do.
+
+    Short rows are packed together with one on each side of every length below `max_context` that the model's
+    configuration names (`special_lengths`): windows and chunks are invisible in shorter ones. That costs what a
+    few rows of such a length cost in a step. The model is left with the attention that goes with the answer.
+
+    Raises:
+        ModelError: neither does: logits are not a plain projection of the last hidden state, say.
+    """
+    own = "sdpa" if model._supports_sdpa else "eager"
+    special = special_lengths(model.config, max_context)
+    around = [row for length in special for row in (length - 1, min(length + 5, max_context))]
+    rows = _check_rows(model, [12, 12, 12, *around])
+    differences: dict[bool, float] = {}
+    with torch.no_grad():
+        model.set_attn_implementation(own)
+        expected = [_own_logprobs(model, row) for row in rows]
+        for shared in (True, False):
+            (batch,) = pack(rows, max_tokens=1 << 30, share=shared)
+            model.set_attn_implementation(ATTENTION if shared else own)
+            try:
+                found = token_logprobs(model, batch, shared=shared).logprob
+            except (ModelError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+                if shared:
+                    continue
+                raise ModelError(f"{type(model).__name__} cannot be forwarded by the trainer: {error!r}") from error
+            wanted = [expected[row][at] for row, at in zip(batch.sample.tolist(), batch.position.tolist(), strict=True)]
+            differences[shared] = float((found - torch.tensor(wanted, device=found.device)).abs().max())
+            if differences[shared] <= SHARING_TOLERANCE:
+                return shared
+    raise ModelError(
+        f"{type(model).__name__}: log-probabilities recomputed from hidden states, rows of "
+        f"{', '.join(map(str, sorted({len(row.token_ids) for row in rows})))} tokens together, differ from the model's "
+        f"own by {min(differences.values()):.2g} (allowed: {SHARING_TOLERANCE}), so it cannot be trained; models that "
+        "change their logits after the output projection never can"
+        + (f", for others set engine.max_context to at most {special[0]}" if special else "")
+    )
+
+
+def _check_rows(model: PreTrainedModel, lengths: list[int]) -> list[TrainingSample]:
+    """Random rows, every other one of which begins like the first; the last tokens of each are trained."""
+    draws = np.random.default_rng(0).integers(
+        0, model.config.get_text_config().vocab_size, (len(lengths), max(lengths))
+    )
+    draws[1::2, :7] = draws[0, :7]
+    rows = []
+    for drawn, length in zip(draws.astype(np.int32), lengths, strict=True):
+        nothing = np.zeros(length, np.float32)
+        mask = np.arange(length) >= max(1, length - _COMPARED)
+        rows.append(
+            TrainingSample(token_ids=drawn[:length], loss_mask=mask, behavior_logprobs=nothing, advantages=nothing)
+        )
+    return rows
+
+
+def _own_logprobs(model: PreTrainedModel, row: TrainingSample) -> dict[int, float]:
+    """The model's own log-probabilities of a row's trained tokens, by position: the row alone, its own attention."""
+    ids = device_tensor(row.token_ids.astype(np.int64), model.device)
+    few = {"logits_to_keep": _COMPARED + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+    logits = model(input_ids=ids[None], use_cache=False, **few).logits[0, -_COMPARED - 1 : -1].float().log_softmax(-1)
+    targets = ids[-len(logits) :]
+    logprobs = logits.gather(1, targets[:, None])[:, 0].tolist()
+    return dict(zip(range(len(ids) - len(logits), len(ids)), logprobs, strict=True))

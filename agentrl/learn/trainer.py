@@ -5,16 +5,19 @@ divided by the batch's constant normaliser and accumulates the gradient; `optim_
 clips, and applies AdamW. Both are idempotent by step id.
 
 Owns: gradients, optimizers, step reports and columns. Does not own: version ids, what is consumed and when (the
-orchestrator), processes (`cluster`, `in_process`). Invariants: a step that is refused leaves the weights bit-identical;
+orchestrator), processes (`cluster`). Invariants: a step that is refused leaves the weights bit-identical;
 what is frozen is not here; any number of ranks, micro-batches or rows per unit gives the same update.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,17 +31,16 @@ from agentrl.core.training_records import StepReport, TrainBatch, TrainingSample
 from agentrl.credit.samples import ReadUnits, read_samples, trained_positions
 from agentrl.journal.reader import EntryKey, TurnReader
 from agentrl.journal.rows import trajectories
-from agentrl.learn import checkpoint
-from agentrl.learn.checkpoint import writing
 from agentrl.learn.columns import MergedColumns, StepColumns
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss
-from agentrl.learn.mismatch import mismatch
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import MicroBatch, pack
-from agentrl.learn.probe import ProbeMaker
-from agentrl.learn.publish import Publisher
 from agentrl.learn.ranks import OneRank, Ranks
+from agentrl.learn.storage import LearnerState, ProbeMaker, Publisher, load_checkpoint, save_checkpoint, writing
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _BETAS = (0.9, 0.95)
 """Of AdamW. The second lies below the usual 0.999, since a run has tens of steps."""
@@ -164,7 +166,7 @@ class PolicyTrainer:
             self._probes = ProbeMaker(next(iter(models.values())), max_context=self._config.engine.max_context)
         if resume_from is not None:
             for name, learner in self._learners.items():
-                state = checkpoint.load(resume_from / name, learner.model.parameters, learner.optimizer)
+                state = load_checkpoint(resume_from / name, learner.model.parameters, learner.optimizer)
                 learner.step, learner.version, learner.report = state.step, state.version, state.report
         return tuple(model.described for model in models.values() if model.described)
 
@@ -284,7 +286,7 @@ class PolicyTrainer:
             tokens=int(total["tokens"]),
             seconds=step.seconds + self._clock.monotonic() - started,
             metrics=_metrics(total, learning_rate=learner.rate(step_id), routed=learner.model.replay is not None)
-            | mismatch(merged),
+            | merged.mismatch(),
             input_digest=merged.input_digest,
             columns=columns,
         )
@@ -344,18 +346,34 @@ class PolicyTrainer:
         """Forget the gradient accumulated for the policy's next step."""
         self._learner(policy).discard()
 
-    def stand_at(self, version: PolicyVersion) -> PolicyModel:
-        """Take a policy to be at a version, and forget its gradient; its model, for the version's weights."""
-        learner = self._learner(version.policy)
-        learner.discard()
-        learner.step, learner.version, learner.report = version.step, version, None
-        return learner.model
+    def recompute(
+        self, batch: TrainBatch, started_from: PolicyVersion, weights: WeightsRef | Path | None
+    ) -> tuple[float, float]:
+        """Loss and gradient norm, before clipping, of a step from its start weights; applies and writes nothing.
 
-    def measure(self, policy: str) -> tuple[float, float]:
-        """Loss and gradient norm of the step in progress, which is then forgotten: nothing is applied or written."""
-        learner = self._learner(policy)
+        On the machine that trained, with one rank, every bit is that of the step; several ranks add the same numbers
+        in another order.
+
+        Args:
+            batch: the step's units.
+            started_from: the version the step started from.
+            weights: of that version: published, or a policy's folder in a checkpoint; None: those a run begins with.
+
+        Raises:
+            ModelError: the weights were rounded when they were published.
+            EngineError, TrainerError: the files of the weights are damaged, or of another configuration.
+            JournalError: the units cannot be read.
+        """
+        learner = self._learner(batch.policy)
+        learner.discard()
+        learner.step, learner.version, learner.report = started_from.step, started_from, None
+        if isinstance(weights, WeightsRef):
+            learner.model.load_published(weights)
+        elif weights is not None:
+            load_checkpoint(weights, learner.model.parameters, None)
+        self.forward_backward(batch)
         if learner.open is None:
-            raise TrainerError(f"policy {policy!r}: no step is in progress")
+            raise TrainerError(f"policy {batch.policy!r}: no step is in progress")
         total, grad_norm = self._summed(learner, learner.open)
         learner.discard()
         return total["loss"], grad_norm
@@ -370,8 +388,8 @@ class PolicyTrainer:
         for name, learner in self._learners.items():
             if learner.open is not None:
                 raise TrainerError(f"policy {name!r}: step {learner.open.step_id} is in progress; apply it first")
-            state = checkpoint.LearnerState(step=learner.step, version=learner.version, report=learner.report)
-            checkpoint.save(directory / name, learner.model.parameters, learner.optimizer, state)
+            state = LearnerState(step=learner.step, version=learner.version, report=learner.report)
+            save_checkpoint(directory / name, learner.model.parameters, learner.optimizer, state)
 
     def _learner(self, policy: str) -> _Learner:
         learner = self._learners.get(policy)
@@ -423,3 +441,43 @@ def journal_reader(run_directory: Path) -> ReadUnits:
         return [trajectories(entries, item.policy) for item, entries in read]
 
     return read
+
+
+class InProcessTrainer:
+    """`core.ports.Trainer` in this process: a `PolicyTrainer` in a worker thread, so the event loop never waits.
+
+    Calls run one at a time, in the order in which they were made; torch releases the interpreter lock in its kernels.
+    `cluster.trainer_pool` is the same port over Ray.
+    """
+
+    def __init__(self, config: RunConfig, run_directory: Path, *, read: ReadUnits | None = None) -> None:
+        """See `PolicyTrainer`."""
+        self._trainer = PolicyTrainer(config, run_directory, read=read)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+
+    async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.wrap_future(self._thread.submit(function, *args, **kwargs))
+
+    async def start(self, resume_from: str | None = None) -> tuple[str, ...]:
+        """See `PolicyTrainer.start`."""
+        return await self._call(self._trainer.start, None if resume_from is None else Path(resume_from))
+
+    async def forward_backward(self, batch: TrainBatch) -> None:
+        """See `PolicyTrainer.forward_backward`."""
+        await self._call(self._trainer.forward_backward, batch)
+
+    async def optim_step(self, policy: str, step_id: int) -> StepReport:
+        """See `PolicyTrainer.optim_step`."""
+        return await self._call(self._trainer.optim_step, policy, step_id)
+
+    async def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
+        """See `PolicyTrainer.publish`."""
+        return await self._call(self._trainer.publish, policy, version)
+
+    async def save(self, directory: str) -> None:
+        """See `PolicyTrainer.save`."""
+        await self._call(self._trainer.save, Path(directory))
+
+    async def close(self) -> None:
+        """Let the call in progress end, then stop the thread. Idempotent."""
+        self._thread.shutdown(wait=False, cancel_futures=True)

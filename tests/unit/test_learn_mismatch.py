@@ -11,8 +11,7 @@ import pytest
 
 from agentrl.core.records import PolicyVersion, VersionSpan
 from agentrl.credit.samples import token_lags, trained_positions
-from agentrl.learn.columns import MergedColumns, StepColumns, read_columns
-from agentrl.learn.mismatch import mismatch, mismatch_metrics, seat_metrics
+from agentrl.learn.columns import MergedColumns, StepColumns, mismatch_metrics, read_columns, seat_metrics
 from agentrl.learn.packing import pack
 from tests.learn_cases import make_samples
 
@@ -76,7 +75,7 @@ def test_rows_of_all_ranks_are_measured_and_one_stale_token_makes_its_row_stale(
         parts.append(columns.encode())
     merged = MergedColumns(parts)
     counts = [len(trained_positions(sample)) for sample in samples]
-    found = mismatch(merged)
+    found = merged.mismatch()
     assert found["mismatch/tokens"] == counts[0] + counts[2]
     assert found["mismatch/max_difference"] == pytest.approx(0.25)
     assert found["lag_tokens/1"] == int((np.concatenate([trained_positions(samples[1])]) < 11).sum())

@@ -26,8 +26,7 @@ from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion, SamplingMask, Trajectory
 from agentrl.core.training_records import TrainBatch, Unit
 from agentrl.learn.columns import read_columns
-from agentrl.learn.in_process import InProcessTrainer
-from agentrl.learn.trainer import PolicyTrainer
+from agentrl.learn.trainer import InProcessTrainer, PolicyTrainer
 from tests.learn_cases import LORA, VOCABULARY, Episodes, make_rows, run_config, write_model, write_tokenizer
 
 START = PolicyVersion("policy", 0, 0)

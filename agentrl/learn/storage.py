@@ -1,0 +1,283 @@
+"""A learner on disk: checkpoints, from which training resumes, and published versions, which engines load.
+
+A checkpoint of a policy is `<directory>/<policy>/`: `weights.safetensors` (what the optimizer changes, float32),
+`optimizer.safetensors` (AdamW's moments), `rng.json` (torch's random state), `state.json` (step, version, last report).
+
+A version is `versions/<policy>/<lineage>.<step>/`: full weights with configuration and tokenizer, or a PEFT adapter.
+`core.files.place` puts it in place, so a directory that exists is whole, even after a power cut. The metadata of its
+weights' file holds the probe of the canary check: the log-probabilities its trainer computes for a few next tokens,
+which an engine must reproduce before it serves the version.
+
+Files are safetensors and JSON, never pickle. Owns: both layouts, the digest of a version, the probe's tokens. Does not
+own: version ids, the manifest that makes a checkpoint count and the deletion of old files (the orchestrator's); how an
+engine checks the probe (`engines.weights`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from agentrl.core.errors import StorageError, TrainerError
+from agentrl.core.files import WEIGHT_FILES, place, remedy, sha256_of, staged
+from agentrl.core.ids import key64
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.training_records import StepReport, TrainingSample
+from agentrl.engines.weights import Probe
+from agentrl.learn.forward import token_logprobs
+from agentrl.learn.packing import pack
+
+if TYPE_CHECKING:
+    from agentrl.core.records import Float32Array, Int32Array
+    from agentrl.learn.models import PolicyModel
+
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+(FULL_FILE,) = WEIGHT_FILES["full"]
+ADAPTER_FILE, ADAPTER_CONFIG = WEIGHT_FILES["adapter"]
+_COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "chat_templates/*")
+"""What belongs to a model besides its weights: configuration, tokenizer, chat template."""
+
+_CONTEXTS = 1
+"""Contexts of a probe: enough to tell versions apart; each more costs every publication a forward pass."""
+_TOKENS = 128
+"""Next tokens asked for after each context."""
+_LENGTH = 16
+"""Tokens of a context."""
+_PASS = 2048
+"""Tokens forwarded at once."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around the writing of `path`.
+
+    Raises:
+        StorageError: the system or safetensors, which has errors of its own, could not write.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
+        mend = remedy(error) if isinstance(error, OSError) else "free space or make it writable"
+        raise StorageError(
+            f"{path}: could not be written ({reason}); {mend}, then start the run again with --resume"
+        ) from error
+
+
+class LearnerState(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a policy's learner stands."""
+
+    step: int
+    version: PolicyVersion
+    """The last published version."""
+    report: StepReport | None
+    """Of the last applied step."""
+
+
+Parameters = Mapping[str, nn.Parameter]
+"""What an optimizer changes, by name, in the optimizer's order."""
+
+
+def save_checkpoint(
+    directory: Path, parameters: Parameters, optimizer: torch.optim.Optimizer | None, state: LearnerState
+) -> None:
+    """Write a learner's state into `directory`, which must not exist.
+
+    Raises:
+        StorageError: the disk refused, or the directory exists.
+    """
+    weights = {name: parameter.detach().contiguous() for name, parameter in parameters.items()}
+    rng = {"torch_cpu": torch.get_rng_state().numpy().tobytes().hex()}
+    with writing(directory):
+        directory.mkdir(parents=True)
+        save_file(weights, directory / "weights.safetensors")
+        save_file(_moments(parameters, optimizer), directory / "optimizer.safetensors")
+        (directory / "rng.json").write_text(json.dumps(rng))
+        (directory / "state.json").write_bytes(msgspec.json.encode(state))
+
+
+def load_checkpoint(directory: Path, parameters: Parameters, optimizer: torch.optim.Optimizer | None) -> LearnerState:
+    """Put a learner's state back in place; the next step is bit-identical to the one that would have followed.
+
+    Raises:
+        TrainerError: the directory lacks a file, or holds another policy's or another configuration's state.
+    """
+    try:
+        weights = load_file(directory / "weights.safetensors")
+        moments = load_file(directory / "optimizer.safetensors")
+        rng = json.loads((directory / "rng.json").read_text())
+        state = msgspec.json.decode((directory / "state.json").read_bytes(), type=LearnerState)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise TrainerError(f"checkpoint {directory} cannot be read: {error}; resume from an older one") from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if shapes != {name: tuple(parameter.shape) for name, parameter in parameters.items()}:
+        raise TrainerError(
+            f"the checkpoint in {directory} holds other weights than the configuration trains; "
+            "resume with the model and the policy sections the run was started with"
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    if optimizer is not None and moments:
+        by_parameter: dict[int, dict[str, Any]] = {}
+        for index, name in enumerate(parameters):
+            by_parameter[index] = {moment: moments[f"{name}|{moment}"] for moment in _MOMENTS}
+        optimizer.load_state_dict({"state": by_parameter, "param_groups": optimizer.state_dict()["param_groups"]})
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(rng["torch_cpu"]), dtype=torch.uint8))
+    return state
+
+
+def _moments(parameters: Parameters, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """AdamW's state by parameter name; empty before the first step."""
+    if optimizer is None:
+        return {}
+    return {
+        f"{name}|{moment}": optimizer.state[parameter][moment].contiguous()
+        for name, parameter in parameters.items()
+        if parameter in optimizer.state
+        for moment in _MOMENTS
+    }
+
+
+class Publisher:
+    """Writes a run's versions."""
+
+    def __init__(self, run_directory: Path, model_path: Path) -> None:
+        """Versions go to `run_directory`/versions; configuration and tokenizer come from `model_path`."""
+        self._root = run_directory / "versions"
+        self._model_path = model_path
+
+    def publish(self, version: PolicyVersion, model: PolicyModel, probe: Probe | None = None) -> WeightsRef:
+        """Write a version; the same weights under the same id again change nothing.
+
+        Raises:
+            TrainerError: the id exists with other weights.
+            StorageError: the disk refused; nothing of the version is left.
+        """
+        directory = self._root / version.policy / f"{version.lineage}.{version.step}"
+        name = FULL_FILE if model.adapter_config() is None else ADAPTER_FILE
+        with writing(directory), staged(directory, depth=2) as staging:
+            self._write(staging, name, model, probe)
+            try:
+                place(staging, directory, unless_same=name)
+            except FileExistsError as error:
+                raise TrainerError(
+                    f"version {version} exists in {directory} with other weights; ids are never reused"
+                ) from error
+        digest = sha256_of(*(directory / each for each in WEIGHT_FILES[model.kind]))
+        return WeightsRef(version=version, path=str(directory), kind=model.kind, sha256=digest)
+
+    def _write(self, directory: Path, name: str, model: PolicyModel, probe: Probe | None) -> None:
+        """Write all files of a version."""
+        metadata = {"format": "pt"} | (probe.metadata() if probe is not None else {})
+        _write_tensors(directory / name, model.published(), metadata)
+        adapter_config = model.adapter_config()
+        if adapter_config is None:
+            self._add_companions(directory)
+        else:
+            text = json.dumps(adapter_config, indent=2, sort_keys=True, default=list)
+            (directory / ADAPTER_CONFIG).write_text(text)
+
+    def _add_companions(self, directory: Path) -> None:
+        """Link the run's own copy of configuration and tokenizer, made once, into a version."""
+        source = self._root / ".companions"
+        if not source.is_dir():
+            with staged(source) as copy:
+                for pattern in _COMPANIONS:
+                    for file in sorted(self._model_path.glob(pattern)):
+                        if file.is_file() and not file.name.endswith(".index.json"):
+                            target = copy / file.relative_to(self._model_path)
+                            target.parent.mkdir(parents=True, exist_ok=True)
+                            shutil.copyfile(file, target)
+                place(copy, source)
+        for file in sorted(path for path in source.rglob("*") if path.is_file()):
+            target = directory / file.relative_to(source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(file, target)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(file, target)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file, the same for the same tensors and metadata."""
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
+    with path.open("r+b") as file:  # safetensors leaves the order of metadata to chance
+        header = file.read(int.from_bytes(file.read(8), "little"))
+        found = json.loads(header)["__metadata__"]
+        file.seek(8)
+        file.write(header.replace(_compact(found), _compact(dict(sorted(found.items()))), 1))
+
+
+def _compact(metadata: Mapping[str, str]) -> bytes:
+    """As safetensors writes it."""
+    return json.dumps(metadata, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+class ProbeMaker:
+    """Makes the probes of a run's versions, all of the same tokens.
+
+    Args:
+        model: with the weights that the run began with.
+        max_context: longest one an engine takes, with one more token.
+    """
+
+    def __init__(self, model: PolicyModel, *, max_context: int) -> None:
+        vocabulary = int(model.model.config.get_text_config().vocab_size)
+        length = max(1, min(_LENGTH, max_context - 1))
+
+        def drawn(kind: str, count: int) -> Int32Array:
+            return np.array([key64("probe", kind, at) % vocabulary for at in range(count)], np.int32)
+
+        # Likely tokens hardly move with the weights; those drawn from the whole vocabulary do.
+        self._contexts = drawn("contexts", _CONTEXTS * length).reshape(_CONTEXTS, length)
+        self._token_ids = drawn("tokens", _TOKENS)
+        self._start_logprobs = self._logprobs(model)
+
+    def of(self, model: PolicyModel) -> Probe:
+        """The probe of a policy's present weights.
+
+        Raises:
+            TrainerError: they give log-probabilities that are not finite.
+        """
+        logprobs = self._logprobs(model) if model.parameters else self._start_logprobs
+        if not np.isfinite(logprobs).all():
+            raise TrainerError(
+                "the weights that are to be published give log-probabilities that are not finite: training has "
+                "diverged; resume from an older checkpoint with a smaller learning rate"
+            )
+        return Probe(
+            contexts=self._contexts,
+            token_ids=self._token_ids,
+            logprobs=logprobs,
+            start_logprobs=self._start_logprobs,
+        )
+
+    def _logprobs(self, model: PolicyModel) -> Float32Array:
+        """Of each token after each context, `[m, n]`."""
+        rows = [np.append(context, token).astype(np.int32) for context in self._contexts for token in self._token_ids]
+        nothing = np.zeros(len(rows[0]), np.float32)
+        last = np.arange(len(rows[0])) == len(rows[0]) - 1
+        samples = [
+            TrainingSample(token_ids=row, loss_mask=last, behavior_logprobs=nothing, advantages=nothing) for row in rows
+        ]
+        model.activate()
+        found = np.zeros(len(samples), np.float32)
+        with torch.no_grad():
+            for batch in pack(samples, max_tokens=_PASS, share=model.shared_prefixes):
+                head = token_logprobs(model.model, batch, shared=model.shared_prefixes)
+                found[batch.sample] = head.logprob.cpu().numpy()
+        return found.reshape(len(self._contexts), len(self._token_ids))
