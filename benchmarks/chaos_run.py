@@ -25,8 +25,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, TrainerLostError
 from agentrl.core.ports import ChatFormat, Engine, GenerateRequest
-from agentrl.core.records import PolicyVersion, Task, WeightsRef
-from agentrl.core.training_records import StepReport, TrainBatch
+from agentrl.core.records import PolicyVersion, StepReport, Task, TrainBatch, WeightsRef
 from agentrl.engines.child_process import EngineProgram, LocalPlacement
 from agentrl.engines.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine

@@ -21,8 +21,7 @@ from typing import Any
 from agentrl.app.assemble import Parts, assemble, past_of
 from agentrl.core.clock import SystemClock
 from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import PolicyVersion
-from agentrl.core.training_records import StepReport
+from agentrl.core.records import PolicyVersion, StepReport
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.chat_format import TemplateFormat

@@ -18,8 +18,7 @@ from typing import Any
 
 from agentrl.core.errors import JournalError
 from agentrl.core.records import PolicyVersion
-from agentrl.journal.checksums import episode_digest
-from agentrl.journal.entries import JournalEntry, RewardEntry, ToolEntry, encode_body
+from agentrl.journal.entries import JournalEntry, RewardEntry, ToolEntry, encode_body, episode_digest
 from agentrl.journal.reader import EntryKey, TurnReader
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import SqliteJournal

@@ -28,14 +28,16 @@ from agentrl.core.records import (
     EpisodeSpec,
     PolicyVersion,
     SeatBinding,
+    StepReport,
     Task,
+    TrainBatch,
+    TrajectoryCredit,
     TrajectoryHeader,
+    Unit,
     WeightsRef,
 )
-from agentrl.core.training_records import StepReport, TrainBatch, TrajectoryCredit, Unit
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.checksums import episode_digest
-from agentrl.journal.entries import Begin, JournalEntry, RewardEntry, Span, TurnEntry, encode_body
+from agentrl.journal.entries import Begin, JournalEntry, RewardEntry, Span, TurnEntry, encode_body, episode_digest
 from agentrl.journal.port import PruneRule, StepRow
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import Ledger

@@ -31,11 +31,12 @@ import msgspec
 
 from agentrl.cli.commands import READING
 from agentrl.cli.main import main
-from agentrl.core.rng import stream
-from agentrl.core.safe import safe
+from agentrl.core.ids import stream
+from agentrl.core.text import safe
 from agentrl.exchange.formats import EXPORTS
-from agentrl.journal.checksums import entry_checksum, row_checksum
 from agentrl.journal.control import CHECKED
+from agentrl.journal.entries import entry_checksum
+from agentrl.journal.schema import row_checksum
 
 MEMORY_BYTES = 512 << 20
 CPU_SECONDS = 120.0

@@ -18,11 +18,20 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
+from agentrl.core.ids import stream
 from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, SeatBinding, Task, TrajectoryHeader
-from agentrl.core.rng import stream
 from agentrl.journal import control
-from agentrl.journal.checksums import entry_checksum, episode_digest, row_checksum
-from agentrl.journal.entries import Begin, JournalEntry, RewardEntry, Span, TurnEntry, encode_body
+from agentrl.journal.entries import (
+    Begin,
+    JournalEntry,
+    RewardEntry,
+    Span,
+    TurnEntry,
+    encode_body,
+    entry_checksum,
+    episode_digest,
+)
+from agentrl.journal.schema import row_checksum
 from agentrl.journal.store import SqliteJournal
 
 EPISODES, TURNS, REPEATS = 100_000, 10, 5

@@ -19,7 +19,7 @@ from agentrl.app.replays import replay
 from agentrl.app.step_replays import compute_step, rebuild_steps
 from agentrl.cli.main import main
 from agentrl.cli.sample_run import sample_adapters, write_sample_run
-from agentrl.core.safe import safe
+from agentrl.core.text import safe
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_list
 from benchmarks.coevolution_propose import QUICK_STEPS, config_of

@@ -36,8 +36,7 @@ import agentrl
 from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig
 from agentrl.core.ports import GenerateRequest, SamplingParams
-from agentrl.core.records import Completion, DataLocation, PolicyVersion
-from agentrl.core.training_records import TrainingSample, TrajectoryCredit, Unit
+from agentrl.core.records import Completion, DataLocation, PolicyVersion, TrainingSample, TrajectoryCredit, Unit
 from agentrl.credit.samples import samples as unit_samples
 from agentrl.engines.embedded.capture import chosen_experts, find_routers
 from agentrl.engines.embedded.engine import EmbeddedEngine

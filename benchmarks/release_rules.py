@@ -9,8 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from agentrl.core import ids
-from agentrl.core.records import EpisodeHeader, EpisodeSpec
-from agentrl.core.training_records import TrajectoryCredit
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, TrajectoryCredit
 from agentrl.orchestrator.buffer import Credits, Group, ReadyUnit, ReleasePolicy
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.scheduler import Demand

@@ -37,8 +37,7 @@ from agentrl.config.run import RunConfig, check_unchanged, on_resume
 from agentrl.config.section import OnResume, Section
 from agentrl.core.errors import ConfigError
 from agentrl.core.ports import Engine, GenerateRequest
-from agentrl.core.records import PolicyVersion, Task
-from agentrl.core.training_records import TrainBatch
+from agentrl.core.records import PolicyVersion, Task, TrainBatch
 from agentrl.credit.samples import read_samples
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import resolve

@@ -35,9 +35,9 @@ import msgspec
 import numpy as np
 
 import agentrl
+from agentrl.core.ids import stream
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeSpec, PolicyVersion, SeatBinding
-from agentrl.core.rng import stream
 from agentrl.engines.scripted import Script
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import JournalEntry, TurnEntry

@@ -38,8 +38,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import agentrl
+from agentrl.core.ids import stream
 from agentrl.core.records import PolicyVersion
-from agentrl.core.rng import stream
 from agentrl.simulation.plan import Tail
 from benchmarks.processes import ProcessTree
 from benchmarks.report import Report

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.run import PolicyConfig
-from agentrl.core.records import PolicyVersion, Row, Trajectory
-from agentrl.core.training_records import TrainBatch, Unit
+from agentrl.core.records import PolicyVersion, Row, TrainBatch, Trajectory, Unit
 from agentrl.learn.ranks import OneRank
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config

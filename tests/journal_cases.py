@@ -11,13 +11,25 @@ from agentrl.core.records import (
     EpisodeSpec,
     PolicyVersion,
     SeatBinding,
+    StepReport,
     Task,
+    TrainBatch,
+    TrajectoryCredit,
     TrajectoryHeader,
+    Unit,
     WeightsRef,
 )
-from agentrl.core.training_records import StepReport, TrainBatch, TrajectoryCredit, Unit
-from agentrl.journal.checksums import episode_digest
-from agentrl.journal.entries import Begin, EntryBody, JournalEntry, RewardEntry, Span, ToolEntry, TurnEntry, encode_body
+from agentrl.journal.entries import (
+    Begin,
+    EntryBody,
+    JournalEntry,
+    RewardEntry,
+    Span,
+    ToolEntry,
+    TurnEntry,
+    encode_body,
+    episode_digest,
+)
 from agentrl.journal.port import StepRow
 from agentrl.journal.store import SqliteJournal
 

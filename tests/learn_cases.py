@@ -10,8 +10,7 @@ import numpy as np
 
 from agentrl.config.policies import AnyPolicy, LoraConfig, PolicyConfig
 from agentrl.config.run import EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
-from agentrl.core.records import DataLocation, Row, Trajectory
-from agentrl.core.training_records import TrainBatch, TrainingSample, TrajectoryCredit, Unit
+from agentrl.core.records import DataLocation, Row, TrainBatch, TrainingSample, Trajectory, TrajectoryCredit, Unit
 from agentrl.credit.samples import ReadUnits
 from agentrl.journal.entries import Begin, JournalEntry, Span, TurnEntry, encode_body
 from agentrl.journal.store import SqliteJournal

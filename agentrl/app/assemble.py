@@ -9,14 +9,12 @@ from agentrl.app.policies import check_capabilities, demands_of, policy_binding,
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.config.policies import PastPolicy
 from agentrl.config.run import RunConfig
-from agentrl.core.baselines import BaselineSet
 from agentrl.core.clock import Clock
 from agentrl.core.errors import StorageError
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
-from agentrl.core.proposals import Proposal
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task, WeightsRef
-from agentrl.core.words import plural
+from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, PolicyVersion, Proposal, Task, WeightsRef
+from agentrl.core.text import plural
 from agentrl.credit.advantages import ADVANTAGES, ReleaseRule
 from agentrl.credit.baselines import Mean, RewardHistory, Role, RoleMeans
 from agentrl.environment.base import Environment, TaskSource

@@ -22,7 +22,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, InputError, RunDirectoryError
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
-from agentrl.core.words import plural
+from agentrl.core.text import plural
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import resolve

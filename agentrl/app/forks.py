@@ -28,15 +28,13 @@ from agentrl.config.run import RunConfig
 from agentrl.core import ids
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding, Task, WeightsRef
-from agentrl.core.words import plural
+from agentrl.core.text import plural
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import name_of, resolve
 from agentrl.inspection.comparisons import FORKS
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.entries import Begin, JournalEntry, TurnEntry
-from agentrl.journal.forks import read_prefix
-from agentrl.journal.reader import TurnReader
-from agentrl.journal.rows import decode_entries
+from agentrl.journal.entries import Begin, JournalEntry, TurnEntry, decode_entries
+from agentrl.journal.reader import TurnReader, read_prefix
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.run_directory import ENGINE_LOG
 from agentrl.rollout.turn_entries import message_of

@@ -20,7 +20,7 @@ from agentrl.core.errors import ConfigError, EngineError, InputError
 from agentrl.core.files import WEIGHT_FILES, sha256_of
 from agentrl.core.ports import ChatFormat, EngineCapabilities, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.core.words import plural
+from agentrl.core.text import plural
 from agentrl.environment.base import Environment, Limits, children_of
 from agentrl.orchestrator.scheduler import Demand
 from agentrl.orchestrator.versions import record_durably

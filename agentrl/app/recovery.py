@@ -27,15 +27,13 @@ from agentrl.core.errors import EngineError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_leftovers
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.core.words import plural
+from agentrl.core.text import plural
 from agentrl.credit.baselines import Mean, Role
 from agentrl.environment.base import Environment, children_of
 from agentrl.environment.registry import load_function, name_of
-from agentrl.journal.checksums import code_digest
-from agentrl.journal.entries import Begin
+from agentrl.journal.entries import Begin, code_digest, decode_entries
 from agentrl.journal.port import JournalStore, RunLog
 from agentrl.journal.reader import EntryKey, TurnReader
-from agentrl.journal.rows import decode_entries
 from agentrl.journal.run_log import Change, Life
 from agentrl.orchestrator.checkpoints import Manifest, newest, versions_in
 from agentrl.orchestrator.tasks import MEMORY_SIZE

@@ -38,8 +38,7 @@ from agentrl.environment.registry import loaded, registered, resolve
 from agentrl.inspection.comparisons import Outcome, Replayed
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.control import ADMISSION_COLUMNS, read_spec
-from agentrl.journal.entries import Begin, GatherEntry, JournalEntry, encode_body
-from agentrl.journal.rows import decode_entries
+from agentrl.journal.entries import Begin, GatherEntry, JournalEntry, decode_entries, encode_body
 from agentrl.rollout.replay import RecordEndedError, ReplayHost, ReplayLog, ReplayRunner, ReplayStoppedError
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ from agentrl.config.load import recorded_config
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError, InputError, JournalError
 from agentrl.core.machine import install_command
-from agentrl.core.records import DataLocation, PolicyVersion, WeightsRef
-from agentrl.core.training_records import TrainBatch, TrajectoryCredit, Unit
-from agentrl.core.words import plural
+from agentrl.core.records import DataLocation, PolicyVersion, TrainBatch, TrajectoryCredit, Unit, WeightsRef
+from agentrl.core.text import plural
 from agentrl.credit.samples import input_digest, row_digest, samples, trained_positions
 from agentrl.inspection.reader import checked_rows
 from agentrl.inspection.steps import StepLine, step_list, step_view
@@ -32,7 +31,7 @@ from agentrl.orchestrator.checkpoints import holding
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from agentrl.core.training_records import TrainingSample
+    from agentrl.core.records import TrainingSample
     from agentrl.inspection.reader import RunReader
 
 

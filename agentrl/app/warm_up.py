@@ -24,8 +24,8 @@ from agentrl.app.evaluation import evaluate
 from agentrl.app.parts import task_source
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError
+from agentrl.core.ids import stream
 from agentrl.core.records import Message, Task, ToolSpec
-from agentrl.core.rng import stream
 from agentrl.environment.base import Environment, Limits, described
 from agentrl.environment.plain_context import PlainAgent, PlainContext
 from agentrl.environment.registry import resolve

@@ -36,7 +36,7 @@ from agentrl.engines.wire import receive, send
 from agentrl.environment.registry import resolve
 from agentrl.journal.control import not_data
 from agentrl.journal.lock import let_go
-from agentrl.journal.worker_journal import WorkerJournal
+from agentrl.journal.store import WorkerJournal
 from agentrl.observe.blocked import watch_loop
 from agentrl.rollout.endings import end_if_forked, forks_ended
 from agentrl.rollout.runner import EpisodeRunner
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from agentrl.core.ports import Counted
-    from agentrl.core.proposals import Recollection
+    from agentrl.core.records import Recollection
     from agentrl.journal.port import TurnLog
 
 ALIVE_S = 1.0

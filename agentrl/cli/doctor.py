@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from agentrl.cli.output import print_json
 from agentrl.core.machine import broken_builds, install_command
 from agentrl.core.machine import memory as memory_here
-from agentrl.core.safe import safe_line
+from agentrl.core.text import safe_line
 from agentrl.observe.progress import waiting
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from agentrl.cli.output import print_json
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError
-from agentrl.core.safe import safe, safe_line
-from agentrl.core.words import plural
+from agentrl.core.text import plural, safe, safe_line
 
 if TYPE_CHECKING:
     import argparse

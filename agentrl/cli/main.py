@@ -21,7 +21,7 @@ from agentrl.cli.commands import parser
 from agentrl.cli.output import INTERNAL, INTERRUPTED
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError, error_words
 from agentrl.core.files import remedy
-from agentrl.core.safe import safe, safe_line
+from agentrl.core.text import safe, safe_line
 
 EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2"), "train"),

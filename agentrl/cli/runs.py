@@ -23,8 +23,7 @@ import msgspec
 from agentrl.cli.output import print_json, print_json_line, print_text
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, InputError
-from agentrl.core.safe import safe_line
-from agentrl.core.words import plural
+from agentrl.core.text import plural, safe_line
 from agentrl.inspection.comparisons import located
 from agentrl.inspection.reader import RunReader, damage_named, runs
 

@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import agentrl
-from agentrl.core.rng import stream
+from agentrl.core.ids import stream
 from agentrl.environment.tools import bind_tools, run_tool
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 

@@ -22,8 +22,7 @@ from agentrl.cli.sample_environment import Propose, held_out_tasks, says
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import TrainerLostError
-from agentrl.core.records import PolicyVersion
-from agentrl.core.training_records import StepReport, TrainBatch, TrainingSample
+from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample
 from agentrl.credit.samples import input_digest, row_digest, samples, token_lags, trained_positions
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from agentrl.cli.output import INTERRUPTED, print_json
 from agentrl.config.load import dump_toml, load
 from agentrl.core.errors import InputError
-from agentrl.core.safe import safe_line
-from agentrl.core.words import plural
+from agentrl.core.text import plural, safe_line
 from agentrl.observe.progress import waiting
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ from agentrl.core.errors import AgentRLError, ConfigError, TrainerError, Trainer
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from agentrl.core.records import PolicyVersion, WeightsRef
-    from agentrl.core.training_records import StepReport, TrainBatch
+    from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
 
 
 PATIENCE_S = 60.0

@@ -27,7 +27,7 @@ from agentrl.cluster.worker_process import WorkerProcess
 from agentrl.core.clock import ATTEMPTS
 from agentrl.core.errors import AgentRLError, EngineError
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, dropped_header
-from agentrl.core.words import plural
+from agentrl.core.text import plural
 
 if TYPE_CHECKING:
     from agentrl.core.clock import Clock

@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 
 from agentrl.core.ports import Counted, EngineCapabilities
-from agentrl.core.proposals import Recollection
 from agentrl.core.records import (
     DataLocation,
     EpisodeHeader,
     EpisodeSpec,
     PolicyVersion,
+    Recollection,
     StopReason,
     Task,
     TrajectoryHeader,

@@ -1,14 +1,17 @@
-"""Deterministic ids: the same run, restarted, names the same things the same way.
+"""Deterministic ids and randomness: the same run, restarted, names and draws the same things the same way.
 
 Root episode `k` is `e<k>` (evaluation: `v<k>`, fork: `f<k>`). A child's id is (parent, attempt, spawn call, index).
 A call id belongs to a logical branch of an episode, never to a global order: `branch#n`, where the root branch is `r`
-and the k-th coroutine of the gather at call `r#3` is the branch `r/3.k`.
+and the k-th coroutine of the gather at call `r#3` is the branch `r/3.k`. Random streams are keyed, so that one branch's
+draws cannot shift another's.
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
 import re
+import uuid
 
 _NUMBER = re.compile(r"\d+")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -75,6 +78,21 @@ def key64(*parts: object) -> int:
     """
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def stream(*key: object) -> random.Random:
+    """A random stream of its own for `key` (run seed, episode, branch, …).
+
+    Example:
+        >>> stream(0, "e1").random() == stream(0, "e1").random()
+        True
+    """
+    return random.Random(key64(*key))
+
+
+def uuid4(source: random.Random) -> str:
+    """A UUID of version 4 drawn from a stream."""
+    return str(uuid.UUID(int=source.getrandbits(128), version=4))
 
 
 def is_safe_name(name: str) -> bool:

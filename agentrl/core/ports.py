@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from agentrl.core.errors import EngineError
 
 if TYPE_CHECKING:
-    from agentrl.core.proposals import Recollection
     from agentrl.core.records import (
         Completion,
         EpisodeHeader,
@@ -24,11 +23,13 @@ if TYPE_CHECKING:
         Int32Array,
         Message,
         PolicyVersion,
+        Recollection,
+        StepReport,
         Task,
         ToolSpec,
+        TrainBatch,
         WeightsRef,
     )
-    from agentrl.core.training_records import StepReport, TrainBatch
 
 Refresh = Literal["token", "turn", "episode", "lazy"]
 """When a session moves to newer weights: between two tokens, two turns, never, or when its lag reaches the bound."""

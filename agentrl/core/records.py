@@ -1,19 +1,18 @@
-"""The vocabulary of episodes as records: what one is made of, from its task to its header.
+"""The vocabulary of a run as records: an episode from its task to its header, and the optimizer step that consumes it.
 
 Invariants, checked where a record is built:
 1. `VersionSpan`s of a completion cover its tokens exactly, in order, without gaps.
 2. `token_ids` and `logprobs` of a completion have the same length; logprobs are of the *processed* distribution.
 3. A trajectory's rows carry one loss mask, one behavior logprob and one version per token.
 
-Token columns are numpy arrays (`int32` ids, `float32` logprobs); numpy is imported by whoever makes one. What a trainer
-consumes of an episode is in `training_records.py`.
+Token columns are numpy arrays (`int32` ids, `float32` logprobs); numpy is imported by whoever makes one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -232,6 +231,11 @@ class ForkPoint:
     messages: tuple[dict[str, Any], ...] = ()
     """What the policy is told at that call, where it is something else than the environment says."""
 
+    @property
+    def edits(self) -> dict[str, Sequence[Mapping[str, Any]]]:
+        """What the policy is told instead, by call id."""
+        return {self.call_id: self.messages} if self.messages else {}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeSpec:
@@ -363,6 +367,56 @@ class EpisodeHeader:
         rewards = [t.reward for t in self.trajectories if t.reward is not None]
         return sum(rewards) if rewards else None
 
+    @property
+    def winner(self) -> str | None:
+        """The seat that was given most, in an episode that was a decided game: some gained by it, others lost."""
+        seats: dict[str, float] = {}
+        for trajectory in self.trajectories:
+            seats[trajectory.seat] = seats.get(trajectory.seat, 0.0) + (trajectory.reward or 0.0)
+        if not seats or not min(seats.values()) < 0.0 < max(seats.values()):
+            return None
+        return max(seats, key=lambda seat: seats[seat])
+
+    def result(self, learner: str, opponent: str) -> GameResult | None:
+        """The result of a game between a policy and the `opponent` that plays its past versions.
+
+        Versions are the oldest that sampled a token; for a policy that holds several seats, the first seat's.
+
+        Returns:
+            None where one of the two did not act.
+        """
+        sides = [[t for t in self.trajectories if t.policy == policy] for policy in (learner, opponent)]
+        if not all(sides):
+            return None
+        own, other = (sum(t.reward or 0.0 for t in side) / len(side) for side in sides)
+        played, past = (PolicyVersion(learner, side[0].lineage, side[0].oldest_step) for side in sides)
+        return GameResult(played, past, 0.5 if own == other else float(own > other))
+
+
+class GameResult(NamedTuple):
+    """How a committed episode between a policy and one of its past versions ended."""
+
+    learner: PolicyVersion
+    opponent: PolicyVersion
+    score: float
+    """1: the learner was given more than the opponent, ½: as much, 0: less; a seat given nothing counts as 0."""
+
+
+class Tally(NamedTuple):
+    """The number of games between two versions, and their summed score: a win counts 1, a draw ½."""
+
+    episodes: int = 0
+    score: float = 0.0
+
+    @property
+    def win_rate(self) -> float:
+        """The mean, shrunk towards ½ by a win and a loss (Laplace): defined without any episode."""
+        return (self.score + 1.0) / (self.episodes + 2.0)
+
+    def plus(self, score: float) -> Tally:
+        """The tally after one more game."""
+        return Tally(self.episodes + 1, self.score + score)
+
 
 def dropped_header(spec: EpisodeSpec, reason: str, *, seconds: float = 0.0) -> EpisodeHeader:
     """The header of an episode that ends without being trained."""
@@ -396,3 +450,130 @@ def usage_of(said: Mapping[str, Any]) -> dict[str, int]:
         for name in ("prompt_tokens", "completion_tokens")
         if isinstance(count := counts.get(name), int) and not isinstance(count, bool) and 0 <= count < 1 << 31
     }
+
+
+# --- what the run remembers of proposals and groups ------------------------------------------------------------------
+
+
+class Proposal(NamedTuple):
+    """A task that an episode thought up, as `ctx.remember` was told of it."""
+
+    number: int
+    """Its place among all the run remembers, in the order they were told."""
+    episode_id: str
+    attempt: int
+    call_id: str
+    environment: str
+    key: str
+    """Digest of what is the same in equal proposals, as the environment normalises them."""
+    structure: str
+    """What like proposals have in common, as the environment says; empty where it says nothing."""
+
+    @property
+    def made_by(self) -> tuple[str, int, str]:
+        """The call that made it: told again, it is the same proposal."""
+        return self.episode_id, self.attempt, self.call_id
+
+
+class Recollection(NamedTuple):
+    """What the run remembered when a proposal was made."""
+
+    times: int
+    """How often the same one had been made; 0: it is new."""
+    share: float
+    """Of the newest remembered proposals (100 at most) of its environment, how many had the same structure."""
+
+
+class EarlierMean(NamedTuple):
+    """What a policy used to get in a seat, when the group was admitted."""
+
+    policy: str
+    seat: str
+    mean: float
+
+
+class BaselineSet(NamedTuple):
+    """Frozen and recorded once per group that is released before all of it has ended; see `credit.release`."""
+
+    group_id: str
+    finishers: tuple[str, ...]
+    """Ids of the episodes that were waited for, in the order in which they ended."""
+    earlier: tuple[EarlierMean, ...] = ()
+
+
+# --- what a trainer consumes and reports ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryCredit:
+    """The advantage of one trajectory, computed on the control path from headers alone."""
+
+    seat: str
+    index: int
+    reward: float
+    advantage: float
+    """Of every token; of the first turn's where `turn_advantages` has one per turn, the last one of all later turns."""
+    baseline: float
+    turn_advantages: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """An episode's trajectories of one policy: always in one optimizer step. Token data stays where `location` says."""
+
+    episode_id: str
+    attempt: int
+    policy: str
+    location: DataLocation
+    credits: tuple[TrajectoryCredit, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """One optimizer step of one policy, by reference."""
+
+    step_id: int
+    """The step these units make: current step + 1. Trainers are idempotent by it."""
+    policy: str
+    units: tuple[Unit, ...]
+    normaliser: float
+    """The constant the summed token losses are divided by: step_size × configured tokens per unit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSample:
+    """A row to train on."""
+
+    token_ids: Int32Array  # [T]
+    loss_mask: BoolArray  # [T]
+    behavior_logprobs: Float32Array  # [T]
+    advantages: Float32Array  # [T], 0 where the mask is False
+    temperature: float = 1.0
+    spans: tuple[VersionSpan, ...] = ()
+    """Over positions: which weights sampled the token."""
+    expert_routing: RoutingArray | None = None  # [R, layers, top_k], R >= the last trained position; -1: not recorded
+    sampling_mask: SamplingMask | None = None  # counts [T]
+    episode_id: str = ""
+    row_index: int = 0
+    seat: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What an optimizer step did."""
+
+    step_id: int
+    policy: str
+    started_from: PolicyVersion
+    loss: float
+    grad_norm: float
+    samples: int
+    tokens: int
+    """Trained tokens."""
+    seconds: float
+    """Wall seconds the trainer was busy with it."""
+    metrics: Mapping[str, float]
+    input_digest: str
+    """blake2b over the step's rows, masks, behavior logprobs and advantages, in order."""
+    columns: str | None = None
+    """File with the step's trainer logprobs, relative to the run directory."""

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from agentrl.core import ids
-from agentrl.core.training_records import Unit
+from agentrl.core.records import Unit
 
 
 class Role(NamedTuple):

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agentrl.core.errors import EntriesError, UntrainableUnitsError
-from agentrl.core.records import MaskKind, Row, Trajectory
-from agentrl.core.training_records import TrainingSample, TrajectoryCredit, Unit
+from agentrl.core.records import MaskKind, Row, TrainingSample, Trajectory, TrajectoryCredit, Unit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

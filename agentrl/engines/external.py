@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from agentrl.core.errors import EngineError, EpisodeError, error_words
+from agentrl.core.ids import stream
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, Message, PolicyVersion, VersionSpan
-from agentrl.core.rng import stream
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -19,8 +19,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, RewardError, error_words
-from agentrl.core.proposals import Recollection
-from agentrl.core.records import Message, PolicyVersion, StopReason, Task, Turn
+from agentrl.core.records import Message, PolicyVersion, Recollection, StopReason, Task, Turn
 
 if TYPE_CHECKING:
     import random

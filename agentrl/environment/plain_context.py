@@ -14,9 +14,18 @@ from typing import Any, TypeVar
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EnvironmentDefinitionError, error_words
-from agentrl.core.proposals import Recollection
-from agentrl.core.records import Completion, Message, PolicyVersion, Task, ToolCall, ToolSpec, Turn, VersionSpan
-from agentrl.core.rng import stream, uuid4
+from agentrl.core.ids import stream, uuid4
+from agentrl.core.records import (
+    Completion,
+    Message,
+    PolicyVersion,
+    Recollection,
+    Task,
+    ToolCall,
+    ToolSpec,
+    Turn,
+    VersionSpan,
+)
 from agentrl.environment.base import (
     Agent,
     ChildEpisode,

@@ -22,7 +22,7 @@ from agentrl.core.files import place, remedy
 from agentrl.exchange.files import building, storable
 from agentrl.exchange.formats import IMPORTS
 from agentrl.exchange.played import Reply, entries_of, header_of, missing, replies_of, spec_of
-from agentrl.journal.checksums import episode_digest
+from agentrl.journal.entries import episode_digest
 from agentrl.journal.store import SqliteJournal
 
 if TYPE_CHECKING:

@@ -19,10 +19,9 @@ import msgspec
 from agentrl.core.errors import JournalError
 from agentrl.core.files import open_regular, read_at_most
 from agentrl.core.records import PolicyVersion
-from agentrl.core.words import plural
-from agentrl.journal.entries import TurnEntry
+from agentrl.core.text import plural
+from agentrl.journal.entries import TurnEntry, decode_entries
 from agentrl.journal.reader import whole_partition
-from agentrl.journal.rows import decode_entries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

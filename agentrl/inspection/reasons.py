@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from agentrl.core.errors import JournalError
-from agentrl.core.words import plural
+from agentrl.core.text import plural
 from agentrl.inspection.conversation import (
     ConversationView,
     EffectAct,

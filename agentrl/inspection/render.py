@@ -13,8 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.core.safe import safe, safe_line
-from agentrl.core.words import plural
+from agentrl.core.text import plural, safe, safe_line
 from agentrl.inspection.statistics import win_rate_matrix
 from agentrl.observe.metrics import describe
 from agentrl.observe.view import curve

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from agentrl.core.words import plural
+from agentrl.core.text import plural
 from agentrl.inspection.conversation import (
     ChildAct,
     EffectAct,

@@ -5,17 +5,18 @@ The journal is the truth about episodes; `metrics.jsonl` and `status.json` may b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from agentrl.core.errors import StorageError
-from agentrl.journal.results import win_rates
+from agentrl.core.records import Tally
 from agentrl.observe.run_state import RunState, Status, plan_of, read_metrics, read_status
 
 if TYPE_CHECKING:
+    from agentrl.core.records import EpisodeHeader, PolicyVersion
     from agentrl.inspection.reader import RunReader
 
 QUANTILES = (0.1, 0.5, 0.9)
@@ -185,12 +186,25 @@ def run_win_rates(reader: RunReader) -> list[WinRate]:
     found = []
     for name, policy in config.policies.items():
         if policy.kind == "past":
-            matrix = win_rates(reader.log.against({name}), name, policy.of, every=policy.every)
+            matrix = win_rates(reader.log.against({name}), policy.of, name, every=policy.every)
             found += [
                 WinRate(policy.of, step, name, str(version), tally.episodes, tally.score / tally.episodes)
                 for (step, version), tally in matrix.items()
             ]
     return found
+
+
+def win_rates(
+    headers: Iterable[EpisodeHeader], learner: str, opponent: str, *, every: int
+) -> dict[tuple[int, PolicyVersion], Tally]:
+    """Results by the learner's step, rounded down to multiples of `every`, and the opponent's version."""
+    matrix: dict[tuple[int, PolicyVersion], Tally] = {}
+    for header in headers:
+        result = header.result(learner, opponent)
+        if result is not None:
+            key = (result.learner.step - result.learner.step % every, result.opponent)
+            matrix[key] = matrix.get(key, Tally()).plus(result.score)
+    return dict(sorted(matrix.items()))
 
 
 def win_rate_matrix(found: Sequence[WinRate]) -> list[list[str]]:

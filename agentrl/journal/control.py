@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentrl.core.baselines import BaselineSet, EarlierMean
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import (
+    BaselineSet,
     DataLocation,
+    EarlierMean,
     EpisodeHeader,
     EpisodeSpec,
     PolicyVersion,
@@ -22,9 +23,7 @@ from agentrl.core.records import (
     TrajectoryHeader,
     WeightsRef,
 )
-from agentrl.journal.checksums import row_checksum
-from agentrl.journal.inserts import insert_rows
-from agentrl.journal.schema import DAMAGE, database_error
+from agentrl.journal.schema import DAMAGE, all_rows, database_error, insert_rows, row_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -430,11 +429,3 @@ def _verify(table: str, row: Sequence[Any], where: str = "") -> None:
             f"{where}{str(row[0])[:100]!r}: a record in `{table}` does not match its checksum; "
             "it was altered or the disk damaged it; restore the file from a copy"
         )
-
-
-def all_rows(connection: sqlite3.Connection, path: Path, statement: str, *parameters: Any) -> list[Any]:
-    """All rows of a query; a damaged file is a `JournalError`."""
-    try:
-        return connection.execute(statement, parameters).fetchall()
-    except DAMAGE as error:
-        raise database_error(path, error) from error

@@ -1,18 +1,31 @@
-"""Entry kinds: every act of an episode that re-execution must find again.
+"""Entry kinds: every act of an episode that re-execution must find again; and the checksums that prove them whole.
 
 An entry lives under (episode, attempt, call id); the call id belongs to a logical branch (`core.ids`), so no order
 across branches is needed. `asked` is a hash of what was newly asked: on replay a difference there is divergence.
 Bodies are msgspec structs encoded as tagged msgpack arrays; token columns inside them are little-endian bytes.
+
+A `Partial` is what a turn has sampled while its engine call still runs, so that a process that dies resumes it there.
+Partials lie beside the entries of a partition, in a table of their own: no commit counts them, no digest covers them,
+and they are removed when their turn is an entry. A partial that is missing, damaged or of another question cuts its
+turn there and is no error: the tokens are sampled again, as after any crash.
+
+Checksums detect torn and rotten bytes, not an attacker, who can recompute them. An entry's checksum covers its key as
+well as its content, so that a whole, valid entry found under another episode, attempt or call id is an error too.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+import zlib
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from agentrl.core.errors import EntriesError
 from agentrl.core.records import ForkPoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 FORMAT = 0
 """Journal format; 0 until the first release. Another value is refused by name."""
@@ -218,6 +231,17 @@ class PatchEntry(msgspec.Struct, frozen=True, array_like=True, tag="patch"):
     id: str
 
 
+class Partial(msgspec.Struct, frozen=True, array_like=True):
+    """Some consecutive tokens of a turn, the body of a row of `partials`."""
+
+    start: int
+    """Number of the first of them in its turn."""
+    token_ids: bytes  # <i4
+    logprobs: bytes  # <f4
+    spans: tuple[Span, ...]
+    """Over these tokens."""
+
+
 EntryBody = (
     Begin
     | TurnEntry
@@ -258,11 +282,46 @@ class JournalEntry(msgspec.Struct, frozen=True):
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[EntryBody] = msgspec.msgpack.Decoder(EntryBody)
+_PARTIAL = msgspec.msgpack.Decoder(Partial)
 
 
 def encode_body(body: EntryBody) -> bytes:
     """Bytes of an entry body."""
     return _ENCODER.encode(body)
+
+
+def decode_entries(entries: Iterable[JournalEntry]) -> list[EntryBody]:
+    """The bodies of entries, in order.
+
+    Raises:
+        EntriesError: a body is not of this format; the message names the episode and the call.
+    """
+    bodies = []
+    for entry in entries:
+        try:
+            bodies.append(entry.decode())
+        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+            raise EntriesError(
+                f"episode {entry.episode_id}, call {entry.call_id}: not an entry of this journal format ({error})"
+            ) from error
+    return bodies
+
+
+def encode_partial(partial: Partial) -> bytes:
+    """Bytes of a partial."""
+    return _ENCODER.encode(partial)
+
+
+def decode_partial(body: bytes) -> Partial:
+    """A partial from its bytes.
+
+    Raises:
+        msgspec.MsgspecError: they are none of this format.
+    """
+    return _PARTIAL.decode(body)
+
+
+# --- hashes and checksums ---------------------------------------------------------------------------------------------
 
 
 def asked_hash(*parts: bytes) -> bytes:
@@ -271,3 +330,40 @@ def asked_hash(*parts: bytes) -> bytes:
     for part in parts:
         framed += len(part).to_bytes(4, "little") + part
     return hashlib.blake2b(framed, digest_size=8).digest()
+
+
+def entry_checksum(episode_id: str, attempt: int, call_id: str, asked: bytes, body: bytes) -> int:
+    """CRC-32 over an entry's key, its `asked` hash and its body."""
+    key = f"{episode_id}\x1f{attempt}\x1f{call_id}\x1f{len(asked)}".encode()
+    return zlib.crc32(body, zlib.crc32(asked, zlib.crc32(key)))
+
+
+def code_digest(source: str) -> str:
+    """8-byte blake2b over source code, in hexadecimal."""
+    return hashlib.blake2b(source.encode("utf-8", "replace"), digest_size=8).hexdigest()
+
+
+class EpisodeDigest:
+    """16-byte blake2b over call id and body of an attempt's entries, in the order they were appended."""
+
+    __slots__ = ("_hash",)
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def add(self, entry: JournalEntry) -> None:
+        """Add the next entry."""
+        self._hash.update(entry.call_id.encode() + entry.body)
+
+    @property
+    def value(self) -> bytes:
+        """The digest of the entries so far, which a commit names."""
+        return self._hash.digest()
+
+
+def episode_digest(entries: Iterable[JournalEntry]) -> bytes:
+    """The `EpisodeDigest` of all entries of an attempt."""
+    digest = EpisodeDigest()
+    for entry in entries:
+        digest.add(entry)
+    return digest.value

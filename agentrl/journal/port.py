@@ -15,10 +15,17 @@ from agentrl.core.ports import Commits
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from agentrl.core.baselines import BaselineSet
-    from agentrl.core.proposals import Proposal
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, WeightsRef
-    from agentrl.core.training_records import StepReport, TrainBatch
+    from agentrl.core.records import (
+        BaselineSet,
+        EpisodeHeader,
+        EpisodeSpec,
+        ForkPoint,
+        PolicyVersion,
+        Proposal,
+        StepReport,
+        TrainBatch,
+        WeightsRef,
+    )
     from agentrl.journal.entries import JournalEntry
 
 
@@ -106,7 +113,7 @@ class TurnLog(Protocol):
         ...
 
     def append_partial(self, entry: JournalEntry) -> None:
-        """Queue tokens of a turn that has not ended (`journal.partials`); no commit counts or names them."""
+        """Queue tokens of a turn that has not ended (`Partial`); no commit counts or names them."""
         ...
 
     def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
@@ -118,7 +125,7 @@ class TurnLog(Protocol):
         ...
 
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
-        """The entries before a fork point, wherever they lie; see `journal.forks`.
+        """The entries before a fork point, wherever they lie; see `journal.reader`.
 
         Raises:
             JournalError: they cannot be read.

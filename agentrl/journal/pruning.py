@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import StorageError
-from agentrl.journal.control import ADMISSION_COLUMNS, LINE, UNRESOLVED, all_rows, read_spec
+from agentrl.journal.control import ADMISSION_COLUMNS, LINE, UNRESOLVED, read_spec
 from agentrl.journal.port import Pruned
-from agentrl.journal.schema import CONTROL_FILE, DAMAGE, database_error, open_to_read, open_to_write
+from agentrl.journal.schema import CONTROL_FILE, DAMAGE, all_rows, database_error, open_to_read, open_to_write
 
 if TYPE_CHECKING:
     from agentrl.journal.port import PruneRule

@@ -1,29 +1,41 @@
-"""Reading entries back: verified against their checksums, also from another process while they are written."""
+"""Reading entries back: verified against their checksums, also from another process while they are written.
+
+The recorded prefix of a fork is read where it was written: nothing of an episode is copied into its forks. A fork of a
+fork refers to its parent's own entries, which refer to theirs. A reference names the parent's journal directory
+relative to its own, so that directories may be moved together.
+"""
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.core.errors import EntriesError, JournalError, PrunedError
 from agentrl.core.ids import is_safe_name
-from agentrl.core.words import plural
-from agentrl.journal.checksums import entry_checksum, episode_digest
-from agentrl.journal.control import all_rows
-from agentrl.journal.entries import JournalEntry
-from agentrl.journal.schema import CONTROL_FILE, DAMAGE, database_error, open_to_read
+from agentrl.core.text import plural
+from agentrl.journal.entries import Begin, JournalEntry, decode_entries, entry_checksum, episode_digest
+from agentrl.journal.schema import CONTROL_FILE, DAMAGE, all_rows, database_error, open_to_read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    from agentrl.core.records import ForkPoint
 
 _COLUMNS = "SELECT episode, attempt, call, asked, body, checksum"
 _SELECT = _COLUMNS + " FROM entries WHERE episode IN ({}) ORDER BY id"
 _SELECT_PARTIALS = _COLUMNS + " FROM partials WHERE episode = ? AND attempt = ? ORDER BY id"
 _COUNT = "SELECT count(*) FROM {} WHERE episode = ? AND attempt = ?"
 _BULK = 256
+ReadAttempt = Callable[[str, "ForkPoint"], "list[JournalEntry]"]
+"""Own entries of the attempt a point names, in a journal directory."""
+
+MAX_FORK_DEPTH = 64
+"""Forks of forks, at most; more means that references go round in a circle."""
 
 
 class EntryKey(NamedTuple):
@@ -189,6 +201,47 @@ def whole_partition(path: Path, run: str) -> Iterator[JournalEntry]:
         raise database_error(path, error) from error
     finally:
         connection.close()
+
+
+def prefix_of(journal: str, point: ForkPoint, read: ReadAttempt, *, depth: int = 0) -> list[JournalEntry]:
+    """The entries before a fork point in order, each ancestor's `begin` among them.
+
+    Args:
+        journal: directory the point's own is relative to.
+        point: where the prefix ends.
+        read: reads an attempt.
+        depth: how many references led here.
+
+    Raises:
+        JournalError: the parent's entries cannot be read, or the point is not among them.
+    """
+    where = os.path.normpath(os.path.join(journal, point.journal))
+    name = f"episode {point.episode_id}, attempt {point.attempt}, in {where}"
+    entries = read(where, point)
+    if not entries or depth == MAX_FORK_DEPTH:
+        raise JournalError(f"a fork refers to {name}, which cannot be found; was the run moved without its forks?")
+    begin = decode_entries(entries[:1])[0]
+    calls = [entry.call_id for entry in entries]
+    if not isinstance(begin, Begin) or point.call_id not in calls:
+        raise JournalError(f"a fork refers to call {point.call_id} of {name}, which is not there")
+    own = entries[: calls.index(point.call_id)]
+    return own if begin.fork is None else [*prefix_of(where, begin.fork, read, depth=depth + 1), *own]
+
+
+def read_prefix(journal: str | Path, point: ForkPoint) -> list[JournalEntry]:
+    """`prefix_of` from the databases on disk; `journal` is the directory the fork itself lies in."""
+
+    def read(where: str, at: ForkPoint) -> list[JournalEntry]:
+        reader = TurnReader(where)
+        try:
+            entries = reader.read(at.partition, at.episode_id, at.attempt)
+            if not entries:
+                reader.check_pruned(at.episode_id, at.attempt)
+            return entries
+        finally:
+            reader.close()
+
+    return prefix_of(str(journal), point, read)
 
 
 def _check_committed(key: EntryKey, rows: Sequence[JournalEntry]) -> None:

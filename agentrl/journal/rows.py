@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from agentrl.core.errors import EntriesError
 from agentrl.core.records import MaskKind, PolicyVersion, RoutingSpan, Row, SamplingMask, Trajectory, VersionSpan
-from agentrl.journal.entries import Begin, EntryBody, JournalEntry, RewardEntry, TurnEntry
+from agentrl.journal.entries import Begin, JournalEntry, RewardEntry, TurnEntry, decode_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -21,23 +19,6 @@ if TYPE_CHECKING:
 
 AgentKey = tuple[str, int]
 """Seat and index."""
-
-
-def decode_entries(entries: Iterable[JournalEntry]) -> list[EntryBody]:
-    """The bodies of entries, in order.
-
-    Raises:
-        EntriesError: a body is not of this format; the message names the episode and the call.
-    """
-    bodies = []
-    for entry in entries:
-        try:
-            bodies.append(entry.decode())
-        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-            raise EntriesError(
-                f"episode {entry.episode_id}, call {entry.call_id}: not an entry of this journal format ({error})"
-            ) from error
-    return bodies
 
 
 def trajectories(entries: Iterable[JournalEntry], policy: str | None = None) -> tuple[Trajectory, ...]:

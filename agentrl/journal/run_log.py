@@ -14,28 +14,25 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core.errors import JournalError
-from agentrl.core.proposals import Proposal
-from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.records import PolicyVersion, Proposal, WeightsRef
 from agentrl.journal.control import (
     ADMISSION_COLUMNS,
     EPISODE_COLUMNS,
     LINE,
     TRAJECTORY_COLUMNS,
     UNRESOLVED,
-    all_rows,
     read_baselines,
     read_header,
     read_spec,
     verify_tables,
 )
 from agentrl.journal.reader import verified_entry
-from agentrl.journal.schema import CONTROL_FILE, meta, open_to_read
+from agentrl.journal.schema import CONTROL_FILE, all_rows, meta, open_to_read
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from agentrl.core.baselines import BaselineSet
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, Purpose
+    from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, Purpose
 
 LIFE = "life."
 """Keys of `meta` that tell of a life of the run begin so; its lineage follows."""

@@ -1,5 +1,8 @@
 """The SQLite journal of a run: one control log, and a turn partition per worker, in one directory.
 
+The process of the run writes through `SqliteJournal`; a worker process writes its one partition, through
+`WorkerJournal`.
+
 Owns: the run lock, the writer thread, the names of the files. Does not read entries' bodies.
 Invariants: calls never block; `commit_episode` returns after the episode's entries and then its record are on disk;
 after a failed write nothing more is written and every later wait raises.
@@ -20,22 +23,27 @@ from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import EpisodeError, InputError
 from agentrl.core.ids import is_safe_name
 from agentrl.journal import control
-from agentrl.journal.checksums import entry_checksum
-from agentrl.journal.forks import read_prefix
-from agentrl.journal.inserts import insert_rows
+from agentrl.journal.entries import entry_checksum
 from agentrl.journal.lock import RunLock
 from agentrl.journal.pruning import prune
-from agentrl.journal.reader import TurnReader
+from agentrl.journal.reader import TurnReader, read_prefix
 from agentrl.journal.run_log import LIFE, Life, SqliteRunLog, UnitKey
-from agentrl.journal.schema import CONTROL_FILE, MAX_VALUE_BYTES, meta, open_to_write, private_directory
+from agentrl.journal.schema import CONTROL_FILE, MAX_VALUE_BYTES, insert_rows, meta, open_to_write, private_directory
 from agentrl.journal.writer import Database, GroupCommitWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from agentrl.core.baselines import BaselineSet
-    from agentrl.core.proposals import Proposal
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, Purpose, WeightsRef
+    from agentrl.core.records import (
+        BaselineSet,
+        EpisodeHeader,
+        EpisodeSpec,
+        ForkPoint,
+        PolicyVersion,
+        Proposal,
+        Purpose,
+        WeightsRef,
+    )
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import Pruned, PruneRule, StepRow
     from agentrl.journal.pruning import AttemptKey
@@ -417,3 +425,81 @@ class SqliteJournal:
     def newest_steps(self) -> dict[str, int]:
         """See `SqliteRunLog.newest_steps`."""
         return self._log.newest_steps()
+
+
+class WorkerTurnLog(SqliteTurnLog):
+    """Knows which of the episodes that were begun elsewhere have got on here."""
+
+    def __init__(self, directory: Path, worker: str, run: str, writer: GroupCommitWriter) -> None:
+        """See `SqliteTurnLog`."""
+        super().__init__(directory, worker, run, writer)
+        self._taken_over: set[str] = set()
+        self._advanced: list[str] = []
+
+    async def take_over(self, episode_id: str, attempt: int) -> None:
+        """See `TurnLog.take_over`."""
+        self._taken_over.discard(episode_id)  # what is copied is not new
+        await super().take_over(episode_id, attempt)
+        self._taken_over.add(episode_id)
+
+    def append(self, entry: JournalEntry) -> None:
+        """See `TurnLog.append`."""
+        super().append(entry)
+        self._gets_on(entry.episode_id)
+
+    def append_partial(self, entry: JournalEntry) -> None:
+        """See `TurnLog.append_partial`."""
+        super().append_partial(entry)
+        self._gets_on(entry.episode_id)
+
+    def _gets_on(self, episode_id: str) -> None:
+        if episode_id in self._taken_over:
+            self._taken_over.remove(episode_id)
+            self._advanced.append(episode_id)
+
+    async def advanced(self) -> list[str]:
+        """Episodes that were taken over and of which something new is on disk; each is named once.
+
+        Raises:
+            StorageError: see `flush`.
+        """
+        advanced, self._advanced = self._advanced, []
+        if advanced:
+            await self.flush()
+        return advanced
+
+
+class WorkerJournal:
+    """Holds the partition's lock, writer thread and log from construction to `close`."""
+
+    def __init__(self, directory: Path, worker: str) -> None:
+        """Open the partition, or make it.
+
+        Raises:
+            RunDirectoryError: another process writes it.
+            JournalError: it is damaged, of another run, or missing although committed episodes lie in it.
+            StorageError: it cannot be made.
+        """
+        self._lock = RunLock(directory, f"turns-{worker}.lock")
+        run_log = SqliteRunLog(directory)
+        try:
+            run_log.check_partition(f"turns-{worker}.db")
+            self._writer = GroupCommitWriter("journal-writer")
+            self.log = WorkerTurnLog(directory, worker, str(run_log.info()["run"]), self._writer)
+        except BaseException:
+            self._lock.release()
+            raise
+        finally:
+            run_log.close()
+
+    def check(self) -> None:
+        """See `GroupCommitWriter.check`."""
+        self._writer.check()
+
+    async def close(self) -> None:
+        """Flush and release. Idempotent."""
+        self.log.close_reader()
+        try:
+            await self._writer.close()
+        finally:
+            self._lock.release()

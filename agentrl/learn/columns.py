@@ -29,8 +29,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load, save
 
-from agentrl.core.records import PolicyVersion
-from agentrl.core.training_records import TrainingSample
+from agentrl.core.records import PolicyVersion, TrainingSample
 from agentrl.credit.samples import input_digest, row_digest, token_lags, trained_positions
 from agentrl.learn.losses import LOG_RATIO_LIMIT
 from agentrl.learn.packing import MicroBatch

@@ -26,7 +26,7 @@ from agentrl.config.policies import LoraConfig
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.ids import key64
-from agentrl.core.training_records import TrainingSample
+from agentrl.core.records import TrainingSample
 from agentrl.engines.models import read_model, special_lengths
 from agentrl.engines.weights import adaptable_layers, match_full_weights, read_matrices, read_weights
 from agentrl.learn.forward import ATTENTION, device_tensor, token_logprobs

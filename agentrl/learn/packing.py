@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.core.training_records import TrainingSample
+from agentrl.core.records import TrainingSample
 from agentrl.credit.samples import trained_positions
 
 Int64Array = NDArray[np.int64]

@@ -33,8 +33,7 @@ from torch import Tensor, nn
 from agentrl.core.errors import StorageError, TrainerError
 from agentrl.core.files import WEIGHT_FILES, place, remedy, sha256_of, staged
 from agentrl.core.ids import key64
-from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.core.training_records import StepReport, TrainingSample
+from agentrl.core.records import PolicyVersion, StepReport, TrainingSample, WeightsRef
 from agentrl.engines.weights import Probe
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.packing import pack

@@ -26,8 +26,7 @@ from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import OptimizerConfig, RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import NonFiniteError, StorageError, TrainerError
-from agentrl.core.records import PolicyVersion, Trajectory, WeightsRef
-from agentrl.core.training_records import StepReport, TrainBatch, TrainingSample, Unit
+from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Trajectory, Unit, WeightsRef
 from agentrl.credit.samples import ReadUnits, read_samples, trained_positions
 from agentrl.journal.reader import EntryKey, TurnReader
 from agentrl.journal.rows import trajectories

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from agentrl.core.clock import SystemClock
-from agentrl.core.words import plural
+from agentrl.core.text import plural
 from agentrl.observe.view import duration, plain, view
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from agentrl.core.clock import Clock, SystemClock
-from agentrl.core.safe import safe_line
-from agentrl.core.words import plural
+from agentrl.core.text import plural, safe_line
 from agentrl.observe.alarms import alarms, write_alarm
 from agentrl.observe.progress import Display, display, waiting
 from agentrl.observe.run_state import Outcome, RunPlan, RunState, Status, read_metrics, with_engine_share, write_status

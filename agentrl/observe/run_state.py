@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from agentrl.core.files import open_regular, read_at_most, size_of
-from agentrl.core.words import plural
+from agentrl.core.text import plural
 from agentrl.observe.run_directory import replace_file
 
 Values = Mapping[str, float]

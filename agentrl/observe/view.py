@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.core.safe import safe_line
+from agentrl.core.text import safe_line
 from agentrl.observe.alarms import Alarm, alarms
 from agentrl.observe.metrics import describe
 from agentrl.observe.run_state import SILENT_S

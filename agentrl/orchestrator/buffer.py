@@ -19,10 +19,17 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
 from agentrl.core import ids
-from agentrl.core.baselines import BaselineSet, EarlierMean
 from agentrl.core.errors import AgentRLError
-from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, TrajectoryHeader
-from agentrl.core.training_records import TrajectoryCredit, Unit
+from agentrl.core.records import (
+    BaselineSet,
+    DataLocation,
+    EarlierMean,
+    EpisodeHeader,
+    EpisodeSpec,
+    TrajectoryCredit,
+    TrajectoryHeader,
+    Unit,
+)
 from agentrl.credit.advantages import (
     Advantage,
     AdvantageFunction,

@@ -31,7 +31,7 @@ from agentrl.core.errors import StorageError
 from agentrl.core.files import LOCAL, Disk, place, remedy, staged
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.core.words import plural
+from agentrl.core.text import plural
 from agentrl.credit.baselines import Mean, Role, RoleMeans, read_means
 from agentrl.journal.port import JournalStore, PruneRule
 from agentrl.orchestrator.buffer import Ledger

@@ -19,12 +19,20 @@ from typing import Any, Protocol
 from agentrl.core import ids
 from agentrl.core.errors import CheckFailedError, ConfigError, EnvironmentDefinitionError
 from agentrl.core.ports import Counted, SpawnedGroup, Worker
-from agentrl.core.proposals import Proposal, Recollection
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Purpose, SeatBinding, Task, dropped_header
+from agentrl.core.records import (
+    EpisodeHeader,
+    EpisodeSpec,
+    PolicyVersion,
+    Proposal,
+    Purpose,
+    Recollection,
+    SeatBinding,
+    Task,
+    dropped_header,
+)
 from agentrl.environment.base import Environment, children_of
 from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.port import JournalStore
-from agentrl.journal.results import winner
 from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
 from agentrl.orchestrator.tasks import MEMORY_SIZE, ProposalMemory, Seen
 from agentrl.rollout.context import MAX_CHILD_DEPTH
@@ -460,7 +468,7 @@ class Dispatcher:
                 self.memory.forget(spec.episode_id)
             self._record(self.buffer.record_end(spec, header))
             self.drop_frozen()
-            self.buffer.counts.count_end(header, winner(header))
+            self.buffer.counts.count_end(header, header.winner)
             why = self.admission.record_end(spec, header)
             if why is not None:
                 self.fail(CheckFailedError(f"{why}. Last failure: {self.worker.last_failure or 'none'}"))

@@ -33,9 +33,8 @@ from dataclasses import dataclass, field
 from agentrl.core.clock import Clock
 from agentrl.core.errors import CheckFailedError, NonFiniteError, UntrainableUnitsError
 from agentrl.core.ports import Engine, Observer, Trainer
-from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.core.training_records import StepReport, TrainBatch
-from agentrl.core.words import plural
+from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
+from agentrl.core.text import plural
 from agentrl.credit.baselines import RoleMeans
 from agentrl.journal.port import JournalStore, StepRow
 from agentrl.observe.run_state import Status

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from agentrl.core import ids
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
-from agentrl.core.words import plural
+from agentrl.core.text import plural
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.dispatch import Dispatcher, Reservations
 from agentrl.orchestrator.tasks import Seen

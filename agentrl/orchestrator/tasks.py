@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from agentrl.core import ids
 from agentrl.core.errors import AgentRLError, InputError
-from agentrl.core.proposals import Proposal, Recollection
-from agentrl.core.records import Task
-from agentrl.core.rng import stream
+from agentrl.core.ids import stream
+from agentrl.core.records import Proposal, Recollection, Task
 from agentrl.environment.base import TaskSource, described
 
 _SHUFFLE_LIMIT = 1_000_000

@@ -18,11 +18,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from agentrl.core.ids import stream
 from agentrl.core.ports import Engine, Trainer
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
-from agentrl.core.rng import stream
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, GameResult, PolicyVersion, Tally, WeightsRef
 from agentrl.journal.port import JournalStore, StepRow
-from agentrl.journal.results import Result, Tally, result_of
 from agentrl.orchestrator.metrics import Counts
 
 
@@ -186,9 +185,9 @@ class OpponentPool:
         """Whether a version that became current is to join; it joins later than its step if the pool had no place."""
         return version.step - version.step % self.every > self.served[-1].step and len(self.served) <= self.size
 
-    def count(self, header: EpisodeHeader) -> Result | None:
+    def count(self, header: EpisodeHeader) -> GameResult | None:
         """Count a committed episode; returns its result if it was played against a version of this pool."""
-        result = result_of(header, self.name, self.of)
+        result = header.result(self.of, self.name)
         if result is not None:
             self.tallies[result.opponent] = self.tallies.get(result.opponent, Tally()).plus(result.score)
         return result

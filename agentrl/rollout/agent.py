@@ -28,7 +28,7 @@ from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import EngineError, EngineLostError, EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, Message, PolicyVersion, ToolSpec, TrajectoryHeader, Turn
-from agentrl.core.words import plural
+from agentrl.core.text import plural
 from agentrl.environment.base import Agent, LimitReachedError, finite_reward, valid_unicode
 from agentrl.journal.entries import Pause, RewardEntry, Span, TurnEntry, asked_hash
 from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import ReplayMismatchError, UnstructuredConcurrencyError
-from agentrl.core.rng import stream
+from agentrl.core.ids import stream
 
 if TYPE_CHECKING:
     import random

@@ -29,14 +29,14 @@ from agentrl.core.errors import (
     ReplayMismatchError,
     UnstructuredConcurrencyError,
 )
-from agentrl.core.words import plural
+from agentrl.core.text import plural
 from agentrl.environment.base import LimitReachedError, valid_unicode
-from agentrl.journal.checksums import EpisodeDigest
 from agentrl.journal.entries import (
     Begin,
     CancelEntry,
     EffectEntry,
     EntryBody,
+    EpisodeDigest,
     GatherEntry,
     IntentEntry,
     JournalEntry,
@@ -52,7 +52,6 @@ from agentrl.journal.entries import (
     asked_hash,
     encode_body,
 )
-from agentrl.journal.forks import edits_of
 from agentrl.rollout.branches import Branch, ReplayOrder, current_branch
 
 if TYPE_CHECKING:
@@ -598,7 +597,7 @@ class RecordedCalls:
                 begin = entry.decode()
                 assert isinstance(begin, Begin)
                 keys[entry.episode_id] = (begin.seed, entry.attempt)
-                edits |= edits_of(begin.fork)
+                edits |= {} if begin.fork is None else begin.fork.edits
                 self.forked_from = begin
             else:
                 entries[entry.call_id] = entry

@@ -32,11 +32,9 @@ from agentrl.core.errors import (
     InfrastructureError,
     error_words,
 )
-from agentrl.core.ids import key64
+from agentrl.core.ids import key64, uuid4
 from agentrl.core.ports import Counted
-from agentrl.core.proposals import Recollection
-from agentrl.core.records import EpisodeHeader, PolicyVersion, StopReason, Task, ToolSpec
-from agentrl.core.rng import uuid4
+from agentrl.core.records import EpisodeHeader, PolicyVersion, Recollection, StopReason, Task, ToolSpec
 from agentrl.environment.base import (
     ChildEpisode,
     ChildResult,

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from agentrl.core import ids
 from agentrl.core.errors import EngineError
 from agentrl.core.ports import SpawnedGroup
-from agentrl.core.proposals import Recollection
+from agentrl.core.records import Recollection
 from agentrl.journal.entries import RewardEntry, SpawnEntry
-from agentrl.journal.forks import edits_of
 from agentrl.rollout.branches import current_branch
 from agentrl.rollout.call_journal import Call, CallJournal, describe_entry
 from agentrl.rollout.runner import EpisodeRunner
@@ -159,7 +158,7 @@ class ReplayRunner(EpisodeRunner):
             *(self._log, spec.episode_id, spec.attempt, list(recorded)),
             seed=spec.seed,
             inherited=self._log.inherited,
-            edits=edits_of(spec.fork),
+            edits={} if spec.fork is None else spec.fork.edits,
             on_call=self._on_call,
             until=self.until,
             rescoring=self._rescoring,

@@ -28,9 +28,7 @@ from agentrl.core.records import (
     dropped_header,
 )
 from agentrl.environment.base import Environment, LimitReachedError, valid_unicode
-from agentrl.journal.checksums import code_digest
-from agentrl.journal.entries import Begin, JournalEntry, PlayedUnder
-from agentrl.journal.forks import edits_of
+from agentrl.journal.entries import Begin, JournalEntry, PlayedUnder, code_digest
 from agentrl.journal.port import TurnLog
 from agentrl.rollout.branches import current_branch
 from agentrl.rollout.call_journal import CallJournal
@@ -210,7 +208,7 @@ class EpisodeRunner:
             *(self._log, spec.episode_id, spec.attempt, recorded),
             seed=spec.seed,
             inherited=inherited,
-            edits=edits_of(spec.fork),
+            edits={} if spec.fork is None else spec.fork.edits,
             answers=answers,
         )
 

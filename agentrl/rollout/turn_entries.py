@@ -19,8 +19,7 @@ import numpy as np
 
 from agentrl.core.errors import EngineError, JournalError
 from agentrl.core.records import Completion, MaskKind, Message, PolicyVersion, RoutingBreak, SamplingMask, VersionSpan
-from agentrl.journal.entries import JournalEntry, Span, TurnEntry
-from agentrl.journal.partials import Partial, decode_partial, encode_partial
+from agentrl.journal.entries import JournalEntry, Partial, Span, TurnEntry, decode_partial, encode_partial
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

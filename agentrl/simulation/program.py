@@ -17,8 +17,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
+from agentrl.core.ids import stream
 from agentrl.core.records import Message, Task
-from agentrl.core.rng import stream
 from agentrl.environment.base import Environment, EpisodeContext, user
 
 if TYPE_CHECKING:

@@ -16,10 +16,16 @@ from agentrl.journal.port import Pruned
 from agentrl.simulation.engine import EmulatedEngine
 
 if TYPE_CHECKING:
-    from agentrl.core.baselines import BaselineSet
     from agentrl.core.ports import GenerateRequest
-    from agentrl.core.proposals import Proposal
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, WeightsRef
+    from agentrl.core.records import (
+        BaselineSet,
+        EpisodeHeader,
+        EpisodeSpec,
+        ForkPoint,
+        PolicyVersion,
+        Proposal,
+        WeightsRef,
+    )
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import PruneRule, StepRow
     from agentrl.orchestrator.loop import Orchestrator

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import RunDirectoryError, StorageError, TrainerError
 from agentrl.core.files import LOCAL, Disk, place, staged
-from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.core.training_records import StepReport, TrainBatch
+from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -30,7 +30,7 @@ from agentrl.simulation.virtual_time import SimLoop
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Engine
-    from agentrl.core.training_records import TrainBatch
+    from agentrl.core.records import TrainBatch
     from agentrl.orchestrator.loop import Orchestrator
     from agentrl.rollout.kv_budget import KVBudget
     from agentrl.simulation.plan import Plan

@@ -25,7 +25,7 @@ from operator import itemgetter
 from typing import Any, Never, TypeVar
 
 from agentrl.core.errors import AgentRLError
-from agentrl.core.rng import stream
+from agentrl.core.ids import stream
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ import msgspec
 
 from agentrl.core.errors import AgentRLError
 from agentrl.core.records import EpisodeSpec, SeatBinding, Task
-from agentrl.core.words import plural
+from agentrl.core.text import plural
 from agentrl.engines.scripted import Script
 from agentrl.environment.base import Environment, ResourceLevel, described
 from agentrl.environment.registry import module_of, name_of, resolve

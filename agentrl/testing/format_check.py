@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from agentrl.core.clock import SystemClock
+from agentrl.core.ids import stream
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
-from agentrl.core.rng import stream
 from agentrl.engines.scripted import Script
 from agentrl.rollout.byte_formats import STOP_TOKEN
 

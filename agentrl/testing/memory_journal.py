@@ -13,12 +13,10 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agentrl.core.baselines import BaselineSet
 from agentrl.core.errors import JournalError, StorageError
-from agentrl.core.proposals import Proposal
-from agentrl.core.records import PolicyVersion
-from agentrl.journal.forks import prefix_of
+from agentrl.core.records import BaselineSet, PolicyVersion, Proposal
 from agentrl.journal.port import Pruned, StepRow
+from agentrl.journal.reader import prefix_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -11,8 +11,8 @@ from itertools import count, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.core.ids import stream
 from agentrl.core.records import Message
-from agentrl.core.rng import stream
 from agentrl.learn import tiny_model
 from agentrl.rollout.chat_format import TemplateFormat
 from agentrl.rollout.chat_template import ChatTemplate

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from agentrl.core.ids import stream
 from agentrl.core.records import Message
-from agentrl.core.rng import stream
 from agentrl.environment.gym import SeededGame
 from agentrl.learn import tiny_model
 from agentrl.rollout.chat_format import TemplateFormat

@@ -9,8 +9,8 @@ import gymnasium
 import pytest
 
 import agentrl
+from agentrl.core.ids import stream
 from agentrl.core.records import Task
-from agentrl.core.rng import stream
 from agentrl.environment.gym import GymEpisode, SeededGame
 from agentrl.rollout.chat_format import TemplateFormat
 from environments.frozen_lake.env import MOVES, FrozenLake

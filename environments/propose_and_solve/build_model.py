@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer
 
 import agentrl
+from agentrl.core.ids import stream
 from agentrl.core.records import Message
-from agentrl.core.rng import stream
 from agentrl.learn import tiny_model
 from agentrl.rollout.chat_format import TemplateFormat
 from environments.calculator import build_model as calculator

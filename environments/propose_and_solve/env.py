@@ -9,7 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import agentrl
-from agentrl.core.rng import stream
+from agentrl.core.ids import stream
 from environments.calculator.env import Calculator
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import agentrl
-from agentrl.core.rng import stream
+from agentrl.core.ids import stream
 from agentrl.learn import tiny_model
 from agentrl.rollout.chat_format import TemplateFormat
 from environments.frozen_lake.build_model import TEMPLATE, byte_tokenizer

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, ClassVar
 
 import agentrl
-from agentrl.core.rng import stream
+from agentrl.core.ids import stream
 from agentrl.environment.drawn_tasks import DrawnTasks
 
 if TYPE_CHECKING:

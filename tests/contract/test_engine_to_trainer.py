@@ -14,8 +14,17 @@ from peft import PeftModel
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig
 from agentrl.core.errors import ConfigError
-from agentrl.core.records import DataLocation, MaskKind, RoutingSpan, Row, SamplingMask, Trajectory
-from agentrl.core.training_records import TrainingSample, TrajectoryCredit, Unit
+from agentrl.core.records import (
+    DataLocation,
+    MaskKind,
+    RoutingSpan,
+    Row,
+    SamplingMask,
+    TrainingSample,
+    Trajectory,
+    TrajectoryCredit,
+    Unit,
+)
 from agentrl.credit.samples import samples
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import PolicyModel, load_models

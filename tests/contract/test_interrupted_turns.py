@@ -13,8 +13,7 @@ import agentrl
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineError
 from agentrl.core.ports import Engine, Refresh, SamplingParams
-from agentrl.core.proposals import Recollection
-from agentrl.core.records import Completion, EpisodeSpec, MaskKind, Row, SeatBinding, Task
+from agentrl.core.records import Completion, EpisodeSpec, MaskKind, Recollection, Row, SeatBinding, Task
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.environment.base import Limits
 from agentrl.journal.rows import trajectories

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from agentrl.core.baselines import BaselineSet, EarlierMean
-from agentrl.core.proposals import Proposal
-from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef, dropped_header
-from agentrl.core.training_records import StepReport, TrainBatch, TrajectoryCredit, Unit
-from agentrl.journal.entries import JournalEntry, Span
-from agentrl.journal.partials import Partial, decode_partial, encode_partial
+from agentrl.core.records import (
+    BaselineSet,
+    DataLocation,
+    EarlierMean,
+    EpisodeHeader,
+    EpisodeSpec,
+    PolicyVersion,
+    Proposal,
+    StepReport,
+    TrainBatch,
+    TrajectoryCredit,
+    Unit,
+    WeightsRef,
+    dropped_header,
+)
+from agentrl.journal.entries import JournalEntry, Partial, Span, decode_partial, encode_partial
 from agentrl.journal.port import StepRow
 from tests.contract.journal_kinds import AnyJournal, OnJournal, entry
 from tests.support.builders import make_episode_header, make_spec

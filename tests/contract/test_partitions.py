@@ -12,9 +12,7 @@ from agentrl.app.forks import find_parent
 from agentrl.core.errors import JournalError
 from agentrl.core.records import DataLocation, EpisodeSpec
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.checksums import episode_digest
-from agentrl.journal.entries import JournalEntry, encode_body
-from agentrl.journal.partials import Partial, encode_partial
+from agentrl.journal.entries import JournalEntry, Partial, encode_body, encode_partial, episode_digest
 from agentrl.journal.store import SqliteJournal
 from tests.contract.journal_kinds import AnyJournal, OnJournal, entry
 from tests.journal_cases import entries_with

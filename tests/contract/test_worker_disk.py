@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.core.errors import StorageError
-from agentrl.journal.store import SqliteJournal
-from agentrl.journal.worker_journal import WorkerJournal
+from agentrl.journal.store import SqliteJournal, WorkerJournal
 from tests.contract.worker_cases import run, workplace
 
 ROOM = 4_096
@@ -24,7 +23,7 @@ OPEN = """
 import resource, sys
 from pathlib import Path
 from agentrl.core.errors import StorageError
-from agentrl.journal.worker_journal import WorkerJournal
+from agentrl.journal.store import WorkerJournal
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 try:
     WorkerJournal(Path(sys.argv[1]), "0")

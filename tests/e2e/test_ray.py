@@ -32,8 +32,7 @@ from agentrl.core.errors import (
     TrainerLostError,
 )
 from agentrl.core.ports import Engine, GenerateRequest, Trainer
-from agentrl.core.records import Completion, DataLocation, PolicyVersion
-from agentrl.core.training_records import StepReport
+from agentrl.core.records import Completion, DataLocation, PolicyVersion, StepReport
 from agentrl.engines.child_process import EngineProgram
 from agentrl.engines.client import ProcessEngine
 from agentrl.engines.embedded.engine import EmbeddedEngine

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.core.safe import safe
+from agentrl.core.text import safe
 from agentrl.inspection.comparisons import difference
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.viewer import page

@@ -19,7 +19,7 @@ from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_list
-from agentrl.journal.checksums import row_checksum
+from agentrl.journal.schema import row_checksum
 from environments.propose_and_solve import env
 
 pytestmark = [pytest.mark.learning, pytest.mark.slow, pytest.mark.timeout(300)]

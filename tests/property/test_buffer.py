@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition
 from hypothesis.stateful import rule as act
 
-from agentrl.core.baselines import BaselineSet
-from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, SeatBinding, Task, TrajectoryHeader
+from agentrl.core.records import (
+    BaselineSet,
+    DataLocation,
+    EpisodeHeader,
+    EpisodeSpec,
+    SeatBinding,
+    Task,
+    TrajectoryHeader,
+)
 from agentrl.credit.advantages import ReleaseRule, leave_one_out
 from agentrl.credit.baselines import RewardHistory
 from agentrl.orchestrator.buffer import EpisodeBuffer, FirstFinishers, ReadyUnit, ReleasePolicy, WholeGroups

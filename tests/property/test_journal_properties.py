@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.journal.checksums import entry_checksum
 from agentrl.journal.entries import (
     EntryBody,
     GatherEntry,
@@ -16,6 +15,7 @@ from agentrl.journal.entries import (
     ToolEntry,
     TurnEntry,
     encode_body,
+    entry_checksum,
 )
 
 pytestmark = pytest.mark.property

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agentrl.core.errors import InputError
-from agentrl.core.safe import safe, safe_line
+from agentrl.core.text import safe, safe_line
 from agentrl.inspection.where import MAX_DEPTH, Column, parse
 
 pytestmark = pytest.mark.property

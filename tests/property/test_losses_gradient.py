@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentrl.config.run import PolicyGradientLoss
-from agentrl.core.records import SamplingMask
-from agentrl.core.training_records import TrainingSample
+from agentrl.core.records import SamplingMask, TrainingSample
 from agentrl.credit.samples import trained_positions
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.losses import make_loss

@@ -18,15 +18,14 @@ import agentrl
 from agentrl.app.assemble import Past, past_of
 from agentrl.core import ids
 from agentrl.core.clock import LoopClock
+from agentrl.core.ids import stream
 from agentrl.core.ports import Delta, GenerateRequest, Refresh, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, Task, WeightsRef
-from agentrl.core.rng import stream
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
 from agentrl.environment.base import Limits
 from agentrl.environment.registry import name_of
-from agentrl.journal.entries import JournalEntry, TurnEntry
-from agentrl.journal.partials import decode_partial
+from agentrl.journal.entries import JournalEntry, TurnEntry, decode_partial
 from agentrl.journal.port import TurnLog
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups

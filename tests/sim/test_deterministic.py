@@ -9,9 +9,9 @@ import pytest
 
 import agentrl
 from agentrl.app.assemble import past_of
+from agentrl.core.ids import stream
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
-from agentrl.core.rng import stream
 from agentrl.journal.port import StepRow
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.simulation.virtual_time import simulate

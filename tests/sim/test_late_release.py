@@ -8,10 +8,8 @@ from collections import Counter
 import pytest
 
 from agentrl.app.assemble import past_of
-from agentrl.core.baselines import BaselineSet
 from agentrl.core.ids import order_key
-from agentrl.core.records import PolicyVersion
-from agentrl.core.training_records import Unit
+from agentrl.core.records import BaselineSet, PolicyVersion, Unit
 from agentrl.credit.advantages import against, compared_with
 from agentrl.journal.port import StepRow
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 import agentrl
 from agentrl.app.assemble import past_of
+from agentrl.core.ids import stream
 from agentrl.core.records import PolicyVersion
-from agentrl.core.rng import stream
 from agentrl.observe.alarms import alarms
 from agentrl.observe.run_state import RunPlan, RunState
 from agentrl.orchestrator.scheduler import BoundedStaleness

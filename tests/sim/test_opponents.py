@@ -13,10 +13,10 @@ from agentrl.app.assemble import past_of
 from agentrl.app.policies import check_capabilities
 from agentrl.core.errors import ConfigError
 from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import EpisodeSpec, PolicyVersion, Task, TrajectoryHeader, WeightsRef, dropped_header
+from agentrl.core.records import EpisodeSpec, PolicyVersion, Tally, Task, TrajectoryHeader, WeightsRef, dropped_header
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.inspection.statistics import win_rates
 from agentrl.journal.entries import TurnEntry
-from agentrl.journal.results import Tally, win_rates
 from agentrl.observe.metrics import describe
 from agentrl.orchestrator.metrics import Counts
 from agentrl.orchestrator.versions import OpponentPool, Opponents, joined_by
@@ -230,7 +230,7 @@ def test_a_win_is_more_than_the_opponent_got() -> None:
         ended(("player", 0.0, 13), ("past", None, 10)),
         ended(("player", 0.0, 13), ("player", 0.0, 13)),
     ]
-    assert win_rates(headers, "past", "player", every=10) == {
+    assert win_rates(headers, "player", "past", every=10) == {
         (0, PolicyVersion("player", 0, 0)): Tally(2, 1.0),
         (10, PolicyVersion("player", 0, 10)): Tally(1, 0.5),
     }

@@ -8,11 +8,9 @@ from typing import Any, ClassVar
 import pytest
 
 import agentrl
-from agentrl.core.ids import root_number
+from agentrl.core.ids import root_number, stream
 from agentrl.core.ports import GenerateRequest
-from agentrl.core.proposals import Proposal
-from agentrl.core.records import PolicyVersion
-from agentrl.core.rng import stream
+from agentrl.core.records import PolicyVersion, Proposal
 from agentrl.journal.entries import EffectEntry
 from agentrl.journal.port import StepRow
 from agentrl.observe.metrics import PASS_RATES

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.app.assemble import Past, past_of
-from agentrl.core.baselines import BaselineSet
-from agentrl.core.proposals import Proposal
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
+from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, PolicyVersion, Proposal
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.checkpoints import newest
 from agentrl.testing.memory_journal import Admission, EpisodeEnd, MetricRow, Publication, UnitDrop

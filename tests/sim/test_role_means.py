@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.core.training_records import TrajectoryCredit
+from agentrl.core.records import TrajectoryCredit
 from agentrl.journal.port import StepRow
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.crash_cases import Talk

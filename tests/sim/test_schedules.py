@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 import agentrl
 from agentrl.app.assemble import past_of
+from agentrl.core.ids import stream
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
-from agentrl.core.rng import stream
 from agentrl.simulation.virtual_time import SimLoop
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import SmallRun, config_for, guess

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.core.errors import CheckFailedError
-from agentrl.core.ids import key64
-from agentrl.core.rng import stream
+from agentrl.core.ids import key64, stream
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import resolve
 from agentrl.testing.random_policy import random_policy

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from agentrl.core.rng import stream
+from agentrl.core.ids import stream
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import JournalError, StorageError
-from agentrl.core.rng import stream
+from agentrl.core.ids import stream
 from agentrl.journal.writer import FLUSH_SECONDS, LINGER_SECONDS
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal, MemoryTurnLog
 from tests.support.sim_disk import SimDisk

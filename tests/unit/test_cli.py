@@ -20,7 +20,7 @@ import pytest
 from agentrl.cli.commands import EPISODE_COLUMNS
 from agentrl.cli.commands import parser as _parser
 from agentrl.cli.main import main
-from agentrl.core.safe import safe
+from agentrl.core.text import safe
 from agentrl.inspection.reader import COLUMNS
 from tests.journal_cases import HOSTILE, write_run
 from tests.processes import without_the_rights_of_root

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from agentrl.core.errors import JournalError
-from agentrl.core.records import DataLocation, RoutingSpan, SamplingMask
-from agentrl.core.training_records import TrajectoryCredit, Unit
+from agentrl.core.records import DataLocation, RoutingSpan, SamplingMask, TrajectoryCredit, Unit
 from agentrl.credit.samples import samples
 from tests.support.builders import make_trajectory
 

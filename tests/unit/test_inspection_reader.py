@@ -13,13 +13,12 @@ from rich.console import Console
 
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
-from agentrl.core.safe import safe
+from agentrl.core.text import safe
 from agentrl.inspection.conversation import conversation
 from agentrl.inspection.reader import RunReader, runs
 from agentrl.inspection.render import MAX_CELL, curves, episode_table, run_table
 from agentrl.inspection.render_episode import conversation_page
-from agentrl.journal.checksums import entry_checksum
-from agentrl.journal.entries import encode_body
+from agentrl.journal.entries import encode_body, entry_checksum
 from agentrl.journal.store import SqliteJournal
 from tests.journal_cases import HOSTILE, entries_with, weights, write_run
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError, JournalError
-from agentrl.core.safe import safe
+from agentrl.core.text import safe
 from agentrl.inspection.comparisons import compared, difference, fork_tree
 from agentrl.inspection.conversation import EffectAct, RewardAct, ToolAct, TurnAct, conversation
 from agentrl.inspection.reader import EpisodeLine, RunReader

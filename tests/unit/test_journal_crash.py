@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.core.records import PolicyVersion
-from agentrl.journal.checksums import episode_digest
+from agentrl.journal.entries import episode_digest
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import SqliteJournal
@@ -29,7 +29,7 @@ _WRITER = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[2])
 from tests.journal_cases import entry, header, spec
-from agentrl.journal.checksums import episode_digest
+from agentrl.journal.entries import episode_digest
 from agentrl.journal.store import SqliteJournal
 
 async def main():

@@ -12,7 +12,7 @@ import transformers
 from transformers import Gemma3Config, MistralConfig
 
 from agentrl.core.errors import ModelError
-from agentrl.core.training_records import TrainingSample
+from agentrl.core.records import TrainingSample
 from agentrl.engines.embedded.forward import check_slots
 from agentrl.engines.models import kv_bytes_per_token, load_model, read_shapes, special_lengths
 from agentrl.learn.forward import ATTENTION, token_logprobs

@@ -7,7 +7,6 @@ import random
 from rich.console import Console
 
 from agentrl.core.records import EpisodeHeader, TrajectoryHeader
-from agentrl.journal.results import winner
 from agentrl.observe.alarms import MEANINGS, alarms
 from agentrl.observe.run_state import RunPlan, RunState, plan_of
 from agentrl.observe.view import view
@@ -77,13 +76,13 @@ def header(**rewards: float | None) -> EpisodeHeader:
 
 
 def test_only_what_one_side_lost_was_won() -> None:
-    assert winner(header(x=1.0, o=-1.0)) == "x"
-    assert winner(header(x=-1.0, o=1.0)) == "o"
-    assert winner(header(x=0.0, o=0.0)) is None, "a draw"
-    assert winner(header(planner=0.2, worker=1.0)) is None, "nobody lost"
-    assert winner(header(x=0.0, o=-1.0)) is None, "an illegal move decides nothing between the sides"
-    assert winner(header(x=None, o=None)) is None
-    assert winner(header()) is None
+    assert header(x=1.0, o=-1.0).winner == "x"
+    assert header(x=-1.0, o=1.0).winner == "o"
+    assert header(x=0.0, o=0.0).winner is None, "a draw"
+    assert header(planner=0.2, worker=1.0).winner is None, "nobody lost"
+    assert header(x=0.0, o=-1.0).winner is None, "an illegal move decides nothing between the sides"
+    assert header(x=None, o=None).winner is None
+    assert header().winner is None
 
 
 def two(steps: list[str], **plan: object) -> RunState:

@@ -11,8 +11,7 @@ import pytest
 from agentrl.core.clock import SystemClock
 from agentrl.core.ports import SamplingParams
 from agentrl.core.records import Completion, MaskKind, PolicyVersion, RoutingBreak, SamplingMask, VersionSpan
-from agentrl.journal.entries import JournalEntry, Span
-from agentrl.journal.partials import Partial, encode_partial
+from agentrl.journal.entries import JournalEntry, Partial, Span, encode_partial
 from agentrl.rollout.call_journal import Call
 from agentrl.rollout.turn_entries import EpisodePartials, PartialTurn, joined, part
 from agentrl.testing.memory_journal import MemoryTurnLog

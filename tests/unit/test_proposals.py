@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl import ChildResult, learnability
 from agentrl.core.errors import EpisodeError, RewardError
-from agentrl.core.proposals import Proposal, Recollection
+from agentrl.core.records import Proposal, Recollection
 from agentrl.orchestrator.tasks import NEWEST, ProposalMemory
 
 

@@ -20,8 +20,7 @@ from agentrl.core.errors import PrunedError, StorageError
 from agentrl.core.records import ForkPoint, PolicyVersion
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_view
-from agentrl.journal.checksums import entry_checksum
-from agentrl.journal.entries import RewardEntry, encode_body
+from agentrl.journal.entries import RewardEntry, encode_body, entry_checksum
 from agentrl.journal.lock import RunLock
 from agentrl.journal.port import Pruned, PruneRule
 from agentrl.journal.reader import TurnReader

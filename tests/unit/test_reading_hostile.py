@@ -12,10 +12,17 @@ import pytest
 
 from agentrl.cli.commands import READING
 from agentrl.cli.main import main
-from agentrl.core.rng import stream
-from agentrl.core.safe import safe
-from agentrl.journal.checksums import episode_digest
-from agentrl.journal.entries import EffectEntry, JournalEntry, ToolEntry, TurnEntry, ValueEntry, encode_body
+from agentrl.core.ids import stream
+from agentrl.core.text import safe
+from agentrl.journal.entries import (
+    EffectEntry,
+    JournalEntry,
+    ToolEntry,
+    TurnEntry,
+    ValueEntry,
+    encode_body,
+    episode_digest,
+)
 from agentrl.journal.store import SqliteJournal
 from benchmarks.fuzzed import commands
 from benchmarks.inspection_fuzz import crashed, sample
@@ -37,7 +44,7 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 from agentrl.cli.main import main
-from agentrl.core.rng import stream
+from agentrl.core.ids import stream
 from benchmarks.fuzzed import commands
 
 EXECUTES = {("episode", "replay"), ("episode", "rescore"), ("step", "replay")}

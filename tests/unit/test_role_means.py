@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.core.records import DataLocation
-from agentrl.core.training_records import TrajectoryCredit, Unit
+from agentrl.core.records import DataLocation, TrajectoryCredit, Unit
 from agentrl.credit.baselines import RoleMeans, read_means
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.run import EngineConfig, RunConfig
 from agentrl.core.errors import ModelError
-from agentrl.core.records import PolicyVersion, RoutingSpan, VersionSpan
-from agentrl.core.training_records import TrainingSample
+from agentrl.core.records import PolicyVersion, RoutingSpan, TrainingSample, VersionSpan
 from agentrl.engines.embedded.capture import chosen_experts, find_routers
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import PolicyModel, load_models

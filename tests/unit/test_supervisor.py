@@ -33,8 +33,7 @@ from agentrl.core.errors import (
     TrainerLostError,
 )
 from agentrl.core.ports import Engine, GenerateRequest
-from agentrl.core.records import EpisodeSpec, PolicyVersion
-from agentrl.core.training_records import StepReport
+from agentrl.core.records import EpisodeSpec, PolicyVersion, StepReport
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import EntryBody, JournalEntry, Span, TurnEntry
 from agentrl.journal.lock import RunLock

@@ -11,8 +11,7 @@ import agentrl.testing
 from agentrl.core.clock import LoopClock
 from agentrl.core.errors import JournalError, NonFiniteError, RunDirectoryError, StorageError, TrainerError
 from agentrl.core.ports import Trainer
-from agentrl.core.records import DataLocation, PolicyVersion
-from agentrl.core.training_records import TrainBatch, TrajectoryCredit, Unit
+from agentrl.core.records import DataLocation, PolicyVersion, TrainBatch, TrajectoryCredit, Unit
 from agentrl.journal.entries import JournalEntry, RewardEntry, encode_body
 from agentrl.journal.port import JournalStore, RunLog
 from agentrl.simulation.recording_trainer import RecordingTrainer

@@ -1,6 +1,6 @@
 // Text: what content and numbers look like on the page. Knows no elements.
 
-// Every control, bidirectional and invisible character, as in agentrl/core/safe.py; newline and tab stay.
+// Every control, bidirectional and invisible character, as in agentrl/core/text.py; newline and tab stay.
 const UNSAFE = new RegExp(
   "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f" +
     "\\u00ad\\u034f\\u0600-\\u0605\\u061c\\u06dd\\u070f\\u0890\\u0891\\u08e2\\u115f\\u1160\\u17b4\\u17b5\\u180b-\\u180f" +

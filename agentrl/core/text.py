@@ -1,4 +1,4 @@
-"""Content is hostile: the one function that makes text of a run fit for a terminal."""
+"""Text for people: content of a run made safe for a terminal, and counts of things in messages."""
 
 from __future__ import annotations
 
@@ -36,3 +36,13 @@ def _escape(match: re.Match[str]) -> str:
     if code <= 0xFF:
         return f"\\x{code:02x}"
     return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
+
+
+def plural(count: float, one: str, several: str = "") -> str:
+    """So many of something; `several` where it is not `one` with an s.
+
+    Example:
+        >>> plural(1, "turn"), plural(0, "turn"), plural(1200, "entry", "entries")
+        ('1 turn', '0 turns', '1,200 entries')
+    """
+    return f"{count:,.12g} {one if count == 1 else several or f'{one}s'}"
