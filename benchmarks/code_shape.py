@@ -171,15 +171,20 @@ def _first_instruction(code: CodeType) -> int:
 
 
 class Tasks:
-    """The same sum, over and over; asking for it begins the trace."""
+    """The same sum, over and over.
+
+    The loop's first request for it begins the trace: the second of all, since a run's start reads a task to see that it
+    can.
+    """
 
     def __init__(self, task: Task, tracer: Tracer | None = None) -> None:
         self._task, self._tracer = task, tracer
+        self._requests = 0
 
     def __getitem__(self, index: int) -> Task:
-        if self._tracer is not None:
+        self._requests += 1
+        if self._requests == 2 and self._tracer is not None:
             self._tracer.begin()
-            self._tracer = None
         return self._task
 
     def __len__(self) -> int:

@@ -99,7 +99,7 @@ def rebuild_step(reader: RunReader, line: StepLine) -> StepRebuilt:
     finally:
         turns.close()
     rebuilt = input_digest(map(row_digest, fed))
-    tokens = sum(len(trained_positions(sample)) for sample in fed)
+    tokens = sum(map(len, trained_positions(fed)))
     same = rebuilt == view.input_digest
     text = (
         ""

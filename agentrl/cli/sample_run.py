@@ -199,7 +199,7 @@ class SampleTrainer(RecordingTrainer):
 
 def step_columns(fed: Sequence[TrainingSample], version: PolicyVersion) -> dict[str, Any]:
     """The columns of a step's file; see `learn/columns.py`."""
-    positions = [trained_positions(sample) for sample in fed]
+    positions = trained_positions(fed)
     lags = [token_lags(sample, version)[at] for sample, at in zip(fed, positions, strict=True)]
     behavior = [sample.behavior_logprobs[at] for sample, at in zip(fed, positions, strict=True)]
     moved = [

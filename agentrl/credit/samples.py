@@ -109,10 +109,9 @@ def _samples(row: Row, credit: TrajectoryCredit, *, episode_id: str, row_index: 
         )
 
 
-def trained_positions(sample: TrainingSample) -> NDArray[np.int64]:
-    """Trained positions of a sample, as int64; never position 0, which has no token before it."""
-    positions = np.flatnonzero(sample.loss_mask)
-    return positions[positions > 0]
+def trained_positions(samples: Iterable[TrainingSample]) -> list[NDArray[np.int64]]:
+    """Trained positions of each sample, as int64; never position 0, which has no token before it."""
+    return [np.flatnonzero(sample.loss_mask[1:]) + 1 for sample in samples]
 
 
 def token_lags(sample: TrainingSample, version: PolicyVersion) -> NDArray[np.int32]:

@@ -63,8 +63,7 @@ class StepColumns:
     def add(self, samples: Sequence[TrainingSample], version: PolicyVersion) -> int:
         """Append rows that the weights of `version` are computed over; returns the index of the first."""
         first = len(self._rows)
-        for sample in samples:
-            positions = trained_positions(sample)
+        for sample, positions in zip(samples, trained_positions(samples), strict=True):
             self._rows.append((sample.episode_id, sample.row_index))
             self._seats.append(sample.seat)
             self._digests.append(row_digest(sample))

@@ -66,7 +66,8 @@ def pack(samples: Sequence[TrainingSample], *, max_tokens: int, share: bool = Tr
         max_tokens: bound on the tokens forwarded at once.
         share: forward common prefixes once; without, every row is forwarded whole.
     """
-    rows = [_PackedRow(index, sample) for index, sample in enumerate(samples)]
+    trained = zip(samples, trained_positions(samples), strict=True)
+    rows = [_PackedRow(index, sample, positions) for index, (sample, positions) in enumerate(trained)]
     rows = sorted((row for row in rows if row.length), key=lambda row: row.order)
     at = 0
     while at < len(rows):
@@ -80,10 +81,10 @@ class _PackedRow:
 
     __slots__ = ("index", "length", "order", "positions", "sample", "signature")
 
-    def __init__(self, index: int, sample: TrainingSample) -> None:
+    def __init__(self, index: int, sample: TrainingSample, positions: Int64Array) -> None:
         self.index = index
         self.sample = sample
-        self.positions = trained_positions(sample)
+        self.positions = positions
         # The last trained token is a target only: nothing is predicted from it.
         self.length = int(self.positions[-1]) if len(self.positions) else 0
         signature = sample.token_ids[: self.length].astype(">i4").view(np.uint8).reshape(self.length, 4)

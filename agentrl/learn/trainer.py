@@ -211,7 +211,7 @@ class PolicyTrainer:
         used = [index for index, sample in enumerate(samples) if bonus or sample.advantages.any()]
         totals = step.totals
         totals["samples"] += len(samples)
-        totals["tokens"] += sum(len(trained_positions(sample)) for sample in samples)
+        totals["tokens"] += sum(map(len, trained_positions(samples)))
         totals["skipped_samples"] += len(samples) - len(used)
         totals["row_tokens"] += sum(len(samples[index].token_ids) for index in used)
         learner.model.activate()

@@ -60,7 +60,7 @@ def naive_loss(model: PreTrainedModel, samples: Sequence[TrainingSample]) -> Ten
     model.set_attn_implementation("sdpa")
     for sample in samples:
         logits = model(input_ids=torch.from_numpy(sample.token_ids.astype(np.int64))[None]).logits[0].float()
-        for position in trained_positions(sample):
+        for position in trained_positions([sample])[0]:
             row = logits[position - 1] / sample.temperature
             token = int(sample.token_ids[position])
             if sample.sampling_mask is not None and (ids := kept_ids(sample.sampling_mask, int(position))):

@@ -74,14 +74,16 @@ def test_rows_of_all_ranks_are_measured_and_one_stale_token_makes_its_row_stale(
             columns.record(batch, batch.behavior_logprobs + np.float32(0.25), entropies, range(len(share)))
         parts.append(columns.encode())
     merged = MergedColumns(parts)
-    counts = [len(trained_positions(sample)) for sample in samples]
+    counts = [len(positions) for positions in trained_positions(samples)]
     found = merged.mismatch()
     assert found["mismatch/tokens"] == counts[0] + counts[2]
     assert found["mismatch/max_difference"] == pytest.approx(0.25)
-    assert found["lag_tokens/1"] == int((np.concatenate([trained_positions(samples[1])]) < 11).sum())
+    assert found["lag_tokens/1"] == int((trained_positions(samples)[1] < 11).sum())
     merged.write(tmp_path / "step.safetensors")
     _, written = read_columns(tmp_path / "step.safetensors")
     assert written["lag"].tolist()[-counts[3] :] == [-1] * counts[3]
-    expected = np.concatenate([sample.behavior_logprobs[trained_positions(sample)] for sample in samples])
+    expected = np.concatenate(
+        [sample.behavior_logprobs[at] for sample, at in zip(samples, trained_positions(samples), strict=True)]
+    )
     assert np.array_equal(written["behavior_logprobs"], expected)
     assert np.array_equal(written["entropy"], np.abs(expected))
