@@ -1,0 +1,300 @@
+"""Small random models of the architectures people train, sharp enough that a wrong position shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from agentrl.core.training_records import TrainingSample
+from agentrl.learn.forward import token_logprobs
+from agentrl.learn.models import PolicyModel
+from agentrl.learn.packing import pack
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+VOCABULARY = 97
+POSITIONS = 128
+MAX_CONTEXT = 64
+WINDOW = 16
+"""Of sliding windows and attention chunks."""
+ORIGINAL = 32
+"""Positions a stretched rope was trained with."""
+LENGTHS = (5, 15, 16, 17, 18, 31, 32, 33, 47, 64)
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": POSITIONS,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "qk_head_dim": 16,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+_ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+_LEFT_OUT = object()
+_SLIDING = ["sliding_attention", "full_attention"]
+
+
+def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    stretched = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+    return {"rope_parameters": {**stretched, **parameters}}
+
+
+def _long_rope(dimensions: int) -> dict[str, Any]:
+    factors = {"short_factor": [1.0] * dimensions, "long_factor": [1.0 + 2 * n for n in range(dimensions)]}
+    return {**_rope("longrope", **factors), "original_max_position_embeddings": ORIGINAL}
+
+
+FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "Llama 2": ("LlamaConfig", {"num_key_value_heads": 4}),
+    "Llama 3": ("LlamaConfig", _rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)),
+    "Llama, linear": ("LlamaConfig", _rope("linear")),
+    "Llama, YaRN": ("LlamaConfig", _rope("yarn")),
+    "Llama, dynamic NTK": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, "max_position_embeddings": 32},
+    ),
+    "Llama 4": (
+        "Llama4TextConfig",
+        {
+            "attention_chunk_size": WINDOW,
+            "layer_types": ["chunked_attention", "chunked_attention", "full_attention"],
+            "num_hidden_layers": 3,
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 64,
+            "no_rope_layers": [1, 1, 0],
+            "floor_scale": 16,
+        },
+    ),
+    "Qwen2.5": ("Qwen2Config", {}),
+    "Qwen2, window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "Qwen2-MoE": ("Qwen2MoeConfig", {**_EXPERTS, "shared_expert_intermediate_size": 32}),
+    "Qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
+    "Qwen3-MoE": ("Qwen3MoeConfig", _EXPERTS),
+    "Qwen3-Next": (
+        "Qwen3NextConfig",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 4,
+            "shared_expert_intermediate_size": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+    ),
+    "Qwen3.5": (
+        "Qwen3_5TextConfig",
+        {
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+    ),
+    "Mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    "Ministral": ("MinistralConfig", {"sliding_window": WINDOW, "layer_types": _SLIDING}),
+    "Mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "Gemma": ("GemmaConfig", {}),
+    "Gemma 2": ("Gemma2Config", {"sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
+    "Gemma 3": ("Gemma3TextConfig", {"sliding_window": WINDOW, "layer_types": _SLIDING, "query_pre_attn_scalar": 8}),
+    "Phi-3": ("Phi3Config", {"sliding_window": WINDOW}),
+    "Phi-3, LongRoPE": ("Phi3Config", _long_rope(4)),
+    "Phi-4": ("Phi3Config", {"partial_rotary_factor": 0.5, **_rope("default")}),
+    "Phi-4-mini": (
+        "Phi3Config",
+        {"tie_word_embeddings": True, "partial_rotary_factor": 0.75, **_long_rope(3)},
+    ),
+    "Phi-3.5-MoE": ("PhimoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "OLMo 2": ("Olmo2Config", {}),
+    "OLMo 3": ("Olmo3Config", {"sliding_window": WINDOW, "layer_types": _SLIDING}),
+    "OLMoE": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "GLM-4-0414": ("Glm4Config", {"partial_rotary_factor": 0.5}),
+    "GLM-4-9B": ("GlmConfig", {"partial_rotary_factor": 0.5}),
+    "GLM-4.5": ("Glm4MoeConfig", {**_ROUTED, "partial_rotary_factor": 0.5}),
+    "GLM-4.7-Flash": ("Glm4MoeLiteConfig", {**_ROUTED, **_LATENT}),
+    "gpt-oss": (
+        "GptOssConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "layer_types": _SLIDING},
+    ),
+    "DeepSeek-V2": ("DeepseekV2Config", {**_ROUTED, **_LATENT, "topk_method": "group_limited_greedy"}),
+    "DeepSeek-V3": ("DeepseekV3Config", {**_ROUTED, **_LATENT}),
+    "Granite": (
+        "GraniteConfig",
+        {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "attention_multiplier": 0.2},
+    ),
+    "Granite-MoE": (
+        "GraniteMoeConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 2.0, "attention_multiplier": 0.2},
+    ),
+    "Cohere": ("CohereConfig", {"logit_scale": 0.25}),
+    "Cohere 2": ("Cohere2Config", {"logit_scale": 0.25, "sliding_window": WINDOW, "layer_types": _SLIDING}),
+    "SmolLM 2": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "SmolLM 3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
+    "EXAONE 4": ("Exaone4Config", {"sliding_window": WINDOW, "layer_types": _SLIDING}),
+    "ERNIE 4.5": ("Ernie4_5Config", {}),
+    "Seed-OSS": ("SeedOssConfig", {}),
+    "StableLM": ("StableLmConfig", {}),
+    "Starcoder 2": ("Starcoder2Config", {"sliding_window": WINDOW}),
+    "Nemotron": ("NemotronConfig", {}),
+    "MiniMax-M2": ("MiniMaxM2Config", {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4}),
+    "GPT-2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}),
+    "GPT-NeoX": ("GPTNeoXConfig", {}),
+    "Falcon": ("FalconConfig", {"head_dim": _LEFT_OUT, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "BLOOM": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
+    "Mamba 2": ("Mamba2Config", {"num_heads": 8, "state_size": 8, "n_groups": 1, "chunk_size": WINDOW}),
+    "Falcon-H1": (
+        "FalconH1Config",
+        {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": WINDOW},
+    ),
+    "LFM2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
+}
+"""Name, class of its configuration, what differs from the common shape."""
+
+
+def family_config(name: str) -> PretrainedConfig:
+    """The configuration of a small model of a family."""
+    kind, different = FAMILIES[name]
+    values = {name: value for name, value in {**_SHAPE, **different}.items() if value is not _LEFT_OUT}
+    made: PretrainedConfig = getattr(transformers, kind)(**values)
+    return made
+
+
+def sharp_model(config: PretrainedConfig, *, seed: int = 1) -> PreTrainedModel:
+    """A random model whose next tokens have at most half the entropy of the uniform distribution, in the mean.
+
+    Raises:
+        AssertionError: no scale of its matrices gives one.
+    """
+    import torch
+    scale = 1.5
+    for _ in range(20):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            for name, parameter in model.named_parameters():
+                with torch.no_grad():
+                    if parameter.ndim > 1:
+                        parameter.mul_(scale)
+                    elif name.endswith("bias") or "sink" in name:
+                        parameter.normal_(0, 0.5)
+        model.train(False)
+        if mean_entropy(model) <= math.log(VOCABULARY) / 2:
+            return model
+        scale *= 1.25
+    raise AssertionError(f"{type(config).__name__}: no scale makes it sharp")
+
+
+def mean_entropy(model: PreTrainedModel) -> float:
+    """Of the next token, in nats, over random rows."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        logits = model(input_ids=torch.randint(3, VOCABULARY, (4, 48)), use_cache=False).logits.float()
+        logprobs = logits.log_softmax(-1)
+        return float(-(logprobs.exp() * logprobs).sum(-1).mean())
+
+
+def write_family(name: str, directory: Path) -> Path:
+    """Save a sharp model of a family as a Hugging Face directory."""
+    sharp_model(family_config(name)).save_pretrained(directory)
+    return directory
+
+
+def family_rows(*, seed: int = 3) -> list[TrainingSample]:
+    """Rows on both sides of the window and of the original positions, half of which begin alike; all tokens trained."""
+    random = np.random.default_rng(seed)
+    prefix = random.integers(3, VOCABULARY, max(LENGTHS))
+    rows = []
+    for index, length in enumerate(LENGTHS):
+        token_ids = random.integers(3, VOCABULARY, length)
+        if index % 2:
+            token_ids[: 2 * length // 3] = prefix[: 2 * length // 3]
+        nothing = np.zeros(length, np.float32)
+        rows.append(
+            TrainingSample(
+                token_ids=token_ids.astype(np.int32),
+                loss_mask=np.arange(length) > 0,
+                behavior_logprobs=nothing,
+                advantages=nothing,
+            )
+        )
+    return rows
+
+
+def plain_logprobs(directory: Path, rows: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
+    """Log-probabilities that transformers gives to the tokens behind the first of each row, forwarded alone.
+
+    Positions of some models depend on how long the context is; a run computes all as in a context of `MAX_CONTEXT`, so
+    there the row goes on to that length. What comes after a token does not change its probability otherwise.
+    """
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ropes = getattr(model.config, "rope_parameters", None) or {}
+    continued = ropes.get("rope_type") in ("dynamic", "longrope")
+    found = []
+    with torch.no_grad():
+        for row in rows:
+            ids = torch.from_numpy(row.token_ids.astype(np.int64))
+            whole = functional.pad(ids, (0, MAX_CONTEXT - len(ids)), value=5) if continued else ids
+            logits = model(input_ids=whole[None], use_cache=False).logits[0, : len(ids) - 1].float()
+            found.append(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].numpy())
+    return found
+
+
+def trained_logprobs(policy: PolicyModel, rows: Sequence[TrainingSample], *, way: str) -> list[NDArray[np.float32]]:
+    """Log-probabilities the trainer gives to the same tokens.
+
+    Args:
+        policy: whose model computes them.
+        rows: of which every token but the first is trained.
+        way: "packed" in one micro-batch without sharing, "shared", "split" into several, or "padded".
+    """
+    model, tree = policy.model, way != "padded"
+    before = model.config._attn_implementation
+    if not tree:
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    found = [np.zeros(len(row.token_ids), np.float32) for row in rows]
+    most = max(LENGTHS) + 30 if way == "split" else 1 << 20
+    with torch.no_grad():
+        for batch in pack(rows, max_tokens=most, share=way in ("shared", "split")):
+            values = token_logprobs(model, batch, shared=tree).logprob.numpy()
+            for sample, position, value in zip(batch.sample, batch.position, values, strict=True):
+                found[sample][position] = value
+    model.set_attn_implementation(before)
+    return [each[1:] for each in found]
+
+
+def ways(policy: PolicyModel) -> tuple[str, ...]:
+    """How the rows of a model are forwarded in training."""
+    return ("packed", "shared", "split", "padded") if policy.shared_prefixes else ("padded",)
