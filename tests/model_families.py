@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import transformers
-from numpy.typing import NDArray
 from torch.nn import functional
 
-from agentrl.core.training_records import TrainingSample
+from agentrl.config.policies import AnyPolicy
+from agentrl.config.run import RunConfig
+from agentrl.core.records import TrainingSample
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import PolicyModel
 from agentrl.learn.packing import pack
+from tests.learn_cases import run_config
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from transformers import PretrainedConfig, PreTrainedModel
 
 VOCABULARY = 97
@@ -199,6 +202,7 @@ def sharp_model(config: PretrainedConfig, *, seed: int = 1) -> PreTrainedModel:
         AssertionError: no scale of its matrices gives one.
     """
     import torch
+
     scale = 1.5
     for _ in range(20):
         with torch.random.fork_rng(devices=[]):
@@ -293,6 +297,12 @@ def trained_logprobs(policy: PolicyModel, rows: Sequence[TrainingSample], *, way
                 found[sample][position] = value
     model.set_attn_implementation(before)
     return [each[1:] for each in found]
+
+
+def long_run(directory: Path, *, policies: Mapping[str, AnyPolicy] | None = None) -> RunConfig:
+    """The configuration of a run in contexts of up to `MAX_CONTEXT` tokens."""
+    config = run_config(directory, policies=policies)
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"max_context": MAX_CONTEXT})})
 
 
 def ways(policy: PolicyModel) -> tuple[str, ...]:
