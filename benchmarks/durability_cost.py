@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.app.assemble import Parts, assemble, past_of
+from agentrl.app.assemble import Parts, assemble, read_resume_state
 from agentrl.core.clock import SystemClock
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, StepReport
@@ -85,7 +85,9 @@ async def _wired(store: Any, config: Any, *, hold: bool = False, trainer: Record
 
     engine = Counting(script, versions={"policy": PolicyVersion("policy", 0, 0)}, hold=hold)
     trainer = trainer or RecordingTrainer(["policy"])
-    past = past_of(store, {}, group_size=config.credit.group_size) if isinstance(store, SqliteJournal) else None
+    resume_state = (
+        read_resume_state(store, {}, group_size=config.credit.group_size) if isinstance(store, SqliteJournal) else None
+    )
     parts = Parts(
         engine=engine,
         trainer=trainer,
@@ -95,7 +97,7 @@ async def _wired(store: Any, config: Any, *, hold: bool = False, trainer: Record
         clock=SystemClock(),
         tasks=overhead.TASKS,
         weights={"policy": await trainer.publish("policy", PolicyVersion("policy", 0, 0))},
-        **({} if past is None else {"past": past}),
+        **({} if resume_state is None else {"resume_state": resume_state}),
     )
     return assemble(config, overhead.Arithmetic, parts), engine
 

@@ -2,8 +2,8 @@
 
 Writes the journal of a run of many committed and trained episodes with the store's own calls, seals a checkpoint, and
 asks it in a process of its own, so that the figures are not those of the writer: how long until a resumed run knows
-what is left (`Recovery.find` and `Recovery.past`), what memory that takes, how long `run ledger` and `run list` take.
-Then prunes it, and measures the journal's bytes per episode before and after.
+what is left (`Recovery.find`, `Recovery.resume_state`), what memory that takes, how long `run ledger` and `run list`
+take. Then prunes it, and measures the journal's bytes per episode before and after.
 """
 
 from __future__ import annotations
@@ -194,10 +194,10 @@ def ask(run: Path) -> dict[str, float]:
     began = time.process_time()
     journal = SqliteJournal(run / "journal")
     recovery = Recovery.find(run / "checkpoints")
-    past = recovery.past(config(), journal)
+    resume_state = recovery.resume_state(config(), journal)
     resumed = time.process_time() - began
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    assert len(past.unfinished) == GROUP, len(past.unfinished)
+    assert len(resume_state.unfinished) == GROUP, len(resume_state.unfinished)
     asyncio.run(journal.close())
     reader = RunReader(run)
     began = time.process_time()

@@ -7,7 +7,7 @@
   child episodes, and all of it under Ray, where a trainer's rank and the raylet die too. After every kill the second
   reader of journals (`tests/journal_oracle.py`, which imports nothing of agentrl) judges the run directory, as does
   `chaos_oracle.py`, which holds it against what had been acknowledged. A quick run kills a scripted run.
-* `fields`: every setting is changed between two lives of a run (`resume_fields.py`).
+* `fields`: every setting is changed between two starts of a run (`resume_fields.py`).
 * `lag`: the largest lag of a token against `max_lag` (`scheduling_lag.py`).
 * `hostile`: environments that attack their process (`hostile_environments.py`).
 

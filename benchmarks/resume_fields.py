@@ -1,4 +1,4 @@
-"""Every setting, changed between two lives of a run: refused by name, or the run goes on and its journal is consistent.
+"""Every setting, changed between two starts of a run: refused by name, or the run goes on with a consistent journal.
 
     python -m benchmarks.resume_fields [--quick]
 
@@ -32,7 +32,7 @@ import agentrl
 from agentrl.app.parts import Adapters
 from agentrl.app.training import Run, run_training
 from agentrl.config.load import sections_in
-from agentrl.config.policies import BotPolicy, FrozenPolicy, PastPolicy, PolicyConfig, RemotePolicy
+from agentrl.config.policies import BotPolicy, FrozenPolicy, OpponentPoolPolicy, PolicyConfig, RemotePolicy
 from agentrl.config.run import RunConfig, check_unchanged, on_resume
 from agentrl.config.section import OnResume, Section
 from agentrl.core.errors import ConfigError
@@ -60,7 +60,7 @@ KINDS: dict[type[Section], str] = {
     FrozenPolicy: "frozen",
     RemotePolicy: "remote",
     BotPolicy: "bot",
-    PastPolicy: "past",
+    OpponentPoolPolicy: "past",
 }
 """The run has a policy of each kind; each holds the seat of its name."""
 

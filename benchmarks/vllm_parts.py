@@ -23,7 +23,7 @@ from agentrl.core.files import WEIGHT_FILES, sha256_of
 from agentrl.core.ports import Engine, GenerateRequest, Refresh, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
 from agentrl.engines.vllm.startup import VllmSettings
-from agentrl.engines.weights import Probe
+from agentrl.engines.weights import Canary
 from benchmarks.embedded_engine import random_adapter
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def random_qwen3(directory: Path, *, hidden: int, layers: int, vocabulary: int =
 
 
 class Adapters:
-    """Adapters as a trainer publishes them, each under a new version, with a probe or without."""
+    """Adapters as a trainer publishes them, each under a new version, with a canary or without."""
 
     def __init__(self, model_path: Path, root: Path, count: int) -> None:
         def load() -> PreTrainedModel:
@@ -143,15 +143,15 @@ class Adapters:
 
 
 def add_probe(file: Path, model: Any, start: Any) -> None:
-    """Give published weights the probe of `model`, as large as a trainer's."""
+    """Give published weights the canary of `model`, as large as a trainer's."""
     random = np.random.default_rng(0)
     vocabulary = int(start.config.vocab_size)
     contexts, tokens = (random.integers(0, vocabulary, shape).astype(np.int32) for shape in ((1, 16), 128))
     with torch.no_grad():
         ends = [each(input_ids=torch.from_numpy(contexts).long()).logits[:, -1] for each in (model, start)]
     logprobs, start_logprobs = (end.log_softmax(-1)[:, tokens.astype(np.int64)].numpy() for end in ends)
-    probe = Probe(contexts=contexts, token_ids=tokens, logprobs=logprobs, start_logprobs=start_logprobs)
-    save_file(load_file(file), file, metadata={"format": "pt", **probe.metadata()})
+    canary = Canary(contexts=contexts, token_ids=tokens, logprobs=logprobs, start_logprobs=start_logprobs)
+    save_file(load_file(file), file, metadata={"format": "pt", **canary.metadata()})
 
 
 class CountingModel:

@@ -26,7 +26,7 @@ POLICY = "solver"
 START = {POLICY: PolicyVersion(POLICY, 0, 0)}
 PLACES, SLOTS, CONTEXT = 7, 32, 1024
 PROMPT, NEW = 57, 48
-PROBED, UNPROBED, NONE = "a publish", "a publish without a probe", "no publish"
+PROBED, UNPROBED, NONE = "a publish", "a publish without a canary", "no publish"
 BEHIND = 16
 """Calls in flight while adapters are published."""
 WINDOW_S = 0.1
@@ -62,7 +62,7 @@ async def engine_over(llm: WatchedVllm, refresh: Refresh, max_staleness: int) ->
 
 
 async def publishing(report: Report, llm: WatchedVllm, published: Adapters, publishes: int) -> None:
-    """Publishes with and without a probe and, in between, the same without any."""
+    """Publishes with and without a canary and, in between, the same without any."""
     engine, requests = await engine_over(llm, "lazy", 1), Requests(VOCABULARY)
     lost = 0
     stop = asyncio.Event()

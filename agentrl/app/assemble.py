@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from agentrl.app.policies import check_capabilities, demands_of, policy_binding, rollout_settings
 from agentrl.cluster.worker_pool import WorkerPool
-from agentrl.config.policies import PastPolicy
+from agentrl.config.policies import OpponentPoolPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock
 from agentrl.core.errors import StorageError
@@ -48,7 +48,7 @@ TURN_LOG = "0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Past:
+class ResumeState:
     """The state of a resumed run, folded from its journal."""
 
     ended: Sequence[tuple[EpisodeSpec, EpisodeHeader]] = ()
@@ -96,7 +96,7 @@ class Parts:
     """The version that each (policy, lineage) but the first started from."""
     opponents: Mapping[str, Sequence[PolicyVersion]] = field(default_factory=dict)
     """Versions kept served for each past policy, oldest first; see `recovery.serve_opponents`."""
-    past: Past = field(default_factory=Past)
+    resume_state: ResumeState = field(default_factory=ResumeState)
     role_means: Mapping[Role, Mean] = field(default_factory=dict)
     """Mean rewards by role, from the checkpoint."""
     measured: RunningBest = NOT_MEASURED
@@ -113,7 +113,7 @@ class Parts:
     """How often the environment's code was another when the run was resumed."""
 
 
-def past_of(
+def read_resume_state(
     log: RunLog,
     consumed_through: Mapping[str, PolicyVersion],
     *,
@@ -121,7 +121,7 @@ def past_of(
     opponents: Collection[str] = (),
     remembered: int | None = None,
     step_sizes: Mapping[str, int] | None = None,
-) -> Past:
+) -> ResumeState:
     """The state that a resumed run continues from.
 
     Args:
@@ -145,7 +145,7 @@ def past_of(
     named = {spec.episode_id for spec, _ in (*ended, *dispatched)}
     found = log.resolved_units(consumed_through, named)
     resolved = {(policy, name): why for (name, _, policy), why in found.items()}
-    return Past(
+    return ResumeState(
         ended=ended,
         resolved=resolved,
         unfinished=unfinished,
@@ -188,7 +188,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     buffer = _buffer(config, parts)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
     board = PolicyBoard(versions, config.trained, parts.parents)
-    dispatcher = make_dispatcher(config, environment, buffer, parts.store, signal, past=parts.past)
+    dispatcher = make_dispatcher(config, environment, buffer, parts.store, signal, resume_state=parts.resume_state)
     plan = _plan(config, environment)
     curriculum = Curriculum(parts.tasks, seed=config.seed)
     opponents = _opponents(config, parts, dispatcher)
@@ -245,8 +245,8 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
             *(parts.store, parts.clock, orchestrator.fail),
         )
     size = config.credit.group_size
-    lost = [(number, curriculum.task(number // size)) for number in parts.past.lost]
-    dispatcher.restore(parts.past.ended, parts.past.unfinished, lost, parts.past.proposals)
+    lost = [(number, curriculum.task(number // size)) for number in parts.resume_state.lost]
+    dispatcher.restore(parts.resume_state.ended, parts.resume_state.unfinished, lost, parts.resume_state.proposals)
     return orchestrator
 
 
@@ -265,15 +265,15 @@ def _opponents(config: RunConfig, parts: Parts, dispatcher: Dispatcher) -> Oppon
     pools = {
         name: OpponentPool(
             name=name,
-            of=past.of,
-            every=past.every,
-            size=past.size,
-            choose=past.choose,
+            of=pool.of,
+            every=pool.every,
+            size=pool.size,
+            choose=pool.choose,
             served=list(parts.opponents[name]),
         )
-        for name, past in config.of_kind(PastPolicy).items()
+        for name, pool in config.of_kind(OpponentPoolPolicy).items()
     }
-    for header in parts.past.against:
+    for header in parts.resume_state.against:
         for pool in pools.values():
             pool.count(header)
     return Opponents(
@@ -287,13 +287,13 @@ def _opponents(config: RunConfig, parts: Parts, dispatcher: Dispatcher) -> Oppon
 
 
 def _buffer(config: RunConfig, parts: Parts) -> EpisodeBuffer:
-    past = parts.past
+    resume_state = parts.resume_state
     step_sizes = {name: policy.step_size for name, policy in config.trained.items()}
     return EpisodeBuffer(
         config.trained,
         _release(config, parts),
-        resolved_before=past.resolved,
-        selection_bias={**selection_bias_by_policy(step_sizes), **past.selection_bias},
+        resolved_before=resume_state.resolved,
+        selection_bias={**selection_bias_by_policy(step_sizes), **resume_state.selection_bias},
     )
 
 
@@ -304,9 +304,9 @@ def _release(config: RunConfig, parts: Parts) -> ReleasePolicy:
     return FirstFinishers(
         trainable,
         ReleaseRule() if credit.release == "late" else ReleaseRule(share=0.0),
-        history=parts.past.history,
+        history=parts.resume_state.history,
         freeze=parts.store.record_baselines,
-        frozen=parts.past.baselines,
+        frozen=parts.resume_state.baselines,
         compares=credit.advantage == "leave_one_out",
     )
 
@@ -384,7 +384,7 @@ def make_dispatcher(
     store: JournalStore,
     signal: Signal,
     *,
-    past: Past,
+    resume_state: ResumeState,
 ) -> Dispatcher:
     """The host of a run's episodes; it still needs its worker."""
     return Dispatcher(
@@ -395,9 +395,9 @@ def make_dispatcher(
         buffer=buffer,
         store=store,
         signal=signal,
-        next_number=past.next_number,
-        next_evaluation=past.next_evaluation,
-        ended_children=dict(past.ended_children),
+        next_number=resume_state.next_number,
+        next_evaluation=resume_state.next_evaluation,
+        ended_children=dict(resume_state.ended_children),
     )
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.app.assemble import Past, attach_worker, make_dispatcher
+from agentrl.app.assemble import ResumeState, attach_worker, make_dispatcher
 from agentrl.app.parts import held_out, load_config, make_chat_format, make_engine
 from agentrl.app.policies import given_weights, load_weights, weights_in
-from agentrl.config.policies import FrozenPolicy, OutsidePolicy
+from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, InputError, RunDirectoryError
@@ -129,7 +129,7 @@ def evaluate(
 
 def _episodes(config: RunConfig, journal: Path) -> list[EvaluatedEpisode]:
     """The episodes in the journal of an evaluation."""
-    outside = config.of_kind(OutsidePolicy)
+    external = config.of_kind(ExternalPolicyConfig)
     reader = RunReader(journal)
     try:
         found = []
@@ -139,7 +139,7 @@ def _episodes(config: RunConfig, journal: Path) -> list[EvaluatedEpisode]:
             for act in view.acts:
                 if isinstance(act, TurnAct):
                     name = act.seat if act.index == 0 else f"{act.seat}[{act.index}]"
-                    message = _remote_message(act.text) if act.policy in outside else None
+                    message = _remote_message(act.text) if act.policy in external else None
                     said.setdefault(name, []).extend(
                         [*act.messages, message or {"role": "assistant", "content": act.text}]
                     )
@@ -242,7 +242,7 @@ async def play_untrained(
             failure.set_exception(error)
 
     buffer = EpisodeBuffer((), WholeGroups((), ADVANTAGES["none"]))
-    dispatcher = make_dispatcher(config, environment, buffer, store, Signal(), past=Past())
+    dispatcher = make_dispatcher(config, environment, buffer, store, Signal(), resume_state=ResumeState())
     attach_worker(config, environment, dispatcher, engine, chat_format, store, SystemClock(), fail)
     episodes = loop.create_task(play(dispatcher))
     try:

@@ -23,7 +23,7 @@ from agentrl.app.parts import Adapters
 from agentrl.app.policies import load_weights, weights_in
 from agentrl.app.replays import environment_to_run, recorded_code
 from agentrl.config.load import recorded_config
-from agentrl.config.policies import PastPolicy
+from agentrl.config.policies import OpponentPoolPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
 from agentrl.core.errors import InputError, JournalError
@@ -202,8 +202,8 @@ def fork_policies(config: RunConfig, parent: Parent, asked: Sequence[str | Path]
             given[policy] = _weights(parent, PolicyVersion(policy, int(match["lineage"]), int(match["step"])))
         else:
             given[policy] = weights_in(policy, wanted)
-        if isinstance(past := config.policies[policy], PastPolicy):
-            raise InputError(f"--policy: {policy} plays past versions of {past.of}; name one, as {past.of}@0.5")
+        if isinstance(pool := config.policies[policy], OpponentPoolPolicy):
+            raise InputError(f"--policy: {policy} plays past versions of {pool.of}; name one, as {pool.of}@0.5")
         if seat is not None:
             seats[seat] = policy
     left = recorded_weights(parent, [name for name in config.trained if name not in given], leave_out=given)

@@ -14,10 +14,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.app.policies import adapter_places, largest_rank
+from agentrl.app.policies import adapter_slots_needed, largest_rank
 from agentrl.cluster.worker_pool import PoolSettings, WorkerPool
 from agentrl.cluster.worker_wire import Work
-from agentrl.config.policies import BotPolicy, OutsidePolicy, RemotePolicy
+from agentrl.config.policies import BotPolicy, ExternalPolicyConfig, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, InputError
@@ -66,16 +66,16 @@ async def make_engine(
         tell: takes a line for people when a process of the engine died.
         log: the file for what the engine's processes write to their error streams; None: this process's own.
     """
-    if not config.of_kind(OutsidePolicy):
+    if not config.of_kind(ExternalPolicyConfig):
         return await _own_engine(config, versions, tell, log)
-    elsewhere = outside(config)
+    elsewhere = external_policies(config)
     here = {name: version for name, version in versions.items() if name not in elsewhere}
     if not here:
         return RoutedEngine(NoEngine(), elsewhere)
     return RoutedEngine(await _own_engine(config, here, tell, log), elsewhere)
 
 
-def outside(config: RunConfig) -> dict[str, ExternalPolicy]:
+def external_policies(config: RunConfig) -> dict[str, ExternalPolicy]:
     """The policies that no engine of ours serves.
 
     Raises:
@@ -99,9 +99,9 @@ async def _own_engine(
     arguments = _engine_arguments(config)
     if config.engine.kind == "vllm":
         check_vllm()
-        return await _beside(config, EngineProgram(VLLM, arguments, VLLM_HOST), versions, tell, log)
+        return await _in_child_processes(config, EngineProgram(VLLM, arguments, VLLM_HOST), versions, tell, log)
     if config.engine.placement != "here" or config.workers > 1:
-        return await _beside(config, EngineProgram(EMBEDDED, arguments), versions, tell, log)
+        return await _in_child_processes(config, EngineProgram(EMBEDDED, arguments), versions, tell, log)
     from agentrl.engines.embedded.engine import EmbeddedEngine
 
     return await asyncio.to_thread(EmbeddedEngine.load, versions=versions, **arguments)
@@ -116,10 +116,10 @@ def _engine_arguments(config: RunConfig) -> dict[str, Any]:
         "refresh": {
             name: config.refresh_of(name)
             for name, policy in config.policies.items()
-            if not isinstance(policy, OutsidePolicy)
+            if not isinstance(policy, ExternalPolicyConfig)
         },
         "keep_kv": section.keep_kv,
-        "adapter_slots": adapter_places(config),
+        "adapter_slots": adapter_slots_needed(config),
         "max_rank": largest_rank(config),
         "max_staleness": {name: policy.max_staleness for name, policy in config.trained.items()},
         "threads": config.threads,
@@ -134,7 +134,7 @@ def _engine_arguments(config: RunConfig) -> dict[str, Any]:
     }
 
 
-async def _beside(
+async def _in_child_processes(
     config: RunConfig,
     program: EngineProgram,
     versions: Mapping[str, PolicyVersion],
@@ -280,7 +280,7 @@ def make_chat_format(config: RunConfig) -> ChatFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """Who makes the adapters of a run: by default what its configuration asks for, anew in each life of the run."""
+    """Who makes the adapters of a run: by default what its configuration asks for, anew at each start of the run."""
 
     engine: Callable[[RunConfig, Mapping[str, PolicyVersion], Callable[[str], None], Path], Awaitable[Engine]] = (
         make_engine
@@ -289,7 +289,7 @@ class Adapters:
     chat_format: Callable[[RunConfig], ChatFormat] = make_chat_format
     clock: Clock = field(default_factory=SystemClock)
     assembled: Callable[[Orchestrator], None] = lambda orchestrator: None
-    """Told of each life's loop before it runs: for who disturbs it on purpose."""
+    """Called with the loop of each start before it runs; tests use it to disturb the loop."""
 
 
 def task_source(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from agentrl.config.policies import FrozenPolicy, OutsidePolicy, PastPolicy, PolicyConfig
+from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, OpponentPoolPolicy, PolicyConfig
 from agentrl.config.run import RunConfig, SamplingConfig
 from agentrl.core.errors import ConfigError, EngineError, InputError
 from agentrl.core.files import WEIGHT_FILES, sha256_of
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import Engine
     from agentrl.journal.port import JournalStore
 
-MAX_OUTSIDE_CONTEXT = 1 << 20
+MAX_EXTERNAL_CONTEXT = 1 << 20
 """Longest conversation, in bytes, with a policy that no engine of ours serves; its endpoint bounds the tokens."""
 GIVEN = -1
 """Lineage of weights that a user gave; their step comes from their digest. No run publishes such versions, so tokens
@@ -162,13 +162,13 @@ def check_capabilities(config: RunConfig, capabilities: EngineCapabilities) -> N
     Raises:
         ConfigError: it lacks one; the message names the setting and the engine.
     """
-    places = adapter_places(config)
+    adapters = adapter_slots_needed(config)
     refreshes = {config.refresh_of(name) for name in config.trained}
     needs = {
         **{f"engine.refresh = {refresh!r}": refresh in capabilities.refresh for refresh in sorted(refreshes)},
         "engine.capture_routing": capabilities.expert_routing or not config.engine.capture_routing,
         "sampling.top_k, top_p or min_p (their kept sets)": capabilities.sampling_mask or not config.filtered,
-        f"{places} adapters at once (policies.*.lora, opponents, frozen ones)": capabilities.adapters >= places,
+        f"{adapters} adapters at once (policies.*.lora, opponents, frozen ones)": capabilities.adapters >= adapters,
     }
     for what, given in needs.items():
         if not given:
@@ -204,18 +204,18 @@ def rollout_settings(config: RunConfig, chat_format: ChatFormat, max_context: in
 
 def own_settings(config: RunConfig, chat_format: ChatFormat, max_context: int) -> Mapping[str, PolicySettings]:
     """The settings of the policies that override `[sampling]` or the base model's chat format, by policy."""
-    outside = config.of_kind(OutsidePolicy)
+    external = config.of_kind(ExternalPolicyConfig)
     return {
-        name: _outside_settings(config.sampling_of(name))
-        if name in outside
+        name: _external_settings(config.sampling_of(name))
+        if name in external
         else policy_settings(config.sampling_of(name), chat_format, max_context)
         for name in config.policies
-        if name in outside or config.sampling_of(name) != config.sampling
+        if name in external or config.sampling_of(name) != config.sampling
     }
 
 
-def _outside_settings(sampling: SamplingConfig) -> PolicySettings:
-    return replace(policy_settings(sampling, JsonFormat(), MAX_OUTSIDE_CONTEXT), is_outside=True)
+def _external_settings(sampling: SamplingConfig) -> PolicySettings:
+    return replace(policy_settings(sampling, JsonFormat(), MAX_EXTERNAL_CONTEXT), is_external=True)
 
 
 def policy_settings(sampling: SamplingConfig, chat_format: ChatFormat, max_context: int) -> PolicySettings:
@@ -308,16 +308,16 @@ async def load_weights(config: RunConfig, engine: Engine, store: JournalStore, g
             raise InputError(f"{weights.path} does not fit {config.model.path}: {error}") from error
 
 
-def adapter_places(config: RunConfig) -> int:
-    """Adapters that an engine must be able to serve at once."""
+def adapter_slots_needed(config: RunConfig) -> int:
+    """How many adapters the engine must be able to serve at once; 0: none."""
     trained = [policy for policy in config.trained.values() if policy.lora is not None]
-    places = sum(policy.max_staleness + 2 for policy in trained)
-    places += sum(rank_in(policy) > 0 for policy in config.of_kind(FrozenPolicy).values())
-    for past in config.of_kind(PastPolicy).values():
-        of = config.policies[past.of]
+    slots = sum(policy.max_staleness + 2 for policy in trained)
+    slots += sum(rank_in(policy) > 0 for policy in config.of_kind(FrozenPolicy).values())
+    for pool in config.of_kind(OpponentPoolPolicy).values():
+        of = config.policies[pool.of]
         if isinstance(of, PolicyConfig) and of.lora is not None:
-            places += past.size + SPARE  # one that is played against no more, until its episodes have ended
-    return places + SPARE if places else 0
+            slots += pool.size + SPARE  # one that is played against no more, until its episodes have ended
+    return slots + SPARE if slots else 0
 
 
 def largest_rank(config: RunConfig) -> int:

@@ -1,11 +1,11 @@
-"""Where a life of a run begins: at the newest checkpoint, in a lineage of its own, with what the journal says is left.
+"""Starts a run: from its newest checkpoint, in a new lineage, with the work that its journal says is left.
 
-`agentrl.app.training` begins every life of a run here, and so do the crash tests. In order:
-`Recovery.find` chooses the checkpoint; the trainer starts from it; `first_versions` names the weights of this life;
-`serve` publishes them and gives them to the engine. Only then is an episode run.
+`agentrl.app.supervisor` and the crash tests start every run here, in this order: `Recovery.find` chooses the
+checkpoint; the trainer starts from it; `first_versions` names the weights of this start; `serve` publishes them and
+loads them into the engine. Only then does an episode run.
 
-Invariant: a version id is never used for other weights, since a lineage is larger than any in the journal or on disk,
-where a life that died before it could record its own may have left files.
+Invariant: a version id never names other weights. A new lineage is larger than any in the journal and any on disk,
+where a start that died before it was recorded may have left files.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from agentrl.app.assemble import Past, past_of, pinned_policies
+from agentrl.app.assemble import ResumeState, pinned_policies, read_resume_state
 from agentrl.app.policies import SPARE
-from agentrl.config.policies import BotPolicy, PastPolicy
+from agentrl.config.policies import BotPolicy, OpponentPoolPolicy
 from agentrl.config.run import Difference, RunConfig
 from agentrl.core.clock import Clock
 from agentrl.core.errors import EngineError, RunDirectoryError, StorageError
@@ -34,7 +34,7 @@ from agentrl.environment.registry import load_function, name_of
 from agentrl.journal.entries import Begin, code_digest, decode_entries
 from agentrl.journal.port import JournalStore, RunLog
 from agentrl.journal.reader import EntryKey, TurnReader
-from agentrl.journal.run_log import Change, Life
+from agentrl.journal.run_log import Change, RunStart
 from agentrl.orchestrator.checkpoints import Manifest, newest, versions_in
 from agentrl.orchestrator.tasks import MEMORY_SIZE
 from agentrl.orchestrator.versions import NOT_MEASURED, PolicyBoard, RunningBest, joined_by, publish
@@ -48,8 +48,8 @@ class RunJournal(JournalStore, RunLog, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """The versions an engine serves when a run starts or resumes."""
+class StartingVersions:
+    """Versions that the engine serves when a run starts or resumes."""
 
     weights: Mapping[str, WeightsRef]
     """Weights of the policies that learn."""
@@ -62,9 +62,9 @@ class Recovery:
     """The checkpoint that a run resumes from, if there is one."""
 
     manifest: Manifest | None
-    """The checkpoint it goes on from; None: it begins with the weights it was given."""
+    """The checkpoint to resume from; None: the run starts with the weights it was given."""
     rejected: Sequence[str]
-    """Why each newer checkpoint was passed over, for people."""
+    """Sentences for the user: why each newer checkpoint was rejected."""
 
     @staticmethod
     def find(checkpoints: Path, *, disk: Disk = LOCAL) -> Recovery:
@@ -106,7 +106,7 @@ class Recovery:
     def first_versions(
         self, config: RunConfig, journal: RunLog, versions: Path, *, disk: Disk = LOCAL
     ) -> dict[str, PolicyVersion]:
-        """Where every policy stands: at the checkpoint's steps, in a lineage nothing ever belonged to.
+        """The first version of every policy: at the checkpoint's step, in a lineage that was never used.
 
         Args:
             config: of the run.
@@ -144,11 +144,8 @@ class Recovery:
         trainer: Trainer,
         engine: Engine,
         journal: RunJournal,
-    ) -> Served:
-        """Publish the first versions of the trainable policies, then serve them.
-
-        Those of their past that play are served besides.
-        """
+    ) -> StartingVersions:
+        """Publish and serve the first versions of the trainable policies, and serve the opponents from their past."""
         pinned = pinned_policies(config)
         older: Mapping[str, Sequence[PolicyVersion]] = {}
         if self.manifest is not None:
@@ -159,50 +156,50 @@ class Recovery:
             weights[name] = await publish(trainer, journal, version, parent, step=None)
             await engine.update(weights[name], keep=name in pinned)
         opponents = await serve_opponents(config, engine, weights, older)
-        return Served(weights=weights, opponents=opponents)
+        return StartingVersions(weights=weights, opponents=opponents)
 
-    def past(self, config: RunConfig, journal: RunJournal) -> Past:
+    def resume_state(self, config: RunConfig, journal: RunJournal) -> ResumeState:
         """The state of the run so far, folded from its journal."""
         versions = {} if self.manifest is None else self.manifest.versions
-        return past_of(
+        return read_resume_state(
             journal,
             versions,
             group_size=config.credit.group_size,
-            opponents=config.of_kind(PastPolicy).keys(),
+            opponents=config.of_kind(OpponentPoolPolicy).keys(),
             remembered=None if config.deterministic else MEMORY_SIZE,
             step_sizes={name: policy.step_size for name, policy in config.trained.items()},
         )
 
 
-def begin_life(
+def describe_start(
     recovery: Recovery,
     config: RunConfig,
     versions: Mapping[str, PolicyVersion],
-    past: Past,
+    resume_state: ResumeState,
     store: SqliteJournal,
     *,
     code: Code,
     changed: Sequence[Difference],
     clock: Clock,
-) -> tuple[Life, list[str]]:
+) -> tuple[RunStart, list[str]]:
     """The record of a start of the run, and sentences about it for the user.
 
     Args:
         recovery: what it takes over.
         config: of the run.
         versions: where its policies stand.
-        past: what the journal says is left.
+        resume_state: what the journal says is left.
         store: the run's journal.
         code: of the environments and bots that will run.
-        changed: the settings that differ from those of the life before.
+        changed: the settings that differ from those of the start before.
         clock: for the label of the moment.
     """
     steps = {name: versions[name].step for name in config.trained}
-    newest, before = store.newest_steps(), store.lives()
+    newest, before = store.newest_steps(), store.starts()
     known = before[-1].code if before else {}
-    stale = _played_by_other_code(past, store, code)
+    stale = _played_by_other_code(resume_state, store, code)
     files = {file for file, digest in code.files.items() if known.get(file, digest) != digest} | set(stale)
-    life = Life(
+    start = RunStart(
         lineage=max((versions[name].lineage for name in config.trained), default=0),
         began_at=clock.wall(),
         checkpoint="" if recovery.manifest is None else recovery.manifest.directory.name,
@@ -212,41 +209,43 @@ def begin_life(
         code=dict(code.files),
         code_changed=tuple(sorted(files)),
     )
-    told = [f"going on from checkpoint {life.checkpoint} (steps taken: {_counted(steps)})"]
+    told = [f"going on from checkpoint {start.checkpoint} (steps taken: {_counted(steps)})"]
     if recovery.manifest is None:
         told = ["there is no checkpoint yet: the weights are again those the run was given; its episodes are kept"]
-    for name, step in life.again.items():
+    for name, step in start.again.items():
         one = step == steps[name] + 1
         told.append(f"{f'step {step}' if one else f'steps {steps[name] + 1} to {step}'} of {name} will be taken again")
-    if past.unfinished:
-        told.append(f"{plural(len(past.unfinished), 'unfinished episode')} will go on from what is recorded of them")
+    if resume_state.unfinished:
+        told.append(
+            f"{plural(len(resume_state.unfinished), 'unfinished episode')} will go on from what is recorded of them"
+        )
     for change in changed:
         kept = "; unfinished episodes keep what they began with" if change.rule.rule == "per episode" else ""
         told.append(f"setting {change}{kept}")
     if files:
         on_change = config.environment.on_code_change
-        told.append(f"the code changed in {', '.join(life.code_changed)} (environment.on_code_change = {on_change!r})")
+        told.append(f"the code changed in {', '.join(start.code_changed)} (environment.on_code_change = {on_change!r})")
     if count := sum(map(len, stale.values())):
-        where = shlex.quote(f"(status = ready or status = trained) and committed_at < {life.began_at:.0f}")
+        where = shlex.quote(f"(status = ready or status = trained) and committed_at < {start.began_at:.0f}")
         run = shlex.quote(str(store.directory.parent))
         given = f" --environment {shlex.quote(config.environment.id)}" if ".py" in config.environment.id else ""
         told.append(
             f"{plural(count, 'committed episode')} will be trained with the rewards that the old code gave; to see "
             f"what the new code gives: `agentrl episode rescore {run} --where {where}{given}`"
         )
-    return life, told
+    return start, told
 
 
 def _counted(steps: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {step}" for name, step in steps.items())
 
 
-def _played_by_other_code(past: Past, store: SqliteJournal, code: Code) -> dict[str, list[str]]:
+def _played_by_other_code(resume_state: ResumeState, store: SqliteJournal, code: Code) -> dict[str, list[str]]:
     """Committed episodes of which something is still to be trained and that other code has played, by today's file."""
     keys, environments = [], {}
-    for spec, header in past.ended:
+    for spec, header in resume_state.ended:
         policies = {trajectory.policy for trajectory in header.trajectories}
-        if header.location is None or all((policy, spec.episode_id) in past.resolved for policy in policies):
+        if header.location is None or all((policy, spec.episode_id) in resume_state.resolved for policy in policies):
             continue
         keys.append(EntryKey(header.location.partition, spec.episode_id, spec.attempt))
         environments[spec.episode_id] = spec.environment
@@ -326,26 +325,28 @@ async def serve_older(
                 )
             await engine.update(weights, keep=True)
     return {
-        name: await _serve_past(engine, journal, board, name, past, drawn_from.get(name, ()))
-        for name, past in config.of_kind(PastPolicy).items()
-        if past.of in versions
+        name: await _serve_older_opponents(engine, journal, board, name, pool, drawn_from.get(name, ()))
+        for name, pool in config.of_kind(OpponentPoolPolicy).items()
+        if pool.of in versions
     }
 
 
-async def _serve_past(
+async def _serve_older_opponents(
     engine: Engine,
     journal: RunLog,
     board: PolicyBoard,
     name: str,
-    past: PastPolicy,
+    pool: OpponentPoolPolicy,
     drawn_from: Sequence[PolicyVersion],
 ) -> list[PolicyVersion]:
-    """The opponents of the checkpoint, and one more that an unfinished episode plays; of a policy that had none there,
-    as one that is new in the configuration, those that would have joined, as far as their files are there.
+    """Serve the opponents of one pool: those the checkpoint records, and those that unfinished episodes play.
+
+    A pool that the checkpoint does not know (it is new in the configuration) gets the versions that would have joined
+    it, as far as their files exist.
     """
-    now = board.current(past.of)
-    joined = {board.at(past.of, step) for step in joined_by(now.step, past.every, past.size) if step < now.step}
-    wanted = set(drawn_from[-past.size :]) or joined
+    now = board.current(pool.of)
+    joined = {board.at(pool.of, step) for step in joined_by(now.step, pool.every, pool.size) if step < now.step}
+    wanted = set(drawn_from[-pool.size :]) or joined
     pinned = {spec.pins[name] for spec in journal.unfinished() if name in spec.pins} - wanted
     others = sorted(version for version in pinned if version.step < now.step and board.survives(version))
     served = []
@@ -369,13 +370,13 @@ async def serve_opponents(
 ) -> dict[str, list[PolicyVersion]]:
     """The first versions of each opponent pool: `older` ones, and the current one where it joins or there is no other.
 
-    One of a life before that has the current weights stands for them: how it did is known.
+    A version of an earlier start with the current weights stands for them: its results are known.
     """
     opponents = {}
-    for name, past in config.of_kind(PastPolicy).items():
-        served, current = list(older.get(name, ())), weights[past.of]
+    for name, pool in config.of_kind(OpponentPoolPolicy).items():
+        served, current = list(older.get(name, ())), weights[pool.of]
         step = current.version.step
-        joins = step % past.every == 0 and len(served) <= past.size
+        joins = step % pool.every == 0 and len(served) <= pool.size
         if not served or (joins and served[-1].step < step):
             await engine.update(current, keep=True)
             served.append(current.version)
@@ -384,7 +385,7 @@ async def serve_opponents(
 
 
 def clear_leftovers(checkpoints: Path, versions: Path, *, disk: Disk = LOCAL) -> None:
-    """Remove what dead lives left half built; nobody else may be writing this run."""
+    """Remove what dead processes left half built; nobody else may be writing this run."""
     for directory in (checkpoints, versions, *(versions / name for name in disk.names(versions))):
         remove_leftovers(directory, disk=disk)
 

@@ -93,20 +93,20 @@ def rebuild_step(reader: RunReader, line: StepLine) -> StepRebuilt:
     )
     turns = TurnReader(reader.journal)
     try:
-        fed = _in_order(reader, view.columns_file, _fed(reader, turns, line))
+        inputs = _in_order(reader, view.columns_file, _step_inputs(reader, turns, line))
     except JournalError as error:
         return msgspec.structs.replace(found, text=str(error))
     finally:
         turns.close()
-    rebuilt = input_digest(map(row_digest, fed))
-    tokens = sum(map(len, trained_positions(fed)))
+    rebuilt = input_digest(map(row_digest, inputs))
+    tokens = sum(map(len, trained_positions(inputs)))
     same = rebuilt == view.input_digest
     text = (
         ""
         if same
-        else f"{plural(len(fed), 'row')} of {plural(tokens, 'token')} now, {line.samples} of {line.tokens} then"
+        else f"{plural(len(inputs), 'row')} of {plural(tokens, 'token')} now, {line.samples} of {line.tokens} then"
     )
-    return msgspec.structs.replace(found, identical=same, rows=len(fed), tokens=tokens, rebuilt=rebuilt, text=text)
+    return msgspec.structs.replace(found, identical=same, rows=len(inputs), tokens=tokens, rebuilt=rebuilt, text=text)
 
 
 def compute_step(reader: RunReader, line: StepLine) -> StepComputed:
@@ -180,7 +180,7 @@ def _close(then: float | None, now: float) -> bool:
     return then is not None and math.isclose(then, now, rel_tol=TOLERANCE, abs_tol=SMALLEST)
 
 
-def _fed(reader: RunReader, turns: TurnReader, line: StepLine) -> Iterator[TrainingSample]:
+def _step_inputs(reader: RunReader, turns: TurnReader, line: StepLine) -> Iterator[TrainingSample]:
     for unit in _units(reader, line):
         key = EntryKey(unit.location.partition, unit.episode_id, unit.attempt, unit.location.entries)
         (entries,) = turns.read_many([key])

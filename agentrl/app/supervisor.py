@@ -28,7 +28,7 @@ import msgspec
 from agentrl.app.assemble import Parts, assemble
 from agentrl.app.parts import Adapters, make_chat_format, make_workers
 from agentrl.app.policies import given_weights, load_weights
-from agentrl.app.recovery import Code, Recovery, begin_life, clear_leftovers
+from agentrl.app.recovery import Code, Recovery, clear_leftovers, describe_start
 from agentrl.cluster.worker_pool import NAMED, SUSPECTED
 from agentrl.config.run import Difference, RunConfig
 from agentrl.core import ids
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
     from agentrl.cluster.worker_pool import WorkerPool
     from agentrl.core.ports import Engine
-    from agentrl.journal.run_log import Life
+    from agentrl.journal.run_log import RunStart
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
 
@@ -93,7 +93,7 @@ class RunSetup:
     code: Code
     changed: Sequence[Difference]
     """Settings that differ from those of the process before."""
-    began: list[Life] = field(default_factory=list)
+    began: list[RunStart] = field(default_factory=list)
     """In this process."""
 
 
@@ -329,12 +329,14 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
     for reason in recovery.rejected:
         observer.phase(f"left out: {reason}")
     versions = recovery.first_versions(config, store, directory.versions)
-    past = recovery.past(config, store)
+    resume_state = recovery.resume_state(config, store)
     changed = () if setup.began else setup.changed
     clock = setup.adapters.clock
-    life, told = begin_life(recovery, config, versions, past, store, code=setup.code, changed=changed, clock=clock)
-    setup.began.append(life)
-    if life.lineage:
+    start, told = describe_start(
+        recovery, config, versions, resume_state, store, code=setup.code, changed=changed, clock=clock
+    )
+    setup.began.append(start)
+    if start.lineage:
         observer.say(". ".join(f"{each[0].upper()}{each[1:]}" for each in told) + ".")
     async with contextlib.AsyncExitStack() as stack:
         trainer = setup.adapters.trainer(config, directory.path)
@@ -352,7 +354,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
             record.workers = 1
         await load_weights(config, engine, store, await asyncio.to_thread(given_weights, config))
         trainable = {name: versions[name] for name in config.trained}
-        store.record_life(life)
+        store.record_start(start)
         served = await recovery.serve(config, trainable, trainer, engine, store)
         parts = Parts(
             engine=engine,
@@ -368,11 +370,11 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
             weights=served.weights,
             opponents=served.opponents,
             parents=store.parents(),
-            past=past,
+            resume_state=resume_state,
             role_means=recovery.role_means,
             workers=workers,
             tell=observer.warn,
-            code_changes=sum(bool(each.code_changed) for each in store.lives()),
+            code_changes=sum(bool(each.code_changed) for each in store.starts()),
             journal_size=directory.journal_size,
             measured=await asyncio.to_thread(recovery.measured, directory.versions),
         )

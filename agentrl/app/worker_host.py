@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.app.parts import make_chat_format, outside
+from agentrl.app.parts import external_policies, make_chat_format
 from agentrl.app.policies import policy_binding, rollout_settings
 from agentrl.cluster import worker_wire as wire
 from agentrl.config.run import RunConfig
@@ -184,7 +184,7 @@ class RunConnection:
         if isinstance(error, AgentRLError) and not closed_under_us(error):
             tell_failure(self._writer, error)
             return
-        self.tell(wire.Told(line=f"a worker process was broken from within: {error_words(error)} (see workers.log)"))
+        self.tell(wire.LogLine(line=f"a worker process was broken from within: {error_words(error)} (see workers.log)"))
         with contextlib.suppress(Exception):
             traceback.print_exception(error)
         os._exit(1)
@@ -214,9 +214,9 @@ class WorkerHost:
         chat_format = make_chat_format(config)
         self.run = RunConnection(writer, journal.log, policy_binding(config))
         self._engine = EngineClient(work.capabilities)
-        self._outside = outside(config)
+        self._external = external_policies(config)
         runner = EpisodeRunner(
-            engine=RoutedSampler(self._engine, self._outside),
+            engine=RoutedSampler(self._engine, self._external),
             chat_format=chat_format,
             store=self.run,
             log=journal.log,
@@ -265,7 +265,7 @@ class WorkerHost:
 
     async def close(self) -> None:
         """The run has hung up: leave nothing open."""
-        for each in self._outside.values():
+        for each in self._external.values():
             await each.close()
         await self._journal.close()
 
@@ -284,7 +284,7 @@ async def _serve(connection: socket.socket) -> None:
     loop = asyncio.get_running_loop()
 
     def tell(line: str) -> None:  # from a thread, too
-        loop.call_soon_threadsafe(send, writer, wire.Told(line=f"worker {work.number}: {line}"))
+        loop.call_soon_threadsafe(send, writer, wire.LogLine(line=f"worker {work.number}: {line}"))
 
     alive = loop.create_task(_tell_alive(writer))
     try:

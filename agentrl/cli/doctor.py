@@ -137,14 +137,14 @@ def disk() -> list[Check]:
         gone = "the working directory was removed"
         return [Check(name="disk for runs", found=gone, level="missing", fix="cd to a directory that exists")]
     runs = next(place for place in (here, *here.parents) if place.exists())
-    checks = [_room("disk for runs", runs, needed=1.0, setting="--directory=DIR")]
+    checks = [_disk_space("disk for runs", runs, needed=1.0, setting="--directory=DIR")]
     try:
         temporary = Path(tempfile.gettempdir())
     except FileNotFoundError:
         found = "there is no directory for them that can be written"
         fix = "set TMPDIR=DIR, to one that can"
         return [*checks, Check(name="disk for temporary files", found=found, level="missing", fix=fix)]
-    return [*checks, _room("disk for temporary files", temporary, needed=0.5, setting="TMPDIR=DIR")]
+    return [*checks, _disk_space("disk for temporary files", temporary, needed=0.5, setting="TMPDIR=DIR")]
 
 
 def shadows() -> list[Check]:
@@ -225,7 +225,7 @@ def _works(package: str, code: str, *, extra: str, instead: str) -> list[Check]:
     return [Check(name=f"{package} works", found=f"no: {reason[:200]}", level="missing", fix=fix)]
 
 
-def _room(name: str, place: Path, *, needed: float, setting: str) -> Check:
+def _disk_space(name: str, place: Path, *, needed: float, setting: str) -> Check:
     free = shutil.disk_usage(place).free / GIB
     fix = "" if free > needed else f"free {needed:g} GiB there, or set {setting}"
     if not os.access(place, os.W_OK):

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report_unexpected(error: BaseException) -> int:
     """Tell, on one line, of what should not have come this far; returns the exit code."""
     if isinstance(error, SystemExit):
-        _say(f"agentrl: the program was told to end (exit code {error.code}) by {_place_of(error)}\n")
+        _say(f"agentrl: the program was told to end (exit code {error.code}) by {_raised_at(error)}\n")
         return CheckFailedError.exit_code
     if type(error).__name__ == "CancelledError" or "Event loop stopped before" in error_words(error):
         _say(
@@ -102,7 +102,7 @@ def _report_unexpected(error: BaseException) -> int:
     return _report_bug(error)
 
 
-def _place_of(error: BaseException) -> str:
+def _raised_at(error: BaseException) -> str:
     """File and line of where an error was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return safe_line(f"{frame.filename}:{frame.lineno}, in {frame.name}")

@@ -275,7 +275,7 @@ class RayTrainerPool:
             await asyncio.to_thread(self._kill_actors)
             raise TrainerLostError(f"Ray died in {method}, and the trainer's ranks with it: {brief(error)}") from error
         for future in futures:
-            future.add_done_callback(_heard)
+            future.add_done_callback(_retrieve_exception)
         pending = set(futures)
         # The first failure is acted upon: the other ranks may wait in a collective for the one that failed.
         while pending and not self._lost.done() and not any(_failed(future) for future in futures):
@@ -327,7 +327,7 @@ def _failed(future: asyncio.Future[Any]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is not None
 
 
-def _heard(future: asyncio.Future[Any]) -> None:
+def _retrieve_exception(future: asyncio.Future[Any]) -> None:
     """A call that nobody waits for any longer may fail in silence: the run ended for another reason, told elsewhere."""
     if not future.cancelled():
         future.exception()

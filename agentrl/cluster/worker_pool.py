@@ -170,7 +170,7 @@ class WorkerPool:
         self._next += 1
         placed = self._episodes[self._next] = Placed(self._next, spec, on_end, resume)
         self._numbers[spec.episode_id] = placed.number
-        self._place(placed)
+        self._assign(placed)
 
     def park(self, episode_id: str) -> bool:
         """See `core.ports.Worker.park`."""
@@ -227,7 +227,7 @@ class WorkerPool:
 
     # --- episodes -----------------------------------------------------------------------------------------------------
 
-    def _place(self, placed: Placed) -> None:
+    def _assign(self, placed: Placed) -> None:
         """Give an episode to the process that has fewest, one that is behind last; where none has room, it waits."""
         able = [each for each in self.processes if each.is_ready and self._takes(each, placed)]
         if not able or self._unready or (placed.is_suspect and self._can_wait(placed)):
@@ -272,7 +272,7 @@ class WorkerPool:
         """There is room: place what waits, in order."""
         queue, self._queue = self._queue, {}
         for placed in queue.values():
-            self._place(placed)
+            self._assign(placed)
 
     # --- what processes say -------------------------------------------------------------------------------------------
 
@@ -308,7 +308,7 @@ class WorkerPool:
             self._commit(killer, dropped_header(killer.spec, "worker_lost"), b"", {}, detail, {})
             process.supervisor.achieved()  # the cause of its deaths is gone
         for placed in left:
-            self._place(placed)
+            self._assign(placed)
         self._fill()  # with those that are no suspects any more
 
     def failed(self, error: AgentRLError) -> None:
@@ -320,7 +320,7 @@ class WorkerPool:
             error = EngineError(f"{error}. With processes that died, and no further since: {names}{more}")
         self._on_failure(error)
 
-    def heard(self, process: WorkerProcess, message: wire.FromWorker) -> None:
+    def on_message(self, process: WorkerProcess, message: wire.FromWorker) -> None:
         """See `worker_process.Owner`."""
         placed = self._episodes.get(getattr(message, "number", 0))
         if placed is None or placed.process is not process:

@@ -37,7 +37,7 @@ class Owner(Protocol):
         """It takes episodes: it is a fresh one."""
         ...
 
-    def heard(self, process: WorkerProcess, message: wire.FromWorker) -> None:
+    def on_message(self, process: WorkerProcess, message: wire.FromWorker) -> None:
         """It said something about its episodes."""
         ...
 
@@ -178,7 +178,7 @@ class WorkerProcess:
         match message:
             case wire.Alive():
                 pass
-            case wire.Told():
+            case wire.LogLine():
                 self._tell(message.line)
             case wire.Ready():
                 _settle(self._welcomed)
@@ -193,7 +193,7 @@ class WorkerProcess:
             case _:
                 if isinstance(message, wire.Ended | wire.Advanced):
                     self.supervisor.achieved()
-                self._owner.heard(self, message)
+                self._owner.on_message(self, message)
 
 
 def _settle(future: asyncio.Future[None] | None) -> None:

@@ -175,7 +175,7 @@ class Cancelled(Message, frozen=True):
     """Nothing is in flight."""
 
 
-class Told(Message, frozen=True):
+class LogLine(Message, frozen=True):
     """A line for people."""
 
     line: str
@@ -188,7 +188,7 @@ class Failed(Message, frozen=True):
     message: str
 
 
-FromWorker = Ready | Alive | Ended | Spawn | Remember | Readmitted | Advanced | Parked | Cancelled | Told | Failed
+FromWorker = Ready | Alive | Ended | Spawn | Remember | Readmitted | Advanced | Parked | Cancelled | LogLine | Failed
 
 TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

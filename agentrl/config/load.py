@@ -59,11 +59,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     _check_plain(data, source)
     config = _validated(data, raw, str(source))
     _check_read_as_written(written, config, source)
-    path = _beside(source, config.model.path, key="model.path") if config.model.path else ""
+    path = _resolve_path(source, config.model.path, key="model.path") if config.model.path else ""
     model = config.model.model_copy(update={"path": path})
-    chosen = _code_beside(source, config.environment.id, key="environment.id")
+    chosen = _resolve_code(source, config.environment.id, key="environment.id")
     environment = config.environment.model_copy(update={"id": chosen})
-    policies = {name: _policy_beside(source, name, policy) for name, policy in config.policies.items()}
+    policies = {name: _resolve_policy(source, name, policy) for name, policy in config.policies.items()}
     return config.model_copy(update={"model": model, "environment": environment, "policies": policies})
 
 
@@ -88,7 +88,7 @@ def dump_toml(config: BaseModel) -> str:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _beside(source: Path, path: str, *, key: str) -> str:
+def _resolve_path(source: Path, path: str, *, key: str) -> str:
     """A path as seen from the file that names it, if something lies there."""
     try:
         there = source.parent / path
@@ -97,18 +97,18 @@ def _beside(source: Path, path: str, *, key: str) -> str:
         raise ConfigError(f"{source}: {key} = {short(path)}: cannot be looked for ({error.strerror})") from error
 
 
-def _code_beside(source: Path, reference: str, *, key: str) -> str:
+def _resolve_code(source: Path, reference: str, *, key: str) -> str:
     """`path/to/file.py:Name` as seen from the file that names it; `module:Name` as it is."""
     file, colon, name = reference.partition(".py")
-    return f"{_beside(source, file + colon, key=key)}{name}" if colon else reference
+    return f"{_resolve_path(source, file + colon, key=key)}{name}" if colon else reference
 
 
-def _policy_beside(source: Path, name: str, policy: AnyPolicy) -> AnyPolicy:
+def _resolve_policy(source: Path, name: str, policy: AnyPolicy) -> AnyPolicy:
     if isinstance(policy, BotPolicy):
-        return policy.model_copy(update={"id": _code_beside(source, policy.id, key=f"policies.{name}.id")})
+        return policy.model_copy(update={"id": _resolve_code(source, policy.id, key=f"policies.{name}.id")})
     if not (isinstance(policy, FrozenPolicy) and policy.path):
         return policy
-    return policy.model_copy(update={"path": _beside(source, policy.path, key=f"policies.{name}.path")})
+    return policy.model_copy(update={"path": _resolve_path(source, policy.path, key=f"policies.{name}.path")})
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -282,7 +282,7 @@ SHOWN = 10
 """Mistakes, at most."""
 
 
-class _Place(NamedTuple):
+class _Location(NamedTuple):
     """The place of a mistake in a configuration."""
 
     path: list[str]
@@ -336,7 +336,7 @@ def misread(data: Any, read: Any, path: str = "") -> Iterator[str]:
 
 def path_of(location: Sequence[str | int], top: type[BaseModel]) -> list[str]:
     """The keys of an error's location."""
-    return _place(location, top).path
+    return _locate(location, top).path
 
 
 def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
@@ -372,7 +372,7 @@ def short(value: Any) -> str:
 
 def _explain(detail: ErrorDetails, top: type[BaseModel]) -> tuple[str, str]:
     """The problem, and the accepted value where the given one is of another type."""
-    place = _place(detail["loc"], top)
+    place = _locate(detail["loc"], top)
     dotted, kind, given = ".".join(place.path), detail["type"], detail["input"]
     if place.unnamed is not None:
         before, key = place.path[: place.unnamed], place.path[place.unnamed]
@@ -401,7 +401,7 @@ def _explain(detail: ErrorDetails, top: type[BaseModel]) -> tuple[str, str]:
     return problem, f"{message[:1].lower()}{message[1:]}"
 
 
-def _place(location: Sequence[str | int], top: type[BaseModel]) -> _Place:
+def _locate(location: Sequence[str | int], top: type[BaseModel]) -> _Location:
     path: list[str] = []
     section: type[BaseModel] | None = None
     kinds: list[type[BaseModel]] = []
@@ -410,7 +410,7 @@ def _place(location: Sequence[str | int], top: type[BaseModel]) -> _Place:
     for part in map(str, location):
         annotation = _bare(annotation)
         members, named = sections_in(annotation)
-        if len(_choices(annotation)) > 1:  # the member that pydantic tried
+        if len(_union_members(annotation)) > 1:  # the member that pydantic tried
             kinds, annotation = members, next((member for member in members if part in _tags(member)), None)
             continue
         path.append(part)
@@ -422,18 +422,18 @@ def _place(location: Sequence[str | int], top: type[BaseModel]) -> _Place:
             if unnamed is None and any(part in member.model_fields for member in members):
                 unnamed = len(path) - 1
             section, kinds, annotation = None, [], _item(annotation, part)
-    return _Place(path, section, kinds, _bare(annotation), unnamed)
+    return _Location(path, section, kinds, _bare(annotation), unnamed)
 
 
 def _bare(annotation: Any) -> Any:
     """Without bounds, and without `None` beside it."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
-    choices = _choices(annotation)
+    choices = _union_members(annotation)
     return _bare(choices[0]) if len(choices) == 1 else annotation
 
 
-def _choices(annotation: Any) -> list[Any]:
+def _union_members(annotation: Any) -> list[Any]:
     """The members of a union but `None`; none where it is no union."""
     if get_origin(annotation) not in (Union, types.UnionType):
         return []
@@ -463,10 +463,10 @@ def _in_words(annotation: Any, dotted: str = "") -> str:
     if get_origin(bare) is dict:
         key, value = map(_in_words, get_args(bare))
         return f"a table {{ {'NAME' if key == 'text' else key} = {value}, ... }}"
-    return " or ".join(map(_in_words, _choices(bare))) or _WORDS.get(get_origin(bare) or bare, "a value")
+    return " or ".join(map(_in_words, _union_members(bare))) or _WORDS.get(get_origin(bare) or bare, "a value")
 
 
-def _nearest(place: _Place, top: type[BaseModel]) -> str:
+def _nearest(place: _Location, top: type[BaseModel]) -> str:
     name, section = place.path[-1], place.section
     prefix = "".join(f"{part}." for part in place.path[:-1])
     siblings = [] if section is None else list(section.model_fields)

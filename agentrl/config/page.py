@@ -49,7 +49,7 @@ resolved and stops. An unknown key is refused with the nearest one there is. {co
 `environment.id` has no default, and `model.path` is empty only where every policy is remote or a bot.
 A reward, a tool or a task source is code: it belongs in an environment, not here.
 
-`--resume` reads the configuration anew. The column *on resume* says what a setting may do between two lives of a run:
+`--resume` reads the configuration anew. The column *on resume* says what a setting may do between two starts of a run:
 
 * *may differ*: the new value holds from now on.
 * *may differ¹*: likewise, but not of a run with `deterministic = true`.

@@ -80,11 +80,11 @@ class FrozenPolicy(_Sampled):
         return package_directory(path) if path else path
 
 
-class OutsidePolicy(Section):
+class ExternalPolicyConfig(Section):
     """What no engine of ours serves: it is told messages and says a message, recorded and never trained."""
 
 
-class RemotePolicy(_Sampled, OutsidePolicy):
+class RemotePolicy(_Sampled, ExternalPolicyConfig):
     """An endpoint that speaks OpenAI's chat completions. What it says is recorded and never trained."""
 
     kind: Fixed[Literal["remote"]]
@@ -129,7 +129,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class BotPolicy(OutsidePolicy):
+class BotPolicy(ExternalPolicyConfig):
     """A program that holds a seat: an opponent that plays by rule, a user that asks from a script."""
 
     kind: Fixed[Literal["bot"]]
@@ -139,7 +139,7 @@ class BotPolicy(OutsidePolicy):
     conversation, a sequence of `agentrl.Message`, and a `random.Random` of the turn's own, and returns what it says."""
 
 
-class PastPolicy(Section):
+class OpponentPoolPolicy(Section):
     """Past versions of a policy that learns, as opponents to it: one is drawn for each group of episodes."""
 
     kind: Fixed[Literal["past"]]
@@ -155,4 +155,6 @@ class PastPolicy(Section):
     proportion to (1 - win rate)² (PFSP: Vinyals et al., 2019, Nature 575)."""
 
 
-AnyPolicy = Annotated[PolicyConfig | FrozenPolicy | RemotePolicy | BotPolicy | PastPolicy, Field(discriminator="kind")]
+AnyPolicy = Annotated[
+    PolicyConfig | FrozenPolicy | RemotePolicy | BotPolicy | OpponentPoolPolicy, Field(discriminator="kind")
+]

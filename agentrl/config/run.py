@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
-from agentrl.config.policies import AnyPolicy, BotPolicy, OutsidePolicy, PastPolicy, PolicyConfig, RemotePolicy
+from agentrl.config.policies import (
+    AnyPolicy,
+    BotPolicy,
+    ExternalPolicyConfig,
+    OpponentPoolPolicy,
+    PolicyConfig,
+    RemotePolicy,
+)
 from agentrl.config.section import (
     Episodes,
     Fixed,
@@ -351,7 +358,7 @@ class RunConfig(Section):
         section = self.policies[policy]
         if isinstance(section, BotPolicy):
             return self.sampling
-        if isinstance(section, PastPolicy):
+        if isinstance(section, OpponentPoolPolicy):
             return self.sampling_of(section.of)
         return SamplingConfig.model_validate({**self.sampling.model_dump(), **section.sampling})
 
@@ -367,7 +374,7 @@ class RunConfig(Section):
     @property
     def filtered(self) -> list[str]:
         """The policies sampled here through a filter: what it keeps is recorded, and trained with."""
-        here = [name for name, policy in self.policies.items() if not isinstance(policy, OutsidePolicy)]
+        here = [name for name, policy in self.policies.items() if not isinstance(policy, ExternalPolicyConfig)]
         return [name for name in here if self.sampling_of(name).is_filtered]
 
     @property
@@ -494,7 +501,7 @@ def check_together(config: RunConfig) -> None:
 
 
 def _check_model(config: RunConfig) -> None:
-    here = [name for name, policy in config.policies.items() if not isinstance(policy, OutsidePolicy)]
+    here = [name for name, policy in config.policies.items() if not isinstance(policy, ExternalPolicyConfig)]
     if here and not config.model.path:
         raise ValueError(
             f"model.path is needed for {', '.join(f'policies.{name}' for name in here)}: the directory of a local "
@@ -560,7 +567,7 @@ def _check_seats(config: RunConfig) -> None:
             if name not in config.policies:
                 raise ValueError(f"seats.{seat}: no policy {name!r}; there are: {known}")
     trained = config.trained
-    for name, past in config.of_kind(PastPolicy).items():
+    for name, past in config.of_kind(OpponentPoolPolicy).items():
         if past.of not in trained:
             raise ValueError(
                 f"policies.{name}.of: {past.of!r} is no policy that learns; there are: {', '.join(trained) or 'none'}"
@@ -633,7 +640,7 @@ def _check_full_weights(config: RunConfig) -> None:
 def _check_deterministic(config: RunConfig) -> None:
     """Reject settings under which a run does not follow from its configuration alone, or batches differ by policy."""
     refused = {
-        **{f"policies.{name}.kind = 'past'": True for name in config.of_kind(PastPolicy)},
+        **{f"policies.{name}.kind = 'past'": True for name in config.of_kind(OpponentPoolPolicy)},
         **{f"policies.{name}.kind = 'remote'": True for name in config.of_kind(RemotePolicy)},
         "freeze": bool(config.freeze),
         **{f"policies.{name}.steps": bool(policy.steps) for name, policy in config.trained.items()},
@@ -664,7 +671,7 @@ def _check_engine(config: RunConfig) -> None:
 
 def _check_vllm(config: RunConfig) -> None:
     full = [name for name, policy in config.trained.items() if policy.lora is None]
-    here = [name for name, policy in config.policies.items() if not isinstance(policy, OutsidePolicy)]
+    here = [name for name, policy in config.policies.items() if not isinstance(policy, ExternalPolicyConfig)]
     filtered = config.filtered
     refused = {
         "engine.capture_routing = true (vLLM does not return experts here)": config.engine.capture_routing,

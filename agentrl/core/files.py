@@ -1,9 +1,9 @@
 """What several parts do with files: open what others may have put there, and put a directory in place or not at all.
 
 `Disk` is the port of every file that must survive a crash: checkpoints and published versions. `LOCAL` is the real one;
-tests have one that crashes. The protocol is here and nowhere else: build in a `staged` directory, then
-`place` it: sync every file, sync the directories, rename, sync the parent. So a name that exists is whole, even after a
-power cut, and what a dead process left half built is under a staging name, which `remove_leftovers` clears.
+tests use one that crashes. Only this module knows the protocol: build in a `staged` directory, then `rename_durably`:
+sync every file, sync the directories, rename, sync the parent. A name that exists is therefore complete, even after a
+power cut; what a dead process left half built has a staging name, which `remove_leftovers` clears.
 
 Owns nothing. What `open_regular` opens is a regular file: no device, pipe or link that never ends or leads elsewhere.
 """
@@ -133,7 +133,7 @@ class Disk(Protocol):
         """Hexadecimal SHA-256 of a regular file's content."""
         ...
 
-    async def apart(self, work: Callable[[], T]) -> T:
+    async def run_in_thread(self, work: Callable[[], T]) -> T:
         """Do work of many operations where it does not hold up the event loop."""
         ...
 
@@ -196,8 +196,8 @@ class LocalDisk:
         with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    async def apart(self, work: Callable[[], T]) -> T:
-        """See `Disk.apart`: in a thread."""
+    async def run_in_thread(self, work: Callable[[], T]) -> T:
+        """See `Disk.run_in_thread`: in a thread."""
         import asyncio  # a third of what a command that only reads would load
 
         return await asyncio.to_thread(work)
@@ -208,7 +208,7 @@ LOCAL: Disk = LocalDisk()
 
 @contextlib.contextmanager
 def staged(target: Path, *, disk: Disk = LOCAL, depth: int = 1) -> Iterator[Path]:
-    """An empty directory beside `target` to build it in; gone at the end, unless `place` has renamed it.
+    """An empty directory beside `target` to build it in; gone at the end, unless `rename_durably` has renamed it.
 
     `depth` directories above it may be missing. A run directory that was moved away is not among them: it must not
     come back with nothing but the newest file in it.
@@ -223,7 +223,7 @@ def staged(target: Path, *, disk: Disk = LOCAL, depth: int = 1) -> Iterator[Path
         disk.remove_tree(staging)
 
 
-def place(staging: Path, target: Path, *, disk: Disk = LOCAL, unless_same: str | None = None) -> None:
+def rename_durably(staging: Path, target: Path, *, disk: Disk = LOCAL, unless_same: str | None = None) -> None:
     """Make a built directory durable, then give it its name.
 
     Args:

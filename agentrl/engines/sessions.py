@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.ports import Delta, GenerateRequest, Refresh
     from agentrl.core.records import FinishReason, PolicyVersion
-    from agentrl.engines.weights import Probe
+    from agentrl.engines.weights import Canary
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -29,7 +29,7 @@ class LiveVersion:
 
     version: PolicyVersion
     digest: str = ""
-    probe: Probe | None = None
+    canary: Canary | None = None
     """The answers that its trainer computed; tells it apart from other versions."""
     kept: int = 0
     """How often it was kept and not released."""
@@ -49,9 +49,9 @@ class LiveVersion:
 LiveT = TypeVar("LiveT", bound=LiveVersion)
 
 
-def probes_of(live: Iterable[LiveVersion]) -> dict[str, Probe]:
-    """The probes of those that have one, by version."""
-    return {str(each.version): each.probe for each in live if each.probe is not None}
+def canaries_of(live: Iterable[LiveVersion]) -> dict[str, Canary]:
+    """The canaries of those that have one, by version."""
+    return {str(each.version): each.canary for each in live if each.canary is not None}
 
 
 def needs_adapters(refresh: Refresh | Mapping[str, Refresh]) -> Refresh | None:

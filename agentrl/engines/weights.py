@@ -1,7 +1,7 @@
 """Published weights from disk: read and checked before an engine serves them, and the canary check afterwards.
 
 Owns: the checks that full weights and LoRA adapters must pass (digest, names, shapes, dtypes, finite values), and the
-probe in a version's file: what its trainer computes for a few next tokens after a few contexts. The probe is part of
+canary in a version's file: what its trainer computes for a few next tokens after a few contexts. The canary is part of
 the file whose digest is checked, so it belongs to those weights and to no others. Does not decide which version serves,
 and does not know how an engine answers; never unpickles.
 """
@@ -166,7 +166,7 @@ class AdapterFile:
 
     rank: int
     matrices: Mapping[str, tuple[Tensor, Tensor]]
-    probe: Probe | None
+    canary: Canary | None
 
 
 def read_adapter(weights: WeightsRef) -> AdapterFile:
@@ -200,7 +200,7 @@ def read_adapter(weights: WeightsRef) -> AdapterFile:
             raise refusal(weights, f"{module} has values that are not finite once they are scaled by {scale:g}")
     if not matrices:
         raise refusal(weights, "it has no matrices")
-    return AdapterFile(rank=rank, matrices=matrices, probe=read_probe(weights, file))
+    return AdapterFile(rank=rank, matrices=matrices, canary=read_canary(weights, file))
 
 
 def read_matrices(weights: WeightsRef) -> Mapping[str, Tensor]:
@@ -337,8 +337,8 @@ _NEARER = 2.0
 """An answer that is this many times nearer to another version is that version's."""
 
 
-class _ProbeJson(msgspec.Struct, forbid_unknown_fields=True):
-    """The probe as JSON."""
+class _CanaryJson(msgspec.Struct, forbid_unknown_fields=True):
+    """The canary as JSON."""
 
     contexts: list[list[int]]
     token_ids: list[int]
@@ -347,7 +347,7 @@ class _ProbeJson(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class Canary:
     """The canary check's question and the right answer: the log-probability of each token after each context."""
 
     contexts: Int32Array  # [m, k]
@@ -360,25 +360,25 @@ class Probe:
     def metadata(self) -> dict[str, str]:
         """For the metadata of the version's safetensors file."""
         columns = (self.contexts, self.token_ids, self.logprobs, self.start_logprobs)
-        said = _ProbeJson(*(column.tolist() for column in columns))
+        said = _CanaryJson(*(column.tolist() for column in columns))
         return {KEY: msgspec.json.encode(said).decode()}
 
     def check_vocabulary(self, weights: WeightsRef, vocabulary: int) -> None:
-        """Refuse the probe of another model.
+        """Refuse the canary of another model.
 
         Raises:
             EngineError: it has tokens beyond the vocabulary.
         """
         if max(int(self.contexts.max()), int(self.token_ids.max())) >= vocabulary:
-            raise refusal(weights, f"its probe has tokens outside the model's vocabulary of {vocabulary}")
+            raise refusal(weights, f"its canary has tokens outside the model's vocabulary of {vocabulary}")
 
-    def asks_like(self, other: Probe) -> bool:
+    def asks_like(self, other: Canary) -> bool:
         """Whether answers to both can be compared."""
         return np.array_equal(self.contexts, other.contexts) and np.array_equal(self.token_ids, other.token_ids)
 
 
-def read_probe(weights: WeightsRef, file: WeightFile) -> Probe | None:
-    """The probe of a version's file; None where it has none.
+def read_canary(weights: WeightsRef, file: WeightFile) -> Canary | None:
+    """The canary of a version's file; None where it has none.
 
     Raises:
         EngineError: what stands there is not a probe.
@@ -389,21 +389,21 @@ def read_probe(weights: WeightsRef, file: WeightFile) -> Probe | None:
     try:
         if len(text) > _MAX_CHARACTERS:
             raise ValueError(f"{len(text)} characters")
-        said = msgspec.json.decode(text, type=_ProbeJson)
+        said = msgspec.json.decode(text, type=_CanaryJson)
         contexts, tokens = np.array(said.contexts, np.int64), np.array(said.token_ids, np.int64)
         logprobs, start = (np.array(rows, np.float64) for rows in (said.logprobs, said.start_logprobs))
     except (ValueError, OverflowError) as error:  # msgspec's errors are ValueErrors
-        raise refusal(weights, f"its probe cannot be read ({str(error)[:200]!a})") from error
+        raise refusal(weights, f"its canary cannot be read ({str(error)[:200]!a})") from error
     if contexts.ndim != 2 or not (0 < len(contexts) <= _MAX_CONTEXTS and 0 < contexts.shape[1] <= _MAX_LENGTH):
-        raise refusal(weights, f"its probe has contexts of shape {contexts.shape}")
+        raise refusal(weights, f"its canary has contexts of shape {contexts.shape}")
     if not 1 < len(tokens) <= _MAX_TOKENS or {logprobs.shape, start.shape} != {(len(contexts), len(tokens))}:
-        raise refusal(weights, f"its probe has {len(tokens)} tokens, or not a log-probability for each")
+        raise refusal(weights, f"its canary has {len(tokens)} tokens, or not a log-probability for each")
     for ids in (contexts, tokens):
         if int(ids.min()) < 0 or int(ids.max()) > np.iinfo(np.int32).max:
-            raise refusal(weights, "its probe has tokens of no vocabulary")
+            raise refusal(weights, "its canary has tokens of no vocabulary")
     if not all(((each >= -_MAX_NATS) & (each <= 1e-3)).all() for each in (logprobs, start)):
-        raise refusal(weights, "its probe has log-probabilities that are none")
-    return Probe(
+        raise refusal(weights, "its canary has log-probabilities that are none")
+    return Canary(
         contexts=contexts.astype(np.int32),
         token_ids=tokens.astype(np.int32),
         logprobs=logprobs.astype(np.float32),
@@ -413,32 +413,32 @@ def read_probe(weights: WeightsRef, file: WeightFile) -> Probe | None:
 
 
 def check_answer(
-    weights: WeightsRef, probe: Probe, answer: Float32Array, *, dtype: torch.dtype, others: Mapping[str, Probe]
+    weights: WeightsRef, canary: Canary, answer: Float32Array, *, dtype: torch.dtype, others: Mapping[str, Canary]
 ) -> None:
-    """Refuse a version whose engine answers its probe as other weights would.
+    """Refuse a version whose engine answers its canary as other weights would.
 
     Two ways to be wrong: further from the trainer's answer than any dtype explains; or, where one update changed less
     than that, at least twice as near to the answer of another version as to its own.
 
     Args:
         weights: the new version.
-        probe: its own.
-        answer: [m, n], the engine's log-probabilities of the probe's tokens.
+        canary: its own.
+        answer: [m, n], the engine's log-probabilities of the canary's tokens.
         dtype: the engine computes in.
         others: by version, of what else the engine serves, or served before: what it may have been mistaken for.
 
     Raises:
         EngineError: the answer is not the version's.
     """
-    limits = _EXACT if probe.is_exact and dtype == torch.float32 else _ROUNDED
-    own, nearest, name = _distance(answer, probe.logprobs), _distance(answer, probe.start_logprobs), _START_NAME
+    limits = _EXACT if canary.is_exact and dtype == torch.float32 else _ROUNDED
+    own, nearest, name = _distance(answer, canary.logprobs), _distance(answer, canary.start_logprobs), _START_NAME
     for version, other in others.items():
-        if other.asks_like(probe) and (distance := _distance(answer, other.logprobs)) < nearest:
+        if other.asks_like(canary) and (distance := _distance(answer, other.logprobs)) < nearest:
             nearest, name = distance, version
     if own > limits.floor and own > _NEARER * nearest:
         raise refusal(
             weights,
-            f"the engine that loaded it answers its probe as {name} would: the log-probabilities of {answer.size} "
+            f"the engine that loaded it answers its canary as {name} would: the log-probabilities of {answer.size} "
             f"next tokens differ by {nearest:.2g} nats on average from those of that, by {own:.2g} from those its "
             "trainer computed. The engine serves other weights than it was given",
         )
@@ -450,7 +450,7 @@ def _too_far(weights: WeightsRef, difference: float, tolerance: float, dtype: to
     name = str(dtype).removeprefix("torch.")
     return refusal(
         weights,
-        f"the engine's log-probabilities of its probe differ by {difference:.2g} nats on average from those its "
+        f"the engine's log-probabilities of its canary differ by {difference:.2g} nats on average from those its "
         f"trainer computed; with {name} in the engine at most {tolerance:g} are taken. Either these are not the "
         "trainer's weights on the trainer's model, or both compute so differently that no ratio means anything",
     )

@@ -367,10 +367,10 @@ class Environment(ABC):
 
 def described(error: BaseException) -> str:
     """A foreign error on one line, with the place it was raised at."""
-    return f"{error_words(error)}{place_of(error)}"
+    return f"{error_words(error)}{raised_at(error)}"
 
 
-def place_of(error: BaseException | None) -> str:
+def raised_at(error: BaseException | None) -> str:
     """Where an error was raised, as ` at FILE:LINE in FUNCTION`; empty where that is not known."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     return f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""

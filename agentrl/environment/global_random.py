@@ -30,11 +30,11 @@ class Guard(Protocol):
         """The step begins."""
         ...
 
-    def leave(self) -> bool:
+    def exit(self) -> bool:
         """It has ended; whether it drew what it must not."""
         ...
 
-    def release(self) -> None:
+    def close(self) -> None:
         """There are no further steps."""
         ...
 
@@ -72,15 +72,15 @@ class GlobalRandom:
             if self._half is not None:
                 set_state(self._half)
             random.setstate(self._python)
-        self._entered = _place(self._numpy)
+        self._entered = _position(self._numpy)
 
-    def leave(self) -> bool:
+    def exit(self) -> bool:
         """Swap it out."""
         from numpy.random import get_state, set_state
         from numpy.random.mtrand import set_bit_generator
 
         self._python = random.getstate()
-        if self._half is not None or _place(self._numpy) != self._entered:
+        if self._half is not None or _position(self._numpy) != self._entered:
             state = get_state(legacy=False)
             self._half = state if state["has_gauss"] else None
         python, half, generator = self._others
@@ -97,9 +97,9 @@ class GlobalRandom:
         try:
             yield
         finally:
-            self.leave()
+            self.exit()
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Nobody draws from it any more."""
         if self._numpy is not None:
             _spare.append(self._numpy)
@@ -112,27 +112,27 @@ class NoDraws:
     A normal draw of numpy's whose other half somebody else had drawn before is not seen.
     """
 
-    __slots__ = ("_before", "_places")
+    __slots__ = ("_before", "_positions")
 
     def __init__(self) -> None:
-        self._places = _places()
+        self._positions = _generator_positions()
         self._before: tuple[object, ...] = ()
 
     def enter(self) -> None:
         """Remember where the generators are."""
-        self._before = self._places()
+        self._before = self._positions()
 
-    def leave(self) -> bool:
+    def exit(self) -> bool:
         """Whether they have moved."""
         before, self._before = self._before, ()
-        return self._places() != before
+        return self._positions() != before
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Nothing is held."""
 
 
 @functools.cache
-def _places() -> Callable[[], tuple[object, ...]]:
+def _generator_positions() -> Callable[[], tuple[object, ...]]:
     """What tells where the generators of the process are: `random.getstate()` alone would take 25 us.
 
     Both are Mersenne twisters, of 624 words and the number of those that are used up; the words change when all are.
@@ -146,7 +146,7 @@ def _places() -> Callable[[], tuple[object, ...]]:
         python, numpy = _Words.from_address(id(own) + object.__basicsize__), _words(generator)
         if (*python[1:], python[0]) == own.getstate()[1]:
             return lambda: (python[0], python[2], numpy[624], numpy[1], own, generator)
-    return lambda: (own.getstate(), _place(generator))
+    return lambda: (own.getstate(), _position(generator))
 
 
 _Words = ctypes.c_uint32 * 625
@@ -156,7 +156,7 @@ def _words(generator: Any) -> Any:
     return _Words.from_address(generator.ctypes.state_address)
 
 
-def _place(generator: Any) -> tuple[int, int]:
+def _position(generator: Any) -> tuple[int, int]:
     """How many words of a Mersenne twister of numpy's are used up, and one of them."""
     words = _words(generator)
     return words[624], words[1]
@@ -178,7 +178,7 @@ class Steps:
         on_draw: called after a step that drew what it must not; what is awaited is then cancelled.
     """
 
-    __slots__ = ("_begin", "_guard", "_is_abandoned", "_is_outside", "_on_draw")
+    __slots__ = ("_begin", "_guard", "_is_abandoned", "_is_suspended", "_on_draw")
 
     def __init__(
         self, guard: Guard, begin: Callable[[], Awaitable[Any]], on_draw: Callable[[], None] | None = None
@@ -187,13 +187,13 @@ class Steps:
         self._begin = begin
         self._on_draw = on_draw
         self._is_abandoned = False
-        self._is_outside = False
+        self._is_suspended = False
 
     def __await__(self) -> Generator[Any, Any, Any]:
         steps: Any = None
         thrown: BaseException | None = None
         while True:
-            if not self._is_outside:
+            if not self._is_suspended:
                 self._guard.enter()
             try:
                 if steps is None:
@@ -215,9 +215,9 @@ class Steps:
                     raise
                 thrown = error
 
-    def release(self) -> None:
+    def close(self) -> None:
         """There are no further steps."""
-        self._guard.release()
+        self._guard.close()
 
     def abandon(self) -> None:
         """From now on a cancellation of the awaiting task ends the steps without being thrown into the code."""
@@ -231,26 +231,26 @@ class Steps:
             raise RuntimeError("the program raised StopIteration") from error
         return (awaitable if hasattr(awaitable, "__await__") else _awaited(awaitable)).__await__()
 
-    def go_outside(self) -> None:
-        """From inside a step: until `come_back` runs code that the guard does not concern, and which may wait.
+    def suspend_guard(self) -> None:
+        """From inside a step: until `resume_guard` runs code that the guard does not concern, and which may wait.
 
         Raises:
             CancelledError: the step has drawn what it must not.
         """
         if self.end_step():
             raise CancelledError
-        self._is_outside = True
+        self._is_suspended = True
 
-    def come_back(self) -> None:
+    def resume_guard(self) -> None:
         """The step goes on."""
-        self._is_outside = False
+        self._is_suspended = False
         self._guard.enter()
 
     def end_step(self) -> bool:
         """Called after each step; whether it drew what it must not."""
-        if self._is_outside or not self._guard.leave():
+        if self._is_suspended or not self._guard.exit():
             return False
-        self._is_outside = True  # once is enough
+        self._is_suspended = True  # once is enough
         if self._on_draw is not None:
             self._on_draw()
         return True

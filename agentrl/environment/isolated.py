@@ -168,7 +168,7 @@ class _Nursery:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "agentrl.environment.isolated_host", str(theirs.fileno()), module]
         command.append(str(os.getpid()))
-        # The same order of sets and the same imports in every life of a run, and none from the working directory alone.
+        # At every start of a run: the same order of sets, the same imports, and none from the working directory alone.
         paths = os.pathsep.join(map(os.path.abspath, sys.path))
         environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
         with theirs:
@@ -183,7 +183,7 @@ class _Nursery:
         weakref.finalize(self, _end, self._process, self._line)
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         return self._process.poll() is None
 
     def born(self) -> socket.socket:
@@ -198,7 +198,7 @@ class _Nursery:
 def _nursery(module: str) -> _Nursery:
     key = (os.getpid(), module)
     nursery = _nurseries.get(key)
-    if nursery is None or not nursery.lives:
+    if nursery is None or not nursery.is_alive:
         nursery = _nurseries[key] = _Nursery(module)
     return nursery
 

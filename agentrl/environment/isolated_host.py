@@ -105,7 +105,7 @@ class Nursery:
                 self._poll.unregister(child.line)
         with child.line, contextlib.suppress(OSError):
             child.line.setblocking(False)
-            child.line.sendall(framed(("ended", _told(status))))
+            child.line.sendall(framed(("ended", _exit_description(status))))
 
 
 def _signals_received() -> socket.socket:
@@ -123,7 +123,7 @@ def _kill(process: int) -> None:
             kill(process, signal.SIGKILL)
 
 
-def _told(status: int) -> str:
+def _exit_description(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 

@@ -176,7 +176,7 @@ def _imported(location: str, where: str) -> Any:
     except AgentRLError:
         raise
     except Exception as error:
-        place = _place_of(error)
+        place = _raised_at(error)
         raise EnvironmentDefinitionError(
             f"{where}: cannot import {location}: {type(error).__name__}: {error}{place}"
         ) from error
@@ -227,7 +227,7 @@ def module_of(found: object) -> str:
     return str(Path(file).resolve())
 
 
-def _place_of(error: Exception) -> str:
+def _raised_at(error: Exception) -> str:
     """Where a foreign module went wrong: its last own line."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}:{error.lineno})"

@@ -39,9 +39,9 @@ class TextArenaEnvironment(GameEnvironment):
     def make(self, task: Task) -> textarena.Env:
         """A fresh game; it is reset with `task.data["seed"]` and a player for each seat."""
 
-    def render(self, player: int, told: str, env: textarena.Env) -> str:
+    def render(self, player: int, text: str, env: textarena.Env) -> str:
         """What the player who is asked reads; default: what the game told it since it was asked last."""
-        return told
+        return text
 
     def action(self, text: str, env: textarena.Env) -> str:
         """What is said to the game for a turn's text; default: the text."""
@@ -93,8 +93,8 @@ class _TextArenaGame(Game):
 
     def _asked(self, *, legal: bool = True) -> Position:
         player, messages = self._inner.get_observation()
-        told = messages if isinstance(messages, str) else self._told(player, messages)
-        shown = self._environment.render(int(player), told, self._inner)
+        text = messages if isinstance(messages, str) else self._as_text(player, messages)
+        shown = self._environment.render(int(player), text, self._inner)
         return Position(
             player=None if self._inner.state.done else int(player),
             observation=check_text(self._environment, shown),
@@ -104,7 +104,7 @@ class _TextArenaGame(Game):
             truncated=False,
         )
 
-    def _told(self, player: int, messages: Any) -> str:
+    def _as_text(self, player: int, messages: Any) -> str:
         names = self._inner.state.role_mapping
         others = [m for m in messages if m[0] != player or m[2].name != "PLAYER_ACTION"]
         return "\n".join(f"[{names.get(sender, f'Player {sender}')}] {text}" for sender, text, _ in others)

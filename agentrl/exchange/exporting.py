@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from agentrl.core.errors import InputError, StorageError
-from agentrl.core.files import LOCAL, place, remedy
+from agentrl.core.files import LOCAL, remedy, rename_durably
 from agentrl.exchange.files import building
 from agentrl.exchange.formats import EXPORTS
 from agentrl.inspection.search import matches
@@ -88,7 +88,7 @@ def _settle(built: Path, target: Path, format: str, *, force: bool) -> None:
     try:
         if built.is_dir():
             _check(target, format)
-            place(built, target)
+            rename_durably(built, target)
             return
         LOCAL.sync(built)
         if force:

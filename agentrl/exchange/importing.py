@@ -18,7 +18,7 @@ import msgspec
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EpisodeError, InputError, StorageError
-from agentrl.core.files import place, remedy
+from agentrl.core.files import remedy, rename_durably
 from agentrl.exchange.files import building, storable
 from agentrl.exchange.formats import IMPORTS
 from agentrl.exchange.played import Reply, entries_of, header_of, missing, replies_of, spec_of
@@ -72,7 +72,7 @@ def import_run(source: Path, format: str, target: Path) -> Imported:
             asyncio.run(_write(built / "journal", episodes, {"name": target.name, "imported": format}, told))
             if not told["episodes"]:
                 raise InputError(f"{source}: no episode is in it")
-            place(built, target)
+            rename_durably(built, target)
     except FileExistsError as error:  # it came meanwhile
         raise InputError(taken) from error
     except RecursionError as error:

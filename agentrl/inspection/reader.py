@@ -478,7 +478,7 @@ class RunReader:
     def curve(self) -> list[CurvePoint]:
         """The reward of each step along each policy's surviving line, in order."""
         points = []
-        said = {life.lineage: life.words for life in self.log.lives()}
+        said = {start.lineage: start.words for start in self.log.starts()}
         newest = "SELECT policy, lineage, max(step) FROM steps WHERE (policy, lineage) IN"
         newest += " (SELECT policy, max(lineage) FROM steps GROUP BY policy) GROUP BY policy ORDER BY policy"
         for policy, lineage, step in self.log.rows(newest):

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
     from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, Purpose
 
-LIFE = "life."
-"""Keys of `meta` that tell of a life of the run begin so; its lineage follows."""
+START_KEY = "life."
+"""Prefix of the keys of `meta` that record a start of the run; the lineage follows."""
 
 
 class Change(msgspec.Struct, frozen=True):
-    """A setting that a life of the run has other than the one before it."""
+    """A setting that differs between a start of the run and the start before it."""
 
     path: tuple[str, ...]
     before: Any
@@ -49,8 +49,8 @@ class Change(msgspec.Struct, frozen=True):
         return f"{'.'.join(self.path)} {self.before!r} → {self.now!r}"
 
 
-class Life(msgspec.Struct, frozen=True, kw_only=True):
-    """A process, or what follows the loss of one, that goes on with a run: a lineage of its policies' versions."""
+class RunStart(msgspec.Struct, frozen=True, kw_only=True):
+    """A start of the run: the first, a resume, or a restart after a process was lost. Begins a lineage of versions."""
 
     lineage: int
     began_at: float
@@ -62,11 +62,11 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
     again: dict[str, int] = {}
     """The newest step that had been taken before, of policies that had taken more."""
     changed: tuple[Change, ...] = ()
-    """Settings that differ from those of the life before."""
+    """Settings that differ from those of the start before."""
     code: dict[str, str] = {}
     """Digest of the source of environments and bots, by file."""
     code_changed: tuple[str, ...] = ()
-    """Files whose code differs from that of the life before."""
+    """Files whose code differs from that of the start before."""
 
     @property
     def words(self) -> str:
@@ -439,11 +439,11 @@ class SqliteRunLog:
         return max((at for at in found if isinstance(at, float)), default=0.0)
 
     def highest_lineage(self) -> int:
-        """The largest lineage of a published version, or of a life that died before it published any; -1 before the
+        """The largest lineage of a published version, or of a start that died before it published any; -1 before the
         first."""
         ((highest,),) = self.rows("SELECT coalesce(max(lineage), -1) FROM versions")
         self._check_numbers("some policy", highest)
-        return max([int(highest), *(life.lineage for life in self.lives())])
+        return max([int(highest), *(start.lineage for start in self.starts())])
 
     def newest_steps(self) -> dict[str, int]:
         """The newest step of each policy in the newest lineage that took any."""
@@ -453,32 +453,34 @@ class SqliteRunLog:
         )
         return {str(policy): int(step) for policy, step in self.rows(statement)}
 
-    def lives(self) -> list[Life]:
-        """The lives of the run, in order; those of older versions of agentrl recorded none.
+    def starts(self) -> list[RunStart]:
+        """The starts of the run, in order; those of older versions of agentrl recorded none.
 
         Raises:
             JournalError: a record cannot be read.
         """
-        rows = self.rows("SELECT value FROM meta WHERE key GLOB ?", f"{LIFE}*")
+        rows = self.rows("SELECT value FROM meta WHERE key GLOB ?", f"{START_KEY}*")
         try:
-            return sorted((msgspec.json.decode(value, type=Life) for (value,) in rows), key=lambda life: life.lineage)
+            return sorted(
+                (msgspec.json.decode(value, type=RunStart) for (value,) in rows), key=lambda start: start.lineage
+            )
         except (msgspec.MsgspecError, TypeError, RecursionError, ValueError) as error:
-            raise JournalError(f"{self.path}: a life of the run cannot be read ({error}); it is damaged") from error
+            raise JournalError(f"{self.path}: a start of the run cannot be read ({error}); it is damaged") from error
 
     def config(self) -> dict[str, Any]:
-        """The configuration of the newest life: the recorded one, with what each life changed; as data."""
+        """The configuration of the newest start: the recorded one, with the changes of each start; as data."""
         config = self.info().get("config")
         if not isinstance(config, dict):
             return {}
-        for life in self.lives():
-            for change in life.changed:
+        for start in self.starts():
+            for change in start.changed:
                 if not change.path:
-                    raise JournalError(f"{self.path}: a life of the run cannot be read: {change}; it is damaged")
+                    raise JournalError(f"{self.path}: a start of the run cannot be read: {change}; it is damaged")
                 section = config
                 for name in change.path[:-1]:
                     section = section.setdefault(name, {})
                     if not isinstance(section, dict):
-                        raise JournalError(f"{self.path}: a life of the run cannot be read: {change}; it is damaged")
+                        raise JournalError(f"{self.path}: a start of the run cannot be read: {change}; it is damaged")
                 section[change.path[-1]] = change.now
         return config
 

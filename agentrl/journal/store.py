@@ -27,7 +27,7 @@ from agentrl.journal.entries import entry_checksum
 from agentrl.journal.lock import RunLock
 from agentrl.journal.pruning import prune
 from agentrl.journal.reader import TurnReader, read_prefix
-from agentrl.journal.run_log import LIFE, Life, SqliteRunLog, UnitKey
+from agentrl.journal.run_log import START_KEY, RunStart, SqliteRunLog, UnitKey
 from agentrl.journal.schema import CONTROL_FILE, MAX_VALUE_BYTES, insert_rows, meta, open_to_write, private_directory
 from agentrl.journal.writer import Database, GroupCommitWriter
 
@@ -283,9 +283,9 @@ class SqliteJournal:
         rows = [(policy, step, name, control.finite(value), now) for name, value in values.items()]
         self._writer.put(*[(self._tables.metrics, row) for row in rows])
 
-    def record_life(self, life: Life) -> None:
-        """Record that a life of the run begins."""
-        self._writer.put((self._tables.meta, (f"{LIFE}{life.lineage}", msgspec.json.encode(life).decode())))
+    def record_start(self, start: RunStart) -> None:
+        """Record that a start of the run begins."""
+        self._writer.put((self._tables.meta, (f"{START_KEY}{start.lineage}", msgspec.json.encode(start).decode())))
 
     async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> Pruned:
         """Give up what a rule lets go, in a thread; see `journal.pruning`.
@@ -414,9 +414,9 @@ class SqliteJournal:
         """See `SqliteRunLog.info`."""
         return self._log.info()
 
-    def lives(self) -> list[Life]:
-        """See `SqliteRunLog.lives`."""
-        return self._log.lives()
+    def starts(self) -> list[RunStart]:
+        """See `SqliteRunLog.starts`."""
+        return self._log.starts()
 
     def config(self) -> dict[str, Any]:
         """See `SqliteRunLog.config`."""

@@ -58,7 +58,7 @@ class Database:
         """Lower is on disk first."""
         self._identity = _identity(self.path)
 
-    def check_place(self) -> None:
+    def check_not_moved(self) -> None:
         """Raise `FileNotFoundError` unless the file is where it was: SQLite goes on with one that was moved."""
         if _identity(self.path) != self._identity:
             raise FileNotFoundError(f"{self.path}: it was moved, removed or replaced while it was written to")
@@ -194,7 +194,7 @@ class GroupCommitWriter:
                 if target.database is database:
                     target.write(connection, items)
             connection.execute("COMMIT")
-            database.check_place()
+            database.check_not_moved()
         except FileNotFoundError as error:
             return f"{error}. Put the run directory back, then start again with --resume"
         except (sqlite3.Error, OSError, ValueError, TypeError, OverflowError) as error:

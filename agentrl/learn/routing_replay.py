@@ -59,7 +59,7 @@ class RoutingReplay:
         def replaying(*inputs: Any, **named: Any) -> Any:
             if self._experts is None:
                 return forward(*inputs, **named)
-            with _ForcedChoice(self._experts[:, layer]):
+            with _ForcedTopK(self._experts[:, layer]):
                 return forward(*inputs, **named)
 
         return replaying
@@ -87,7 +87,7 @@ class RoutingReplay:
             self._experts = None
 
 
-class _ForcedChoice(TorchFunctionMode):
+class _ForcedTopK(TorchFunctionMode):
     """While active, a top-k over the last dimension takes given indices instead of the largest."""
 
     def __init__(self, experts: Tensor | None) -> None:
@@ -121,11 +121,11 @@ def _check(forward: Callable[..., Any], name: str, model: PreTrainedModel) -> in
     device = model.device
     inputs = torch.linspace(-1.0, 1.0, 4 * width, device=device, dtype=next(router.parameters()).dtype).view(4, width)
     try:
-        with torch.no_grad(), _ForcedChoice(None) as watched:
+        with torch.no_grad(), _ForcedTopK(None) as watched:
             own = chosen_experts(forward(inputs))
         count = own.shape[1]
         wanted = own.max().new_tensor(range(count)).expand_as(own).contiguous()
-        with torch.no_grad(), _ForcedChoice(wanted):
+        with torch.no_grad(), _ForcedTopK(wanted):
             found = chosen_experts(forward(inputs))
         known = watched.calls == 1 and torch.equal(found, wanted)
     except (TypeError, RuntimeError, AttributeError, StopIteration) as error:

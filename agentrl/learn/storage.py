@@ -5,12 +5,12 @@ A checkpoint of a policy is `<directory>/<policy>/`: `weights.safetensors` (what
 
 A version is `versions/<policy>/<lineage>.<step>/`: full weights with configuration and tokenizer, or a PEFT adapter.
 `core.files.place` puts it in place, so a directory that exists is whole, even after a power cut. The metadata of its
-weights' file holds the probe of the canary check: the log-probabilities its trainer computes for a few next tokens,
+weights' file holds the canary: the log-probabilities its trainer computes for a few next tokens,
 which an engine must reproduce before it serves the version.
 
-Files are safetensors and JSON, never pickle. Owns: both layouts, the digest of a version, the probe's tokens. Does not
+Files are safetensors and JSON, never pickle. Owns: both layouts, the digest of a version, the canary's tokens. Does not
 own: version ids, the manifest that makes a checkpoint count and the deletion of old files (the orchestrator's); how an
-engine checks the probe (`engines.weights`).
+engine checks the canary (`engines.weights`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from agentrl.core.errors import StorageError, TrainerError
-from agentrl.core.files import WEIGHT_FILES, place, remedy, sha256_of, staged
+from agentrl.core.files import WEIGHT_FILES, remedy, rename_durably, sha256_of, staged
 from agentrl.core.ids import key64
 from agentrl.core.records import PolicyVersion, StepReport, TrainingSample, WeightsRef
-from agentrl.engines.weights import Probe
+from agentrl.engines.weights import Canary
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.packing import pack
 
@@ -50,7 +50,7 @@ _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "chat_templates/*")
 """What belongs to a model besides its weights: configuration, tokenizer, chat template."""
 
 _CONTEXTS = 1
-"""Contexts of a probe: enough to tell versions apart; each more costs every publication a forward pass."""
+"""Contexts of a canary: enough to tell versions apart; each more costs every publication a forward pass."""
 _TOKENS = 128
 """Next tokens asked for after each context."""
 _LENGTH = 16
@@ -159,7 +159,7 @@ class Publisher:
         self._root = run_directory / "versions"
         self._model_path = model_path
 
-    def publish(self, version: PolicyVersion, model: PolicyModel, probe: Probe | None = None) -> WeightsRef:
+    def publish(self, version: PolicyVersion, model: PolicyModel, canary: Canary | None = None) -> WeightsRef:
         """Write a version; the same weights under the same id again change nothing.
 
         Raises:
@@ -169,9 +169,9 @@ class Publisher:
         directory = self._root / version.policy / f"{version.lineage}.{version.step}"
         name = FULL_FILE if model.adapter_config() is None else ADAPTER_FILE
         with writing(directory), staged(directory, depth=2) as staging:
-            self._write(staging, name, model, probe)
+            self._write(staging, name, model, canary)
             try:
-                place(staging, directory, unless_same=name)
+                rename_durably(staging, directory, unless_same=name)
             except FileExistsError as error:
                 raise TrainerError(
                     f"version {version} exists in {directory} with other weights; ids are never reused"
@@ -179,9 +179,9 @@ class Publisher:
         digest = sha256_of(*(directory / each for each in WEIGHT_FILES[model.kind]))
         return WeightsRef(version=version, path=str(directory), kind=model.kind, sha256=digest)
 
-    def _write(self, directory: Path, name: str, model: PolicyModel, probe: Probe | None) -> None:
+    def _write(self, directory: Path, name: str, model: PolicyModel, canary: Canary | None) -> None:
         """Write all files of a version."""
-        metadata = {"format": "pt"} | (probe.metadata() if probe is not None else {})
+        metadata = {"format": "pt"} | (canary.metadata() if canary is not None else {})
         _write_tensors(directory / name, model.published(), metadata)
         adapter_config = model.adapter_config()
         if adapter_config is None:
@@ -201,7 +201,7 @@ class Publisher:
                             target = copy / file.relative_to(self._model_path)
                             target.parent.mkdir(parents=True, exist_ok=True)
                             shutil.copyfile(file, target)
-                place(copy, source)
+                rename_durably(copy, source)
         for file in sorted(path for path in source.rglob("*") if path.is_file()):
             target = directory / file.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -226,8 +226,8 @@ def _compact(metadata: Mapping[str, str]) -> bytes:
     return json.dumps(metadata, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-class ProbeMaker:
-    """Makes the probes of a run's versions, all of the same tokens.
+class CanaryMaker:
+    """Makes the canaries of a run's versions, all of the same tokens.
 
     Args:
         model: with the weights that the run began with.
@@ -246,8 +246,8 @@ class ProbeMaker:
         self._token_ids = drawn("tokens", _TOKENS)
         self._start_logprobs = self._logprobs(model)
 
-    def of(self, model: PolicyModel) -> Probe:
-        """The probe of a policy's present weights.
+    def of(self, model: PolicyModel) -> Canary:
+        """The canary of a policy's present weights.
 
         Raises:
             TrainerError: they give log-probabilities that are not finite.
@@ -258,7 +258,7 @@ class ProbeMaker:
                 "the weights that are to be published give log-probabilities that are not finite: training has "
                 "diverged; resume from an older checkpoint with a smaller learning rate"
             )
-        return Probe(
+        return Canary(
             contexts=self._contexts,
             token_ids=self._token_ids,
             logprobs=logprobs,

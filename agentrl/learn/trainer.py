@@ -36,7 +36,7 @@ from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.ranks import OneRank, Ranks
-from agentrl.learn.storage import LearnerState, ProbeMaker, Publisher, load_checkpoint, save_checkpoint, writing
+from agentrl.learn.storage import CanaryMaker, LearnerState, Publisher, load_checkpoint, save_checkpoint, writing
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -139,7 +139,7 @@ class PolicyTrainer:
         self._loss: Loss = make_loss(config.trainer.loss)
         self._publisher = Publisher(run_directory, Path(config.model.path))
         self._publishes = publishes
-        self._probes: ProbeMaker | None = None
+        self._canaries: CanaryMaker | None = None
         self._clock = SystemClock()
         self._learners: dict[str, _Learner] = {}
 
@@ -162,7 +162,7 @@ class PolicyTrainer:
             optimizer, steps = self._config.trainer.optimizer, self._config.steps_of(name)
             self._learners[name] = _Learner(name, models[name], policy, optimizer, steps=steps)
         if self._publishes and self._ranks.rank == 0:
-            self._probes = ProbeMaker(next(iter(models.values())), max_context=self._config.engine.max_context)
+            self._canaries = CanaryMaker(next(iter(models.values())), max_context=self._config.engine.max_context)
         if resume_from is not None:
             for name, learner in self._learners.items():
                 state = load_checkpoint(resume_from / name, learner.model.parameters, learner.optimizer)
@@ -332,8 +332,8 @@ class PolicyTrainer:
         learner = self._learner(policy)
         if (version.policy, version.step) != (policy, learner.step):
             raise TrainerError(f"policy {policy!r} is at step {learner.step} and cannot be published as {version}")
-        probe = None if self._probes is None else self._probes.of(learner.model)
-        reference = self._publisher.publish(version, learner.model, probe)
+        canary = None if self._canaries is None else self._canaries.of(learner.model)
+        reference = self._publisher.publish(version, learner.model, canary)
         learner.version = version
         return reference
 

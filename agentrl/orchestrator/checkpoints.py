@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from agentrl.core.errors import StorageError
-from agentrl.core.files import LOCAL, Disk, place, remedy, staged
+from agentrl.core.files import LOCAL, Disk, remedy, rename_durably, staged
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
@@ -104,13 +104,13 @@ class CheckpointWriter:
             }
             content = _manifest(staging, versions, ledger, folds, self._disk)
             self._disk.write(staging / "manifest.json", content)
-            place(staging, target, disk=self._disk)
+            rename_durably(staging, target, disk=self._disk)
             self._prune(target)
 
         try:
             with staged(target, disk=self._disk) as staging:
                 await trainer.save(str(staging))
-                await self._disk.apart(seal)
+                await self._disk.run_in_thread(seal)
         except FileExistsError as error:
             raise StorageError(
                 f"checkpoint {target}: something has this name already, and it is not touched; move it away and resume "
@@ -295,7 +295,7 @@ class VersionRetention:
         if self._keep:
             policy = weights.version.policy
             stay = {(version.lineage, version.step) for version in pinned if version.policy == policy}
-            await self._disk.apart(lambda: self._prune(Path(weights.path).parent, stay))
+            await self._disk.run_in_thread(lambda: self._prune(Path(weights.path).parent, stay))
 
     def _prune(self, directory: Path, stay: Collection[tuple[int, int]]) -> None:
         for lineage, step in versions_in(directory, disk=self._disk)[: -self._keep]:
@@ -364,10 +364,10 @@ class JournalRetention:
         try:
             while self._is_asked and not self._is_ending:
                 self._is_asked = False
-                sealed = await self._disk.apart(self._checkpoints.sealed)
+                sealed = await self._disk.run_in_thread(self._checkpoints.sealed)
                 await self._store.prune(PruneRule(keep=keep, sealed=sealed), stopped=lambda: self._is_ending)
                 if self._budget:
-                    self._sizes.append((self._steps, await self._disk.apart(self._size)))
+                    self._sizes.append((self._steps, await self._disk.run_in_thread(self._size)))
         except OSError as error:
             fail(StorageError(f"checkpoints: {error.strerror or error}; {remedy(error)}, then resume with --resume"))
         except Exception as error:  # noqa: BLE001 - nobody awaits this task for its result
@@ -392,7 +392,7 @@ class JournalRetention:
         self._steps += 1
         if not self._budget:
             return False
-        used = await self._disk.apart(self._size)
+        used = await self._disk.run_in_thread(self._size)
         if self._keep == "all":
             self._sizes.append((self._steps, used))
         self._forecast(used, steps_left)
@@ -423,7 +423,7 @@ class JournalRetention:
             StorageError: `journal.keep` allows no more pruning.
         """
         await self.wait()
-        used = await self._disk.apart(self._size)
+        used = await self._disk.run_in_thread(self._size)
         if used > self._budget:
             raise StorageError(
                 f"journal and step columns take {_mib(used)}, more than journal.budget_mib = {self._budget // MIB}, "

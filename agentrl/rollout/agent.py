@@ -95,7 +95,7 @@ class LiveAgent(Agent):
         kv_budget = episode.services.kv_budget
         self._reservation: Reservation | None = None
         """None where the engine's memory is not bounded, or another than the run's engine samples."""
-        if kv_budget.is_bounded and not self._settings.is_outside:
+        if kv_budget.is_bounded and not self._settings.is_external:
             kind = (episode.spec.environment, seat)
             self._reservation = kv_budget.reservation(kind, weights=(binding.policy, binding.pin))
         self._session: EngineSession | None = None
@@ -156,7 +156,7 @@ class LiveAgent(Agent):
             if journal.is_over_time:
                 journal.refuse_for_time(call)
             # The time limit is paused while the run's engine samples, but not while a bot or an endpoint does.
-            pausing = nullcontext() if self._settings.is_outside else self._episode.time_limit_paused()
+            pausing = nullcontext() if self._settings.is_external else self._episode.time_limit_paused()
             try:
                 with journal.performing(call, "a turn"), pausing:
                     completion = await self._sample(call, self._rows.context(), sampling)

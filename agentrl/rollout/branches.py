@@ -106,14 +106,14 @@ class Branch:
             CancelledError: the branch has drawn from them before.
         """
         if self.steps is not None:
-            self.steps.go_outside()
+            self.steps.suspend_guard()
         self.memoised = name
 
     def end_memoised(self) -> None:
         """End what `begin_memoised` began."""
         self.memoised = None
         if self.steps is not None:
-            self.steps.come_back()
+            self.steps.resume_guard()
 
     @property
     def key(self) -> StreamKey:

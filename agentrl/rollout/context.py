@@ -586,7 +586,7 @@ class LiveResource(Resource):
         own = self._random(branch.key)
         with branch.inside(self._memoised_name()), own.swapped_in():
             self._object = factory()
-        own.release()
+        own.close()
         if level == "snapshot" and not (hasattr(self._object, "get_state") and hasattr(self._object, "set_state")):
             raise EnvironmentDefinitionError(
                 f"{type(self._object).__qualname__} is a snapshot resource and needs get_state() and set_state(state)"
@@ -636,7 +636,7 @@ class LiveResource(Resource):
             except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is what happened
                 problem, cause = error_text(error), error
             finally:
-                own.release()
+                own.close()
             if self._level == "snapshot":
                 state = self._new_state()
         seconds = clock.monotonic() - started

@@ -45,7 +45,7 @@ class PolicySettings:
     chat_format: ChatFormat
     sampling: SamplingParams
     limits: Limits
-    is_outside: bool = False
+    is_external: bool = False
     """Whether another than the run's engine samples it, so that it takes none of the engine's memory."""
 
     @property

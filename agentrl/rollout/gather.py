@@ -65,7 +65,7 @@ class _ProgramSteps(Steps):
 def end_steps(branch: Branch) -> None:
     """The code of a branch has ended."""
     if branch.steps is not None:
-        branch.steps.release()
+        branch.steps.close()
         branch.steps = None
 
 

@@ -138,7 +138,7 @@ class EpisodeRunner:
 
     def _header(self, context: LiveContext, stop_reason: StopReason, seconds: float) -> EpisodeHeader:
         spec, agents = context.episode.spec, sorted(context.agents, key=lambda agent: (agent.seat, agent.index))
-        # By seat and index, as the journal gives them back: a step's rows are in one order in every life of a run.
+        # By seat and index, as the journal gives them back: a step's rows are in one order at every start of a run.
         trajectories = tuple(agent.header() for agent in agents if agent.turns)
         return EpisodeHeader(
             episode_id=spec.episode_id,
@@ -300,7 +300,7 @@ class EpisodeRunner:
             if recorded is None:
                 continue
             found[seat] = own = services.policy_settings(binding.policy).as_recorded(recorded)
-            needs_masks = own.sampling.is_filtered and not own.is_outside and spec.purpose == "train"
+            needs_masks = own.sampling.is_filtered and not own.is_external and spec.purpose == "train"
             if needs_masks and not services.engine.capabilities.sampling_mask:
                 raise EpisodeError(
                     f"episode {spec.episode_id} was sampled through top_k, top_p or min_p, and the run's engine does "

@@ -23,7 +23,7 @@ from agentrl.core.errors import (
     StorageError,
 )
 from agentrl.core.records import EpisodeHeader, EpisodeSpec
-from agentrl.environment.base import Environment, described, place_of
+from agentrl.environment.base import Environment, described, raised_at
 from agentrl.environment.registry import resolve
 from agentrl.journal.entries import JournalEntry
 from agentrl.rollout.episode import GRACE_S
@@ -196,7 +196,7 @@ class AsyncioWorker:
                 raise
             except EpisodeError as error:
                 reason, begin_again = error.reason, error.begin_again
-                detail = f"{error}{place_of(error.__cause__)}{_noted(error)}"
+                detail = f"{error}{raised_at(error.__cause__)}{_noted(error)}"
             except Exception as error:  # noqa: BLE001 - the boundary: an environment may raise anything
                 reason, detail = "environment_error", f"{described(error)}{_noted(error)}"
             self._runner.forget(spec)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import RunDirectoryError, StorageError, TrainerError
-from agentrl.core.files import LOCAL, Disk, place, staged
+from agentrl.core.files import LOCAL, Disk, rename_durably, staged
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class RecordingTrainer:
         try:
             with staged(target, disk=self._disk, depth=2) as staging:
                 self._disk.write(staging / TRAINED_FILE, self._weights_of(version.policy))
-                place(staging, target, disk=self._disk, unless_same=TRAINED_FILE)
+                rename_durably(staging, target, disk=self._disk, unless_same=TRAINED_FILE)
         except FileExistsError as error:
             raise TrainerError(f"{version} exists in {target} with other weights; ids are never reused") from error
         except OSError as error:

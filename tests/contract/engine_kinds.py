@@ -24,7 +24,7 @@ from agentrl.engines.child_process import EngineProgram
 from agentrl.engines.client import ProcessEngine
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.fleet import ReplicatedEngine
-from agentrl.engines.weights import Probe
+from agentrl.engines.weights import Canary
 from agentrl.simulation.virtual_time import simulate
 from tests.contract.scripted_program import VOCABULARY, scripted_engine
 
@@ -114,21 +114,21 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def probe_of(model: Any, start: Any, *, contexts: int = 4) -> Probe:
+def canary_of(model: Any, start: Any, *, contexts: int = 4) -> Canary:
     """What a trainer with these weights writes beside them, if it began with those of `start`."""
     rows, tokens = prompt(16 * contexts, seed=99).reshape(contexts, 16), prompt(24, seed=98)
     with torch.no_grad():
         ends = [each(input_ids=torch.from_numpy(rows).long(), use_cache=False).logits[:, -1] for each in (model, start)]
     logprobs, start_logprobs = (end.log_softmax(-1)[:, tokens.astype(np.int64)].numpy() for end in ends)
-    return Probe(contexts=rows, token_ids=tokens, logprobs=logprobs, start_logprobs=start_logprobs)
+    return Canary(contexts=rows, token_ids=tokens, logprobs=logprobs, start_logprobs=start_logprobs)
 
 
 def write_full(
-    directory: Path, version: PolicyVersion, tensors: Mapping[str, torch.Tensor], *, probe: Probe | None = None
+    directory: Path, version: PolicyVersion, tensors: Mapping[str, torch.Tensor], *, canary: Canary | None = None
 ) -> WeightsRef:
     """Publish tensors as full weights."""
     directory.mkdir(parents=True)
-    save_file(dict(tensors), directory / "model.safetensors", metadata=probe.metadata() if probe else None)
+    save_file(dict(tensors), directory / "model.safetensors", metadata=canary.metadata() if canary else None)
     return WeightsRef(version=version, path=str(directory), kind="full", sha256=digest(directory / "model.safetensors"))
 
 

@@ -16,11 +16,11 @@ from agentrl.engines.embedded.engine import EmbeddedEngine
 from tests.contract.engine_kinds import (
     ModelZoo,
     StepClock,
+    canary_of,
     check_logprobs,
     check_refused,
     load_engine,
     plain_logprobs,
-    probe_of,
     prompt,
     request,
     update_after,
@@ -360,7 +360,7 @@ def test_an_update_whose_files_are_being_read_fails_when_the_engine_closes(
 
 def test_whenever_the_engine_closes_an_update_is_applied_or_told_so(zoo: ModelZoo, tmp_path: Path) -> None:
     tensors = {name: tensor for name, tensor in zoo.load(seed=1).state_dict().items() if name != "lm_head.weight"}
-    weights = write_full(tmp_path / "1", version(1), tensors, probe=probe_of(zoo.load(seed=1), zoo.load()))
+    weights = write_full(tmp_path / "1", version(1), tensors, canary=canary_of(zoo.load(seed=1), zoo.load()))
 
     async def closed_after(ticks: int) -> None:
         engine = load_engine(zoo)

@@ -1,4 +1,4 @@
-"""The probe of a version, answered by the embedded engine: wrong weights of the right shapes are found by it."""
+"""The canary of a version, answered by the embedded engine: wrong weights of the right shapes are found by it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.weights import KEY
 from tests.contract.engine_kinds import (
     ModelZoo,
+    canary_of,
     check_logprobs,
     check_refused,
     load_engine,
-    probe_of,
     prompt,
     request,
     version,
@@ -59,17 +59,17 @@ def publish_adapter(
     served: Callable[[Tensors], None] | None = None,
     served_seed: int | None = None,
 ) -> WeightsRef:
-    """A version with the probe of the adapter that was `trained`, and the tensors of one that may be another."""
+    """A version with the canary of the adapter that was `trained`, and the tensors of one that may be another."""
     base = zoo.load()
     as_trained = write_adapter(directory / "trained", version(step), base, seed=seed, change=trained)
-    probe = probe_of(with_adapter(zoo, as_trained), zoo.load())
+    canary = canary_of(with_adapter(zoo, as_trained), zoo.load())
     return write_adapter(
         directory / "served",
         version(step),
         base,
         seed=seed if served_seed is None else served_seed,
         change=served or trained,
-        metadata=probe.metadata(),
+        metadata=canary.metadata(),
     )
 
 
@@ -92,8 +92,8 @@ def test_a_version_that_answers_its_probe_is_served(zoo: ModelZoo, tmp_path: Pat
             if kind == "adapter":
                 weights = publish_adapter(zoo, tmp_path / f"{step}", step, seed=1, trained=moved(1e-4 * step))
             else:
-                probe = probe_of(zoo.load(seed=step), zoo.load())
-                weights = write_full(tmp_path / f"{step}", version(step), tensors_of(zoo, step), probe=probe)
+                canary = canary_of(zoo.load(seed=step), zoo.load())
+                weights = write_full(tmp_path / f"{step}", version(step), tensors_of(zoo, step), canary=canary)
             await engine.update(weights)
             completion = await engine.open(f"s{step}", "solver").generate(request(f"r{step}", prompt(12)))
             assert completion.spans[0].version == version(step)
@@ -141,18 +141,18 @@ def test_full_weights_that_are_others_are_refused_and_those_before_come_back(
     async def main() -> None:
         engine = load_engine(zoo)
         await engine.update(zoo.full(version(1), seed=1), keep=kept)
-        probe = probe_of(zoo.load(seed=2), zoo.load())
+        canary = canary_of(zoo.load(seed=2), zoo.load())
         running = asyncio.ensure_future(
             engine.open("s", "solver").generate(request("a", prompt(12), max_tokens=100, seed=1))
         )
         for step, seed, message in ((2, 3, "those its trainer computed"), (3, 0, "as the model the run began with")):
-            wrong = write_full(tmp_path / f"{step}", version(step), tensors_of(zoo, seed), probe=probe)
+            wrong = write_full(tmp_path / f"{step}", version(step), tensors_of(zoo, seed), canary=canary)
             with pytest.raises(EngineError, match=message):
                 await engine.update(wrong)
         completion = await running
         assert [span.version.step for span in completion.spans] == [1]
         check_logprobs(zoo.load(seed=1), prompt(12), completion)
-        await engine.update(write_full(tmp_path / "4", version(4), tensors_of(zoo, 2), probe=probe))
+        await engine.update(write_full(tmp_path / "4", version(4), tensors_of(zoo, 2), canary=canary))
         await check_serves(engine, zoo.load(seed=2), 4)
         await engine.close()
 

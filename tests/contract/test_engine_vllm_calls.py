@@ -33,7 +33,7 @@ def test_a_session_of_lower_priority_is_served_first(make_vllm: MakeVllm) -> Non
             await engine.open(name, "solver").generate(request(name, prompt(5), max_tokens=tokens, priority=priority))
             ended.append(name)
 
-        places = SLOTS + 1  # that of a probe, too
+        places = SLOTS + 1  # that of a canary, too
         running = [asyncio.ensure_future(call(f"r{each}", 0, 150)) for each in range(places)]
         await asyncio.sleep(0)
         waiting = [asyncio.ensure_future(call(f"w{each}", 2, 60)) for each in range(SLOTS)]

@@ -189,7 +189,7 @@ def test_calls_that_wait_for_a_slot_find_nothing_of_the_old_weights(make_vllm: M
         await engine.update(zoo.full(version(1), seed=1))
         seconds = await asyncio.gather(*calls)
         waited = [(context, each) for context, each in zip(longer, seconds, strict=True) if steps(each) == [1]]
-        assert len(waited) >= len(contexts) - SLOTS - 1  # nobody asks a probe now
+        assert len(waited) >= len(contexts) - SLOTS - 1  # nobody asks a canary now
         for context, each in waited:
             assert each.cached_tokens == 0
             check_logprobs(zoo.load(seed=1), context, each)

@@ -1,4 +1,4 @@
-"""The probe of a version, answered by vLLM with adapters; full weights are in `test_engine_vllm_full_probe.py`."""
+"""The canary of a version, answered by vLLM with adapters; full weights are in `test_engine_vllm_full_probe.py`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_an_adapter_that_is_another_is_found_by_its_probe_and_what_it_sampled_is
             while engine._versions.of_policy("solver").version != weights.version:
                 await asyncio.sleep(0)
             calls.start(f"tried {weights.version}", 60)
-            with pytest.raises(EngineError, match="not answered its probe"):
+            with pytest.raises(EngineError, match="not passed its canary check"):
                 engine.open("pinned", "solver", pin=weights.version)
             with pytest.raises(EngineError, match=f"{weights.version} refused: .*{message}"):
                 await updating

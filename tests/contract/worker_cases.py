@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.app.assemble import Past, attach_worker, make_dispatcher
+from agentrl.app.assemble import ResumeState, attach_worker, make_dispatcher
 from agentrl.app.parts import make_chat_format, make_workers
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.config.run import RunConfig
@@ -134,7 +134,7 @@ async def workplace(
         engine = await ProcessEngine(program, VERSIONS, clock=SystemClock()).ready()
         stack.push_async_callback(engine.close)
         buffer = EpisodeBuffer((), WholeGroups((), ADVANTAGES["none"]))
-        dispatcher = make_dispatcher(config, environment, buffer, journal, Signal(), past=Past())
+        dispatcher = make_dispatcher(config, environment, buffer, journal, Signal(), resume_state=ResumeState())
         at = Workplace(place, journal, dispatcher, engine, None, environment)  # type: ignore[arg-type]
 
         def fail(error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Every setting, changed between two lives of a run; and runs whose rows mix values, as older versions wrote them."""
+"""Every setting, changed between two starts of a run; and runs whose rows mix values, as older versions wrote them."""
 
 from __future__ import annotations
 

@@ -139,10 +139,10 @@ def test_every_way_to_move_a_global_generator_is_seen(move: Callable[[int], obje
     try:
         for number in range(3):
             watch.enter()
-            assert not watch.leave()
+            assert not watch.exit()
             watch.enter()
             move(number)
-            assert watch.leave()
+            assert watch.exit()
     finally:
         random.setstate(kept)
         np.random.set_state(numpy)

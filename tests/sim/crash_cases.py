@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 import agentrl
-from agentrl.app.assemble import Past, past_of
+from agentrl.app.assemble import ResumeState, read_resume_state
 from agentrl.app.recovery import Recovery
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import EngineError
@@ -118,8 +118,8 @@ class CursorRecovery(Recovery):
 
     consumed: Mapping[str, PolicyVersion]
 
-    def past(self, config: RunConfig, journal: RunLog) -> Past:
-        return past_of(journal, self.consumed, group_size=config.credit.group_size)
+    def resume_state(self, config: RunConfig, journal: RunLog) -> ResumeState:
+        return read_resume_state(journal, self.consumed, group_size=config.credit.group_size)
 
 
 class CursorInItsOwnFile(CrashScenario):

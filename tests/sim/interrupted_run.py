@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import agentrl
-from agentrl.app.assemble import Past, past_of
+from agentrl.app.assemble import ResumeState, read_resume_state
 from agentrl.core import ids
 from agentrl.core.clock import LoopClock
 from agentrl.core.ids import stream
@@ -172,7 +172,7 @@ class Life:
 
     def __post_init__(self) -> None:
         self.failure = asyncio.get_running_loop().create_future()
-        past: Past = past_of(self.journal, {}, group_size=GROUP_SIZE)
+        resume_state: ResumeState = read_resume_state(self.journal, {}, group_size=GROUP_SIZE)
         self.dispatcher = Dispatcher(
             environment=Talk,
             policy_of=lambda seat, group: seat.rpartition(".")[2],
@@ -181,8 +181,8 @@ class Life:
             buffer=EpisodeBuffer(POLICIES, WholeGroups(POLICIES, ADVANTAGES["leave_one_out"])),
             store=self.journal,
             signal=Signal(),
-            next_number=past.next_number,
-            ended_children=dict(past.ended_children),
+            next_number=resume_state.next_number,
+            ended_children=dict(resume_state.ended_children),
         )
         settings = RolloutSettings(
             sampling=SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=(STOP_TOKEN,)),
@@ -208,7 +208,7 @@ class Life:
         )
         self.dispatcher.worker, self.dispatcher.fail = self.worker, self._fail
         self.engine.parked = lambda: self.runner.parking.parked
-        self.dispatcher.restore(past.ended, past.unfinished)
+        self.dispatcher.restore(resume_state.ended, resume_state.unfinished)
         for task in TASKS[self.dispatcher.next_group :]:
             self.dispatcher.admit_group(task)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import agentrl
-from agentrl.app.assemble import Parts, Past, assemble, pinned_policies
+from agentrl.app.assemble import Parts, ResumeState, assemble, pinned_policies
 from agentrl.app.recovery import serve_older, serve_opponents
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
@@ -117,7 +117,7 @@ class SmallRun:
     tasks: list[Task] = field(default_factory=lambda: list(TASKS))
     held_out: list[Task] = field(default_factory=list)
     during: Callable[[Orchestrator], None] | None = None
-    past: Past = field(default_factory=Past)
+    resume_state: ResumeState = field(default_factory=ResumeState)
     resumed_at: dict[str, PolicyVersion] = field(default_factory=dict)
     """The manifest's versions, where the run goes on from a checkpoint."""
     drawn_from: dict[str, tuple[PolicyVersion, ...]] = field(default_factory=dict)
@@ -178,7 +178,7 @@ class SmallRun:
             opponents=opponents,
             versions=versions,
             parents=self.journal.parents(),
-            past=self.past,
+            resume_state=self.resume_state,
         )
         self.orchestrator = assemble(self.config, self.environment, parts)
         if self.during is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.app.assemble import past_of
+from agentrl.app.assemble import read_resume_state
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
@@ -155,8 +155,8 @@ def test_a_worker_that_is_stopped_neither_loses_nor_doubles_a_commit(moment: flo
                 lambda *_: [STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)}, seconds_per_token=1.0
             )
             dispatcher, _ = wired(Swallowing, engine, journal, settings_of(), failures)
-            past = past_of(journal, {}, group_size=1)
-            dispatcher.restore(past.ended, past.unfinished)
+            resume_state = read_resume_state(journal, {}, group_size=1)
+            dispatcher.restore(resume_state.ended, resume_state.unfinished)
             if is_first:
                 dispatcher.admit_group(Task(id="t", data={}))
                 await asyncio.sleep(moment)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from agentrl.app.assemble import past_of
+from agentrl.app.assemble import read_resume_state
 from agentrl.core.ids import order_key
 from agentrl.core.records import BaselineSet, PolicyVersion, Unit
 from agentrl.credit.advantages import against, compared_with
@@ -115,9 +115,11 @@ def test_a_crash_changes_no_baseline(simulated_loop: SimulatedLoop) -> None:
         journal = await first.cut_after(next(moments))
         before = dict(journal.baselines())
         version = PolicyVersion("guesser", 0, max(len(journal.of_kind(StepRow)) - 1, 0))
-        past = past_of(journal, {"guesser": version}, group_size=4)
-        open_before = set(past.baselines)
-        second = SmallRun(config=first.config, journal=journal, past=past, resumed_at={"guesser": version})
+        resume_state = read_resume_state(journal, {"guesser": version}, group_size=4)
+        open_before = set(resume_state.baselines)
+        second = SmallRun(
+            config=first.config, journal=journal, resume_state=resume_state, resumed_at={"guesser": version}
+        )
         await second.run()
         after = second.journal.baselines()
         assert {name: after[name] for name in before} == before

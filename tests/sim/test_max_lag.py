@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 import agentrl
-from agentrl.app.assemble import past_of
+from agentrl.app.assemble import read_resume_state
 from agentrl.core.ids import stream
 from agentrl.core.records import PolicyVersion
 from agentrl.observe.alarms import alarms
@@ -184,8 +184,8 @@ def test_after_a_rollback_it_holds_for_what_begins_in_this_life(simulated_loop: 
         first = SmallRun(config=config, environment=Solve)
         journal = await first.cut_after(25.0)
         at = {"solver": PolicyVersion("solver", 0, max(len(first.trainer.batches) - 3, 0))}
-        past = past_of(journal, at, group_size=config.credit.group_size)
-        second = SmallRun(config=config, environment=Solve, journal=journal, past=past, resumed_at=at)
+        resume_state = read_resume_state(journal, at, group_size=config.credit.group_size)
+        second = SmallRun(config=config, environment=Solve, journal=journal, resume_state=resume_state, resumed_at=at)
         await second.run()
         assert len(second.trainer.batches) == 12 - at["solver"].step
         assert {values["staleness/exceeded"] for _, _, values in second.seen.steps} == {0.0}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.app.assemble import past_of
+from agentrl.app.assemble import read_resume_state
 from agentrl.app.policies import check_capabilities
 from agentrl.core.errors import ConfigError
 from agentrl.core.ports import GenerateRequest
@@ -103,15 +103,22 @@ def test_a_resumed_run_plays_on_against_the_same(simulated_loop: SimulatedLoop) 
         first = SmallRun(config=config(), environment=Duel, script=strength)
         journal = await first.cut_after(4.3)
         at = {"player": PolicyVersion("player", 0, len(first.trainer.batches))}
-        past = past_of(journal, at, group_size=4, opponents=["past"])
-        second = SmallRun(config=config(), environment=Duel, script=strength, journal=journal, past=past, resumed_at=at)
+        resume_state = read_resume_state(journal, at, group_size=4, opponents=["past"])
+        second = SmallRun(
+            config=config(),
+            environment=Duel,
+            script=strength,
+            journal=journal,
+            resume_state=resume_state,
+            resumed_at=at,
+        )
         await second.run()
         assert len(first.trainer.batches) + len(second.trainer.batches) == 9
         assert all(sampled == {pin} for _, pin, sampled in games(second))
         pool = second.orchestrator.opponents.pools["past"]
         known = sum(tally.episodes for tally in pool.tallies.values())
         assert known == sum(1 for _ in journal.against({"past"}))
-        return sum("past" in spec.pins for spec in past.unfinished)
+        return sum("past" in spec.pins for spec in resume_state.unfinished)
 
     assert sum(simulated_loop.run(main)) > 0, "nothing was stopped in the middle"
 
@@ -136,7 +143,7 @@ def test_a_rollback_has_the_pool_of_its_checkpoint_back(simulated_loop: Simulate
             script=strength,
             journal=journal,
             resumed_at=at,
-            past=past_of(journal, at, group_size=4, opponents=["past"]),
+            resume_state=read_resume_state(journal, at, group_size=4, opponents=["past"]),
             drawn_from={"past": pool},
         )
         begun: list[tuple[PolicyVersion, ...]] = []

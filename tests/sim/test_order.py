@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from agentrl.app.assemble import past_of
+from agentrl.app.assemble import read_resume_state
 from agentrl.core.ids import root_number
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
@@ -84,9 +84,9 @@ def test_who_goes_on_after_a_crash_is_as_old_as_before(simulated_loop: Simulated
         first = ordered_run(before)
         journal = await first.cut_after(4.0)
         version = PolicyVersion("guesser", 0, max(len(journal.of_kind(StepRow)) - 1, 0))
-        past = past_of(journal, {"guesser": version}, group_size=4)
+        resume_state = read_resume_state(journal, {"guesser": version}, group_size=4)
         second = ordered_run(after)
-        second.journal, second.past, second.resumed_at = journal, past, {"guesser": version}
+        second.journal, second.resume_state, second.resumed_at = journal, resume_state, {"guesser": version}
         await second.run()
         again = dict(before.calls).keys() & dict(after.calls).keys()
         trained = [name for name in again if name.startswith("e")]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.app.assemble import Past, past_of
+from agentrl.app.assemble import ResumeState, read_resume_state
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.port import StepRow
@@ -29,8 +29,10 @@ def trained_in(run: SmallRun) -> Counter[str]:
 def second_life(first: SmallRun, journal: MemoryJournal, step: int) -> SmallRun:
     """The run as it is resumed from a checkpoint at `step`."""
     version = PolicyVersion("guesser", 0, step)
-    past: Past = past_of(journal, {"guesser": version}, group_size=first.config.credit.group_size)
-    return SmallRun(config=first.config, journal=journal, past=past, resumed_at={"guesser": version})
+    resume_state: ResumeState = read_resume_state(
+        journal, {"guesser": version}, group_size=first.config.credit.group_size
+    )
+    return SmallRun(config=first.config, journal=journal, resume_state=resume_state, resumed_at={"guesser": version})
 
 
 def test_a_stopped_run_trains_every_episode_once(simulated_loop: SimulatedLoop) -> None:
@@ -87,7 +89,7 @@ def test_turns_that_were_recorded_are_not_sampled_again(simulated_loop: Simulate
             if isinstance(entry.decode(), TurnEntry)
         )
         assert max(seen.values()) == 1
-        return sum(1 for key in before if key[0] in {spec.episode_id for spec in second.past.unfinished})
+        return sum(1 for key in before if key[0] in {spec.episode_id for spec in second.resume_state.unfinished})
 
     assert sum(simulated_loop.run(main)) > 0, "no episode was stopped between two turns"
 

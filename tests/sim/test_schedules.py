@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 import agentrl
-from agentrl.app.assemble import past_of
+from agentrl.app.assemble import read_resume_state
 from agentrl.core.ids import stream
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
@@ -210,8 +210,8 @@ def test_a_resumed_run_goes_on_in_its_phase(simulated_loop: SimulatedLoop) -> No
         await first.journal.turn_log("0").flush()
         journal, steps = first.journal.after_crash(), steps_of(first)
         at = {name: PolicyVersion(name, 0, steps.get(name, 0)) for name in config.policies}
-        past = past_of(journal, at, group_size=config.credit.group_size)
-        second = SmallRun(config=config, environment=Duel, journal=journal, past=past, resumed_at=at)
+        resume_state = read_resume_state(journal, at, group_size=config.credit.group_size)
+        second = SmallRun(config=config, environment=Duel, journal=journal, resume_state=resume_state, resumed_at=at)
         await second.run()
         batches = first.trainer.batches + second.trainer.batches
         assert [batch.policy for batch in batches] == ["x", "x", "o", "o"] * 2

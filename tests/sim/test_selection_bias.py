@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from agentrl.app.assemble import past_of
+from agentrl.app.assemble import read_resume_state
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.port import StepRow
 from agentrl.observe.alarms import LENGTH_STEPS, alarms
@@ -125,11 +125,11 @@ def test_the_journal_says_what_steps_were_fed(simulated_loop: SimulatedLoop) -> 
         first = SmallRun(config=config_for(steps=12, credit={"group_size": 4, "release": "late"}))
         journal = await first.cut_after(6.0)
         steps = len(journal.of_kind(StepRow))
-        past = past_of(
+        resume_state = read_resume_state(
             journal, {"guesser": PolicyVersion("guesser", 0, steps)}, group_size=4, step_sizes={"guesser": 8}
         )
         lived = first.orchestrator.buffer.selection_bias["guesser"].metrics()
-        folded = past.selection_bias["guesser"].metrics()
+        folded = resume_state.selection_bias["guesser"].metrics()
         lived.pop("selection_bias/overtaken", None)
         assert folded == pytest.approx(lived)
         assert folded["selection_bias/length_ratio"] == pytest.approx(1.0)
@@ -142,8 +142,10 @@ def test_a_resumed_run_counts_every_unit_once(simulated_loop: SimulatedLoop) -> 
         first = SmallRun(config=config_for(steps=12, credit={"group_size": 4, "release": "late"}))
         journal = await first.cut_after(4.0)
         version = PolicyVersion("guesser", 0, max(len(journal.of_kind(StepRow)) - 1, 0))
-        past = past_of(journal, {"guesser": version}, group_size=4, step_sizes={"guesser": 8})
-        second = SmallRun(config=first.config, journal=journal, past=past, resumed_at={"guesser": version})
+        resume_state = read_resume_state(journal, {"guesser": version}, group_size=4, step_sizes={"guesser": 8})
+        second = SmallRun(
+            config=first.config, journal=journal, resume_state=resume_state, resumed_at={"guesser": version}
+        )
         await second.run()
         newest = [values for _, _, values in second.seen.steps][-1]
         assert newest["selection_bias/length_ratio"] == pytest.approx(1.0)

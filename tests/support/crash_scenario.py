@@ -175,7 +175,7 @@ class CrashScenario:
             weights=served.weights,
             opponents=served.opponents,
             parents=journal.parents(),
-            past=recovery.past(self.config, journal),
+            resume_state=recovery.resume_state(self.config, journal),
             role_means=recovery.role_means,
             measured=recovery.measured(VERSIONS, disk=disk),
             disk=disk,

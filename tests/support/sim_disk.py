@@ -225,8 +225,8 @@ class SimDisk:
         """See `Disk.digest`."""
         return hashlib.sha256(self.read(path, limit=1 << 62)).hexdigest()
 
-    async def apart(self, work: Callable[[], T]) -> T:
-        """See `Disk.apart`: at once."""
+    async def run_in_thread(self, work: Callable[[], T]) -> T:
+        """See `Disk.run_in_thread`: at once."""
         return work()
 
     def _node(self, path: Path) -> _Node:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.core.files import LOCAL, Disk, place, remedy, remove_leftovers, staged
+from agentrl.core.files import LOCAL, Disk, remedy, remove_leftovers, rename_durably, staged
 from agentrl.orchestrator.checkpoints import versions_in
 from tests.support.sim_disk import Fault, SimDisk, SimulatedCrashError
 
@@ -27,7 +27,7 @@ def build(disk: Disk, target: Path, content: bytes, *, unless_same: str | None =
         disk.make_directory(staging / "policy")
         disk.write(staging / "policy" / "weights", content)
         disk.write(staging / "state", b"1")
-        place(staging, target, disk=disk, unless_same=unless_same)
+        rename_durably(staging, target, disk=disk, unless_same=unless_same)
 
 
 def test_a_directory_is_placed_with_its_parents_and_nothing_else_is_left(disk_and_root: tuple[Disk, Path]) -> None:
@@ -142,7 +142,7 @@ def test_a_run_directory_that_was_moved_away_does_not_come_back(tmp_path: Path, 
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "run").mkdir()
     with staged(target, depth=depth) as staging:
-        place(staging, target)
+        rename_durably(staging, target)
     assert target.is_dir()
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 import agentrl
-from agentrl.app.assemble import past_of
+from agentrl.app.assemble import read_resume_state
 from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
@@ -225,8 +225,8 @@ async def life(directory: Path, *, goes_on: bool) -> dict[str, str | None]:
     engine = ScriptedEngine(lambda *_: [*b"yes", STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)})
     dispatcher, _ = wired(Waiting, engine, store, settings_of(), failures)
     if goes_on:
-        past = past_of(store, {}, group_size=1)
-        dispatcher.restore(past.ended, past.unfinished)
+        resume_state = read_resume_state(store, {}, group_size=1)
+        dispatcher.restore(resume_state.ended, resume_state.unfinished)
         Waiting.gate.set()
         await dispatcher.worker.drain()
     else:

@@ -1,4 +1,4 @@
-"""The probe a trainer publishes: what the published files say to its tokens, and nothing but that."""
+"""The canary a trainer publishes: what the published files say to its tokens, and nothing but that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from agentrl.config.run import EngineConfig, PolicyConfig
 from agentrl.core.errors import TrainerError
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.weights import Probe, read_adapter, read_probe, read_weights
+from agentrl.engines.weights import Canary, read_adapter, read_canary, read_weights
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model, write_tokenizer
 
@@ -26,17 +26,17 @@ def episodes() -> Episodes:
     return Episodes(make_rows(0, 8))
 
 
-def probe_in(reference: WeightsRef) -> Probe:
+def probe_in(reference: WeightsRef) -> Canary:
     adapter = reference.kind == "adapter"
-    probe = read_adapter(reference).probe if adapter else read_probe(reference, read_weights(reference))
-    assert probe is not None
-    return probe
+    canary = read_adapter(reference).canary if adapter else read_canary(reference, read_weights(reference))
+    assert canary is not None
+    return canary
 
 
-def plain(model: Any, probe: Probe) -> Any:
+def plain(model: Any, canary: Canary) -> Any:
     with torch.no_grad():
-        ends = model.eval()(input_ids=torch.from_numpy(probe.contexts).long()).logits[:, -1]
-    return ends.log_softmax(-1)[:, probe.token_ids.astype(np.int64)].numpy()
+        ends = model.eval()(input_ids=torch.from_numpy(canary.contexts).long()).logits[:, -1]
+    return ends.log_softmax(-1)[:, canary.token_ids.astype(np.int64)].numpy()
 
 
 def stepped(trainer: PolicyTrainer, episodes: Episodes, resume: Path | None = None) -> PolicyTrainer:
@@ -58,15 +58,15 @@ def test_it_is_what_the_published_files_say(tmp_path: Path, episodes: Episodes, 
     trainer = stepped(PolicyTrainer(config, tmp_path, read=episodes.read), episodes)
     other = trainer.publish("other", PolicyVersion("other", 0, 0))
     reference = trainer.publish("policy", FIRST)
-    probe, start = probe_in(reference), AutoModelForCausalLM.from_pretrained(path)
-    assert (probe.contexts.shape, probe.token_ids.shape) == ((1, 16), (128,))
-    assert probe.is_exact
-    np.testing.assert_allclose(probe.start_logprobs, plain(start, probe), atol=1e-4)
-    np.testing.assert_allclose(probe_in(other).logprobs, probe.start_logprobs, atol=1e-5)
+    canary, start = probe_in(reference), AutoModelForCausalLM.from_pretrained(path)
+    assert (canary.contexts.shape, canary.token_ids.shape) == ((1, 16), (128,))
+    assert canary.is_exact
+    np.testing.assert_allclose(canary.start_logprobs, plain(start, canary), atol=1e-4)
+    np.testing.assert_allclose(probe_in(other).logprobs, canary.start_logprobs, atol=1e-5)
     served = peft.PeftModel.from_pretrained(start, reference.path) if with_adapter else None
     model = served or AutoModelForCausalLM.from_pretrained(reference.path)
-    np.testing.assert_allclose(probe.logprobs, plain(model, probe), atol=1e-4)
-    assert np.abs(probe.logprobs - probe.start_logprobs).mean() > 1e-3
+    np.testing.assert_allclose(canary.logprobs, plain(model, canary), atol=1e-4)
+    assert np.abs(canary.logprobs - canary.start_logprobs).mean() > 1e-3
 
 
 @pytest.mark.parametrize("with_adapter", [False, True])
@@ -90,8 +90,8 @@ def test_it_fits_into_a_context(tmp_path: Path, episodes: Episodes) -> None:
         config = run_config(path).model_copy(update={"engine": EngineConfig(max_context=longest)})
         trainer = stepped(PolicyTrainer(config, tmp_path / f"{longest}", read=episodes.read), episodes)
         reference = trainer.publish("policy", FIRST)
-        probe = read_probe(reference, read_weights(reference))
-        shapes[longest] = None if probe is None else probe.contexts.shape
+        canary = read_canary(reference, read_weights(reference))
+        shapes[longest] = None if canary is None else canary.contexts.shape
     assert shapes == {512: (1, 16), 10: (1, 9)}
 
 

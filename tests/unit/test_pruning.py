@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.app.assemble import past_of
+from agentrl.app.assemble import read_resume_state
 from agentrl.cli.main import main
 from agentrl.core.errors import PrunedError, StorageError
 from agentrl.core.records import ForkPoint, PolicyVersion
@@ -269,11 +269,11 @@ def test_a_run_is_not_gone_on_with_from_where_pruned_episodes_would_be_trained_a
     asyncio.run(write_run(tmp_path))
     prune(tmp_path, rule(0, 2, 1))
     log = SqliteRunLog(tmp_path / "journal")
-    assert past_of(log, {"policy": PolicyVersion("policy", 0, 1)}, group_size=2).next_number == 100
+    assert read_resume_state(log, {"policy": PolicyVersion("policy", 0, 1)}, group_size=2).next_number == 100
     with pytest.raises(
         StorageError, match=r"2 episodes \(e0, e1\) would be trained again .* put back what was removed"
     ):
-        past_of(log, {}, group_size=2)
+        read_resume_state(log, {}, group_size=2)
     log.close()
 
 

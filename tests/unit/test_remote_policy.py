@@ -18,7 +18,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 import agentrl
-from agentrl.app.parts import outside
+from agentrl.app.parts import external_policies
 from agentrl.config.policies import RemotePolicy
 from agentrl.core import clock as core_clock
 from agentrl.core.errors import CheckFailedError, ConfigError, EngineLostError, EpisodeError, JournalError
@@ -96,7 +96,7 @@ def played(
         engines: list[RoutedEngine] = []
 
         def engine(*arguments: Any, **keywords: Any) -> RoutedEngine:
-            engines.append(RoutedEngine(ScriptedEngine(*arguments, **keywords), outside(config)))
+            engines.append(RoutedEngine(ScriptedEngine(*arguments, **keywords), external_policies(config)))
             return engines[-1]
 
         run = SmallRun(config=config, environment=environment, trainer_options={}, engine_options={})
@@ -352,7 +352,7 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     policies: Any = {"judge": {"kind": "remote", "url": "https://h/v1", "model": "m", "api_key_env": "JUDGE_KEY"}}
     config = config_for(policies={"guesser": {}, **policies})
     with pytest.raises(ConfigError, match=r"policies\.judge\.api_key_env: the environment has no variable JUDGE_KEY"):
-        outside(config)
+        external_policies(config)
 
 
 def test_tools_and_calls_go_to_and_fro_in_their_form() -> None:

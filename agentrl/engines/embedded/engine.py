@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.embedded.forward import EngineStats
     from agentrl.engines.embedded.versions import Serving
-    from agentrl.engines.weights import Probe
+    from agentrl.engines.weights import Canary
 
 _DELTA_SECONDS = 0.2
 
@@ -374,9 +374,9 @@ class EmbeddedEngine:
             one = self._alone(serving, np.array([len(ids)]))
             return await loop.run_in_executor(self._worker, self._runner.score, one, ids, temperature)
 
-    async def _answer(self, serving: Serving, probe: Probe) -> Float32Array:
-        """To the probe of `serving`; between two passes."""
-        contexts, tokens = probe.contexts.astype(np.int64), probe.token_ids.astype(np.int64)
+    async def _answer(self, serving: Serving, canary: Canary) -> Float32Array:
+        """To the canary of `serving`; between two passes."""
+        contexts, tokens = canary.contexts.astype(np.int64), canary.token_ids.astype(np.int64)
         one = self._alone(serving, np.full(len(contexts), contexts.shape[1]))
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._worker, self._runner.next_logprobs, one, contexts, tokens)

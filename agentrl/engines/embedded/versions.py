@@ -32,14 +32,14 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.core.errors import EngineError
 from agentrl.engines.models import ready_to_sample
-from agentrl.engines.sessions import Leases, LiveVersion, live_version, newest_of, probes_of
+from agentrl.engines.sessions import Leases, LiveVersion, canaries_of, live_version, newest_of
 from agentrl.engines.weights import (
     check_adapter,
     check_answer,
     linear_layer,
     match_full_weights,
     read_adapter,
-    read_probe,
+    read_canary,
     read_weights,
     refusal,
 )
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import Refresh
     from agentrl.core.records import Float32Array, PolicyVersion, WeightsRef
     from agentrl.engines.embedded.capture import RoutingTap
-    from agentrl.engines.weights import AdapterFile, Probe
+    from agentrl.engines.weights import AdapterFile, Canary
 
 BASE = -1
 """The place of rows that use no adapter."""
@@ -219,7 +219,7 @@ class WeightUpdates:
         between_passes: asyncio.Lock,
         switch: Callable[[Serving, Serving], None],
         on_worker: Callable[[Callable[[], None]], Awaitable[None]],
-        answer: Callable[[Serving, Probe], Awaitable[Float32Array]],
+        answer: Callable[[Serving, Canary], Awaitable[Float32Array]],
         interrupt: Callable[[], None],
         tap: RoutingTap | None,
     ) -> None:
@@ -278,19 +278,19 @@ class WeightUpdates:
         read = await loop.run_in_executor(
             None, lambda: match_full_weights(weights, file.tensors, base.state, base.model)
         )
-        probe = self._of_the_model(weights, read_probe(weights, file))
+        canary = self._of_the_model(weights, read_canary(weights, file))
         old = self._versions.of_policy(policy)
         try:
             if refresh == "turn":
                 self.held.add(policy)
                 await self._turn_boundary(weights, old)
-            await asyncio.shield(self._swap_full(weights, read, probe, keep=keep))
+            await asyncio.shield(self._swap_full(weights, read, canary, keep=keep))
         finally:
             self.held.discard(policy)
             self._changed.set()
 
     async def _swap_full(
-        self, weights: WeightsRef, read: Mapping[str, Tensor], probe: Probe | None, *, keep: bool
+        self, weights: WeightsRef, read: Mapping[str, Tensor], canary: Canary | None, *, keep: bool
     ) -> None:
         """Once begun it is finished, even if whoever asked for it is cancelled."""
         versions = self._versions
@@ -299,8 +299,8 @@ class WeightUpdates:
             self._check_running()
             old, target = versions.of_policy(weights.version.policy), versions.target_for_full(weights.version.policy)
             served = target or self._new_copy()
-            before = served.copied() if target is not None and probe is not None else None
-            new = Serving(version=weights.version, digest=weights.sha256, probe=probe, kept=int(keep), served=served)
+            before = served.copied() if target is not None and canary is not None else None
+            new = Serving(version=weights.version, digest=weights.sha256, canary=canary, kept=int(keep), served=served)
             await self._on_worker(lambda: served.overwrite(read))
             try:
                 await self._check_answer(weights, new)
@@ -332,18 +332,18 @@ class WeightUpdates:
             raise refusal(weights, "the engine was started without places for adapters (adapter_slots = 0)")
         bank = self._versions.bank()
         bank.check(weights, adapter)
-        probe = self._of_the_model(weights, adapter.probe)
-        while (place := bank.free_place()) is None:
+        canary = self._of_the_model(weights, adapter.canary)
+        while (place := bank.free_slot()) is None:
             old = self._versions.of_policy(weights.version.policy)
             if self.leases.refresh_of(weights.version.policy) == "token" and not old.held and old.adapter != BASE:
                 break  # nothing holds the old version: its place is filled anew
             if not self.leases.revoke([s for s in self._versions.live.values() if s.adapter != BASE]):
                 self._check_may_free(weights)
                 await self._change()
-        await asyncio.shield(self._swap_adapter(weights, adapter, place, probe, keep=keep))
+        await asyncio.shield(self._swap_adapter(weights, adapter, place, canary, keep=keep))
 
     async def _swap_adapter(
-        self, weights: WeightsRef, adapter: AdapterFile, place: int | None, probe: Probe | None, *, keep: bool
+        self, weights: WeightsRef, adapter: AdapterFile, place: int | None, canary: Canary | None, *, keep: bool
     ) -> None:
         """Once begun it is finished, even if whoever asked for it is cancelled."""
         versions, replaced = self._versions, None
@@ -357,7 +357,7 @@ class WeightUpdates:
             new = Serving(
                 version=weights.version,
                 digest=weights.sha256,
-                probe=probe,
+                canary=canary,
                 kept=int(keep),
                 served=versions.base,
                 adapter=filled,
@@ -377,21 +377,21 @@ class WeightUpdates:
             if self.leases.refresh_of(weights.version.policy) == "token":
                 self._move_calls(old, new)
 
-    def _of_the_model(self, weights: WeightsRef, probe: Probe | None) -> Probe | None:
-        if probe is not None:
-            probe.check_vocabulary(weights, int(self._versions.base.model.config.vocab_size))
-        return probe
+    def _of_the_model(self, weights: WeightsRef, canary: Canary | None) -> Canary | None:
+        if canary is not None:
+            canary.check_vocabulary(weights, int(self._versions.base.model.config.vocab_size))
+        return canary
 
     async def _check_answer(self, weights: WeightsRef, new: Serving) -> None:
-        """Ask what is loaded for its probe, between the same two passes, before anything samples from it.
+        """Ask what is loaded for its canary, between the same two passes, before anything samples from it.
 
         Raises:
             EngineError: it does not answer as the trainer does.
         """
-        if new.probe is not None:
-            answer = await self._answer(new, new.probe)
-            others, dtype = probes_of(self._versions.live.values()), new.served.model.dtype
-            check_answer(weights, new.probe, answer, dtype=dtype, others=others)
+        if new.canary is not None:
+            answer = await self._answer(new, new.canary)
+            others, dtype = canaries_of(self._versions.live.values()), new.served.model.dtype
+            check_answer(weights, new.canary, answer, dtype=dtype, others=others)
 
     def _move_calls(self, old: Serving, new: Serving) -> None:
         self._switch(old, new)
@@ -445,7 +445,7 @@ class AdapterBank:
         self.groups: _Groups | None = None
         """Set instead where there are many adapters."""
 
-    def free_place(self) -> int | None:
+    def free_slot(self) -> int | None:
         """The lowest empty place, None where all are filled."""
         return min(self._free) if self._free else None
 

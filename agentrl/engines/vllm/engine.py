@@ -86,7 +86,7 @@ class VllmCall:
 
     def deliver(self) -> None:
         """Give `on_delta` what it was not given yet, sampled by the version that serves; not while that is on trial."""
-        if self.serving.is_on_trial:
+        if self.serving.is_being_checked:
             return
         first, self._delivered = self._delivered, len(self.tokens)
         self._next_delta = self.clock.monotonic() + _DELTA_SECONDS
@@ -200,7 +200,7 @@ class VllmEngine:
         Args:
             model_path: a local Hugging Face causal LM directory.
             versions: for each policy, the version that the directory's weights are.
-            slots: conversations sampled at once (one more while no probe is asked); more wait.
+            slots: conversations sampled at once (one more while no canary is asked); more wait.
             max_context: longest context in tokens, completion included.
             refresh: when sessions move to newer weights, of all policies or by policy; see `versions.py`.
             keep_kv: full weights, refresh `token`: whether calls in flight keep the KV that older weights computed.

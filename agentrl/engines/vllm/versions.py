@@ -38,14 +38,14 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from agentrl.core.errors import EngineError, EngineLostError
 from agentrl.engines.child_process import VARIABLE
-from agentrl.engines.sessions import Leases, LiveVersion, live_version, newest_of, probes_of
+from agentrl.engines.sessions import Leases, LiveVersion, canaries_of, live_version, newest_of
 from agentrl.engines.weights import (
     check_adapter,
     check_answer,
     copy_adapter,
     match_full_weights,
     read_adapter,
-    read_probe,
+    read_canary,
     read_weights,
     refusal,
 )
@@ -59,12 +59,12 @@ if TYPE_CHECKING:
 
     from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.vllm.startup import VllmSettings
-    from agentrl.engines.weights import Probe
+    from agentrl.engines.weights import Canary
 
 _FIRST_LABEL = "default"
 """What vLLM calls the weights it was started with."""
 _FIRST = -(1 << 40)
-"""The priority of a probe: before all conversations."""
+"""The priority of a canary: before all conversations."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -76,17 +76,17 @@ class VllmVersion(LiveVersion):
     """Sets its prefixes apart in vLLM's cache; an adapter's path does that by itself."""
     file: str = ""
     """Full weights; empty: what vLLM was started on."""
-    trial: asyncio.Future[bool] | None = None
+    check: asyncio.Future[bool] | None = None
     """While it is open what the version samples is held back; it becomes whether the version is what it should be."""
 
     @property
-    def is_on_trial(self) -> bool:
+    def is_being_checked(self) -> bool:
         """Whether what it samples is held back."""
-        return self.trial is not None and not self.trial.done()
+        return self.check is not None and not self.check.done()
 
     async def is_accepted(self) -> bool:
         """Whether what it has sampled may leave the engine; waits while it is on trial."""
-        return self.trial is None or await asyncio.shield(self.trial)
+        return self.check is None or await asyncio.shield(self.check)
 
 
 class VllmVersions:
@@ -163,8 +163,8 @@ class VllmVersions:
             EngineError: the version is not (or no longer) here.
         """
         serving = live_version(self._live, version)
-        if serving.is_on_trial:
-            raise EngineError(f"version {version} is not served yet: it has not answered its probe")
+        if serving.is_being_checked:
+            raise EngineError(f"version {version} is not served yet: it has not passed its canary check")
         return serving
 
     def is_live(self, serving: VllmVersion) -> bool:
@@ -228,7 +228,7 @@ class VllmVersions:
         number = next(self._numbers)
         copy = Path(self._copies.name) / str(number)
         try:
-            probe = await asyncio.to_thread(self._copy_checked, weights, copy)
+            canary = await asyncio.to_thread(self._copy_checked, weights, copy)
             while len(adapters := [each for each in self._live.values() if each.adapter]) >= self._places:
                 old = self.of_policy(weights.version.policy)
                 if self.leases.refresh_of(weights.version.policy) == "token" and not old.held and old.adapter:
@@ -237,25 +237,25 @@ class VllmVersions:
                     self._check_may_free(weights, adapters)
                     await self._change()
             adapter = LoRARequest(lora_name=f"{weights.version}/{number}", lora_int_id=number, lora_path=str(copy))
-            await _finished(self._load_adapter(weights, adapter, probe, keep=keep))
+            await _finished(self._load_adapter(weights, adapter, canary, keep=keep))
         except BaseException:
             if weights.version not in self._live:
                 shutil.rmtree(copy, ignore_errors=True)
             raise
 
-    def _copy_checked(self, weights: WeightsRef, copy: Path) -> Probe | None:
+    def _copy_checked(self, weights: WeightsRef, copy: Path) -> Canary | None:
         """The copy is checked: it is what vLLM reads, and stays although the run's own changes or is pruned."""
         adapter = read_adapter(copy_adapter(weights, copy))
         check_adapter(weights, adapter, self._model, max_rank=self._max_rank)
-        return self._of_the_model(weights, adapter.probe)
+        return self._of_the_model(weights, adapter.canary)
 
-    def _of_the_model(self, weights: WeightsRef, probe: Probe | None) -> Probe | None:
-        if probe is not None:
-            probe.check_vocabulary(weights, int(self._model.config.get_text_config().vocab_size))
-        return probe
+    def _of_the_model(self, weights: WeightsRef, canary: Canary | None) -> Canary | None:
+        if canary is not None:
+            canary.check_vocabulary(weights, int(self._model.config.get_text_config().vocab_size))
+        return canary
 
     async def _load_adapter(
-        self, weights: WeightsRef, adapter: LoRARequest, probe: Probe | None, *, keep: bool
+        self, weights: WeightsRef, adapter: LoRARequest, canary: Canary | None, *, keep: bool
     ) -> None:
         try:
             await self._control.load_adapter(adapter)
@@ -263,7 +263,9 @@ class VllmVersions:
             raise
         except Exception as error:
             raise refusal(weights, f"vLLM cannot load it ({type(error).__name__}: {error})") from error
-        new = VllmVersion(version=weights.version, digest=weights.sha256, probe=probe, kept=int(keep), adapter=adapter)
+        new = VllmVersion(
+            version=weights.version, digest=weights.sha256, canary=canary, kept=int(keep), adapter=adapter
+        )
         old = self._promote(new)
         if self.leases.refresh_of(weights.version.policy) == "token":
             await self._switch(old, new)
@@ -277,47 +279,47 @@ class VllmVersions:
     async def _try(
         self, weights: WeightsRef, old: VllmVersion, new: VllmVersion, undo: Callable[[], Awaitable[None]]
     ) -> None:
-        """Ask new weights for their probe while calls sample from them; where they are others, `old` serves again.
+        """Ask new weights for their canary while calls sample from them; where they are others, `old` serves again.
 
         Raises:
             EngineError: they are others.
         """
-        if new.trial is None:
+        if new.check is None:
             return
         policy = old.version.policy
         try:
             await self._check_answer(weights, new, old)
-            new.trial.set_result(True)
+            new.check.set_result(True)
         except EngineError:
             self._held.add(policy)
             del self._live[new.version]
             self._live[old.version] = self._current[policy] = old
             self.leases.forget(new)
-            new.trial.set_result(False)
+            new.check.set_result(False)
             await self._recall(new)
             while new.calls:
                 await self._change()
             await undo()
             raise
         finally:
-            if not new.trial.done():
-                new.trial.set_result(False)
+            if not new.check.done():
+                new.check.set_result(False)
             self._held.discard(policy)
             self._changed.set()
 
     async def _check_answer(self, weights: WeightsRef, new: VllmVersion, old: VllmVersion) -> None:
-        assert new.probe is not None
-        contexts, tokens = new.probe.contexts, new.probe.token_ids
+        assert new.canary is not None
+        contexts, tokens = new.canary.contexts, new.canary.token_ids
         try:
             answer = await self._control.next_logprobs(contexts, tokens, adapter=new.adapter, salt=new.salt)
         except EngineDeadError:
             raise
         except Exception as error:
-            raise refusal(weights, f"vLLM cannot answer its probe ({type(error).__name__}: {error})") from error
+            raise refusal(weights, f"vLLM cannot answer its canary ({type(error).__name__}: {error})") from error
         dtype = self._model.config.dtype  # as vLLM was started, which halves what says nothing
         found = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-        others = probes_of(each for each in (old, *self._live.values()) if each is not new)
-        check_answer(weights, new.probe, answer, dtype=found, others=others)
+        others = canaries_of(each for each in (old, *self._live.values()) if each is not new)
+        check_answer(weights, new.canary, answer, dtype=found, others=others)
 
     def _check_may_free(self, weights: WeightsRef, adapters: list[VllmVersion]) -> None:
         if all(each.kept or self._current[each.version.policy] is each for each in adapters):
@@ -328,8 +330,8 @@ class VllmVersions:
 
     def _promote(self, new: VllmVersion) -> VllmVersion:
         old = self.of_policy(new.version.policy)
-        if new.probe is not None and not self._control.paused:
-            new.trial = asyncio.get_running_loop().create_future()
+        if new.canary is not None and not self._control.paused:
+            new.check = asyncio.get_running_loop().create_future()
         self._live[new.version] = self._current[new.version.policy] = new
         self._changed.set()
         return old
@@ -340,7 +342,7 @@ class VllmVersions:
         if keep:
             raise refusal(weights, "vLLM serves one full version at a time, so none can be kept; use lora")
         policy = weights.version.policy
-        probe = await asyncio.to_thread(self._check_full, weights)
+        canary = await asyncio.to_thread(self._check_full, weights)
         self._held.add(policy)  # a turn that began now would find the prefixes of the version that leaves
         try:
             while self.leases.refresh_of(policy) == "turn" and self.of_policy(policy).calls:
@@ -349,24 +351,24 @@ class VllmVersions:
                         weights, "the engine is paused in the middle of turns; resume it, or use refresh token"
                     )
                 await self._change()
-            await _finished(self._load_full(weights, probe))
+            await _finished(self._load_full(weights, canary))
         finally:
             self._held.discard(policy)
             self._changed.set()
 
-    def _check_full(self, weights: WeightsRef) -> Probe | None:
+    def _check_full(self, weights: WeightsRef) -> Canary | None:
         file = read_weights(weights)
         match_full_weights(weights, file.tensors, self._model.state_dict(), self._model)
-        return self._of_the_model(weights, read_probe(weights, file))
+        return self._of_the_model(weights, read_canary(weights, file))
 
-    async def _load_full(self, weights: WeightsRef, probe: Probe | None) -> None:
+    async def _load_full(self, weights: WeightsRef, canary: Canary | None) -> None:
         if (pinned := self.of_policy(weights.version.policy)).pins:
             raise refusal(
                 weights, f"{pinned.pins} conversations are pinned to {pinned.version}; close them, or use lora"
             )
         file = str(Path(weights.path) / "model.safetensors")
         new = VllmVersion(
-            version=weights.version, digest=weights.sha256, probe=probe, salt=str(weights.version), file=file
+            version=weights.version, digest=weights.sha256, canary=canary, salt=str(weights.version), file=file
         )
         async with self._control.still(clear_cache=not self._keep_kv):
             await self._replace(weights, new)
