@@ -139,7 +139,7 @@ def test_a_rule_that_a_journal_records_and_that_is_none_prunes_nothing(
 
 
 @pytest.mark.damages_journal
-def test_a_life_that_changed_a_setting_without_a_name_is_damaged(tmp_path: Path) -> None:
+def test_a_start_that_changed_a_setting_without_a_name_is_damaged(tmp_path: Path) -> None:
     async def write() -> None:
         journal = SqliteJournal(tmp_path / "journal", info={"config": {"steps": 1}})
         journal.record_start(RunStart(lineage=1, began_at=0.0, changed=(Change((), 1, 2),)))
@@ -147,7 +147,7 @@ def test_a_life_that_changed_a_setting_without_a_name_is_damaged(tmp_path: Path)
 
     asyncio.run(write())
     log = SqliteRunLog(tmp_path / "journal")
-    with pytest.raises(JournalError, match="a life of the run cannot be read"):
+    with pytest.raises(JournalError, match="a start of the run cannot be read"):
         log.config()
     log.close()
 
