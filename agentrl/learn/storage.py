@@ -4,8 +4,8 @@ A checkpoint of a policy is `<directory>/<policy>/`: `weights.safetensors` (what
 `optimizer.safetensors` (AdamW's moments), `rng.json` (torch's random state), `state.json` (step, version, last report).
 
 A version is `versions/<policy>/<lineage>.<step>/`: full weights with configuration and tokenizer, or a PEFT adapter.
-`core.files.place` puts it in place, so a directory that exists is whole, even after a power cut. The metadata of its
-weights' file holds the canary: the log-probabilities its trainer computes for a few next tokens,
+`core.files.rename_durably` gives it its name, so a directory that exists is complete, even after a power cut. The
+metadata of its weights' file holds the canary: the log-probabilities that the trainer computes for a few next tokens,
 which an engine must reproduce before it serves the version.
 
 Files are safetensors and JSON, never pickle. Owns: both layouts, the digest of a version, the canary's tokens. Does not
