@@ -1,7 +1,7 @@
 """Model directories: load a local Hugging Face causal LM for sampling or training, or read its shapes alone.
 
-Owns: the checks a directory must pass, and the attention that suits the embedded engine. Never executes code from a
-directory, never unpickles.
+Owns: the checks a directory must pass, positions that depend on a context's length, and the attention that suits the
+embedded engine. Never executes code from a directory, never unpickles.
 """
 
 from __future__ import annotations
@@ -79,9 +79,8 @@ def read_model(path: str | Path, *, dtype: torch.dtype, max_context: int, to_sam
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        _check_rope(config, max_context, path)
         if to_sample:
-            _check_positions(config, max_context, path)
+            _check_positions(config, max_context, path, stretched=True)
             _check_window(config, max_context, path)
         model, report = load(
             path,
@@ -101,6 +100,7 @@ def read_model(path: str | Path, *, dtype: torch.dtype, max_context: int, to_sam
         ) from error
     _check_report(path, report)
     loaded: PreTrainedModel = model
+    hold_positions(loaded, max_context)
     return loaded
 
 
@@ -121,8 +121,7 @@ def read_shapes(path: str | Path, *, max_context: int) -> PreTrainedModel:
     except _LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelError(f"{path}: config.json describes no causal LM ({reason})") from error
-    _check_rope(config, max_context, path)
-    _check_positions(config, max_context, path)
+    _check_positions(config, max_context, path, stretched=False)  # vLLM does not stretch them
     return model
 
 
@@ -204,26 +203,51 @@ def first_names(names: Iterable[str]) -> str:
     return ", ".join(ascii(name[:100]) for name in ordered[:4]) + (", …" if len(ordered) > 4 else "")
 
 
-def _check_rope(config: PretrainedConfig, max_context: int, path: str | Path) -> None:
-    """Refuse positions that all change once a context is longer than the original ones."""
+def _rope_types(ropes: object) -> list[str]:
+    """Rope types in a configuration's `rope_parameters`, which are one dictionary or one for each kind of layer."""
+    if not isinstance(ropes, dict):
+        return []
+    return [str(each.get("rope_type", "")) for each in (ropes, *ropes.values()) if isinstance(each, dict)]
+
+
+def _check_positions(config: PretrainedConfig, max_context: int, path: str | Path, *, stretched: bool) -> None:
+    """Refuse contexts beyond the last position; `stretched`: as dynamic NTK stretches the positions."""
     text = config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
-    ropes = getattr(text, "rope_parameters", None) or {}
-    for rope in [each for each in (ropes, *ropes.values()) if isinstance(each, dict)]:  # one, or one per kind of layer
-        kind = str(rope.get("rope_type", ""))
-        original = positions if "dynamic" in kind else rope.get("original_max_position_embeddings", positions)
-        if ("dynamic" in kind or kind == "longrope") and original is not None and max_context > original:
-            raise ModelError(
-                f"{path}: positions of rope type {kind!r} are all others in a context of more than {original} tokens, "
-                "so the log-probabilities recorded before it grew that long are not those it is trained with; set "
-                f"engine.max_context (now {max_context}) to at most {original}"
-            )
-
-
-def _check_positions(config: PretrainedConfig, max_context: int, path: str | Path) -> None:
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions, ropes = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
+    if positions is not None and stretched and "dynamic" in _rope_types(ropes):
+        positions = int(positions * ropes.get("factor", 1.0))
     if positions is not None and max_context > positions:
         raise ModelError(f"{path}: max_context is {max_context}, but the model has {positions} positions; lower it")
+
+
+def hold_positions(model: PreTrainedModel, max_context: int) -> None:
+    """Let a model compute the rotary positions of every context as in one of `max_context` tokens.
+
+    LongRoPE (Ding et al., 2024, arXiv:2402.13753) and dynamic NTK scaling choose their frequencies by the longest row
+    of a forward pass. Keys in a cache would become wrong as a context grows, rows forwarded together would change each
+    other, and a token would be trained under other frequencies than it was sampled under. With the frequencies of the
+    longest context a token's probability depends on the tokens before it alone; vLLM computes LongRoPE so too.
+    """
+
+    def lengthen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Append the last position there can be."""
+        positions: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        last = torch.full_like(positions[..., :1], max_context - 1)
+        longer = torch.cat([positions, last], dim=-1)
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": longer}
+        return (args[0], longer, *args[2:]), kwargs
+
+    def shorten(_: nn.Module, __: object, rotations: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Drop what belongs to the appended position."""
+        return tuple(each[..., :-1, :] for each in rotations)
+
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        names = kinds.values() if isinstance(kinds, dict) else (kinds,)
+        if any(name == "longrope" or "dynamic" in str(name) for name in names):
+            module.register_forward_pre_hook(lengthen, with_kwargs=True)
+            module.register_forward_hook(shorten)
 
 
 def _check_window(config: PretrainedConfig, max_context: int, path: str | Path) -> None:

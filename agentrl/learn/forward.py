@@ -3,9 +3,10 @@
 All tokens of the micro-batch's prefix tree go through the model as one sequence, [1, N]: norms, projections and experts
 see no padding, and no token twice. Only attention looks at rows: it gathers each row's queries and keys into padded
 blocks and scatters the result back. A model whose layers mix tokens elsewhere (state-space layers, say) is forwarded
-as padded rows instead. The vocabulary projection runs over the hidden states that predict a trained token, in pieces.
+as padded rows instead. The model's own head (output projection, soft-capping, scaling) runs over the hidden states that
+predict a trained token, in pieces.
 
-Owns: the attention function, both forward passes, the vocabulary projection. Does not own: what is packed
+Owns: the attention function, both forward passes, how the head is called. Does not own: what is packed
 (`packing.py`), losses, the choice between the two passes (`models.py`), how a router follows the recorded experts
 (`routing_replay.py`). Invariant: the distribution is the one the engine sampled from, so ratios compare like with like.
 """
@@ -123,6 +124,48 @@ def tree_attention(  # noqa: PLR0913
 AttentionInterface.register(ATTENTION, tree_attention)
 
 
+def _body(model: PreTrainedModel) -> nn.Module:
+    """The part of a causal LM whose output its head projects: the child that holds the input embeddings."""
+    embeddings = model.get_input_embeddings()
+    return next(child for child in model.children() if any(part is embeddings for part in child.modules()))
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    """The layers that read text; the body itself, or a part of it beside those that read images."""
+    decoder: nn.Module = model.get_decoder()
+    return _body(model) if decoder is model else decoder
+
+
+class _BodyOutput:
+    """What a model's head reads of its body's output: the last hidden state, and None for all else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+def _own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """The logits [n, V] that a model's own forward pass computes from the last hidden states [n, H]."""
+    body = _body(model)
+    before = vars(body).get("forward")
+    body.forward = lambda *_, **__: _BodyOutput(hidden[None])
+    try:
+        unread = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        logits: Tensor = model(input_ids=unread, use_cache=False).logits
+    finally:
+        if before is None:
+            del body.forward
+        else:
+            body.forward = before
+    return logits[0]
+
+
 def device_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
     """A numpy array as a tensor on a device."""
     return torch.from_numpy(array).to(device)
@@ -143,7 +186,7 @@ def _tree_hidden(
 ) -> Tensor:
     """Hidden states [N, H] of the packed tokens."""
     with _replayed(replay, batch, None, device):
-        output = model.get_decoder()(
+        output = _decoder(model)(
             input_ids=device_tensor(batch.token_ids, device).unsqueeze(0),
             position_ids=device_tensor(batch.position_ids, device).unsqueeze(0),
             use_cache=False,
@@ -162,7 +205,7 @@ def _padded_hidden(
     for block in batch.blocks:
         valid = np.arange(block.queries.shape[1]) < block.counts[:, None]
         with _replayed(replay, batch, block.queries, device):
-            output = model.get_decoder()(
+            output = _decoder(model)(
                 input_ids=device_tensor(batch.token_ids[block.queries], device),
                 attention_mask=device_tensor(valid, device).long(),
                 use_cache=False,
@@ -204,13 +247,11 @@ class KeptSets(NamedTuple):
 
 
 def logprob_head(
-    hidden: Tensor,
-    lm_head_weight: Tensor,
+    logits: Tensor,
     targets: Tensor,
     *,
     temperature: Tensor | float = 1.0,
     kept_mask: Tensor | None = None,
-    bias: Tensor | None = None,
     entropy_gradient: bool = True,
 ) -> HeadOutput:
     """Log-probability of `targets` under softmax(logits / temperature) restricted to the kept set.
@@ -219,15 +260,13 @@ def logprob_head(
     target always belongs to the kept set, so a sampled token never has probability 0.
 
     Args:
-        hidden: [n, H], the states that predict the targets (after the final norm).
-        lm_head_weight: [V, H].
+        logits: [n, V], those that predict the targets.
         targets: [n], int64.
         temperature: one for all, or [n].
         kept_mask: bool [n, V], True where the sampler kept the token; None: nothing was masked.
-        bias: [V], of the projection.
         entropy_gradient: whether the entropy is differentiable; without, it costs less.
     """
-    logits = F.linear(hidden, lm_head_weight, bias).float()
+    logits = logits.float()
     if isinstance(temperature, Tensor):
         logits = logits / temperature.unsqueeze(1)
     elif temperature != 1.0:
@@ -249,8 +288,8 @@ def logprob_head(
 
 
 def logprobs_of(
+    model: PreTrainedModel,
     hidden: Tensor,
-    head: torch.nn.Module,
     targets: Tensor,
     *,
     temperature: Tensor,
@@ -260,28 +299,25 @@ def logprobs_of(
     """`logprob_head` in pieces of at most `MAX_LOGITS` logits, recomputed in the backward pass where there are several.
 
     Args:
-        hidden: [n, H].
-        head: the output embedding, with `weight` [V, H] and perhaps `bias` [V].
+        model: whose head computes the logits.
+        hidden: [n, H], the states that predict the targets (after the final norm).
         targets: [n], int64.
         temperature: [n].
         kept: the kept sets of the n tokens; None: nothing was masked.
         entropy_gradient: whether the entropy is differentiable.
     """
-    weight, bias = head.weight, getattr(head, "bias", None)
-    assert isinstance(weight, Tensor)
 
     def piece(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        logits = _own_logits(model, hidden[start:stop])
         return logprob_head(
-            hidden[start:stop],
-            weight,
+            logits,
             targets[start:stop],
             temperature=temperature[start:stop],
-            kept_mask=None if kept is None else kept.slice(start, stop).mask(weight.shape[0]),
-            bias=bias,
+            kept_mask=None if kept is None else kept.slice(start, stop).mask(logits.shape[1]),
             entropy_gradient=entropy_gradient,
         )
 
-    count, step = len(targets), max(1, MAX_LOGITS // weight.shape[0])
+    count, step = len(targets), max(1, MAX_LOGITS // int(model.config.get_text_config().vocab_size))
     if count <= step:
         return HeadOutput(*piece(0, count))
     bounds = [(start, min(start + step, count)) for start in range(0, count, step)]
@@ -314,11 +350,9 @@ def token_logprobs(
     kept = None
     if batch.kept_counts is not None and batch.kept_ids is not None:
         kept = KeptSets(device_tensor(batch.kept_counts, device), device_tensor(batch.kept_ids, device))
-    head: nn.Module | None = model.get_output_embeddings()
-    assert head is not None
     return logprobs_of(
+        model,
         F.embedding(device_tensor(batch.hidden_index, device), hidden),
-        head,
         device_tensor(batch.targets, device),
         temperature=device_tensor(batch.temperature, device),
         kept=kept,

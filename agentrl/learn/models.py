@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 _COMPARED = 11
 """Tokens at the end of each row of the check whose log-probabilities are compared."""
 
+_FORWARD_ERRORS = (ModelError, TypeError, ValueError, LookupError, AttributeError, RuntimeError, AssertionError)
+"""Raised by a model that is asked for a forward pass it has not."""
+
 SHARING_TOLERANCE = 2e-3
 """Largest difference of log-probabilities between the model's own forward pass and ours, in nats."""
 
@@ -62,7 +65,7 @@ class PolicyModel:
         self.model = model
         """The causal LM, adapters of all policies injected."""
         self.shared_prefixes = shared
-        """Whether the model can be forwarded over a prefix tree (`forward.shares_prefixes`)."""
+        """Whether the model can be forwarded over a prefix tree (`shares_prefixes`)."""
         self.replay = replay
         """Of the model's routers, where the engine records the experts it used."""
         self.described = described
@@ -307,7 +310,7 @@ def shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:
     few rows of such a length cost in a step. The model is left with the attention that goes with the answer.
 
     Raises:
-        ModelError: neither does: logits are not a plain projection of the last hidden state, say.
+        ModelError: neither does, or the model cannot be forwarded at all.
     """
     own = "sdpa" if model._supports_sdpa else "eager"
     special = special_lengths(model.config, max_context)
@@ -316,13 +319,16 @@ def shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:
     differences: dict[bool, float] = {}
     with torch.no_grad():
         model.set_attn_implementation(own)
-        expected = [_own_logprobs(model, row) for row in rows]
+        try:
+            expected = [_own_logprobs(model, row) for row in rows]
+        except _FORWARD_ERRORS as error:
+            raise ModelError(f"{type(model).__name__} cannot be forwarded as a causal LM: {error!r}") from error
         for shared in (True, False):
             (batch,) = pack(rows, max_tokens=1 << 30, share=shared)
             model.set_attn_implementation(ATTENTION if shared else own)
             try:
                 found = token_logprobs(model, batch, shared=shared).logprob
-            except (ModelError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+            except _FORWARD_ERRORS as error:
                 if shared:
                     continue
                 raise ModelError(f"{type(model).__name__} cannot be forwarded by the trainer: {error!r}") from error
@@ -333,9 +339,8 @@ def shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:
     raise ModelError(
         f"{type(model).__name__}: log-probabilities recomputed from hidden states, rows of "
         f"{', '.join(map(str, sorted({len(row.token_ids) for row in rows})))} tokens together, differ from the model's "
-        f"own by {min(differences.values()):.2g} (allowed: {SHARING_TOLERANCE}), so it cannot be trained; models that "
-        "change their logits after the output projection never can"
-        + (f", for others set engine.max_context to at most {special[0]}" if special else "")
+        f"own by {min(differences.values()):.2g} (allowed: {SHARING_TOLERANCE}), so it cannot be trained"
+        + (f"; set engine.max_context to at most {special[0]}, where it may be" if special else "")
     )
 
 
