@@ -31,7 +31,6 @@ from agentrl.app.policies import given_weights, load_weights
 from agentrl.app.recovery import Code, Recovery, clear_leftovers, describe_start
 from agentrl.cluster.worker_pool import NAMED, SUSPECTED
 from agentrl.config.run import Difference, RunConfig
-from agentrl.core import ids
 from agentrl.core.clock import RetryBudget, SteadyLoop
 from agentrl.core.errors import (
     AgentRLError,
@@ -43,13 +42,13 @@ from agentrl.core.errors import (
     TrainerError,
     TrainerLostError,
 )
-from agentrl.core.files import closed_under_us, open_regular, read_at_most
+from agentrl.core.files import closed_under_us
 from agentrl.core.ports import ChatFormat, Trainer
 from agentrl.core.records import EpisodeSpec, Task
 from agentrl.environment.base import Environment, TaskSource, described
+from agentrl.journal.process import ProcessRecord, record_state
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.blocked import is_users, watch_loop
-from agentrl.observe.run_directory import RunDirectory, replace_file
 from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.endings import end_if_forked, forks_ended
@@ -61,17 +60,13 @@ if TYPE_CHECKING:
     from agentrl.core.ports import Engine
     from agentrl.journal.run_log import RunStart
     from agentrl.journal.store import SqliteJournal
+    from agentrl.observe.run_directory import RunDirectory
     from agentrl.observe.run_observer import RunObserver
 
 T = TypeVar("T")
 
 SUBPROCESS_WORKERS = 2
 """Worker processes of a run whose own process was killed by an episode."""
-DIED = "died"
-ENDED = "ended"
-_LARGEST_RECORD = 16 << 20
-_BOOT = os.urandom(4).hex()
-"""Process ids are used again, in containers by the very next process."""
 INTERRUPTED = 130
 SAME_PRESS_S = 0.5
 """Signals closer together are one: `timeout` and shells send theirs to the process and to its group."""
@@ -95,103 +90,6 @@ class RunSetup:
     """Settings that differ from those of the process before."""
     began: list[RunStart] = field(default_factory=list)
     """In this process."""
-
-
-class EpisodeProgress(msgspec.Struct, frozen=True, array_like=True):
-    """How much of an unfinished episode is on disk, and how many deaths of the process in a row added nothing."""
-
-    attempt: int
-    entries: int
-    partials: int
-    deaths: int
-
-    def is_beyond(self, since: EpisodeProgress) -> bool:
-        """Whether something new of the episode is on disk; the record of its start does not count."""
-        return (self.attempt, max(self.entries, 1), self.partials) != (
-            since.attempt,
-            max(since.entries, 1),
-            since.partials,
-        )
-
-
-class ProcessRecord(msgspec.Struct, kw_only=True):
-    """How the process that led a run ended, and the episodes it went on with: `process.json`."""
-
-    process: str = ""
-    workers: int = 1
-    """Worker processes of the run; 1: episodes ran in the process itself."""
-    end: str = ENDED
-    """`DIED` while it runs; an error that counts as a death, in words, or `ENDED`."""
-    has_killer: bool = False
-    """An episode killed a worker process or broke the event loop: the next one will not run in the run's process."""
-    episodes: dict[str, EpisodeProgress] = {}
-    """Unfinished training episodes, by id."""
-    evaluated: dict[str, int] = {}
-    """Deaths in a row, by the id of a held-out task; evaluations begin anew at each start."""
-    next_evaluation: int = 0
-    """Number of the first evaluation episode since this start."""
-
-    @staticmethod
-    def read(path: Path) -> ProcessRecord:
-        """The record in a file; where there is none to read, nothing is known of a death."""
-        try:
-            with open_regular(path) as file:
-                return msgspec.json.decode(read_at_most(file, _LARGEST_RECORD), type=ProcessRecord)
-        except (OSError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
-            return ProcessRecord()
-
-    def write(self, path: Path) -> None:
-        """Write the record, whole or not at all.
-
-        Raises:
-            StorageError: the disk refused.
-        """
-        try:
-            replace_file(path, msgspec.json.encode(self))
-        except OSError as error:
-            raise StorageError(
-                f"{path}: cannot be written ({error.strerror}); make room or permission there"
-            ) from error
-
-    def running(self, journal: SqliteJournal | SqliteRunLog) -> list[EpisodeSpec]:
-        """Episodes that had not ended when the process did; parents stay with their children."""
-        evaluations = journal.unfinished("evaluate")
-        return [
-            *journal.unfinished(),
-            *(spec for spec in evaluations if ids.root_number(spec.episode_id) >= self.next_evaluation),
-        ]
-
-    def next(self, journal: SqliteJournal) -> ProcessRecord:
-        """The record of a process that goes on with the run; it is written when its episodes start."""
-        is_death = self.end != ENDED and self.workers == 1
-        episodes, evaluated = dict[str, EpisodeProgress](), dict[str, int]()
-        for spec in self.running(journal):
-            if spec.purpose == "evaluate":
-                evaluated[spec.task.id] = self.evaluated.get(spec.task.id, 0) + 1
-                continue
-            now = EpisodeProgress(spec.attempt, *journal.progress(spec.episode_id, spec.attempt), 0)
-            before = self.episodes.get(spec.episode_id)
-            deaths = 0 if before is None or now.is_beyond(before) else before.deaths
-            episodes[spec.episode_id] = msgspec.structs.replace(now, deaths=deaths + is_death)
-        return ProcessRecord(
-            process=_this_process(),
-            end=DIED,
-            has_killer=self.has_killer,
-            episodes=episodes,
-            evaluated=evaluated if is_death else {},
-            next_evaluation=journal.next_number("v"),
-        )
-
-    def is_suspect(self, spec: EpisodeSpec) -> bool:
-        """Whether an unfinished episode may be what kills the process of the run."""
-        if spec.purpose == "evaluate":
-            return self.evaluated.get(spec.task.id, 0) >= SUSPECTED
-        standing = self.episodes.get(spec.episode_id)
-        return standing is not None and standing.deaths >= SUSPECTED
-
-
-def _this_process() -> str:
-    return f"{os.getpid()} {_BOOT}"
 
 
 def _named(specs: Sequence[EpisodeSpec]) -> str:
@@ -228,14 +126,12 @@ def run_in_shared_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
         is_ctrl_c = isinstance(broken, KeyboardInterrupt) and (
             signals.getsignal(signals.SIGINT) is signals.default_int_handler
         )
-        path = RunDirectory(directory).process_record
-        record = ProcessRecord.read(path)
+        record = ProcessRecord.read(directory)
         running = _running_now(directory)  # some will end while the run is finished
         _finish(runner.get_loop(), task)
-        if is_ctrl_c or record.process != _this_process() or record.end == ENDED or record.workers > 1:
+        if is_ctrl_c or not record.is_of_this_process or not record.is_playing or record.workers > 1:
             raise broken
-        record.has_killer = True
-        raise _fault(broken, record, path, running) from broken
+        raise _fault(broken, record, directory, running) from broken
     finally:
         with contextlib.suppress(OSError):  # its descriptors were closed under it
             runner.close()
@@ -267,15 +163,15 @@ def _finish(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
 
 def _running_now(directory: Path) -> str:
     """The episodes in flight, for a message, as far as the journal on disk has them."""
-    record = ProcessRecord.read(RunDirectory(directory).process_record)
+    record = ProcessRecord.read(directory)
     try:
         with contextlib.closing(SqliteRunLog(directory / "journal")) as log:
-            return _named(record.running(log))
+            return _named(record.running(log.unfinished))
     except JournalError as error:
         return f"episodes that the journal cannot tell ({error})"
 
 
-def _fault(broken: BaseException, record: ProcessRecord, path: Path, running: str) -> EnvironmentFaultError:
+def _fault(broken: BaseException, record: ProcessRecord, directory: Path, running: str) -> EnvironmentFaultError:
     """The error of a run whose process an environment broke; recorded for the next process."""
     match broken:
         case asyncio.CancelledError():
@@ -288,7 +184,7 @@ def _fault(broken: BaseException, record: ProcessRecord, path: Path, running: st
             what = f"broke the process of the run ({described(broken)})"
     what = f"an environment {what}"
     with contextlib.suppress(StorageError):
-        msgspec.structs.replace(record, end=what).write(path)
+        msgspec.structs.replace(record, state="failed", fault=what, has_killer=True).write(directory)
     return EnvironmentFaultError(
         f"{what} while these episodes ran: {running}. Resume with --resume: episodes are then played in worker "
         "processes, and one that does so again is dropped by name"
@@ -382,8 +278,8 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         setup.adapters.assembled(orchestrator)
         observer.watch(orchestrator.status)
         with (
-            _recorded(record, directory.process_record, workers) as ended,
-            _interruptible(orchestrator, observer, ended),
+            _playing(record, directory.path, workers) as ended,
+            _interruptible(orchestrator, observer, directory.path, ended),
             watch_loop(observer.warn),
             forks_ended(),
         ):
@@ -399,15 +295,15 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
 def _new_record(setup: RunSetup) -> ProcessRecord:
     """The record of this start; warns of how the process before ended, as far as that is known."""
     store, configured = setup.store, setup.config.workers
-    last = ProcessRecord.read(setup.directory.process_record)
+    last = ProcessRecord.read(setup.directory.path)
     record = last.next(store)
-    running = last.running(store)
-    suspects = [spec for spec in running if record.is_suspect(spec)]
+    running = last.running(store.unfinished)
+    suspects = [spec for spec in running if record.deaths(spec) >= SUSPECTED]
     can_be_apart = setup.adapters.chat_format is make_chat_format  # worker processes make that one themselves
     is_suspicious = bool(suspects) or record.has_killer
     record.workers = max(configured, SUBPROCESS_WORKERS) if is_suspicious and can_be_apart else configured
-    if last.end != ENDED:
-        ended = "died without a word (killed, crashed, or out of memory)" if last.end == DIED else f"ended: {last.end}"
+    if last.is_playing:
+        ended = f"ended: {last.fault}" if last.fault else "died without a word (killed, crashed, or out of memory)"
         where = "" if last.workers == 1 else ", in worker processes"
         setup.observer.warn(f"the process before {ended}. It ran {_named(running)}{where}; they go on where they were")
     if is_suspicious and configured == 1:
@@ -437,24 +333,24 @@ def _workers(config: RunConfig, setup: RunSetup, engine: Engine) -> WorkerPool |
 
 
 @contextlib.contextmanager
-def _recorded(record: ProcessRecord, path: Path, workers: WorkerPool | None) -> Iterator[Callable[[], None]]:
+def _playing(record: ProcessRecord, run: Path, workers: WorkerPool | None) -> Iterator[Callable[[], None]]:
     """Keep on disk that episodes run in this process, until it is known how that ended; yields what says that it ended
     as it should. What broke the process while they ran counts as a death."""
 
-    def end(how: str = ENDED) -> None:
-        record.end = how
+    def end(fault: str = "") -> None:
+        record.is_playing, record.fault = bool(fault), fault
         record.has_killer |= workers is not None and bool(workers.killers)
         with contextlib.suppress(StorageError):  # at worst a death is counted that was none
-            record.write(path)
+            record.write(run)
 
-    record.write(path)
+    record.write(run)
     try:
         yield end
     except asyncio.CancelledError:  # nobody cancels a run: `run_in_shared_loop` finds out who did
         raise
     except BaseException as error:
         is_ours = isinstance(error, AgentRLError) and not closed_under_us(error)
-        end(ENDED if is_ours else described(error))
+        end("" if is_ours else described(error))
         raise
     end()
 
@@ -465,7 +361,9 @@ async def _close(trainer: Trainer, observer: RunObserver) -> None:
 
 
 @contextlib.contextmanager
-def _interruptible(orchestrator: Orchestrator, observer: RunObserver, ended: Callable[[], None]) -> Iterator[None]:
+def _interruptible(
+    orchestrator: Orchestrator, observer: RunObserver, run: Path, ended: Callable[[], None]
+) -> Iterator[None]:
     """Ctrl-C once: drain, write a checkpoint, return. Twice: end the process, which counts as no death."""
 
     def stop() -> None:
@@ -474,14 +372,19 @@ def _interruptible(orchestrator: Orchestrator, observer: RunObserver, ended: Cal
 
     def leave_at_once() -> None:
         ended()
-        observer.record_end("stopped")
+        _record_stop(run)
 
     with _once(stop, leave_at_once):
         yield
 
 
+def _record_stop(run: Path) -> None:
+    with contextlib.suppress(StorageError):  # at worst the run counts as killed
+        record_state(run, "stopped")
+
+
 @contextlib.contextmanager
-def ended_by_ctrl_c(observer: RunObserver) -> Iterator[None]:
+def ended_by_ctrl_c(run: Path) -> Iterator[None]:
     """Ctrl-C while there is nothing to drain: what was started is stopped. Twice: the process ends.
 
     Raises:
@@ -493,7 +396,7 @@ def ended_by_ctrl_c(observer: RunObserver) -> Iterator[None]:
         nonlocal interrupted
         interrupted = task is not None and task.cancel()
 
-    with _once(cancel, lambda: observer.record_end("stopped")):
+    with _once(cancel, lambda: _record_stop(run)):
         try:
             yield
         except asyncio.CancelledError:

@@ -21,6 +21,7 @@ from agentrl.core.ports import Observer
 from agentrl.core.records import Task
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import resolve
+from agentrl.journal.process import record_state
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.orchestrator.loop import Orchestrator
 
@@ -143,6 +144,7 @@ def _concluded(
     policies = directory.link("policies", orchestrator.weights)
     best = directory.link("best", {name: weights for name, weights in chosen.items() if weights is not None})
     directory.write_summary(summary)
+    record_state(directory.path, "stopped" if orchestrator.outcome.interrupted else "finished")
     measured = orchestrator.best.measured
     if orchestrator.best.metric and not measured.newest and observer.steps:
         known = sorted({name for values in observer.steps for name in values})
@@ -175,7 +177,7 @@ async def _opened(
 ) -> AsyncIterator[tuple[SqliteJournal, RunObserver, Sequence[Difference]]]:
     """Open journal and observer, which outlive restarts, and close them at the end. Yields them and the settings that
     differ from those of the process before."""
-    from agentrl.journal.lock import check_partitions, let_go
+    from agentrl.journal.process import check_partitions, leading, let_go
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
     from agentrl.observe.run_state import plan_of
@@ -190,9 +192,10 @@ async def _opened(
         changed = check_unchanged(store.config(), config)
         plan = plan_of(resolved)
         sinks = open_sinks(config.sinks, directory.path, resolved)
+        stack.enter_context(leading(directory.path))
         observer = stack.enter_context(RunObserver(directory, plan=plan, others=observers, sinks=sinks, quiet=quiet))
         observer.watch()
-        stack.enter_context(ended_by_ctrl_c(observer))
+        stack.enter_context(ended_by_ctrl_c(directory.path))
         await let_go(lambda: check_partitions(directory.journal), observer.warn, clock)
         yield store, observer, [each for each in changed if each.path not in (("name",), ("directory",))]
 
@@ -209,7 +212,6 @@ def _summary(
     only = next(iter(by_policy.values())) if len(by_policy) == 1 else dict.fromkeys(_SUMMARY_OF_ONE)
     return {
         "name": config.name,
-        "state": "stopped" if orchestrator.outcome.interrupted else "finished",
         "ended_early": orchestrator.ended_early,
         "best": orchestrator.best.summary(),
         "steps": len(steps),

@@ -35,7 +35,7 @@ from agentrl.engines.external import RoutedSampler
 from agentrl.engines.wire import receive, send
 from agentrl.environment.registry import resolve
 from agentrl.journal.control import not_data
-from agentrl.journal.lock import let_go
+from agentrl.journal.process import let_go
 from agentrl.journal.store import WorkerJournal
 from agentrl.observe.blocked import watch_loop
 from agentrl.rollout.endings import end_if_forked, forks_ended

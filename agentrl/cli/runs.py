@@ -185,7 +185,14 @@ def run_view(options: argparse.Namespace) -> int:
             from agentrl.inspection.statistics import latest_metrics, run_state
 
             state = run_state(reader)
-            print_json({"status": state.status, "metrics": latest_metrics(state), "problem": state.problem})
+            print_json(
+                {
+                    "state": state.standing,
+                    "status": state.status,
+                    "metrics": latest_metrics(state),
+                    "problem": state.problem,
+                }
+            )
         elif options.once or not sys.stdout.isatty():
             print_text(_frame(reader, 100)[0])
         else:
@@ -201,7 +208,7 @@ def _frame(reader: RunReader, width: int) -> tuple[RenderableType, bool]:
     state = run_state(reader)
     status = state.status
     age_s = SystemClock().wall() - status.wall if status is not None and status.wall else None
-    return view(state, width=width, age_s=age_s), status is not None and status.ended
+    return view(state, width=width, age_s=age_s), state.standing != "running"
 
 
 def _show_frames(reader: RunReader) -> None:
@@ -297,8 +304,8 @@ def run_ledger(reader: RunReader, options: argparse.Namespace) -> Answer:
 def run_prune(reader: RunReader, options: argparse.Namespace) -> Answer:
     """`agentrl run prune [RUN] [--keep STEPS] [--dry-run]`."""
     from agentrl.inspection.render import pruned_page
-    from agentrl.journal.lock import check_partitions
     from agentrl.journal.port import PruneRule
+    from agentrl.journal.process import check_partitions
     from agentrl.journal.pruning import prune
     from agentrl.journal.store import SqliteJournal
     from agentrl.orchestrator.checkpoints import sealed

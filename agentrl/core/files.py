@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 STAGING = ".tmp-"
 """What the names of half-built directories begin with."""
+_MADE = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 WEIGHT_FILES: Mapping[str, tuple[str, ...]] = {
     "full": ("model.safetensors",),
     "adapter": ("adapter_model.safetensors", "adapter_config.json"),
@@ -73,6 +74,23 @@ def remedy(error: OSError) -> str:
         case errno.ENAMETOOLONG:
             return "choose a shorter name"
     return "mend the disk"
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all, readable by its owner alone; what lay there before is replaced.
+
+    Raises:
+        OSError: it cannot be written; what lay there is as it was.
+    """
+    partial = path.with_name(f".{path.name}")
+    partial.unlink(missing_ok=True)
+    try:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_EXCL | _MADE, 0o600), "wb") as file:
+            file.write(content)
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def size_of(file: BufferedReader) -> int:

@@ -26,7 +26,7 @@ from agentrl.core.records import ForkPoint, PolicyVersion
 from agentrl.inspection.ledger import RunLedger, run_ledger
 from agentrl.inspection.where import Column, parse
 from agentrl.journal.entries import Begin, EntryBody, JournalEntry, decode_entries
-from agentrl.journal.lock import writer_of
+from agentrl.journal.process import standing
 from agentrl.journal.reader import TurnReader, read_prefix
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.schema import CONTROL_FILE, all_rows, row_checksum
@@ -563,17 +563,17 @@ class RunReader:
         return {str(policy): float(reward) for policy, reward in self.log.rows(statement, purpose)}
 
     def standing(self) -> str:
-        """How the run stands: `running`, `finished`, `stopped` (Ctrl-C), `failed` (an error), `killed`; empty where
-        nothing says, as of an import.
+        """How the run stands: `running`, `finished`, `stopped` (Ctrl-C), `failed` (an error), `killed`; empty where no
+        process ever led it, as of an import.
+
+        Where the lock is not seen, as of a process in another container, a fresh status is the sign that it is alive.
         """
-        if writer_of(self.journal) is not None:
-            return "running"
-        status = read_status(self.path)
-        if status is None:
-            return ""
-        if status.ended:
-            return status.outcome or "finished"
-        return "running" if not status.wall or abs(SystemClock().wall() - status.wall) < SILENT_S else "killed"
+        found = standing(self.path)
+        if found == "killed":
+            status = read_status(self.path)
+            if status is not None and abs(SystemClock().wall() - status.wall) < SILENT_S:
+                return "running"
+        return found
 
     def _entries(self, line: EpisodeLine) -> tuple[list[JournalEntry], int, list[str]]:
         """The entries of an attempt, how many of them a fork inherited, and problems met while reading."""

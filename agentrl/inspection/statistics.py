@@ -223,14 +223,16 @@ def run_state(reader: RunReader) -> RunState:
     plan = plan_of(config if isinstance(config, dict) else {"name": info.get("name", reader.path.name)})
     state = RunState(plan=plan, path=str(reader.path))
     read_metrics(reader.path / "metrics.jsonl", state)
-    status = read_status(reader.path) or Status(phase="", ended=bool(state.policies))
-    if not status.ended and reader.standing() == "killed":
-        status = replace(status, ended=True, outcome="killed", waits=())
+    state.standing = reader.standing()
+    is_running = state.standing == "running"
+    status = read_status(reader.path) or Status(phase="")
+    if not is_running:
+        status = replace(status, waits=())
     try:
         counts = reader.counts()
         state.status = replace(
             status,
-            in_flight=0 if status.ended else counts.get("in_flight", 0),
+            in_flight=counts.get("in_flight", 0) if is_running else 0,
             ready=counts.get("ready", 0),
             trained=counts.get("trained", 0),
             dropped=reader.drop_reasons(),

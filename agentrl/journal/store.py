@@ -24,7 +24,7 @@ from agentrl.core.errors import EpisodeError, InputError
 from agentrl.core.ids import is_safe_name
 from agentrl.journal import control
 from agentrl.journal.entries import entry_checksum
-from agentrl.journal.lock import RunLock
+from agentrl.journal.process import RunLock
 from agentrl.journal.pruning import prune
 from agentrl.journal.reader import TurnReader, read_prefix
 from agentrl.journal.run_log import START_KEY, RunStart, SqliteRunLog, UnitKey

@@ -4,7 +4,7 @@ config.json      the resolved configuration          journal/       control and 
 metrics.jsonl    one line per optimizer step         versions/      published weights
 summary.json     written at the end                  checkpoints/   what a run resumes from
 policies/NAME    link to a policy's last version     steps/         columns of optimizer steps
-engine.log       error streams of engine processes   process.json   how the process that leads the run ended
+engine.log       error streams of engine processes   process.json   which process leads the run, or how it ended
 best/NAME        link to its version when the metric was best
 
 A run directory may come from somebody else: nothing is ever written through a link, pipe or device that lies under the
@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import InputError, RunDirectoryError, StorageError
-from agentrl.core.files import LOCAL
+from agentrl.core.files import LOCAL, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -61,7 +61,6 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.engine_log = path / ENGINE_LOG
         self.workers_log = path / WORKERS_LOG
-        self.process_record = path / "process.json"
 
     def journal_size(self) -> int:
         """Bytes of the journal's databases and of the columns of steps."""
@@ -166,23 +165,6 @@ def _alone_in(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, readable by its owner alone; what lay there before is replaced.
-
-    Raises:
-        OSError: it cannot be written; what lay there is as it was.
-    """
-    partial = path.with_name(f".{path.name}")
-    partial.unlink(missing_ok=True)
-    try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_EXCL | _OPENED, 0o600), "wb") as file:
-            file.write(content)
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def open_lines(path: Path) -> FileIO:

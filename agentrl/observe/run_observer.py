@@ -18,7 +18,7 @@ from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.text import plural, safe_line
 from agentrl.observe.alarms import alarms, write_alarm
 from agentrl.observe.progress import Display, display, waiting
-from agentrl.observe.run_state import Outcome, RunPlan, RunState, Status, read_metrics, with_engine_share, write_status
+from agentrl.observe.run_state import RunPlan, RunState, Status, read_metrics, with_engine_share, write_status
 from agentrl.observe.sinks import JsonlSink, Sink
 from agentrl.observe.view import curve
 
@@ -73,7 +73,6 @@ class RunObserver:
         self._timer: asyncio.TimerHandle | None = None
         self._busy = (self._started, 0.0)
         self._raised: set[tuple[str, str]] = set()
-        self._outcome: Outcome = "finished"
 
     def __enter__(self) -> RunObserver:
         return self
@@ -88,15 +87,6 @@ class RunObserver:
         self._jsonl.close()
         for sink in list(self._sinks):
             self._safely(sink, sink.close)
-        if kind is not None:
-            self._outcome = "failed" if issubclass(kind, Exception) else "stopped"
-        self.record_end(self._outcome)
-
-    def record_end(self, outcome: Outcome) -> None:
-        """Write the last status; for a process that leaves without closing the observer, too."""
-        if self.state.status is not None:
-            last = replace(self.state.status, ended=True, waits=(), outcome=outcome)
-            write_status(self._directory.path, last)
 
     def watch(self, probe: Callable[[], Status] | None = None) -> None:
         """Look every second from now on, in the running event loop.
@@ -147,7 +137,6 @@ class RunObserver:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Show the learning curve and what came of it."""
-        self._outcome = summary["state"]
         if self._quiet:
             return
         if self._timer is not None:

@@ -13,13 +13,12 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
-from agentrl.core.files import open_regular, read_at_most, size_of
+from agentrl.core.files import open_regular, read_at_most, replace_file, size_of
 from agentrl.core.text import plural
-from agentrl.observe.run_directory import replace_file
 
 Values = Mapping[str, float]
 
@@ -39,8 +38,6 @@ SILENT_S = 15.0
 """A status older than this is old: a run that goes on writes it every second."""
 Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
 """An integer that a float can hold, and a screen show."""
-Outcome = Literal["", "finished", "stopped", "failed", "killed"]
-"""How the process of a run ended: by itself, by Ctrl-C or SIGTERM, with an error, killed."""
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
@@ -67,10 +64,6 @@ class Status:
     """Time of writing, in seconds since the epoch; the observer fills it in."""
     seconds: Seconds = 0.0
     """Wall seconds since the run was started; the observer fills it in."""
-    ended: bool = False
-    """Whether the process has ended."""
-    outcome: Outcome = ""
-    """How the process ended; empty until then."""
 
 
 def write_status(directory: Path, status: Status) -> None:
@@ -171,6 +164,8 @@ class RunState:
     path: str = ""
     policies: dict[str, PolicyState] = field(default_factory=dict)
     status: Status | None = None
+    standing: str = "running"
+    """`running`, or how the process that led the run ended; see `agentrl.journal.process`."""
     problem: str = ""
     """The parts of the run that could not be read, in words."""
 

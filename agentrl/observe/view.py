@@ -104,16 +104,17 @@ def _heading(state: RunState, width: int, age_s: float | None) -> Text:
         text.append(plain(f"  {plan.environment.rsplit('/', 1)[-1]}"), "cyan")
     if status is None:
         return _cut(text.append("  no status yet", "dim"), width)
-    phase = (status.outcome or "ended") if status.ended else status.phase
+    is_running = state.standing == "running"
+    phase = status.phase if is_running else state.standing or "ended"
     text.append(plain(f"  {phase}"), "green")
-    if status.progress is not None and not status.ended:
+    if status.progress is not None and is_running:
         ended, of = status.progress
         text.append(f"  {'beside it evaluating ' if phase == 'training' else ''}{ended}/{of} ", "green")
         if of:
             text.append_text(_bar(ended / of, 12))
     if status.seconds:
         text.append(f"  {duration(status.seconds)}", "dim")
-    if age_s is not None and age_s > SILENT_S and not status.ended:
+    if age_s is not None and age_s > SILENT_S and is_running:
         text.append(f"  silent for {duration(age_s)}: is it alive?", "bold yellow")
     return _cut(text, width)
 
@@ -204,9 +205,8 @@ def _status(status: Status) -> RenderableType:
         most = sorted(status.dropped.items(), key=lambda item: -item[1])[:3]
         counts += f" ({', '.join(f'{plain(reason)} {count:,}' for reason, count in most)})"
     table.add_row("episodes", Text(counts))
-    if not status.ended:
-        for number, wait in enumerate(status.waits[:MAX_WAITS]):
-            table.add_row("waits" if number == 0 else "", Text(plain(wait)))
+    for number, wait in enumerate(status.waits[:MAX_WAITS]):
+        table.add_row("waits" if number == 0 else "", Text(plain(wait)))
     return table
 
 

@@ -239,7 +239,7 @@ def test_a_parent_of_a_child_that_kills_workers_goes_on_without_it(tmp_path: Pat
 HOLDS = """
 import sys
 from pathlib import Path
-from agentrl.journal.lock import RunLock
+from agentrl.journal.process import RunLock
 lock = RunLock(Path(sys.argv[1]), "turns-0.lock")
 print("held", flush=True)
 sys.stdin.read()

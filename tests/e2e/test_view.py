@@ -74,9 +74,7 @@ def test_the_terminal_shows_one_screen_and_then_the_result(watched: Watched) -> 
 
 
 def test_another_process_sees_the_run_while_it_is_written(watched: Watched) -> None:
-    ended = [view["status"]["ended"] for view in watched.views]  # type: ignore[index]
-    assert ended[0] is False
-    assert ended[-1] is True
+    assert (watched.views[0]["state"], watched.views[-1]["state"]) == ("running", "finished")
     assert not any(view["problem"] for view in watched.views)
 
 

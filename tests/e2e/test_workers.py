@@ -17,7 +17,7 @@ import pytest
 
 from agentrl.core.clock import SystemClock
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.lock import check_partitions, let_go
+from agentrl.journal.process import check_partitions, let_go
 from benchmarks import coevolution_kills
 from benchmarks.killed_runs import digests
 from tests.processes import descendants, running

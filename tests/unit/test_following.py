@@ -12,8 +12,11 @@ import msgspec
 import pytest
 
 from agentrl.cli.main import main
+from agentrl.core.clock import SystemClock
 from agentrl.journal.entries import EntryBody, JournalEntry, Pause, RewardEntry, TurnEntry, encode_body
+from agentrl.journal.process import record_state
 from agentrl.journal.store import SqliteJournal
+from agentrl.observe.run_state import Status, write_status
 from tests.journal_cases import entries_with, header, spec, weights, write_run
 
 Happening = Callable[[Path], Coroutine[Any, Any, None]]
@@ -24,7 +27,8 @@ def run(tmp_path: Path) -> Path:
     """One that goes on."""
     path = tmp_path / "run"
     asyncio.run(write_run(path))
-    (path / "status.json").write_text('{"phase": "", "ended": false}')
+    record_state(path, "running")
+    write_status(path, Status(phase="", wall=SystemClock().wall()))  # else it would have been killed
     return path
 
 
@@ -49,7 +53,7 @@ async def end_another(run: Path) -> None:
 
 
 async def end_the_run(run: Path) -> None:
-    (run / "status.json").write_text('{"phase": "", "ended": true}')
+    record_state(run, "finished")
 
 
 async def take_a_turn(run: Path) -> None:

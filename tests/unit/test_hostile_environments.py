@@ -19,12 +19,14 @@ import pytest
 
 import agentrl
 from agentrl.app.parts import Adapters
-from agentrl.app.supervisor import DIED, ENDED, ProcessRecord, run_in_shared_loop
+from agentrl.app.supervisor import run_in_shared_loop
 from agentrl.app.training import Run, run_training
+from agentrl.cluster.worker_pool import SUSPECTED
 from agentrl.core.errors import EnvironmentDefinitionError, EnvironmentFaultError, StorageError
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import as_environment
 from agentrl.inspection.reader import RunReader
+from agentrl.journal.process import ProcessRecord
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.byte_formats import PlainFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
@@ -241,21 +243,22 @@ def test_a_process_that_was_killed_is_told_of_with_its_episodes_and_two_are_susp
     async def nothing(ctx: agentrl.EpisodeContext) -> None: ...
 
     assert die_in(tmp_path, resume=False, by=by) == code
-    first = ProcessRecord.read(tmp_path / "run/process.json")
-    assert first.end == DIED
+    first = ProcessRecord.read(tmp_path / "run")
+    assert (first.state, first.is_playing) == ("running", True)
     assert die_in(tmp_path, resume=True, by=by) == code
-    second = ProcessRecord.read(tmp_path / "run/process.json")
+    second = ProcessRecord.read(tmp_path / "run")
     assert second.process != first.process
     store = SqliteJournal(tmp_path / "run/journal")
-    suspects = {spec.task.id for spec in second.running(store) if second.next(store).is_suspect(spec)}
+    following = second.next(store)
+    suspects = {s.task.id for s in second.running(store.unfinished) if following.deaths(s) >= SUSPECTED}
     asyncio.run(store.close())
     assert "digit-5" in suspects
     play(tmp_path, nothing, resume=True, quiet=False)
     told = capsys.readouterr().err
     assert re.search(r"the process before died without a word .*It ran .*\(task 'digit-5'\)", told)
     assert "got nowhere at 2 such deaths in a row: worker processes, which would find it, do not know" in told
-    last = ProcessRecord.read(tmp_path / "run/process.json")
-    assert (last.end, last.has_killer) == (ENDED, False)
+    last = ProcessRecord.read(tmp_path / "run")
+    assert (last.state, last.is_playing, last.has_killer) == ("finished", False, False)
 
 
 def test_a_forked_child_ends_as_it_asks_to(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from agentrl.cli.main import main
 from agentrl.cli.runs import _keys
 from agentrl.core.errors import ConfigError, JournalError, StorageError
+from agentrl.core.files import replace_file
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
 from agentrl.journal.reader import TurnReader
@@ -24,7 +25,7 @@ from agentrl.journal.run_log import Change, RunStart, SqliteRunLog
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.alarms import Alarm, write_alarm
 from agentrl.observe.progress import waiting
-from agentrl.observe.run_directory import RunDirectory, replace_file
+from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
 from agentrl.observe.run_state import MAX_POLICIES, RunPlan, RunState, Status, read_metrics, read_status, write_status
 from agentrl.observe.sinks import JsonlSink, open_sinks, prometheus

@@ -21,8 +21,8 @@ from agentrl.core.records import ForkPoint, PolicyVersion
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_view
 from agentrl.journal.entries import RewardEntry, encode_body, entry_checksum
-from agentrl.journal.lock import RunLock
 from agentrl.journal.port import Pruned, PruneRule
+from agentrl.journal.process import RunLock
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import LabelClock, SqliteJournal

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from agentrl.app.parts import Adapters
-from agentrl.app.supervisor import DIED, ENDED, ProcessRecord
 from agentrl.app.training import Run, run_training
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
@@ -36,7 +35,7 @@ from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import EpisodeSpec, PolicyVersion, StepReport
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import EntryBody, JournalEntry, Span, TurnEntry
-from agentrl.journal.lock import RunLock
+from agentrl.journal.process import ProcessRecord, RunLock
 from agentrl.journal.run_log import Change, RunStart
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.run_directory import RunDirectory
@@ -335,18 +334,18 @@ def test_a_run_refused_because_another_process_writes_it_leaves_it_alone(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def begins(journal: Path, path: Path, *, end: str, workers: int = 1) -> dict[str, int]:
+def begins(run: Path, *, died: bool = True, workers: int = 1) -> dict[str, int]:
     """Deaths in a row, by episode, as a process finds them that goes on with the run and ends like this."""
-    store = SqliteJournal(journal)
-    record = ProcessRecord.read(path).next(store)
+    store = SqliteJournal(run / "journal")
+    record = ProcessRecord.read(run).next(store)
     asyncio.run(store.close())
-    record.end, record.workers = end, workers
-    record.write(path)
+    record.is_playing, record.workers = died, workers
+    record.write(run)
     return {name: standing.deaths for name, standing in record.episodes.items()}
 
 
 def test_deaths_of_the_process_count_in_a_row_while_an_episode_gets_nowhere(tmp_path: Path) -> None:
-    journal, path = tmp_path / "journal", tmp_path / "process.json"
+    journal = tmp_path / "journal"
     both = [journal_cases.spec(0), journal_cases.spec(1)]
 
     async def write(*entries: JournalEntry, specs: Sequence[EpisodeSpec] = ()) -> None:
@@ -357,18 +356,18 @@ def test_deaths_of_the_process_count_in_a_row_while_an_episode_gets_nowhere(tmp_
         await store.close()
 
     asyncio.run(write(specs=both))
-    assert begins(journal, path, end=DIED) == {"e0": 0, "e1": 0}
+    assert begins(tmp_path) == {"e0": 0, "e1": 0}
     asyncio.run(write(journal_cases.entry(both[0], 0)))  # the record of its start is nothing new
-    assert begins(journal, path, end=DIED) == {"e0": 1, "e1": 1}
-    assert begins(journal, path, end=DIED) == {"e0": 2, "e1": 2}
+    assert begins(tmp_path) == {"e0": 1, "e1": 1}
+    assert begins(tmp_path) == {"e0": 2, "e1": 2}
     asyncio.run(write(journal_cases.entry(both[0], 1)))
-    assert begins(journal, path, end=ENDED) == {"e0": 1, "e1": 3}
-    assert begins(journal, path, end=DIED, workers=2) == {"e0": 1, "e1": 3}
-    assert begins(journal, path, end="no memory") == {"e0": 1, "e1": 3}  # their code had run elsewhere
+    assert begins(tmp_path, died=False) == {"e0": 1, "e1": 3}
+    assert begins(tmp_path, workers=2) == {"e0": 1, "e1": 3}
+    assert begins(tmp_path) == {"e0": 1, "e1": 3}  # their code had run elsewhere
     asyncio.run(write(specs=[replace(both[1], attempt=1)]))
-    assert begins(journal, path, end=DIED) == {"e0": 2, "e1": 1}
-    path.write_bytes(b"\xff{")
-    assert begins(journal, path, end=DIED) == {"e0": 0, "e1": 0}
+    assert begins(tmp_path) == {"e0": 2, "e1": 1}
+    (tmp_path / "process.json").write_bytes(b"\xff{")
+    assert begins(tmp_path) == {"e0": 0, "e1": 0}
 
 
 def test_a_life_that_died_before_it_published_anything_keeps_its_lineage(tmp_path: Path) -> None:
@@ -383,12 +382,12 @@ def test_a_life_that_died_before_it_published_anything_keeps_its_lineage(tmp_pat
 
 
 def test_an_evaluation_that_kills_is_counted_by_its_task(tmp_path: Path) -> None:
-    journal, path = tmp_path / "journal", tmp_path / "process.json"
+    journal = tmp_path / "journal"
     for life in range(3):
         store = SqliteJournal(journal)
-        record = ProcessRecord.read(path).next(store)
+        record = ProcessRecord.read(tmp_path).next(store)
         assert record.evaluated == ({"t7": life} if life else {})
-        record.write(path)
+        record.write(tmp_path)
         store.admit(replace(journal_cases.spec(7, purpose="evaluate"), episode_id=f"v{life}"))
         asyncio.run(store.close())
 

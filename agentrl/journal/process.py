@@ -1,0 +1,305 @@
+"""Which process leads a run, and how the last one ended: a lock while it lives, and a record that outlives it.
+
+There is one writer per run, and per partition of its turns: it holds an advisory lock, which ends with its process,
+however that ends. `process.json` in the run's directory is written when a process begins to lead the run, when episodes
+begin to run in it, and when it ends. After `kill -9` it says what was true until then: `running` without a holder of
+the lock is a run that was killed, and `is_playing` without one is a death among its episodes. `standing` reads both for
+displays; a resume reads the whole record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+
+import msgspec
+
+from agentrl.core import ids
+from agentrl.core.errors import RunDirectoryError, StorageError
+from agentrl.core.files import open_regular, read_at_most, remedy, replace_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from agentrl.core.clock import Clock
+    from agentrl.core.records import EpisodeSpec, Purpose
+
+T = TypeVar("T")
+
+LOCK_FILE = "run.lock"
+LET_GO_S = 30
+"""How long a process may take to let go of a partition: a worker that Ray started outlives a run that was killed by
+some seconds, plays on and writes."""
+_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+PROCESS_FILE = "process.json"
+MAX_RECORD_BYTES = 16 << 20
+_BOOT = os.urandom(4).hex()
+"""Process ids are used again, in containers by the very next process."""
+
+State = Literal["", "running", "finished", "stopped", "failed"]
+"""How a process leads a run, or ended: `stopped` by Ctrl-C or SIGTERM, `failed` with an error. Empty: no process ever
+led it, as of an import."""
+
+
+class RunLock:
+    """Holds a file of a run's directory from construction to `release`; the file names the holder's process id."""
+
+    def __init__(self, directory: Path, name: str = LOCK_FILE) -> None:
+        """Take the lock.
+
+        Raises:
+            RunDirectoryError: a live process holds it; the message names its id.
+            StorageError: the file cannot be made or written.
+        """
+        path = directory / name
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be opened ({error.strerror}); {remedy(error)}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
+            os.close(descriptor)
+            raise RunDirectoryError(
+                f"{directory}: process {holder} is writing this run; "
+                "wait for it, stop it, or give the new run another name"
+            ) from error
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            os.close(descriptor)
+            raise StorageError(f"{path}: cannot be written ({error.strerror}); {remedy(error)}") from error
+        self._descriptor = descriptor
+        _held.add(self)
+
+    def release(self) -> None:
+        """Give the lock back. Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def writer_of(directory: Path) -> int | None:
+    """The live process that writes a run, found without touching its lock; None: none that is seen from here."""
+    try:
+        held = str((directory / LOCK_FILE).stat(follow_symlinks=False).st_ino)
+        locks = Path("/proc/locks").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in locks:  # such as `7: FLOCK  ADVISORY  WRITE 4711 08:01:1311768 0 EOF`
+        words = line.split()
+        if len(words) > 5 and words[1] == "FLOCK" and words[5].rpartition(":")[2] == held:
+            return int(words[4])
+    return None
+
+
+def check_partitions(directory: Path) -> None:
+    """Whether a worker of an earlier process of the run is still there.
+
+    Raises:
+        RunDirectoryError: one is; the message names its id.
+    """
+    for path in sorted(directory.glob("turns-*.lock")):
+        RunLock(directory, path.name).release()
+
+
+async def let_go(take: Callable[[], T], tell: Callable[[str], None], clock: Clock) -> T:
+    """What `take` returns, once whoever holds the lock that it wants has let go of it.
+
+    Args:
+        take: raises `RunDirectoryError` until then.
+        tell: takes a line for people, when there is something to wait for.
+        clock: for the waits.
+
+    Raises:
+        RunDirectoryError: it is held for longer than a process that ends takes.
+    """
+    for waited in range(LET_GO_S):
+        try:
+            return take()
+        except RunDirectoryError as error:
+            if not waited:
+                tell(f"{error}; it is given {LET_GO_S} s to end")
+            await clock.sleep(1.0)
+    return take()
+
+
+def _forget_in_child() -> None:
+    """A process forked from the holder holds nothing: it may outlive the run, and would keep others out of it."""
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+# --- the record -------------------------------------------------------------------------------------------------------
+
+
+class PlayedJournal(Protocol):
+    """What a record reads of the run's journal."""
+
+    def unfinished(self, purpose: Purpose) -> Sequence[EpisodeSpec]:
+        """Episodes of a purpose whose newest attempt has not ended."""
+        ...
+
+    def progress(self, episode_id: str, attempt: int) -> tuple[int, int]:
+        """How many entries and partials of an attempt are on disk."""
+        ...
+
+    def next_number(self, prefix: str) -> int:
+        """One more than the largest number of a root episode `<prefix><number>`."""
+        ...
+
+
+class EpisodeProgress(msgspec.Struct, frozen=True, array_like=True):
+    """How much of an unfinished episode is on disk, and how many deaths of the process in a row added nothing."""
+
+    attempt: int
+    entries: int
+    partials: int
+    deaths: int
+
+    def is_beyond(self, since: EpisodeProgress) -> bool:
+        """Whether something new of the episode is on disk; the record of its start does not count."""
+        return (self.attempt, max(self.entries, 1), self.partials) != (
+            since.attempt,
+            max(since.entries, 1),
+            since.partials,
+        )
+
+
+class ProcessRecord(msgspec.Struct, kw_only=True):
+    """How the process that leads a run stands, and the episodes it went on with: `process.json`."""
+
+    state: State = ""
+    """Of the newest process; `running` after it was killed, too."""
+    process: str = ""
+    """The newest process in which episodes ran; all that follows is of it."""
+    is_playing: bool = False
+    """Whether episodes run in it. Where it has ended, it died under them."""
+    fault: str = ""
+    """What an environment did to break it, in words, where that is known."""
+    workers: int = 1
+    """Worker processes of the run; 1: episodes ran in the process itself."""
+    has_killer: bool = False
+    """An episode killed a worker process or broke the event loop: the next one will not run in the run's process."""
+    episodes: dict[str, EpisodeProgress] = {}
+    """Unfinished training episodes, by id."""
+    evaluated: dict[str, int] = {}
+    """Deaths in a row, by the id of a held-out task; evaluations begin anew at each start."""
+    next_evaluation: int = 0
+    """Number of the first evaluation episode since this start."""
+
+    @staticmethod
+    def read(run: Path) -> ProcessRecord:
+        """The record of a run; an empty one where there is none to read."""
+        try:
+            with open_regular(run / PROCESS_FILE) as file:
+                return msgspec.json.decode(read_at_most(file, MAX_RECORD_BYTES), type=ProcessRecord)
+        except (OSError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
+            return ProcessRecord()
+
+    def write(self, run: Path) -> None:
+        """Write the record, whole or not at all.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        path = run / PROCESS_FILE
+        try:
+            replace_file(path, msgspec.json.encode(self))
+        except OSError as error:
+            raise StorageError(
+                f"{path}: cannot be written ({error.strerror}); make room or permission there"
+            ) from error
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether the newest episodes ran in the calling process."""
+        return self.process == _this_process()
+
+    def running(self, unfinished: Callable[[Purpose], Sequence[EpisodeSpec]]) -> list[EpisodeSpec]:
+        """Episodes that had not ended when the process did; parents stay with their children.
+
+        Args:
+            unfinished: returns the unfinished episodes of a purpose, as the journal has them.
+        """
+        evaluations = unfinished("evaluate")
+        return [
+            *unfinished("train"),
+            *(spec for spec in evaluations if ids.root_number(spec.episode_id) >= self.next_evaluation),
+        ]
+
+    def next(self, journal: PlayedJournal) -> ProcessRecord:
+        """The record of a process that goes on with the run; it is written when its episodes start."""
+        is_death = self.is_playing and self.workers == 1
+        episodes, evaluated = dict[str, EpisodeProgress](), dict[str, int]()
+        for spec in self.running(journal.unfinished):
+            if spec.purpose == "evaluate":
+                evaluated[spec.task.id] = self.evaluated.get(spec.task.id, 0) + 1
+                continue
+            now = EpisodeProgress(spec.attempt, *journal.progress(spec.episode_id, spec.attempt), 0)
+            before = self.episodes.get(spec.episode_id)
+            deaths = 0 if before is None or now.is_beyond(before) else before.deaths
+            episodes[spec.episode_id] = msgspec.structs.replace(now, deaths=deaths + is_death)
+        return ProcessRecord(
+            state="running",
+            process=_this_process(),
+            is_playing=True,
+            has_killer=self.has_killer,
+            episodes=episodes,
+            evaluated=evaluated if is_death else {},
+            next_evaluation=journal.next_number("v"),
+        )
+
+    def deaths(self, spec: EpisodeSpec) -> int:
+        """How many processes in a row died while an unfinished episode ran in them and got nowhere."""
+        if spec.purpose == "evaluate":
+            return self.evaluated.get(spec.task.id, 0)
+        progress = self.episodes.get(spec.episode_id)
+        return 0 if progress is None else progress.deaths
+
+
+def record_state(run: Path, state: State) -> None:
+    """Record how the process that leads a run stands; the rest of the record stays.
+
+    Raises:
+        StorageError: the disk refused.
+    """
+    msgspec.structs.replace(ProcessRecord.read(run), state=state).write(run)
+
+
+@contextlib.contextmanager
+def leading(run: Path) -> Iterator[None]:
+    """Record that this process leads a run, and where an error ends the block, that the run `failed` or was `stopped`.
+
+    Raises:
+        StorageError: the disk refused at the beginning. At the end nothing is said: the run then counts as killed.
+    """
+    record_state(run, "running")
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(StorageError):
+            record_state(run, "failed" if isinstance(error, Exception) else "stopped")
+        raise
+
+
+def standing(run: Path) -> str:
+    """How a run stands: a `State`, or `killed`. Reads the kernel's locks and a small file."""
+    if writer_of(run / "journal") is not None:
+        return "running"
+    state = ProcessRecord.read(run).state
+    return "killed" if state == "running" else state
+
+
+def _this_process() -> str:
+    return f"{os.getpid()} {_BOOT}"
