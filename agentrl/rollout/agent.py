@@ -32,8 +32,9 @@ from agentrl.core.text import plural
 from agentrl.environment.base import Agent, LimitReachedError, finite_reward, valid_unicode
 from agentrl.journal.entries import Pause, RewardEntry, Span, TurnEntry, asked_hash
 from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
+from agentrl.rollout.branches import shortened
 from agentrl.rollout.byte_formats import JsonFormat
-from agentrl.rollout.call_journal import encode, encode_arguments, shortened
+from agentrl.rollout.call_journal import encode, encode_arguments
 from agentrl.rollout.turn_entries import completion_of, message_data, message_of
 
 if TYPE_CHECKING:
@@ -132,11 +133,12 @@ class LiveAgent(Agent):
                 f"agent {self.seat!r} has used its {plural(limits.max_turns, 'turn')}", stop_reason="max_turns"
             )
         messages, self._pending = tuple(map(_valid, (*self._pending, *messages))), ()
-        messages = tuple(map(message_of, self._episode.journal.fork_edits())) or messages
-        sampling = self._sampling(max_tokens)
         journal = self._episode.journal
+        if not journal.is_new:
+            messages = tuple(map(message_of, journal.fork_edits())) or messages
+        sampling = self._sampling(max_tokens)
         asked = asked_hash(sampling.max_tokens.to_bytes(4, "little"), *self._rows.question(messages))
-        before, known = len(self._rows), journal.peek(asked)
+        before, known = len(self._rows), None if journal.is_new else journal.peek(asked)
         if isinstance(known, TurnEntry):
             context = known.context_ids
             self._rows.ask_again(context)
@@ -145,9 +147,9 @@ class LiveAgent(Agent):
         else:
             context = self._ask(messages, limits.max_context)
         call = journal.open(asked, partial(_described, self.seat, messages))
-        if journal.must_wait(call):
+        if call.waits:
             await journal.reach(call)
-        recorded = journal.recall(call, TurnEntry)
+        recorded = None if call.recorded is None else journal.recall(call, TurnEntry)
         if recorded is not None:
             completion = completion_of(recorded)
             sampled = completion.token_ids.tolist()

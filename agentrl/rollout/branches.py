@@ -1,7 +1,7 @@
-"""Branches of an episode's program, and the order in which their recorded calls come back.
+"""Branches of an episode's program, their recorded calls, and the order in which those come back on re-execution.
 
-On re-execution the recorded calls are delivered in the order they were appended, whatever the schedule, so that state
-that branches share evolves as it did; new calls begin when all recorded ones have been delivered (`ReplayOrder`).
+`RecordedCalls` come back in the order they were appended, whatever the schedule, so that state that branches share
+evolves as it did; new calls begin when all recorded ones have come back (`ReplayOrder`).
 
 1. A branch waits at one call at a time. With one branch open nothing ever waits.
 2. A recorded call always comes due: everything that led to it was appended before it.
@@ -12,23 +12,43 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from agentrl.core.errors import ReplayMismatchError, UnstructuredConcurrencyError
-from agentrl.core.ids import stream
+from agentrl.core import ids
+from agentrl.core.errors import ReplayMismatchError
+from agentrl.core.text import plural
+from agentrl.environment.base import valid_unicode
+from agentrl.journal.entries import (
+    Begin,
+    EffectEntry,
+    EntryBody,
+    GatherEntry,
+    JournalEntry,
+    LimitEntry,
+    OrderEntry,
+    ResourceEntry,
+    RewardEntry,
+    SpawnEntry,
+    ToolEntry,
+    TurnEntry,
+    ValueEntry,
+)
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Iterator
 
     from agentrl.environment.global_random import Steps
 
-_NO_PATCHES: Mapping[str, bool] = MappingProxyType({})
 StreamKey = tuple[int, int]
 """Seed and attempt of the episode that made a call."""
+BEGIN = "begin"
+"""Call id of the first entry."""
+_NONE: dict[Any, Any] = {}
+"""Stands for the empty dicts of most episodes; never added to."""
+_NO_PATCHES: Mapping[str, bool] = MappingProxyType({})
 
 
 class Branch:
@@ -80,41 +100,6 @@ class Branch:
         self._key = key
         self._rng: random.Random | None = None
 
-    def begin(self) -> None:
-        """Make the running task the branch's owner."""
-        self.owner = asyncio.current_task()
-        _branch.set(self)
-
-    @contextmanager
-    def inside(self, memoised: str | None) -> Iterator[None]:
-        """Around code that is not run again on re-execution; `memoised` names it, None: it is run again."""
-        if memoised is None:
-            yield
-            return
-        self.begin_memoised(memoised)
-        try:
-            yield
-        finally:
-            self.end_memoised()
-
-    def begin_memoised(self, name: str) -> None:
-        """Begin code that is not run again on re-execution.
-
-        Its draws from global random generators do not count as the branch's: they would be missing on re-execution.
-
-        Raises:
-            CancelledError: the branch has drawn from them before.
-        """
-        if self.steps is not None:
-            self.steps.suspend_guard()
-        self.memoised = name
-
-    def end_memoised(self) -> None:
-        """End what `begin_memoised` began."""
-        self.memoised = None
-        if self.steps is not None:
-            self.steps.resume_guard()
-
     @property
     def key(self) -> StreamKey:
         """Seed and attempt that the branch's randomness comes from at this point."""
@@ -124,7 +109,7 @@ class Branch:
     def rng(self) -> random.Random:
         """The branch's own random stream."""
         if self._rng is None:
-            self._rng = stream(*self._key, self.path)
+            self._rng = ids.stream(*self._key, self.path)
         return self._rng
 
     def use(self, key: StreamKey) -> None:
@@ -132,35 +117,88 @@ class Branch:
         if key != self._key:
             self._key = key
             if self._rng is not None:
-                self._rng.setstate(stream(*key, self.path).getstate())
+                self._rng.setstate(ids.stream(*key, self.path).getstate())
 
 
-_branch: ContextVar[Branch] = ContextVar("agentrl_branch")
+class RecordedCalls:
+    """The recorded calls of an attempt, by id.
 
-
-def current_branch() -> Branch:
-    """The calling task's branch.
-
-    Raises:
-        UnstructuredConcurrencyError: the task was not started through the context.
+    Args:
+        episode_id: of the episode.
+        key: seed and attempt of the episode, with which new calls are made.
+        own: the attempt's entries on disk.
+        inherited: of a fork: the entries before the fork point, each ancestor's own `begin` among them.
+        edits: of a fork: messages that replace the program's, by call id.
+        answers: recorded calls to be remembered whenever they are asked for, in no order.
     """
-    branch = _branch.get(None)
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # in a thread of a tool
-        task = None
-    if branch is None or branch.owner is not task:
-        who = "a callback" if task is None else f"the task {getattr(task.get_coro(), '__qualname__', task.get_name())}"
-        raise UnstructuredConcurrencyError(
-            f"ctx or an agent was used by {who}, outside run(). Act and reward before run() returns, in run() itself; "
-            "start concurrent work with `await ctx.gather(...)`"
-        )
-    return branch
 
+    __slots__ = ("_answers", "_decoded", "_entries", "_keys", "edits", "forked_from", "is_empty", "key")
 
-def branch_inside() -> Branch | None:
-    """The branch whose code is running, None outside episodes; for observers."""
-    return _branch.get(None)
+    def __init__(
+        self,
+        episode_id: str,
+        key: StreamKey,
+        own: Iterable[JournalEntry],
+        inherited: Iterable[JournalEntry],
+        edits: Mapping[str, Sequence[Mapping[str, Any]]],
+        answers: Iterable[JournalEntry],
+    ) -> None:
+        self.key = key
+        keys: dict[str, StreamKey] = {}
+        entries: dict[str, JournalEntry] = {}
+        edits = dict(edits)
+        self._decoded: tuple[JournalEntry, EntryBody] | None = None
+        self.forked_from: Begin | None = None
+        """The beginning of what the episode was forked from."""
+        for entry in inherited:
+            if entry.call_id == BEGIN:
+                begin = entry.decode()
+                assert isinstance(begin, Begin)
+                keys[entry.episode_id] = (begin.seed, entry.attempt)
+                edits |= {} if begin.fork is None else begin.fork.edits
+                self.forked_from = begin
+            else:
+                entries[entry.call_id] = entry
+        for entry in own:
+            entries[entry.call_id] = entry
+        self._keys: Mapping[str, StreamKey] = keys or _NONE
+        """Seed and attempt of each ancestor of a fork."""
+        self.edits: Mapping[str, Sequence[Mapping[str, Any]]] = edits or _NONE
+        """Messages that replace the program's, by call id."""
+        self._entries = entries or _NONE
+        self._answers = {entry.call_id: entry for entry in answers} or _NONE
+        self.is_empty = not (self._entries or self._answers or self.edits)
+
+    def numbered(self) -> Iterator[str]:
+        """Ids of the calls that come back in order, in the order they were appended."""
+        return filter(ids.is_numbered, self._entries)
+
+    def get(self, call_id: str) -> JournalEntry | None:
+        """The entry of a call that has not come back yet; answers left out."""
+        return self._entries.get(call_id)
+
+    def answer(self, call_id: str) -> JournalEntry | None:
+        """The recorded answer of the outside world to a call."""
+        return self._answers.get(call_id)
+
+    def key_of(self, entry: JournalEntry | None) -> StreamKey:
+        """Seed and attempt under which a call was made; the episode's own for a new call."""
+        return self.key if entry is None else self._keys.get(entry.episode_id, self.key)
+
+    def body(self, entry: JournalEntry) -> EntryBody:
+        """The body of an entry, decoded once by whoever looks ahead and then makes the call."""
+        if self._decoded is None or self._decoded[0] is not entry:
+            self._decoded = (entry, entry.decode())
+        return self._decoded[1]
+
+    def remove(self, call_id: str) -> bool:
+        """Remove a call that has come back; whether it was recorded."""
+        self._decoded = None
+        return self._entries.pop(call_id, None) is not None
+
+    def remove_answer(self, call_id: str) -> JournalEntry | None:
+        """Remove an answer that was given; None where there was none."""
+        return self._answers.pop(call_id, None)
 
 
 _NO_QUEUE: deque[str] = deque()
@@ -176,13 +214,14 @@ class ReplayOrder:
         stray: makes the error of a recorded call that the code no longer makes.
     """
 
-    __slots__ = ("_dismissed", "_is_looking", "_left", "_open", "_queue", "_stray", "_waiting")
+    __slots__ = ("_dismissed", "_is_looking", "_left", "_queue", "_stray", "_waiting", "branches")
 
     def __init__(self, recorded: Iterable[str], stray: Callable[[str], Exception]) -> None:
         self._queue = deque(recorded) or _NO_QUEUE
         self._left = set(self._queue) or _NONE_LEFT
         self._stray: Callable[[str], Exception] = stray
-        self._open: list[Branch] = []
+        self.branches: list[Branch] = []
+        """Open branches."""
         self._dismissed: tuple[Branch, ...] = ()
         self._waiting: dict[Branch, tuple[int, asyncio.Future[None]]] = {}
         self._is_looking = False
@@ -192,11 +231,6 @@ class ReplayOrder:
     def next_id(self) -> str | None:
         """The recorded call that comes back next; None where everything recorded has."""
         return self._queue[0] if self._queue else None
-
-    @property
-    def is_free(self) -> bool:
-        """Whether the next call is new and the only open branch makes it: there is nothing to wait for."""
-        return not self._queue and len(self._open) == 1
 
     def has_under(self, path: str) -> bool:
         """Whether something recorded on a branch, or on branches it started, is still to come."""
@@ -211,25 +245,25 @@ class ReplayOrder:
 
     def enter(self, branch: Branch) -> None:
         """A branch begins."""
-        self._open.append(branch)
+        self.branches.append(branch)
 
     def end_branch(self, branch: Branch) -> None:
         """A branch has ended."""
         branch.is_open = False
-        if branch in self._open:
-            self._open.remove(branch)
+        if branch in self.branches:
+            self.branches.remove(branch)
         self.forget_dismissed(branch)
         self.look()
 
     def close(self) -> None:
         """End all waiting: drop the references to tasks and to the journal."""
-        for branch in self._open:
+        for branch in self.branches:
             branch.owner = None
         self._stray = ReplayMismatchError
 
     def abandon(self) -> None:
         """End the code of every open branch where it stands; the root's task is cancelled by its owner."""
-        for branch in self._open:
+        for branch in self.branches:
             if branch.steps is not None:
                 branch.steps.abandon()
             if branch.task is not None:
@@ -278,7 +312,7 @@ class ReplayOrder:
         Raises:
             ReplayMismatchError: it never will be.
         """
-        if len(self._open) == 1:
+        if len(self.branches) == 1:
             if not self.is_due(branch, number):
                 raise self._stray(self._queue[0])
             return
@@ -308,14 +342,14 @@ class ReplayOrder:
     def _release(self) -> None:
         """Wake the branches that are due, once all have begun: one during replay, then all."""
         self._is_looking = False
-        if not all(branch.owner or (branch.task and branch.task.cancelling()) for branch in self._open):
+        if not all(branch.owner or (branch.task and branch.task.cancelling()) for branch in self.branches):
             return
         due = [branch for branch, (number, _) in self._waiting.items() if self.is_due(branch, number)]
         if self._queue and due:
             due = [max(due, key=lambda branch: len(branch.path))]
         for branch in due:
             self._wake(branch, None)
-        if not due and self._waiting and all(branch.is_blocked for branch in self._open):
+        if not due and self._waiting and all(branch.is_blocked for branch in self.branches):
             self._wake(next(iter(self._waiting)), self._stray(self._queue[0]))
 
     def _wake(self, branch: Branch, error: Exception | None) -> None:
@@ -331,3 +365,67 @@ class ReplayOrder:
 
 def _is_under(call_id: str, path: str) -> bool:
     return call_id.startswith(path) and call_id[len(path)] in "#/"
+
+
+CHARACTERS = 200
+
+REMEDY = (
+    "run() must do the same when it is run again: randomness through ctx.rng, time through ctx.now(), the outside "
+    "world through ctx.effect()"
+)
+
+
+def shortened(value: object) -> str:
+    """A value as Python writes it, at most `CHARACTERS` long."""
+    text = valid_unicode(repr(value))
+    return text if len(text) <= CHARACTERS else f"{text[: CHARACTERS - 1]}…"
+
+
+def on_one_line(text: str) -> str:
+    """Text with what cannot be printed escaped, at most twice `CHARACTERS` long."""
+    shown = valid_unicode(text)[: 2 * CHARACTERS]
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)
+
+
+def describe_entry(body: EntryBody) -> str:
+    """A short description of an entry, for messages."""
+    match body:
+        case TurnEntry():
+            return f"a turn of {body.seat} asked {shortened(' / '.join(_content(m) for m in body.messages))}"
+        case ToolEntry():
+            return f"the tool call {body.name}({shortened(body.arguments)})"
+        case EffectEntry():
+            return f"the effect {body.name!r}"
+        case ResourceEntry():
+            return f"the call {body.resource}.{body.method}({shortened(body.arguments)})"
+        case GatherEntry():
+            return f"the wait for {body.child}"
+        case SpawnEntry():
+            return f"the start of {plural(len(body.children), 'child', 'children')}"
+        case RewardEntry():
+            return f"a reward of {body.value} to {body.seat}"
+        case ValueEntry():
+            return f"{body.kind} = {shortened(body.value)}"
+        case LimitEntry():
+            return f"the end of the episode's time ({body.stop_reason})"
+        case OrderEntry():
+            return f"the order in which {len(body.order)} branches ended"
+    return f"an entry of kind {type(body).__struct_config__.tag}"
+
+
+def replay_mismatch(
+    episode_id: str, call_id: str, then: str, now: str, *, code: tuple[str, str]
+) -> ReplayMismatchError:
+    """The error of a re-execution that differs from the journal at a call.
+
+    `then` and `now` are clauses, `code` holds the code's hashes then and now.
+    """
+    changed = code[0] != code[1]
+    why = f"The code has changed since ({code[0]} then, {code[1]} now)"
+    text = why if changed else f"The code is the same ({code[1]}): {REMEDY}"
+    message = f"episode {episode_id}, call {call_id}: {then}, {now}. {text}"
+    return ReplayMismatchError(message, code_changed=changed, call_id=call_id)
+
+
+def _content(message: dict[str, object]) -> str:
+    return str(message.get("content", ""))

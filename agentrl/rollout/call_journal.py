@@ -1,11 +1,12 @@
 """The journal of one attempt of an episode, as the acts of its program see it.
 
-`CallJournal` is the seam that every act passes through: `open` gives the act its id and, where the journal holds it,
+A program's acts are made on branches (`Branch`): the root, and one for each coroutine of a `gather`. `CallJournal` is
+the seam that every act passes through: `open` gives the act its id and, where the journal holds it,
 the recorded entry; `reach` waits until it is the act's turn; `recall` compares instead of performing; `write` appends
 what was performed. Resuming, forking and replaying are all this over a prefix of recorded entries (`RecordedCalls`).
 
 1. A call id belongs to a branch; a branch's calls are made by the task that owns it.
-2. Recorded calls come back in the order they were appended (`branches.ReplayOrder`); new ones begin after the last.
+2. Recorded calls come back in the order they were appended (`ReplayOrder`); new ones begin after the last.
 3. A cancellation is recorded once the episode has made something of it: by its next act, or by ending normally. Code
    that stops an episode from outside says so (`stop`), and nothing more is recorded.
 """
@@ -16,6 +17,7 @@ import asyncio
 import contextlib
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
@@ -29,38 +31,102 @@ from agentrl.core.errors import (
     ReplayMismatchError,
     UnstructuredConcurrencyError,
 )
-from agentrl.core.text import plural
 from agentrl.environment.base import LimitReachedError, valid_unicode
 from agentrl.journal.entries import (
     Begin,
     CancelEntry,
-    EffectEntry,
     EntryBody,
     EpisodeDigest,
-    GatherEntry,
     IntentEntry,
     JournalEntry,
     LimitEntry,
-    OrderEntry,
     PatchEntry,
-    ResourceEntry,
     RewardEntry,
-    SpawnEntry,
-    ToolEntry,
-    TurnEntry,
-    ValueEntry,
     asked_hash,
     encode_body,
 )
-from agentrl.rollout.branches import Branch, ReplayOrder, current_branch
+from agentrl.rollout.branches import (
+    BEGIN,
+    Branch,
+    RecordedCalls,
+    ReplayOrder,
+    describe_entry,
+    on_one_line,
+    replay_mismatch,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from agentrl.journal.port import TurnLog
-    from agentrl.rollout.branches import StreamKey
 
 Body = TypeVar("Body")
+
+
+_branch: ContextVar[Branch] = ContextVar("agentrl_branch")
+
+
+def current_branch() -> Branch:
+    """The calling task's branch.
+
+    Raises:
+        UnstructuredConcurrencyError: the task was not started through the context.
+    """
+    branch = _branch.get(None)
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # in a thread of a tool
+        task = None
+    if branch is None or branch.owner is not task:
+        who = "a callback" if task is None else f"the task {getattr(task.get_coro(), '__qualname__', task.get_name())}"
+        raise UnstructuredConcurrencyError(
+            f"ctx or an agent was used by {who}, outside run(). Act and reward before run() returns, in run() itself; "
+            "start concurrent work with `await ctx.gather(...)`"
+        )
+    return branch
+
+
+def branch_inside() -> Branch | None:
+    """The branch whose code is running, None outside episodes; for observers."""
+    return _branch.get(None)
+
+
+def begin_branch(branch: Branch) -> None:
+    """Make the running task a branch's owner."""
+    branch.owner = asyncio.current_task()
+    _branch.set(branch)
+
+
+@contextlib.contextmanager
+def memoising(branch: Branch, name: str | None) -> Iterator[None]:
+    """Around code that is not run again on re-execution; `name` names it, None: it is run again."""
+    if name is None:
+        yield
+        return
+    _begin_memoised(branch, name)
+    try:
+        yield
+    finally:
+        _end_memoised(branch)
+
+
+def _begin_memoised(branch: Branch, name: str) -> None:
+    """Begin code that is not run again on re-execution.
+
+    Its draws from global random generators do not count as the branch's: they would be missing on re-execution.
+
+    Raises:
+        CancelledError: the branch has drawn from them before.
+    """
+    if branch.steps is not None:
+        branch.steps.suspend_guard()
+    branch.memoised = name
+
+
+def _end_memoised(branch: Branch) -> None:
+    branch.memoised = None
+    if branch.steps is not None:
+        branch.steps.resume_guard()
 
 
 class Call(NamedTuple):
@@ -71,6 +137,8 @@ class Call(NamedTuple):
     recorded: EntryBody | None
     branch: Branch | None = None
     number: int = 0
+    waits: bool = True
+    """Whether `CallJournal.reach` may have to wait; False for a new call while no other branch is open."""
 
 
 class CallJournal:
@@ -101,6 +169,7 @@ class CallJournal:
         "code_hash",
         "code_hash_then",
         "failure",
+        "is_new",
         "is_over_time",
         "own_random",
         "written",
@@ -138,7 +207,9 @@ class CallJournal:
         self.written = 0
         own = list(recorded)
         self._recorded = RecordedCalls(episode_id, (seed, attempt), own, inherited, edits, answers)
-        stray = ReplayMismatchError if self._recorded.is_empty else self._stray  # nothing recorded can stray
+        self.is_new = self._recorded.is_empty
+        """Nothing was recorded before: every call is new."""
+        stray = ReplayMismatchError if self.is_new else self._stray  # nothing recorded can stray
         self._order = ReplayOrder(self._recorded.numbered(), stray)
         for entry in own:
             self._count(entry)
@@ -176,8 +247,8 @@ class CallJournal:
         number = branch.calls
         branch.calls = number + 1
         call_id = ids.call_id(branch.path, number)
-        if self._recorded.is_empty:
-            return Call(call_id, asked, None, branch, number)
+        if self.is_new:
+            return Call(call_id, asked, None, branch, number, len(self._order.branches) > 1)
         entry = self._recorded.get(call_id)
         branch.use(self._recorded.key_of(entry))
         if entry is None:
@@ -192,20 +263,14 @@ class CallJournal:
 
     def peek(self, asked: bytes) -> EntryBody | None:
         """The recorded body of the calling branch's next call, if exactly this was asked; the call is not made."""
-        if self._recorded.is_empty:
-            return None
         branch = current_branch()
         entry = self._recorded.get(ids.call_id(branch.path, branch.calls))
         return self._recorded.body(entry) if entry is not None and entry.asked == asked else None
 
     def fork_edits(self) -> Sequence[Mapping[str, Any]]:
         """The messages that a fork puts in place of the program's at the calling branch's next call; mostly none."""
-        branch = current_branch() if self._recorded.edits else None
-        return () if branch is None else self._recorded.edits.get(ids.call_id(branch.path, branch.calls), ())
-
-    def must_wait(self, call: Call) -> bool:
-        """Whether `reach` may have to wait; False for a new call while no other branch is open."""
-        return call.recorded is not None or not self._order.is_free
+        branch = current_branch()
+        return self._recorded.edits.get(ids.call_id(branch.path, branch.calls), ())
 
     async def reach(self, call: Call, *, cancelled: bool = False) -> None:
         """Wait until it is the call's turn: replay has come to it or, where it is new, has come to its end.
@@ -301,7 +366,7 @@ class CallJournal:
             raise self.failure  # what the program does after a failure is not recorded
         if self._cancelled:
             self.settle()
-        if not self._recorded.is_empty:
+        if not self.is_new:
             self._check_no_later(call, body)
         entry = JournalEntry(self._episode_id, self._attempt, call.call_id, call.asked, encode_body(body))
         self._log.append(entry)
@@ -543,7 +608,7 @@ class _Performing:
             return
         assert self._call.branch is not None
         try:
-            self._call.branch.begin_memoised(self._memoised)
+            _begin_memoised(self._call.branch, self._memoised)
         except asyncio.CancelledError:
             self._journal.interrupted(self._call)
             raise
@@ -551,97 +616,9 @@ class _Performing:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._memoised is not None:
             assert self._call.branch is not None
-            self._call.branch.end_memoised()
+            _end_memoised(self._call.branch)
         if isinstance(error, asyncio.CancelledError):
             self._journal.interrupted(self._call)
-
-
-BEGIN = "begin"
-"""Call id of the first entry."""
-_NONE: dict[Any, Any] = {}
-"""Stands for the empty dicts of most episodes; never added to."""
-
-
-class RecordedCalls:
-    """The recorded calls of an attempt, by id.
-
-    Args:
-        episode_id: of the episode.
-        key: seed and attempt of the episode, with which new calls are made.
-        own: the attempt's entries on disk.
-        inherited: of a fork: the entries before the fork point, each ancestor's own `begin` among them.
-        edits: of a fork: messages that replace the program's, by call id.
-        answers: recorded calls to be remembered whenever they are asked for, in no order.
-    """
-
-    __slots__ = ("_answers", "_decoded", "_entries", "_keys", "edits", "forked_from", "is_empty", "key")
-
-    def __init__(
-        self,
-        episode_id: str,
-        key: StreamKey,
-        own: Iterable[JournalEntry],
-        inherited: Iterable[JournalEntry],
-        edits: Mapping[str, Sequence[Mapping[str, Any]]],
-        answers: Iterable[JournalEntry],
-    ) -> None:
-        self.key = key
-        keys: dict[str, StreamKey] = {}
-        entries: dict[str, JournalEntry] = {}
-        edits = dict(edits)
-        self._decoded: tuple[JournalEntry, EntryBody] | None = None
-        self.forked_from: Begin | None = None
-        """The beginning of what the episode was forked from."""
-        for entry in inherited:
-            if entry.call_id == BEGIN:
-                begin = entry.decode()
-                assert isinstance(begin, Begin)
-                keys[entry.episode_id] = (begin.seed, entry.attempt)
-                edits |= {} if begin.fork is None else begin.fork.edits
-                self.forked_from = begin
-            else:
-                entries[entry.call_id] = entry
-        for entry in own:
-            entries[entry.call_id] = entry
-        self._keys: Mapping[str, StreamKey] = keys or _NONE
-        """Seed and attempt of each ancestor of a fork."""
-        self.edits: Mapping[str, Sequence[Mapping[str, Any]]] = edits or _NONE
-        """Messages that replace the program's, by call id."""
-        self._entries = entries or _NONE
-        self._answers = {entry.call_id: entry for entry in answers} or _NONE
-        self.is_empty = not (self._entries or self._answers)
-        """Nothing was recorded before: every call is new."""
-
-    def numbered(self) -> Iterator[str]:
-        """Ids of the calls that come back in order, in the order they were appended."""
-        return filter(ids.is_numbered, self._entries)
-
-    def get(self, call_id: str) -> JournalEntry | None:
-        """The entry of a call that has not come back yet; answers left out."""
-        return self._entries.get(call_id)
-
-    def answer(self, call_id: str) -> JournalEntry | None:
-        """The recorded answer of the outside world to a call."""
-        return self._answers.get(call_id)
-
-    def key_of(self, entry: JournalEntry | None) -> StreamKey:
-        """Seed and attempt under which a call was made; the episode's own for a new call."""
-        return self.key if entry is None else self._keys.get(entry.episode_id, self.key)
-
-    def body(self, entry: JournalEntry) -> EntryBody:
-        """The body of an entry, decoded once by whoever looks ahead and then makes the call."""
-        if self._decoded is None or self._decoded[0] is not entry:
-            self._decoded = (entry, entry.decode())
-        return self._decoded[1]
-
-    def remove(self, call_id: str) -> bool:
-        """Remove a call that has come back; whether it was recorded."""
-        self._decoded = None
-        return self._entries.pop(call_id, None) is not None
-
-    def remove_answer(self, call_id: str) -> JournalEntry | None:
-        """Remove an answer that was given; None where there was none."""
-        return self._answers.pop(call_id, None)
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -684,67 +661,3 @@ def journaled(value: Any, where: str) -> Any:
             f"{where} returned {type(value).__name__}, which cannot be journaled ({error}); return JSON data{numpy}",
             reason="environment_error",
         ) from error
-
-
-CHARACTERS = 200
-
-REMEDY = (
-    "run() must do the same when it is run again: randomness through ctx.rng, time through ctx.now(), the outside "
-    "world through ctx.effect()"
-)
-
-
-def shortened(value: object) -> str:
-    """A value as Python writes it, at most `CHARACTERS` long."""
-    text = valid_unicode(repr(value))
-    return text if len(text) <= CHARACTERS else f"{text[: CHARACTERS - 1]}…"
-
-
-def on_one_line(text: str) -> str:
-    """Text with what cannot be printed escaped, at most twice `CHARACTERS` long."""
-    shown = valid_unicode(text)[: 2 * CHARACTERS]
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)
-
-
-def describe_entry(body: EntryBody) -> str:
-    """A short description of an entry, for messages."""
-    match body:
-        case TurnEntry():
-            return f"a turn of {body.seat} asked {shortened(' / '.join(_content(m) for m in body.messages))}"
-        case ToolEntry():
-            return f"the tool call {body.name}({shortened(body.arguments)})"
-        case EffectEntry():
-            return f"the effect {body.name!r}"
-        case ResourceEntry():
-            return f"the call {body.resource}.{body.method}({shortened(body.arguments)})"
-        case GatherEntry():
-            return f"the wait for {body.child}"
-        case SpawnEntry():
-            return f"the start of {plural(len(body.children), 'child', 'children')}"
-        case RewardEntry():
-            return f"a reward of {body.value} to {body.seat}"
-        case ValueEntry():
-            return f"{body.kind} = {shortened(body.value)}"
-        case LimitEntry():
-            return f"the end of the episode's time ({body.stop_reason})"
-        case OrderEntry():
-            return f"the order in which {len(body.order)} branches ended"
-    return f"an entry of kind {type(body).__struct_config__.tag}"
-
-
-def replay_mismatch(
-    episode_id: str, call_id: str, then: str, now: str, *, code: tuple[str, str]
-) -> ReplayMismatchError:
-    """The error of a re-execution that differs from the journal at a call.
-
-    `then` and `now` are clauses, `code` holds the code's hashes then and now.
-    """
-    changed = code[0] != code[1]
-    why = f"The code has changed since ({code[0]} then, {code[1]} now)"
-    text = why if changed else f"The code is the same ({code[1]}): {REMEDY}"
-    message = f"episode {episode_id}, call {call_id}: {then}, {now}. {text}"
-    return ReplayMismatchError(message, code_changed=changed, call_id=call_id)
-
-
-def _content(message: dict[str, object]) -> str:
-    return str(message.get("content", ""))

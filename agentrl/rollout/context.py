@@ -61,8 +61,17 @@ from agentrl.journal.entries import (
 )
 from agentrl.observe.metrics import BROKEN_FORMAT
 from agentrl.rollout.agent import LiveAgent
-from agentrl.rollout.branches import current_branch
-from agentrl.rollout.call_journal import Call, encode, encode_arguments, journaled, plain, plain_and_encoded, shortened
+from agentrl.rollout.branches import shortened
+from agentrl.rollout.call_journal import (
+    Call,
+    current_branch,
+    encode,
+    encode_arguments,
+    journaled,
+    memoising,
+    plain,
+    plain_and_encoded,
+)
 from agentrl.rollout.gather import gather
 
 if TYPE_CHECKING:
@@ -144,7 +153,7 @@ class LiveContext(EpisodeContext):
         opened = journal.open(
             asked_hash(name.encode("utf-8", "replace"), encoded), lambda: f"{name}({shortened(asked)})"
         )
-        if journal.must_wait(opened):
+        if opened.waits:
             await journal.reach(opened)
         if isinstance(opened.recorded, ToolEntry) and (external or opened.recorded.outcome == "timeout"):
             return self._observed(opened, journal.recall(opened, ToolEntry) or opened.recorded)
@@ -158,14 +167,15 @@ class LiveContext(EpisodeContext):
             else:
                 default_s = self._services.settings.tool_timeout_s
                 observation, outcome = await _observe(call, timeout_s, default_s, external=False)
-        if opened.recorded is not None:
-            await journal.reach(opened)  # the tool may have made calls of its own
-        recorded = journal.recall(opened, ToolEntry)
-        if recorded is None:
+        if opened.recorded is None:
             seconds = clock.monotonic() - started
-            recorded = ToolEntry(name, asked, observation, outcome, external, seconds)
-            journal.write(opened, recorded)
-        elif recorded.observation != observation:
+            entry = ToolEntry(name, asked, observation, outcome, external, seconds)
+            journal.write(opened, entry)
+            return self._observed(opened, entry)
+        await journal.reach(opened)  # the tool may have made calls of its own
+        recorded = journal.recall(opened, ToolEntry)
+        assert recorded is not None
+        if recorded.observation != observation:
             journal.mismatch(
                 opened.call_id,
                 f"tool {name!r} returned {shortened(recorded.observation)} when it was recorded",
@@ -584,7 +594,7 @@ class LiveResource(Resource):
         self.name = name
         branch = current_branch()
         own = self._random(branch.key)
-        with branch.inside(self._memoised_name()), own.swapped_in():
+        with memoising(branch, self._memoised_name()), own.swapped_in():
             self._object = factory()
         own.close()
         if level == "snapshot" and not (hasattr(self._object, "get_state") and hasattr(self._object, "set_state")):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from agentrl.core import ids
 from agentrl.journal.entries import PlayedUnder
-from agentrl.rollout.branches import current_branch
+from agentrl.rollout.call_journal import current_branch
 
 if TYPE_CHECKING:
     from agentrl.core.clock import Clock

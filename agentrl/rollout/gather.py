@@ -18,7 +18,7 @@ from agentrl.core import ids
 from agentrl.core.errors import GlobalRandomError, ReplayMismatchError
 from agentrl.environment.global_random import GlobalRandom, NoDraws, Steps
 from agentrl.journal.entries import OrderEntry
-from agentrl.rollout.branches import current_branch
+from agentrl.rollout.call_journal import begin_branch, current_branch
 from agentrl.rollout.endings import end_if_forked, of_the_episode
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class _Gathering:
 
     async def _run(self, index: int, awaitable: Awaitable[Any]) -> Any:
         own = self._branches[index]
-        own.begin()
+        begin_branch(own)
         self._journal.look()
         try:
             value = await run_branch(lambda: awaitable, own, self._journal)

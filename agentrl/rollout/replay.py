@@ -14,8 +14,8 @@ from agentrl.core.errors import EngineError
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import Recollection
 from agentrl.journal.entries import RewardEntry, SpawnEntry
-from agentrl.rollout.branches import current_branch
-from agentrl.rollout.call_journal import Call, CallJournal, describe_entry
+from agentrl.rollout.branches import describe_entry
+from agentrl.rollout.call_journal import Call, CallJournal, current_branch
 from agentrl.rollout.runner import EpisodeRunner
 
 if TYPE_CHECKING:

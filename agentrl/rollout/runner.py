@@ -30,8 +30,7 @@ from agentrl.core.records import (
 from agentrl.environment.base import Environment, LimitReachedError, valid_unicode
 from agentrl.journal.entries import Begin, JournalEntry, PlayedUnder, code_digest
 from agentrl.journal.port import TurnLog
-from agentrl.rollout.branches import current_branch
-from agentrl.rollout.call_journal import CallJournal
+from agentrl.rollout.call_journal import CallJournal, begin_branch, current_branch
 from agentrl.rollout.context import LiveContext
 from agentrl.rollout.endings import of_the_episode
 from agentrl.rollout.episode import LiveEpisode, Parking, PolicySettings, RolloutSettings, Services, TimeLimit
@@ -108,7 +107,7 @@ class EpisodeRunner:
             )
         journal = self._journal_of(spec, recorded, answers)
         resumed = journal.written > 0
-        journal.enter(ids.ROOT_BRANCH).begin()
+        begin_branch(journal.enter(ids.ROOT_BRANCH))
         began_under = self._begin(journal, spec, environment)
         partials = EpisodePartials(
             self._log, spec.episode_id, spec.attempt, clock=self.clock, kept=spec.purpose == "train", resumed=resumed

@@ -40,7 +40,7 @@ from agentrl.journal.entries import (
     ValueEntry,
 )
 from agentrl.observe.blocked import watch_loop
-from agentrl.rollout.call_journal import REMEDY, shortened
+from agentrl.rollout.branches import REMEDY, shortened
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import POLICY, RESOURCE_LOST, Executed, execute
 from agentrl.testing.format_check import TASKS as FORMAT_TASKS

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.environment.base import valid_unicode
 from agentrl.observe.blocked import is_users
-from agentrl.rollout.branches import branch_inside
+from agentrl.rollout.call_journal import branch_inside
 
 if TYPE_CHECKING:
     from types import FrameType

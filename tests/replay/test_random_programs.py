@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import agentrl
 from agentrl.core.errors import EffectError
 from agentrl.journal.entries import IntentEntry, JournalEntry
-from agentrl.rollout.branches import current_branch
+from agentrl.rollout.call_journal import current_branch
 from tests.replay.executions import Stage
 
 pytestmark = pytest.mark.property
