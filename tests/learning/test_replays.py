@@ -17,10 +17,10 @@ from agentrl.app.replays import Replayed, replay
 from agentrl.app.step_replays import StepComputed, compute_step, rebuild_step
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
+from agentrl.environments.propose_and_solve import env
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_list
 from agentrl.journal.schema import row_checksum
-from agentrl.environments.propose_and_solve import env
 
 pytestmark = [pytest.mark.learning, pytest.mark.slow, pytest.mark.timeout(300)]
 
