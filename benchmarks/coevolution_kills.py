@@ -18,7 +18,7 @@ KILLS = 25
 CONFIG = """\
 deterministic = true
 environment.id = "agentrl.environments.propose_and_solve:ProposeAndSolve"
-model.path = "agentrl.environments.propose_and_solve:model"
+model.path = "agentrl.environments:propose_and_solve/model"
 credit.group_size = 4
 sampling = { max_tokens = 32, max_turns = 9 }
 engine = { slots = 16, max_context = 256, refresh = "episode" }

@@ -38,7 +38,7 @@ OPPONENTS: dict[str, dict[str, Any]] = {
 }
 SETTINGS: dict[str, Any] = {
     "environment": {"id": "agentrl.environments.tictactoe:TicTacToe"},
-    "model": {"path": "agentrl.environments.tictactoe:model"},
+    "model": {"path": "agentrl.environments:tictactoe/model"},
     "sampling": {"max_tokens": 1, "max_turns": 12},
     "engine": {"slots": 256, "max_context": 24},
 }

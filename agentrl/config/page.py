@@ -34,7 +34,7 @@ import agentrl
 
 config = agentrl.RunConfig(
     environment={{"id": "calculator"}},
-    model={{"path": "agentrl.environments.calculator:model"}},
+    model={{"path": "agentrl.environments:calculator/model"}},
     policies={{"solver": {{"learning_rate": 1e-4}}}},
 )
 agentrl.train(config)
@@ -62,7 +62,7 @@ A reward, a tool or a task source is code: it belongs in an environment, not her
 
 def page() -> str:
     """The page as Markdown."""
-    example = '[environment]\nid = "calculator"\n\n[model]\npath = "agentrl.environments.calculator:model"\n\n'
+    example = '[environment]\nid = "calculator"\n\n[model]\npath = "agentrl.environments:calculator/model"\n\n'
     example += "[policies.solver]\nlearning_rate = 1e-4"
     parts = [_INTRODUCTION.format(toml=example, count=len(fields()))]
     parts += [_section(section, path) for section, path in _walk(RunConfig, "")]

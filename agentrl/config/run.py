@@ -71,7 +71,7 @@ class ModelConfig(Section):
     path: Fixed[str] = ""
     """A local Hugging Face causal-LM directory with tokenizer and chat template: a path, in a TOML file relative to
     that file, or `package:directory` for one inside an installed package, such as
-    `agentrl.environments.calculator:model`. Needed unless every policy is remote or a bot."""
+    `agentrl.environments:calculator/model`. Needed unless every policy is remote or a bot."""
 
     @field_validator("path")
     @classmethod
@@ -508,7 +508,7 @@ def _check_model(config: RunConfig) -> None:
     if here and not config.model.path:
         raise ValueError(
             f"model.path is needed for {', '.join(f'policies.{name}' for name in here)}: the directory of a local "
-            "Hugging Face model such as agentrl.environments.calculator:model. Remote endpoints and bots need none"
+            "Hugging Face model such as agentrl.environments:calculator/model. Remote endpoints and bots need none"
         )
 
 

@@ -32,7 +32,7 @@ def two_policies(directory: Path, *, steps: int) -> RunConfig:
         directory=str(directory),
         steps=steps,
         environment={"id": "propose_and_solve"},
-        model={"path": "agentrl.environments.propose_and_solve:model"},
+        model={"path": "agentrl.environments:propose_and_solve/model"},
         policies={
             "proposer": {"lora": {"rank": 4, "alpha": 8.0}, "learning_rate": 3e-3, "step_size": 4},
             "solver": {"learning_rate": 3e-4, "step_size": 24},

@@ -61,7 +61,7 @@ def test_a_module_and_a_file_are_found(tmp_path: Path) -> None:
     ("reference", "words"),
     [
         ("calculater", "did you mean 'calculator'"),
-        ("agentrl.environments.calculator:Nothing", "has no 'Nothing'"),
+        ("environments.calculator:Nothing", "has no 'Nothing'"),
         ("no.such.module:X", "cannot import no.such.module"),
         ("nowhere/env.py", "does not exist"),
         ("agentrl.core.records:Task", "is no agentrl.Environment"),
