@@ -111,6 +111,7 @@ def _engine_arguments(config: RunConfig) -> dict[str, Any]:
     section = config.engine
     arguments: dict[str, Any] = {
         "model_path": _absolute(config),
+        "dtype": config.model.dtype,
         "slots": section.slots,
         "max_context": section.max_context,
         "refresh": {

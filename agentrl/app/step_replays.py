@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.records import TrainingSample
     from agentrl.inspection.reader import RunReader
+    from agentrl.learn.trainer import PolicyTrainer
 
 
 TOLERANCE, SMALLEST = 1e-6, 1e-7
@@ -119,9 +120,15 @@ def compute_step(reader: RunReader, line: StepLine) -> StepComputed:
         base = Path(config.model.path)
         if not base.is_dir():
             raise InputError(f"its base model, {base}, is not on this machine")
-        batch, started_from = _batch(reader, line)
-        weights, where = kept_weights(reader, started_from)
-        loss, grad_norm = _computed(config, reader.path, batch, started_from, weights)
+        trainer = _trainer(config, reader.path)
+        batch, started_from = _batch(reader, line.policy, line.lineage, line.step)
+        between: list[tuple[TrainBatch, float]] = []
+        weights: WeightsRef | Path | None
+        if trainer.has_masters(line.policy):
+            weights, where, started_from, between = _kept_masters(reader, started_from)
+        else:
+            weights, where = kept_weights(reader, started_from)
+        loss, grad_norm = trainer.recompute(batch, started_from, weights, between)
     except AgentRLError as error:
         return msgspec.structs.replace(found, text=f"not computed again: {error}")
     same = _close(line.loss, loss) and _close(line.grad_norm, grad_norm)
@@ -135,12 +142,7 @@ def kept_weights(reader: RunReader, version: PolicyVersion) -> tuple[WeightsRef 
         InputError: they are not kept.
         StorageError: a record, or the checkpoint that holds them, is damaged.
     """
-    same = [version]  # a resumed run begins by publishing under a new id what it resumed from
-    rows = checked_rows(reader.log, "versions", "policy = ? ORDER BY lineage DESC", version.policy)
-    for row in rows:
-        older = PolicyVersion(version.policy, row["parent_lineage"], row["parent_step"])
-        if (row["lineage"], row["step"]) == same[-1][1:] and older.step == version.step:
-            same.append(older)
+    same = _same_weights(reader, version)
     if version.step == 0:
         return None, "those a run begins with"
     directory = reader.path / "checkpoints"
@@ -155,25 +157,62 @@ def kept_weights(reader: RunReader, version: PolicyVersion) -> tuple[WeightsRef 
     )
 
 
-def _computed(
-    config: RunConfig, run: Path, batch: TrainBatch, started_from: PolicyVersion, weights: WeightsRef | Path | None
-) -> tuple[float, float]:
+def _same_weights(reader: RunReader, version: PolicyVersion) -> list[PolicyVersion]:
+    """All versions with the weights of `version`: a resumed run begins by publishing what it resumed from anew."""
+    same = [version]
+    for row in checked_rows(reader.log, "versions", "policy = ? ORDER BY lineage DESC", version.policy):
+        older = PolicyVersion(version.policy, row["parent_lineage"], row["parent_step"])
+        if (row["lineage"], row["step"]) == same[-1][1:] and older.step == version.step:
+            same.append(older)
+    return same
+
+
+def _kept_masters(
+    reader: RunReader, version: PolicyVersion
+) -> tuple[Path | None, str, PolicyVersion, list[tuple[TrainBatch, float]]]:
+    """The newest checkpoint from which steps lead to a version, where it lies in words, its version, and those steps.
+
+    Each step comes with its learning rate, oldest first; None: they lead there from the weights the run began with.
+
+    Raises:
+        JournalError: the record of one of these steps is gone, or damaged.
+        StorageError: the checkpoint is damaged.
+    """
+    between: list[tuple[TrainBatch, float]] = []
+    while True:
+        same = _same_weights(reader, version)
+        saved = None if version.step == 0 else holding(reader.path / "checkpoints", same)
+        if saved is not None or version.step == 0:
+            where = "those a run begins with" if saved is None else str(saved.relative_to(reader.path))
+            steps = f", and {plural(len(between), 'step')} from there" if between else ""
+            return saved, where + steps, version, between[::-1]
+        for each in same:
+            key = (each.policy, each.lineage, each.step)
+            if rows := checked_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key):
+                batch, version = _batch(reader, *key)
+                between.append((batch, float(json.loads(rows[0]["metrics"])["learning_rate"])))
+                break
+        else:
+            raise JournalError(f"the record of the step that made {version} is gone, or damaged")
+
+
+def _trainer(config: RunConfig, run: Path) -> PolicyTrainer:
     try:
         from agentrl.learn.trainer import PolicyTrainer
     except ImportError as error:
         raise InputError(f"{error.name} is not installed: {install_command('train')}") from error
     trainer = PolicyTrainer(config, run, publishes=False)
     trainer.start()
-    return trainer.recompute(batch, started_from, weights)
+    return trainer
 
 
-def _batch(reader: RunReader, line: StepLine) -> tuple[TrainBatch, PolicyVersion]:
-    """The batch of the step, by reference, and the version it started from."""
-    key = (line.policy, line.lineage, line.step)
+def _batch(reader: RunReader, policy: str, lineage: int, step: int) -> tuple[TrainBatch, PolicyVersion]:
+    """The batch of a step, by reference, and the version it started from."""
+    key = (policy, lineage, step)
     (row,) = checked_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key)
-    units = tuple(_units(reader, line))
-    batch = TrainBatch(step_id=line.step, policy=line.policy, units=units, normaliser=row["normaliser"])
-    return batch, PolicyVersion(line.policy, row["started_lineage"], row["started_step"])
+    units = tuple(_units(reader, *key))
+    batch = TrainBatch(step_id=step, policy=policy, units=units, normaliser=row["normaliser"])
+    return batch, PolicyVersion(policy, row["started_lineage"], row["started_step"])
 
 
 def _close(then: float | None, now: float) -> bool:
@@ -181,20 +220,20 @@ def _close(then: float | None, now: float) -> bool:
 
 
 def _step_inputs(reader: RunReader, turns: TurnReader, line: StepLine) -> Iterator[TrainingSample]:
-    for unit in _units(reader, line):
+    for unit in _units(reader, line.policy, line.lineage, line.step):
         key = EntryKey(unit.location.partition, unit.episode_id, unit.attempt, unit.location.entries)
         (entries,) = turns.read_many([key])
         yield from samples(unit, trajectories(entries, line.policy))
 
 
-def _units(reader: RunReader, line: StepLine) -> Iterator[Unit]:
-    """The step's units, in the order of its record."""
+def _units(reader: RunReader, policy: str, lineage: int, step: int) -> Iterator[Unit]:
+    """The units of a step, in the order of its record."""
     problems: list[str] = []
     rows = checked_rows(
         reader.log,
         "step_units",
         "policy = ? AND lineage = ? AND step = ? ORDER BY position",
-        *(line.policy, line.lineage, line.step),
+        *(policy, lineage, step),
         problems=problems,
     )
     if problems:
@@ -210,7 +249,7 @@ def _units(reader: RunReader, line: StepLine) -> Iterator[Unit]:
         if not located or located[0]["partition"] is None:
             raise JournalError(f"episode {episode}, attempt {attempt}: its record is gone, or damaged")
         where = DataLocation(located[0]["partition"], located[0]["entries"])
-        yield Unit(episode_id=episode, attempt=attempt, policy=line.policy, location=where, credits=tuple(own))
+        yield Unit(episode_id=episode, attempt=attempt, policy=policy, location=where, credits=tuple(own))
 
 
 def _in_order(reader: RunReader, columns: str | None, fed: Iterator[TrainingSample]) -> list[TrainingSample]:

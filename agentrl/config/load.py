@@ -1,7 +1,7 @@
-"""Reads a `RunConfig` from TOML with dotted overrides or from a journal, and writes it back to TOML.
+"""A `RunConfig` from TOML with dotted overrides or from a journal, back to TOML, and each mistake in it in words.
 
-Reports every mistake of a file at once, each with its key, the given value, the expected value and the nearest key that
-exists.
+Every mistake of a file is reported at once, each with its key, the value that was found, the value that is expected,
+and the nearest key that exists.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ S = TypeVar("S", bound=BaseModel)
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
-"""Deepest nesting of tables and lists."""
+"""Of tables and lists in each other."""
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TOML_POSITION = re.compile(r" \(at line (\d+), column (\d+)\)$")
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read the configuration in a TOML file, changed by `overrides`.
+    """The configuration in a TOML file, changed by `overrides`.
 
     Args:
         path: the file. A relative `model.path`, `environment.id` (a file's), `policies.NAME.path` or `policies.NAME.id`
-            (a file's) is looked up first beside it, then in the working directory.
-        overrides: `section.field=value`, with or without leading dashes; values are JSON, or else text.
+            (a file's) is looked for beside it first, then in the working directory.
+        overrides: `section.field=value`, with or without leading dashes; values are JSON, or text where they are not.
 
     Raises:
         ConfigError: the file cannot be read, is not TOML, or a key or value does not fit; all problems are listed.
@@ -68,7 +68,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_mapping(data: Mapping[str, Any], source: str | Path, model: type[S]) -> S:
-    """Validate data as a section other than `RunConfig`; errors name it `source`. Raises as `load` does."""
+    """Another section than a `RunConfig`, from what was read; `source` is what errors call it. Raises as `load`."""
     _check_plain(data, Path(source))
     try:
         read = model.model_validate(data)
@@ -89,7 +89,7 @@ def dump_toml(config: BaseModel) -> str:
 
 
 def _resolve_path(source: Path, path: str, *, key: str) -> str:
-    """Resolve a path against the file that names it, if something exists there."""
+    """A path as seen from the file that names it, if something lies there."""
     try:
         there = source.parent / path
         return str(there.resolve()) if there.exists() else path
@@ -98,7 +98,7 @@ def _resolve_path(source: Path, path: str, *, key: str) -> str:
 
 
 def _resolve_code(source: Path, reference: str, *, key: str) -> str:
-    """Resolve `path/to/file.py:Name` against the file that names it; leave `module:Name` as it is."""
+    """`path/to/file.py:Name` as seen from the file that names it; `module:Name` as it is."""
     file, colon, name = reference.partition(".py")
     return f"{_resolve_path(source, file + colon, key=key)}{name}" if colon else reference
 
@@ -112,7 +112,7 @@ def _resolve_policy(source: Path, name: str, policy: AnyPolicy) -> AnyPolicy:
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The contents of a TOML file. Raises `ConfigError` if it cannot be read or is not TOML."""
+    """What a TOML file says. Raises `ConfigError` where it cannot be read, or is none."""
     source = Path(path)
     try:
         if source.exists() and not (source.is_file() or source.is_dir()):
@@ -121,7 +121,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise ConfigError(f"{source}: longer than {MAX_BYTES:,} bytes, which no configuration is")
-        return tomllib.loads(content.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
+        return tomllib.loads(content.decode("utf-8-sig"))  # some editors begin a file with a mark
     except FileNotFoundError as error:
         raise ConfigError(f"{source}: there is no such file") from error
     except UnicodeDecodeError as error:
@@ -138,13 +138,12 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{where}: not TOML: {_TOML_POSITION.sub('', message)}{hint}") from error
     except RecursionError as error:
         raise ConfigError(f"{source}: nested deeper than {MAX_DEPTH}, which no configuration is") from error
-    except ValueError as error:  # `int` reads at most some thousand digits
+    except ValueError as error:  # of `int`: it reads at most some thousand digits
         raise ConfigError(f"{source}: holds a number of too many digits") from error
 
 
 def _check_plain(data: Mapping[str, Any], source: Path) -> None:
-    """Refuse values that JSON or TOML cannot hold: the configuration is stored as JSON, compared, and printed as
-    TOML."""
+    """Refuse what not every reader of a configuration can hold: it is kept as JSON, compared, and printed as TOML."""
     level: list[tuple[tuple[str, ...], Any]] = [((), data)]
     for _ in range(MAX_DEPTH):
         below: list[tuple[tuple[str, ...], Any]] = []
@@ -168,7 +167,7 @@ def _check_plain(data: Mapping[str, Any], source: Path) -> None:
 
 
 def _check_read_as_written(data: Mapping[str, Any], read: BaseModel, source: Path) -> None:
-    """Refuse text and `true` where a number is expected: TOML has its own way to write numbers."""
+    """Refuse text and `true` where a number is wanted: a file has a way to write numbers."""
     lines = list(misread(data, read.model_dump()))
     if lines:
         raise ConfigError(f"{source}: " + "\n  ".join(lines))
@@ -223,7 +222,7 @@ def _wanted_text(error: ValidationError) -> Iterator[tuple[str, ...]]:
 
 
 def _choose_default_members(model: type[BaseModel], data: dict[str, Any]) -> None:
-    """Add the default's tag to a table of a tagged union that leaves its tag out."""
+    """Where a table of a tagged union leaves its tag out, it means the default's."""
     for name, field in model.model_fields.items():
         value = data.get(name)
         if not isinstance(value, dict):
@@ -278,35 +277,35 @@ _WORDS: dict[Any, str] = {
     tuple: "a list",
 }
 _WANTED = {"bool": bool, "float": float, "int": int, "list": list, "string": str, "tuple": tuple}
-"""Types by the first word of pydantic's errors."""
+"""By the first word of pydantic's errors."""
 SHOWN = 10
-"""Most mistakes shown at once."""
+"""Mistakes, at most."""
 
 
 class _Location(NamedTuple):
-    """The location of a mistake in a configuration."""
+    """The place of a mistake in a configuration."""
 
     path: list[str]
-    """Keys that lead there, without the tags that pydantic adds."""
+    """The keys that lead there, without the tags pydantic adds."""
     section: type[BaseModel] | None
     """The section that holds the last key."""
     kinds: list[type[BaseModel]]
-    """Sections among which `kind` chose this one."""
+    """The sections that `kind` chose this one from."""
     annotation: Any
-    """The expected type."""
+    """The type expected there."""
     unnamed: int | None
-    """Index of a key that stands where the user's own name is missing."""
+    """The index of a key that stands where the user's own name is missing."""
 
 
 def config_error(error: ValidationError, source: str, model: type[BaseModel] = RunConfig) -> ConfigError:
-    """Turn a pydantic error about a section into a `ConfigError`; its message names the file `source`."""
+    """A pydantic error about a section in words; `source` is what they call the file."""
     return ConfigError(f"{source}: {mistakes(error, model)}")
 
 
 def mistakes(error: ValidationError, model: type[BaseModel] = RunConfig) -> str:
     """The problems in a pydantic error about a section, one line each."""
     told: dict[str, list[str]] = {}
-    """Accepted values by problem: each member of a union adds its own."""
+    """By problem, the accepted values: each member of a union adds its own."""
     for detail in error.errors(include_url=False):
         problem, wanted = _explain(detail, model)
         told[problem] = told.get(problem, []) + ([wanted] if wanted else [])
@@ -341,7 +340,7 @@ def path_of(location: Sequence[str | int], top: type[BaseModel]) -> list[str]:
 
 
 def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Every valid key in dotted form, including all members of unions; `<name>` stands for a name of the user's."""
+    """Every valid key in dotted form, all members of unions included; `<name>` stands for a name of the user's."""
     for name, field in model.model_fields.items():
         members, named = sections_in(field.annotation)
         path = f"{prefix}{name}.<name>" if named else f"{prefix}{name}"
@@ -351,7 +350,7 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
 
 
 def sections_in(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
-    """The sections an annotation can hold, and whether the user names them."""
+    """The sections an annotation can hold, and whether they stand under names of the user's."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation], False
     arguments = get_args(annotation)
@@ -363,7 +362,7 @@ def sections_in(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
 
 
 def short(value: Any) -> str:
-    """A value as a file would have it, shortened."""
+    """A value as a file has it, or its beginning."""
     text = repr(value) if not isinstance(value, str | bool) else json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -372,7 +371,7 @@ def short(value: Any) -> str:
 
 
 def _explain(detail: ErrorDetails, top: type[BaseModel]) -> tuple[str, str]:
-    """The problem, and the accepted value if the given one has another type."""
+    """The problem, and the accepted value where the given one is of another type."""
     place = _locate(detail["loc"], top)
     dotted, kind, given = ".".join(place.path), detail["type"], detail["input"]
     if place.unnamed is not None:
@@ -427,7 +426,7 @@ def _locate(location: Sequence[str | int], top: type[BaseModel]) -> _Location:
 
 
 def _bare(annotation: Any) -> Any:
-    """The annotation without bounds and without `| None`."""
+    """Without bounds, and without `None` beside it."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     choices = _union_members(annotation)
@@ -435,7 +434,7 @@ def _bare(annotation: Any) -> Any:
 
 
 def _union_members(annotation: Any) -> list[Any]:
-    """The members of a union except `None`; empty for any other type."""
+    """The members of a union but `None`; none where it is no union."""
     if get_origin(annotation) not in (Union, types.UnionType):
         return []
     return [choice for choice in get_args(annotation) if choice is not types.NoneType]
@@ -495,7 +494,7 @@ def recorded_config(info: Mapping[str, Any]) -> RunConfig:
     """The configuration in a journal's `info`.
 
     Raises:
-        JournalError: the configuration does not fit this version of agentrl.
+        JournalError: it is not one of this version.
     """
     try:
         return RunConfig.model_validate(info.get("config") or {})

@@ -6,8 +6,10 @@ embedded engine. Never executes code from a directory, never unpickles.
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,7 @@ from agentrl.core.errors import ModelError
 from agentrl.core.files import WEIGHT_FILES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
@@ -49,6 +51,59 @@ _LOAD_ERRORS = (
 )
 """Raised by transformers on a directory that is damaged, or whose configuration makes no sense."""
 _ATTENTION_NAME = "agentrl_grouped"
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Floating-point dtypes by their names in a safetensors header."""
+
+
+def model_dtype(path: str | Path, setting: str, device: torch.device) -> torch.dtype:
+    """The dtype that a model computes in on a device.
+
+    Args:
+        path: its directory.
+        setting: `model.dtype` of the configuration. `auto` is the dtype of the checkpoint: that of `config.json`, else
+            of the first floating-point tensor. A float16 checkpoint computes in float32, since float16 gradients
+            underflow.
+        device: where it will compute.
+
+    Raises:
+        ModelError: the directory is no model, or the device does not compute in this dtype.
+    """
+    dtype = _checkpoint_dtype(Path(path)) if setting == "auto" else getattr(torch, setting)
+    if dtype is torch.float16:
+        dtype = torch.float32
+    lacking = device.type == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(False)
+    if not lacking:
+        try:
+            torch.ones((2, 2), dtype=dtype, device=device) @ torch.ones((2, 2), dtype=dtype, device=device)
+        except (RuntimeError, TypeError):
+            lacking = True
+    if lacking:
+        name = str(dtype).removeprefix("torch.")
+        raise ModelError(
+            f"{path}: model.dtype = {setting!r} means {name}, in which {device} does not compute; set model.dtype to "
+            "float32"
+        )
+    return dtype
+
+
+def _checkpoint_dtype(path: Path) -> torch.dtype:
+    """The dtype a checkpoint is stored in; float32 where nothing says so."""
+    _check_directory(path)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        found: Any = config.dtype or config.get_text_config().dtype
+        if found is None:
+            for file in sorted(path.glob("*.safetensors")):
+                with file.open("rb") as opened:
+                    header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+                stored = [each["dtype"] for name, each in header.items() if name != "__metadata__"]
+                found = next((_STORED[each] for each in stored if each in _STORED), None)
+                break
+    except _LOAD_ERRORS as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(f"{path}: its dtype cannot be read ({reason})") from error
+    found = getattr(torch, found, None) if isinstance(found, str) else found
+    return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
 
 
 def load_model(path: str, *, max_context: int, dtype: torch.dtype, device: str) -> PreTrainedModel:
@@ -104,8 +159,13 @@ def read_model(path: str | Path, *, dtype: torch.dtype, max_context: int, to_sam
     return loaded
 
 
-def read_shapes(path: str | Path, *, max_context: int) -> PreTrainedModel:
+def read_shapes(path: str | Path, *, max_context: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The model of a directory without its weights, on the meta device: names, shapes, configuration.
+
+    Args:
+        path: the directory.
+        max_context: the longest context it is to compute.
+        dtype: what it will compute in, for its configuration to say; None: what the directory says.
 
     Raises:
         ModelError: the directory holds no such model, one with fewer positions than `max_context`, or weights that
@@ -118,6 +178,8 @@ def read_shapes(path: str | Path, *, max_context: int) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
             model: PreTrainedModel = make(config, trust_remote_code=False)
+        if dtype is not None:
+            model.config.dtype = dtype
     except _LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelError(f"{path}: config.json describes no causal LM ({reason})") from error
@@ -131,6 +193,34 @@ def ready_to_sample(model: PreTrainedModel, device: str | torch.device) -> PreTr
     module.to(device).requires_grad_(False).train(False)
     use_grouped_attention(model)
     return model
+
+
+@contextmanager
+def in_float32(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model compute in float32 inside: each module has a float32 copy of its weights while it runs."""
+    stored = {parameter: parameter.data for parameter in model.parameters() if parameter.dtype != torch.float32}
+
+    def widen(module: nn.Module, *_: object) -> None:
+        with torch.inference_mode(False):  # else the data would be of a kind that cannot take part in training
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.float()
+
+    def restore(module: nn.Module, *_: object) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter in stored:
+                parameter.data = stored[parameter]
+
+    every: Iterator[nn.Module] = model.modules()
+    modules = [module for module in every if any(each in stored for each in module.parameters(recurse=False))]
+    hooks = [module.register_forward_pre_hook(widen) for module in modules]
+    hooks += [module.register_forward_hook(restore, always_call=True) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, data in stored.items():
+            parameter.data = data
 
 
 def kv_bytes_per_token(config: PretrainedConfig) -> int:

@@ -1,10 +1,9 @@
-"""The classes an environment is written with: `Environment`, `EpisodeContext`, `Agent`.
+"""What a user subclasses, and what its `run` may ask for.
 
-Owns: `Environment`, and the abstract `EpisodeContext` and `Agent` that `run` receives. Runs nothing: the package
-`rollout` implements both handles.
-
-Rules that keep an episode durable: an instance plays one episode and keeps its state on `self`; everything
-non-deterministic or outside `self` goes through `ctx`.
+Owns: `Environment`, and the abstract `EpisodeContext` and `Agent` handed to it. Does not run anything:
+`rollout/runner.py` implements the handles.
+Rules that make an episode durable: an instance is one episode, its state lives on `self`, and
+everything non-deterministic or outside `self` goes through `ctx`.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ Split = Literal["train", "held_out"]
 Guarantee = Literal["read", "idempotent", "once"]
 Reconcile = Callable[[], "tuple[bool, T | None] | Awaitable[tuple[bool, T | None]]"]
 Reply = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""One turn of a demonstration: text, a tool call, or a list of calls."""
+"""What a demonstration says in a turn."""
 ResourceLevel = Literal["replay", "snapshot", "pinned"]
 
 LARGEST_REWARD = 1e6
-"""A larger reward, positive or negative, is refused as a mistake."""
+"""A larger reward, either way, is taken for a mistake."""
 
 
 def system(content: str) -> Message:
@@ -50,27 +49,27 @@ def user(content: str) -> Message:
 
 
 class TaskSource(Protocol):
-    """A source of tasks: anything with a length and an index. A plain list will do."""
+    """Where tasks come from: anything with a length and an index. A plain list will do."""
 
     def __len__(self) -> int:
-        """The number of tasks."""
+        """How many tasks there are."""
         ...
 
     def __getitem__(self, index: int, /) -> Task:
-        """The task at `index`; the same task every time."""
+        """Task number `index`, the same each time."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of an episode."""
+    """What bounds an episode."""
 
     max_turns: int
-    """Most turns of one agent."""
+    """Turns of one agent."""
     max_tokens: int
-    """Most sampled tokens of one turn."""
+    """Sampled tokens of one turn."""
     max_context: int
-    """Most tokens of one conversation."""
+    """Tokens of one conversation."""
 
 
 class LimitReachedError(AgentRLError):
@@ -82,8 +81,7 @@ class LimitReachedError(AgentRLError):
 
 
 class ToolCallError(AgentRLError):
-    """A tool call that no tool accepts: an unknown name, or arguments that do not fit. Its text becomes the
-    observation."""
+    """A tool call that no tool can take: an unknown name, or arguments that do not fit. Its text is the observation."""
 
     def __init__(self, message: str, *, outcome: Literal["unknown_tool", "bad_arguments"]) -> None:
         super().__init__(message)
@@ -96,20 +94,20 @@ class ChildResult:
 
     episode_id: str
     drop_reason: str | None
-    """None if the child was committed. Leave dropped children out of every average."""
+    """None where it was committed; a dropped child belongs in no numerator and no denominator."""
     rewards: Mapping[str, float]
-    """Sums over the agents of each seat, by seat."""
+    """By seat, summed over its agents."""
     versions: Mapping[str, PolicyVersion] = field(default_factory=dict)
-    """By policy, the oldest version that sampled a token of the child: the policy that the rewards measure."""
+    """The oldest weights that each policy sampled a token of it with: whom the rewards were measured against."""
 
     @property
     def reward(self) -> float | None:
-        """The sum over seats; None if the child was dropped."""
+        """The sum over seats; None where the child was dropped."""
         return None if self.drop_reason is not None else sum(self.rewards.values())
 
 
 class ChildEpisode(ABC):
-    """A child episode in progress; await it, or pass it to `ctx.gather`."""
+    """A child episode that was started; await it, or pass it to `ctx.gather`."""
 
     episode_id: str
 
@@ -126,7 +124,7 @@ class Agent(ABC):
 
     @abstractmethod
     async def act(self, *messages: Message, max_tokens: int | None = None) -> Turn:
-        """Append messages to the conversation and return the policy's answer.
+        """Append messages to the conversation and let the policy answer.
 
         Raises:
             LimitReachedError: the agent has no turn or no context left.
@@ -134,27 +132,26 @@ class Agent(ABC):
 
     @abstractmethod
     def restart(self, *messages: Message) -> None:
-        """Begin a new row: the next `act` starts from these messages instead of the conversation."""
+        """Begin a new row: the next `act` starts from these messages instead of the conversation so far."""
 
     @abstractmethod
     def reward(self, value: float, turn: int | None = None) -> None:
-        """Add a reward for the episode or, with `turn` (counted from 0), for one turn. An agent's rewards add up.
+        """Give a reward for the episode, or for the agent's turn number `turn`, from 0. Rewards of an agent add up.
 
-        By default every token of the agent is credited with the sum. With `credit.turn_credit = "to_go"`, the reward of
-        a turn counts for the tokens of that turn and of the turns before it.
+        By default all tokens of the agent are credited with the sum; with `credit.turn_credit = "to_go"` a turn's
+        reward counts for the tokens of that turn and of those before it.
 
         Raises:
-            RewardError: the value is not a finite real number, or the agent has no such turn yet.
+            RewardError: not a finite real number, or there is no such turn yet.
         """
 
     @abstractmethod
     def gate(self, accepted: bool, *, penalty: float) -> bool:
-        """Accept or reject the agent's work before anything is spent on it; a rejected agent gets `penalty` as its
-        reward.
+        """Say whether what the agent made is good enough to spend anything on; where not, `penalty` is its reward.
 
-        Call it before the expensive part of a reward: `if not proposer.gate(problem.valid, penalty=-0.5): return`. Be
-        strict: the policy learns to make whatever passes the gate. Returns `accepted`; the metric `gate/acceptance` is
-        the share that passed.
+        Before `reward`, which needs something to have been spent: `if not proposer.gate(problem.valid, penalty=-0.5):
+        return`. What it lets through is what the policy learns to make, whatever the reward is: be strict here.
+        Returns `accepted`; the share that is accepted is the metric `gate/acceptance`.
 
         Raises:
             RewardError: the penalty is not a finite real number.
@@ -172,14 +169,14 @@ class Agent(ABC):
 
 
 class EpisodeContext(ABC):
-    """The handle that `run` receives. Every call is journaled under the branch that makes it."""
+    """What `run` may ask for. Every call is journaled under the branch that makes it."""
 
     task: Task
     limits: Limits
 
     @abstractmethod
     def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> Agent:
-        """The agent `index` of `seat`, the same handle at each call. Only its first call declares `tools`."""
+        """The agent `index` of `seat`; the same handle each time. `tools` count at its first call."""
 
     @abstractmethod
     async def effect(
@@ -190,21 +187,20 @@ class EpisodeContext(ABC):
         guarantee: Guarantee = "idempotent",
         reconcile: Reconcile[T] | None = None,
     ) -> T:
-        """Act on the outside world. The JSON-serialisable result is journaled, and re-execution returns it without
-        acting again.
+        """Act on the outside world; the JSON-serialisable result is journaled and never asked for twice.
 
         Args:
-            name: names the effect in the journal.
-            function: performs the effect. It may use neither `ctx` nor an agent.
-            guarantee: what a retry may do if the process died before the result was on disk. `read` and `idempotent`:
-                call `function` again (a read changes nothing, an idempotent act may happen twice; a `ctx.uuid()` drawn
-                before it is a stable key). `once`: never call it again; the intent is on disk before the act, and an
-                act without a result ends the episode as `unknown_effect`, unless `reconcile` finds the outcome.
-            reconcile: for `once`: asks the outside world what happened. Returns `(True, result)`, or `(False, None)` if
-                nothing happened and the act may be tried again.
+            name: in the journal.
+            function: what is done. It may use neither `ctx` nor an agent.
+            guarantee: what another try may do where the process died before the result was on disk. `read` and
+                `idempotent`: it is tried again (a read changes nothing, an idempotent act may be done twice; a
+                `ctx.uuid()` drawn before it is a key that stays). `once`: it is not; the intent is on disk before the
+                act, and an act without a result ends the episode as `unknown_effect`, unless `reconcile` knows.
+            reconcile: for `once`: asks the outside what happened; `(True, result)`, or `(False, None)` where nothing
+                did and the act may be tried again.
 
         Raises:
-            EffectError: the function raised; re-execution raises the same.
+            EffectError: the function raised; the same on every execution.
         """
 
     @abstractmethod
@@ -214,48 +210,47 @@ class EpisodeContext(ABC):
         """A stateful object of this episode.
 
         Args:
-            factory: makes the object. The factory and every call run under random states (`random`, `numpy.random`) of
+            factory: makes the object. It, and every call, run under global random states (`random`, `numpy.random`) of
                 their own.
             level: how the object comes back when `run` is executed again. `replay`: its calls are made again and their
                 results compared. `snapshot`: it has `get_state()` and `set_state(state)`, JSON data or bytes; the state
-                after the last recorded call is restored. `pinned`: it does not come back, and the episode begins again.
-            seed: seeds those random states; give one to share them between episodes. Default: the episode's seed.
+                after the last recorded call is restored. `pinned`: not at all, the episode begins again.
+            seed: of those random states, where they shall be the same in other episodes as well; default: the
+                episode's.
         """
 
     @abstractmethod
     def patched(self, id: str) -> bool:
-        """Whether code that was added while episodes were running may run here: `if ctx.patched("shorter prompt"): …`.
+        """Whether code that was added under running episodes may run here: `if ctx.patched("shorter prompt"): …`.
 
-        False only while a branch replays entries that were recorded before the code knew this id. It uses no call id,
-        so a patch does not shift the calls that follow.
+        False only while a branch replays what was recorded before the code knew this id. A call id of its own is not
+        used, so that the patch does not shift the calls that follow.
         """
 
     @abstractmethod
     def spawn(
         self, environment: type[Environment], task: Task | Mapping[str, Any], *, n: int = 1
     ) -> tuple[ChildEpisode, ...]:
-        """Start `n` child episodes on one task. They form a group; each is a whole episode.
+        """Start `n` child episodes on one task: a group of their own, each whole in itself.
 
         Raises:
-            EpisodeError: the attempt would have started more of them than `fan_out` declares; none starts.
+            EpisodeError: with those the attempt has started before they are more than `fan_out` declares; none starts.
         """
 
     @abstractmethod
     async def remember(self, key: str, structure: str = "") -> Recollection:
-        """Record a proposal in the run's memory and return what the memory held before. Journaled: re-execution returns
-        the same.
+        """Have the run remember a proposal, and hear what it knew of it: journaled, so the same on every execution.
 
-        The run remembers the newest 2,000 proposals of all training episodes. Other episodes read the memory and add
-        nothing.
+        The newest 2,000 proposals of all training episodes are remembered. Other episodes only hear.
 
         Args:
-            key: equal for equal proposals. Normalise it: one more space makes another proposal.
-            structure: equal for similar proposals, such as `"3 terms"`: coarse, and cheap to compute.
+            key: equal for proposals that are the same. Normalise it: what differs by a space is another one.
+            structure: equal for proposals that are alike, such as `"3 terms"`: coarse, and cheap to tell.
         """
 
     @abstractmethod
     async def gather(self, *awaitables: Awaitable[Any]) -> list[Any]:
-        """Await several things at once, each on a branch of its own; returns the results in the given order."""
+        """Await several things at once, each on a branch of its own; results in the order given."""
 
     @abstractmethod
     async def call_tool(
@@ -268,20 +263,20 @@ class EpisodeContext(ABC):
         timeout_s: float | None,
         guarantee: Guarantee = "idempotent",
     ) -> str:
-        """Run a tool and journal its observation, for environments with a tool loop of their own.
+        """Run a tool and journal its observation; for environments that bring a tool loop of their own.
 
-        `guarantee` applies to external tools; see `effect`. `call` raises `ToolCallError` if the call fits no tool,
-        which counts as a format error.
+        `guarantee` counts for external tools and is that of `effect`. `call` raises `ToolCallError` where the call fits
+        no tool: that counts as breaking the format.
         """
 
     @abstractmethod
     def truncate(self, limit: LimitReachedError) -> None:
-        """Mark the episode as truncated by a limit that `run` caught."""
+        """Say that a limit which `run` caught cut the episode short: it counts as truncated."""
 
     @property
     @abstractmethod
     def rng(self) -> random.Random:
-        """The random stream of the calling branch; re-execution draws the same numbers."""
+        """Random numbers of the calling branch: the same on every execution."""
 
     @abstractmethod
     def now(self) -> float:
@@ -289,26 +284,26 @@ class EpisodeContext(ABC):
 
     @abstractmethod
     def uuid(self) -> str:
-        """A random UUID (version 4) of the calling branch; re-execution returns the same."""
+        """A random UUID (version 4) of the calling branch: the same on every execution."""
 
     @abstractmethod
     async def sleep(self, seconds: float) -> None:
-        """Wait for `seconds`."""
+        """Wait."""
 
     @abstractmethod
     def metric(self, name: str, value: float) -> None:
-        """Record a number for the episode; the step metrics report its mean over episodes."""
+        """Record a number beside the episode; the mean over episodes appears in the metrics."""
 
 
 class Resource(ABC):
-    """A stateful object of the episode, whose calls go through the journal."""
+    """A stateful object that belongs to the episode, called through the journal."""
 
     @abstractmethod
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the object; the JSON-serialisable result is journaled.
 
         Raises:
-            EffectError: the method raised; re-execution raises the same. agentrl's own errors pass through unchanged.
+            EffectError: the method raised; the same on every execution. agentrl's own errors come as they are.
         """
 
 
@@ -327,15 +322,15 @@ class Environment(ABC):
     # --- override these ---------------------------------------------------------------------------------------------
 
     seats: ClassVar[tuple[str, ...]] = ("agent",)
-    """The roles that policies can hold."""
+    """The roles policies can hold."""
     fan_out: ClassVar[Mapping[str, int]] = {}
-    """The most child episodes that one episode starts, by class name: admission reserves this many, and a further spawn
-    is refused. For a class that is not named, admission reserves the most that any episode has started so far."""
+    """Child episodes one episode starts at most, by class name, so that admission can reserve them: a spawn beyond that
+    is refused. Of classes that are not named here, the most that an episode has had is reserved."""
     truncated_reward: ClassVar[float | None] = 0.0
-    """Reward of an agent that has none when a limit ends the episode; None drops such episodes."""
+    """What an agent without a reward gets when a limit ends the episode; None drops such episodes."""
     own_random: ClassVar[bool] = False
-    """Whether the code draws from `random` or `numpy.random`, so that each episode needs its own state of them. If not
-    declared, the first draw is detected, and the episode begins again."""
+    """Its code draws from `random` or `numpy.random`, so each episode has a state of its own there. Seen at the first
+    draw, after which the episode begins again; declared, it need not."""
 
     @abstractmethod
     async def run(self, ctx: EpisodeContext) -> None:
@@ -343,16 +338,15 @@ class Environment(ABC):
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
-        """The tasks of a split. Keyword arguments after `seed` are options of the environment."""
+        """The tasks of a split. Keyword arguments after `seed` are the environment's options."""
         raise NotImplementedError(f"{cls.__name__} has no task source: override `tasks`, or pass tasks= to train()")
 
     @classmethod
     def demonstrate(cls, task: Task, random: random.Random) -> Iterable[Reply] | Generator[Reply, str, None]:
-        """The replies of a good policy in an episode of a task, turn by turn, for `agentrl env warm-up`.
+        """What a good policy says in an episode of a task, turn by turn, for `agentrl env warm-up`.
 
-        A list, or a generator that receives the environment's answer to each reply. A reply is text, a tool call as
-        `{"name": …, "arguments": {…}}`, or a list of calls. A demonstration with a parameter `seat` is called once for
-        each seat.
+        A list, or a generator, which is sent what the environment answered to each reply. A reply is text, a tool call
+        as `{"name": …, "arguments": {…}}`, or a list of calls. One that takes `seat=` is told for which seat it speaks.
         """
         raise NotImplementedError(f"{cls.__name__} has no demonstrations: override `demonstrate`")
 
@@ -364,7 +358,7 @@ class Environment(ABC):
 
     @classmethod
     def source(cls) -> str:
-        """The source text of the class's module, for the code hash; the qualified name if there is no source."""
+        """Text of the class's module, for the code hash; the qualified name where there is no source."""
         try:
             return inspect.getsource(inspect.getmodule(cls) or cls)
         except (OSError, TypeError):
@@ -372,18 +366,18 @@ class Environment(ABC):
 
 
 def described(error: BaseException) -> str:
-    """An error of foreign code on one line, with the file and line that raised it."""
+    """A foreign error on one line, with the place it was raised at."""
     return f"{error_words(error)}{raised_at(error)}"
 
 
 def raised_at(error: BaseException | None) -> str:
-    """` at FILE:LINE in FUNCTION`, the line that raised an error; empty if unknown."""
+    """Where an error was raised, as ` at FILE:LINE in FUNCTION`; empty where that is not known."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     return f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
 
 
 def finite_reward(value: object, where: str) -> float:
-    """Convert a reward, a real number of Python or numpy, to a float.
+    """A reward as a float: of Python's real numbers, or of numpy's.
 
     Args:
         value: the reward an environment gave.
@@ -411,15 +405,15 @@ def finite_reward(value: object, where: str) -> float:
 
 
 def valid_unicode(text: str) -> str:
-    """Replace lone surrogates, which file names and models can produce and databases cannot store."""
+    """Text without lone surrogates, which file names and models can bring and no database can hold."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def children_of(environment: type[Environment]) -> dict[type[Environment], int]:
-    """The classes that `fan_out` names, looked up in the environment's module, with their counts.
+    """The classes that `fan_out` names, found in the environment's module, and how many of each.
 
     Raises:
-            EnvironmentDefinitionError: a name is not an environment of that module, or a count is below 1.
+        EnvironmentDefinitionError: a name that is no environment there, or a number below 1.
     """
     found = {}
     for name, count in environment.fan_out.items():

@@ -1,7 +1,9 @@
 """The models of a run's policies that learn: one base from a local directory, and on it an adapter or all weights each.
 
-Policies with adapters share one base; a policy that trains all weights has a copy of its own. All parameters are
-float32. Nothing is fetched: no network, no remote code.
+Policies with adapters share one base; a policy that trains all weights has a copy of its own. Models compute in
+`model.dtype`; what an optimizer changes, and its gradients, are float32: adapters are, and a policy that trains all
+weights in bfloat16 keeps float32 masters, whose rounded values the model computes with. Nothing is fetched: no network,
+no remote code.
 
 Owns: loading, the check that the trainer's forward pass is the model's own, which parameters belong to whom, which
 adapter is active, what a published version contains. Invariants: the shared base never requires a gradient; a policy's
@@ -11,6 +13,7 @@ start does not depend on the others'.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,7 +30,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.ids import key64
 from agentrl.core.records import TrainingSample
-from agentrl.engines.models import read_model, special_lengths
+from agentrl.engines.models import in_float32, model_dtype, read_model, special_lengths
 from agentrl.engines.weights import adaptable_layers, match_full_weights, read_matrices, read_weights
 from agentrl.learn.forward import ATTENTION, device_tensor, token_logprobs
 from agentrl.learn.packing import pack
@@ -72,7 +75,9 @@ class PolicyModel:
         """What the adapter is on, and its share of the model; empty for full weights."""
         self.kind: Literal["full", "adapter"] = "full" if adapter is None else "adapter"
         self.parameters: dict[str, nn.Parameter] = {}
-        """What an optimizer step changes, by name."""
+        """What an optimizer step changes, by name; float32. `round_masters` must follow a change of their values."""
+        self._computed: dict[str, nn.Parameter] = {}
+        """The rounded parameters that the model computes with, of those whose master is in `parameters`."""
         self._peft = peft_model
         self._adapter = adapter
 
@@ -86,9 +91,26 @@ class PolicyModel:
         self.activate()
         mark = None if self._adapter is None else f".{self._adapter}."
         named = self.model.named_parameters()
-        self.parameters = {name: parameter for name, parameter in named if mark is None or mark in name}
-        for parameter in self.parameters.values():
+        own = {name: parameter for name, parameter in named if mark is None or mark in name}
+        for name, parameter in own.items():
             parameter.requires_grad_(True)
+            if parameter.dtype == torch.float32:
+                self.parameters[name] = parameter
+            else:
+                self._computed[name] = parameter
+                self.parameters[name] = master = nn.Parameter(parameter.detach().float())
+                parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the model computes with rounded values of the parameters, so that a published version is rounded."""
+        return bool(self._computed)
+
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """Let the model compute with the present values of `parameters`."""
+        for name, parameter in self._computed.items():
+            parameter.copy_(self.parameters[name])
 
     def adapter_config(self) -> dict[str, Any] | None:
         """`adapter_config.json` of PEFT as a dictionary; None for full weights."""
@@ -111,9 +133,8 @@ class PolicyModel:
                 continue  # of an adapter on a shared base; or tied to a tensor that is already in
             seen.add(tensor.data_ptr())
             state[name.replace(".base_layer.", ".")] = tensor
-        dtype = self.model.config.dtype
         converted = revert_weight_conversion(self.model, state)
-        return {name: tensor.to(dtype).contiguous() for name, tensor in converted.items()}
+        return {name: tensor.contiguous() for name, tensor in converted.items()}
 
     def load_published(self, weights: WeightsRef) -> None:
         """Put the weights of a published version in place, bit for bit.
@@ -124,7 +145,7 @@ class PolicyModel:
         """
         read = read_weights(weights).tensors if self._adapter is None else read_matrices(weights)
         rounded = next((tensor.dtype for tensor in read.values() if tensor.dtype != torch.float32), None)
-        if rounded is not None:
+        if rounded is not None or self.has_masters:
             raise ModelError(f"{weights.path}: published as {rounded}, so what was trained is not kept bit for bit")
         if self._adapter is None:
             state = dict(self.model.state_dict())
@@ -147,10 +168,11 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
         ConfigError: an adapter is to be on what cannot be both trained and served.
     """
     path = Path(config.model.path).resolve()
+    dtype = model_dtype(path, config.model.dtype, device)
     adapted = {name: policy.lora for name, policy in config.trained.items() if policy.lora is not None}
     result: dict[str, PolicyModel] = {}
     if adapted:
-        base = _load(path, device, config.engine.max_context)
+        base = _load(path, device, dtype, config.engine.max_context)
         replay = _replay(base, config)
         matrices, can = _matrices(base), _adaptable(base)
         shared = shares_prefixes(base, config.engine.max_context)
@@ -178,7 +200,7 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
             )
     for name in config.trained:
         if name not in result:
-            model = _load(path, device, config.engine.max_context)
+            model = _load(path, device, dtype, config.engine.max_context)
             replay = _replay(model, config)
             shared = shares_prefixes(model, config.engine.max_context)
             result[name] = PolicyModel(model=model, peft_model=None, adapter=None, shared=shared, replay=replay)
@@ -187,13 +209,24 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
     return result
 
 
-def _load(path: Path, device: torch.device, max_context: int) -> PreTrainedModel:
-    model = read_model(path, dtype=torch.float32, max_context=max_context, to_sample=False)
+def _load(path: Path, device: torch.device, dtype: torch.dtype, max_context: int) -> PreTrainedModel:
+    model = read_model(path, dtype=dtype, max_context=max_context, to_sample=False)
     module: nn.Module = model
     # No dropout: the ratio to the recorded log-probabilities must not be noise.
     module.train(False)
     module.to(device)
     return model
+
+
+@torch.no_grad()
+def _move_gradient(master: nn.Parameter, parameter: nn.Parameter) -> None:
+    """Add the gradient that a backward pass left on a rounded parameter to that of its float32 master."""
+    assert parameter.grad is not None
+    if master.grad is None:
+        master.grad = parameter.grad.float()
+    else:
+        master.grad += parameter.grad
+    parameter.grad = None
 
 
 def _replay(model: PreTrainedModel, config: RunConfig) -> RoutingReplay | None:
@@ -307,7 +340,8 @@ def shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:
 
     Short rows are packed together with one on each side of every length below `max_context` that the model's
     configuration names (`special_lengths`): windows and chunks are invisible in shorter ones. That costs what a
-    few rows of such a length cost in a step. The model is left with the attention that goes with the answer.
+    few rows of such a length cost in a step. Computed in float32, layer by layer, since rounding would hide a wrong
+    position. The model is left with the attention that goes with the answer.
 
     Raises:
         ModelError: neither does, or the model cannot be forwarded at all.
@@ -317,7 +351,7 @@ def shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:
     around = [row for length in special for row in (length - 1, min(length + 5, max_context))]
     rows = _check_rows(model, [12, 12, 12, *around])
     differences: dict[bool, float] = {}
-    with torch.no_grad():
+    with torch.no_grad(), in_float32(model):
         model.set_attn_implementation(own)
         try:
             expected = [_own_logprobs(model, row) for row in rows]

@@ -104,6 +104,19 @@ class _Learner:
             result.append(parameter.grad)
         return result
 
+    def load(self, directory: Path) -> LearnerState:
+        """Take weights and optimizer from a policy's folder in a checkpoint; see `load_checkpoint`."""
+        state = load_checkpoint(directory, self.model.parameters, self.optimizer)
+        self.model.round_masters()
+        return state
+
+    def apply(self, rate: float) -> None:
+        """Take an optimizer step with the accumulated gradient."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.model.round_masters()
+
     def discard(self) -> None:
         """Forget what was accumulated."""
         self.open = None
@@ -165,7 +178,7 @@ class PolicyTrainer:
             self._canaries = CanaryMaker(next(iter(models.values())), max_context=self._config.engine.max_context)
         if resume_from is not None:
             for name, learner in self._learners.items():
-                state = load_checkpoint(resume_from / name, learner.model.parameters, learner.optimizer)
+                state = learner.load(resume_from / name)
                 learner.step, learner.version, learner.report = state.step, state.version, state.report
         return tuple(model.described for model in models.values() if model.described)
 
@@ -271,10 +284,8 @@ class PolicyTrainer:
                 "The step was skipped and the weights are as before; look at the episode's recorded logprobs and reward"
             )
         columns, merged = self._write_columns(learner, step)  # before the weights change: this may fail
-        for group in learner.optimizer.param_groups:
-            group["lr"] = learner.rate(step_id)
         if step.units:  # else there is nothing to learn from, and momentum alone must not move the weights
-            learner.optimizer.step()
+            learner.apply(learner.rate(step_id))
         report = StepReport(
             step_id=step_id,
             policy=policy,
@@ -345,18 +356,27 @@ class PolicyTrainer:
         """Forget the gradient accumulated for the policy's next step."""
         self._learner(policy).discard()
 
+    def has_masters(self, policy: str) -> bool:
+        """Whether the policy's published versions are rounded, so that only checkpoints hold what was trained."""
+        return self._learner(policy).model.has_masters
+
     def recompute(
-        self, batch: TrainBatch, started_from: PolicyVersion, weights: WeightsRef | Path | None
+        self,
+        batch: TrainBatch,
+        started_from: PolicyVersion,
+        weights: WeightsRef | Path | None,
+        between: Sequence[tuple[TrainBatch, float]] = (),
     ) -> tuple[float, float]:
-        """Loss and gradient norm, before clipping, of a step from its start weights; applies and writes nothing.
+        """Loss and gradient norm, before clipping, of a step of the run; nothing is written.
 
         On the machine that trained, with one rank, every bit is that of the step; several ranks add the same numbers
         in another order.
 
         Args:
             batch: the step's units.
-            started_from: the version the step started from.
-            weights: of that version: published, or a policy's folder in a checkpoint; None: those a run begins with.
+            started_from: the version whose `weights` are given.
+            weights: published, or a policy's folder in a checkpoint; None: those a run begins with.
+            between: the steps from there to this one, oldest first, each with its learning rate; they are applied.
 
         Raises:
             ModelError: the weights were rounded when they were published.
@@ -369,12 +389,23 @@ class PolicyTrainer:
         if isinstance(weights, WeightsRef):
             learner.model.load_published(weights)
         elif weights is not None:
-            load_checkpoint(weights, learner.model.parameters, None)
+            learner.load(weights)
+        for earlier, rate in between:
+            self._accumulated(learner, earlier)
+            if earlier.units:
+                learner.apply(rate)
+            learner.discard()
+            learner.step = earlier.step_id
+        found = self._accumulated(learner, batch)
+        learner.discard()
+        return found
+
+    def _accumulated(self, learner: _Learner, batch: TrainBatch) -> tuple[float, float]:
+        """Loss and gradient norm of a batch, whose clipped gradient is left on the parameters."""
         self.forward_backward(batch)
         if learner.open is None:
-            raise TrainerError(f"policy {batch.policy!r}: no step is in progress")
+            raise TrainerError(f"policy {batch.policy!r}: step {batch.step_id} was not accumulated")
         total, grad_norm = self._summed(learner, learner.open)
-        learner.discard()
         return total["loss"], grad_norm
 
     def save(self, directory: Path) -> None:

@@ -17,10 +17,10 @@ from agentrl.app.replays import Replayed, replay
 from agentrl.app.step_replays import StepComputed, compute_step, rebuild_step
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
-from agentrl.environments.propose_and_solve import env
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_list
 from agentrl.journal.schema import row_checksum
+from environments.propose_and_solve import env
 
 pytestmark = [pytest.mark.learning, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -32,7 +32,7 @@ def two_policies(directory: Path, *, steps: int) -> RunConfig:
         directory=str(directory),
         steps=steps,
         environment={"id": "propose_and_solve"},
-        model={"path": "agentrl.environments:propose_and_solve/model"},
+        model={"path": "environments.propose_and_solve:model"},
         policies={
             "proposer": {"lora": {"rank": 4, "alpha": 8.0}, "learning_rate": 3e-3, "step_size": 4},
             "solver": {"learning_rate": 3e-4, "step_size": 24},
@@ -159,3 +159,15 @@ def test_a_step_that_came_to_something_else_is_told(copied: Path, capsys: pytest
         "identical",
         "differs",
     ]
+
+
+def test_steps_in_bfloat16_are_computed_forward_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    config = two_policies(tmp_path, steps=3)
+    model = config.model.model_copy(update={"dtype": "bfloat16"})
+    checkpoint = config.checkpoint.model_copy(update={"every": 2})
+    run = agentrl.train(config.model_copy(update={"model": model, "checkpoint": checkpoint}), quiet=True).path
+    found = computed(run)
+    for version, step in found.items():
+        assert (step.loss_again, step.grad_norm_again) == (step.loss, step.grad_norm), (version, step.text)
+    assert "1 step from there" in found["solver@0.2"].text
+    assert any(step.grad_norm for step in found.values())

@@ -29,7 +29,7 @@ from agentrl.engines.embedded.capture import KeptSets, RoutingTap
 from agentrl.engines.embedded.forward import Pass, PassRunner, check_memory, check_rows, check_slots
 from agentrl.engines.embedded.slots import SlotCache, SlotColumns
 from agentrl.engines.embedded.versions import EmbeddedSettings, ServedModel, VersionTable, WeightUpdates
-from agentrl.engines.models import load_model
+from agentrl.engines.models import load_model, model_dtype
 from agentrl.engines.sessions import check_request, empty_completion, needs_adapters
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class EmbeddedEngine:
             is there and however often the conversation was interrupted; several times slower.
         threads: torch threads of this process.
         device: where the model lies; None: the first GPU if there is one, which has not been tried yet, else the CPU.
-        dtype: `float32` or `bfloat16`.
+        dtype: `float32`, `bfloat16`, or `auto`: the checkpoint's.
         clock: where durations come from.
     """
 
@@ -154,7 +154,7 @@ class EmbeddedEngine:
         fixed_shapes: bool = False,
         threads: int = 1,
         device: str | None = None,
-        dtype: str = "float32",
+        dtype: str = "auto",
         clock: Clock | None = None,
     ) -> EmbeddedEngine:
         """Load a model directory and serve it; the class docstring explains the arguments.
@@ -169,7 +169,8 @@ class EmbeddedEngine:
             )
         torch.set_num_threads(threads)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model = load_model(model_path, max_context=max_context, dtype=getattr(torch, dtype), device=device)
+        computed = model_dtype(model_path, dtype, torch.device(device))
+        model = load_model(model_path, max_context=max_context, dtype=computed, device=device)
         check_slots(model, model_path, max_context=max_context)
         check_memory(model, slots=slots, max_context=max_context)
         if fixed_shapes:

@@ -23,7 +23,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, ModelError
 from agentrl.core.machine import memory
 from agentrl.engines.embedded.slots import SamplingBatch, SlotCache, SlotColumns
-from agentrl.engines.models import kv_bytes_per_token, special_lengths
+from agentrl.engines.models import in_float32, kv_bytes_per_token, special_lengths
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -270,20 +270,23 @@ def check_memory(model: PreTrainedModel, *, slots: int, max_context: int) -> Non
 def check_slots(model: PreTrainedModel, path: str, *, max_context: int) -> None:
     """Refuse a model that computes something else over slots than alone, in contexts of up to `max_context` tokens.
 
+    Computed in float32, since rounding would hide a wrong position.
+
     Raises:
         ModelError: it does, or it fails.
     """
     random, few = np.random.default_rng(0), min(6, int(model.config.get_text_config().vocab_size))
     try:
-        difference = _largest_difference(model, _CONTEXTS, _PIECES)
-        for length in special_lengths(model.config, max_context):
-            grown = min(length + 5, max_context)
-            contexts = (tuple(random.integers(0, few, grown).tolist()), _CONTEXTS[1])
-            pieces = ((length - 1, 2), (grown - length, 1), (1, 1))
-            difference = float(np.maximum(difference, _largest_difference(model, contexts, pieces)))
+        with in_float32(model):
+            difference = _largest_difference(model, _CONTEXTS, _PIECES)
+            for length in special_lengths(model.config, max_context):
+                grown = min(length + 5, max_context)
+                contexts = (tuple(random.integers(0, few, grown).tolist()), _CONTEXTS[1])
+                pieces = ((length - 1, 2), (grown - length, 1), (1, 1))
+                difference = float(np.maximum(difference, _largest_difference(model, contexts, pieces)))
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ModelError(f"{path}: {type(model).__name__} cannot run in the embedded engine ({error!r})") from error
-    if not difference < 1e-2 + 4 * torch.finfo(model.dtype).eps:
+    if not difference < 1e-2:
         raise ModelError(
             f"{path}: {type(model).__name__} gives other logits over slots than alone (by {difference:.2g} of their "
             "spread); its attention or cache is of a kind that the embedded engine does not support"
@@ -301,7 +304,7 @@ def _largest_difference(
         columns.tokens[slot, : len(context)] = context
         columns.length[slot] = len(context)
     runner = PassRunner(
-        cache=cache, columns=columns, device=model.device, dtype=model.dtype, tap=None, kept=None, clock=SystemClock()
+        cache=cache, columns=columns, device=model.device, dtype=torch.float32, tap=None, kept=None, clock=SystemClock()
     )
     largest = 0.0
     for counts in pieces:

@@ -25,9 +25,8 @@ from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostEr
 from agentrl.core.ids import key64
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, VersionSpan
-from agentrl.engines.models import read_shapes
 from agentrl.engines.sessions import Session, check_request, empty_completion, needs_adapters
-from agentrl.engines.vllm.startup import VllmSettings, kv_tokens, prefill_rate, start_vllm
+from agentrl.engines.vllm.startup import VllmSettings, kv_tokens, prefill_rate, shapes_to_serve, start_vllm
 from agentrl.engines.vllm.versions import VllmVersion, VllmVersions
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ class VllmEngine:
             raise EngineCapabilityError(
                 f"engine.refresh = {needing!r} needs adapters side by side; with full weights set it to token or turn"
             )
-        shapes = read_shapes(model_path, max_context=settings.max_context)
+        shapes = shapes_to_serve(model_path, settings)
         self.capabilities = EngineCapabilities(
             name="vllm",
             refresh=frozenset({"token", "turn", "episode", "lazy"} if adapters else {"token", "turn"}),
@@ -194,6 +193,7 @@ class VllmEngine:
         max_staleness: Mapping[str, int] = MappingProxyType({}),
         kv_memory: int = 0,
         threads: int = 1,
+        dtype: str = "auto",
     ) -> VllmEngine:
         """Start vLLM on a model directory, measure how fast it computes contexts, and serve it.
 
@@ -209,6 +209,7 @@ class VllmEngine:
             max_staleness: refresh `lazy`: how many steps a session of a policy may stay behind; 1 where absent.
             kv_memory: bytes for keys and values; 0: as vLLM decides on a GPU, what `slots` contexts need on CPU.
             threads: torch threads of its worker on CPU.
+            dtype: what it computes in: `float32`, `bfloat16`, or `auto`: the checkpoint's.
 
         Raises:
             ModelError: the directory holds no such model.
@@ -224,6 +225,7 @@ class VllmEngine:
             adapter_slots=adapter_slots,
             max_rank=max_rank,
             max_staleness=max_staleness,
+            dtype=dtype,
         )
         llm = start_vllm(model_path, settings, kv_memory=kv_memory, threads=threads)
         try:

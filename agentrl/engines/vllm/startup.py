@@ -22,12 +22,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError
 from agentrl.core.machine import memory
-from agentrl.engines.models import kv_bytes_per_token, read_shapes
+from agentrl.engines.models import kv_bytes_per_token, model_dtype, read_shapes
 from agentrl.engines.vllm import worker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from transformers import PreTrainedModel
     from vllm.config import VllmConfig
 
     from agentrl.core.ports import Refresh
@@ -56,6 +57,7 @@ class VllmSettings:
     adapter_slots: int
     max_rank: int
     max_staleness: Mapping[str, int]
+    dtype: str = "auto"
 
 
 def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, threads: int = 1) -> AsyncLLM:
@@ -66,13 +68,13 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
         EngineError: vLLM does not start; it says why.
     """
     slots, max_context = settings.slots, settings.max_context
-    shapes = read_shapes(model_path, max_context=max_context)
+    shapes = shapes_to_serve(model_path, settings)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     arguments = AsyncEngineArgs(
         model=model_path,
         skip_tokenizer_init=True,
         load_format="safetensors",  # "auto" would unpickle *.bin, and prefer consolidated*.safetensors
-        dtype=str(shapes.config.dtype or "auto").removeprefix("torch."),  # type: ignore[arg-type] # "auto" halves float32
+        dtype=str(shapes.config.dtype).removeprefix("torch."),  # type: ignore[arg-type] # "auto" would halve float32
         max_model_len=max_context,
         max_num_seqs=slots + 1,  # the one more is for a canary, which would wait for a call to end
         block_size=_BLOCK,
@@ -92,6 +94,17 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise EngineError(f"vLLM does not start on {model_path}: {reason[:_REASON]}") from error
+
+
+def shapes_to_serve(model_path: str, settings: VllmSettings) -> PreTrainedModel:
+    """The model without its weights, in the dtype that vLLM computes in.
+
+    Raises:
+        ModelError: the directory holds no such model, or the device does not compute in its dtype.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = model_dtype(model_path, settings.dtype, device)
+    return read_shapes(model_path, max_context=settings.max_context, dtype=dtype)
 
 
 def _adapters(places: int, max_rank: int) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from vllm import SamplingParams, TokensPrompt
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.lora.request import LoRARequest
@@ -316,10 +315,9 @@ class VllmVersions:
             raise
         except Exception as error:
             raise refusal(weights, f"vLLM cannot answer its canary ({type(error).__name__}: {error})") from error
-        dtype = self._model.config.dtype  # as vLLM was started, which halves what says nothing
-        found = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+        dtype: Any = self._model.config.dtype
         others = canaries_of(each for each in (old, *self._live.values()) if each is not new)
-        check_answer(weights, new.canary, answer, dtype=found, others=others)
+        check_answer(weights, new.canary, answer, dtype=dtype, others=others)
 
     def _check_may_free(self, weights: WeightsRef, adapters: list[VllmVersion]) -> None:
         if all(each.kept or self._current[each.version.policy] is each for each in adapters):

@@ -1,0 +1,169 @@
+"""`model.dtype`: what engine and trainer compute in, what is trained in float32, and what a published version holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from agentrl.config.policies import PolicyConfig
+from agentrl.config.run import ModelConfig, RunConfig
+from agentrl.core.errors import ModelError
+from agentrl.core.records import PolicyVersion
+from agentrl.engines.embedded.engine import EmbeddedEngine
+from agentrl.engines.models import model_dtype
+from agentrl.learn.trainer import PolicyTrainer
+from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model, write_tokenizer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def episodes() -> Episodes:
+    return Episodes(make_rows(0, 8))
+
+
+@pytest.fixture
+def rounded(tmp_path: Path) -> Path:
+    """A checkpoint in bfloat16."""
+    path = write_model(tmp_path / "model")
+    AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(path)
+    write_tokenizer(path)
+    return path
+
+
+def config_of(path: Path, dtype: str = "auto", *, lora: bool = False, learning_rate: float = 1e-2) -> RunConfig:
+    policy = PolicyConfig(learning_rate=learning_rate, lora=LORA if lora else None)
+    config = run_config(path, policies={"policy": policy})
+    return config.model_copy(update={"model": ModelConfig(path=str(path), dtype=dtype)})
+
+
+def started(config: RunConfig, directory: Path, episodes: Episodes) -> PolicyTrainer:
+    trainer = PolicyTrainer(config, directory, read=episodes.read)
+    trainer.start()
+    return trainer
+
+
+def taken(trainer: PolicyTrainer, episodes: Episodes, steps: range) -> None:
+    for step in steps:
+        trainer.forward_backward(episodes.batch(step))
+        trainer.optim_step("policy", step)
+
+
+def test_auto_is_the_dtype_of_the_checkpoint(rounded: Path, tmp_path: Path) -> None:
+    plain = write_model(tmp_path / "plain")
+    half = write_model(tmp_path / "half")
+    AutoModelForCausalLM.from_pretrained(half, dtype=torch.float16).save_pretrained(half)
+    found = [model_dtype(path, "auto", CPU) for path in (rounded, plain, half)]
+    assert found == [torch.bfloat16, torch.float32, torch.float32]
+    silent = json.loads((rounded / "config.json").read_text())
+    del silent["dtype"]
+    (rounded / "config.json").write_text(json.dumps(silent))
+    assert model_dtype(rounded, "auto", CPU) is torch.bfloat16
+    assert model_dtype(rounded, "float32", CPU) is torch.float32
+
+
+def test_a_dtype_the_device_lacks_is_refused(rounded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    with pytest.raises(ModelError, match=r"bfloat16.*cuda.*set model\.dtype to float32"):
+        model_dtype(rounded, "auto", torch.device("cuda"))
+
+
+def test_an_adapter_is_float32_on_a_base_in_bfloat16(rounded: Path, tmp_path: Path, episodes: Episodes) -> None:
+    trainer = started(config_of(rounded, lora=True), tmp_path, episodes)
+    policy = trainer._learners["policy"].model
+    base = {name: each for name, each in policy.model.named_parameters() if "lora_" not in name}
+    assert {each.dtype for each in base.values()} == {torch.bfloat16}
+    assert not any(each.requires_grad for each in base.values())
+    before = {name: each.clone() for name, each in base.items()}
+    trainer.forward_backward(episodes.batch())
+    own = policy.parameters.values()
+    assert {each.dtype for each in own} == {each.grad.dtype for each in own if each.grad is not None} == {torch.float32}
+    trainer.optim_step("policy", 1)
+    assert all(torch.equal(before[name], each) for name, each in base.items())
+    reference = trainer.publish("policy", PolicyVersion("policy", 0, 1))
+    published = load_file(Path(reference.path) / "adapter_model.safetensors")
+    assert {each.dtype for each in published.values()} == {torch.float32}
+
+
+def test_all_weights_have_float32_masters_and_are_published_rounded(
+    rounded: Path, tmp_path: Path, episodes: Episodes
+) -> None:
+    trainer = started(config_of(rounded, learning_rate=1e-5), tmp_path, episodes)
+    policy = trainer._learners["policy"].model
+    start = {name: each.clone() for name, each in policy.model.named_parameters()}
+    assert {each.dtype for each in start.values()} == {torch.bfloat16}
+    trainer.forward_backward(episodes.batch(1))
+    assert all(each.grad is None for each in policy.model.parameters())
+    assert {each.grad.dtype for each in policy.parameters.values() if each.grad is not None} == {torch.float32}
+    trainer.optim_step("policy", 1)
+    moved = {name: (master - start[name].float()).abs().max() for name, master in policy.parameters.items()}
+    assert all(0 < each < 1.1e-5 for each in moved.values()), "steps smaller than bfloat16 resolves add up"
+    for name, each in policy.model.named_parameters():
+        assert torch.equal(each, policy.parameters[name].bfloat16())
+    reference = trainer.publish("policy", PolicyVersion("policy", 0, 1))
+    file = Path(reference.path) / "model.safetensors"
+    assert {each.dtype for each in load_file(file).values()} == {torch.bfloat16}
+    assert json.loads((Path(reference.path) / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_gradients_in_bfloat16_are_near_those_in_float32(rounded: Path, tmp_path: Path, episodes: Episodes) -> None:
+    gradients = []
+    for dtype in ("float32", "bfloat16"):
+        trainer = started(config_of(rounded, dtype), tmp_path / dtype, episodes)
+        trainer.forward_backward(episodes.batch())
+        parameters = trainer._learners["policy"].model.parameters
+        gradients.append(torch.cat([each.grad.flatten() for each in parameters.values() if each.grad is not None]))
+    exact, found = gradients
+    assert float((found - exact).norm() / exact.norm()) < 0.05
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_resumed_trainer_goes_on_bit_for_bit(rounded: Path, tmp_path: Path, episodes: Episodes, lora: bool) -> None:
+    config = config_of(rounded, lora=lora)
+    undisturbed = started(config, tmp_path / "one", episodes)
+    taken(undisturbed, episodes, range(1, 3))
+    undisturbed.save(tmp_path / "checkpoint")
+    taken(undisturbed, episodes, range(3, 4))
+    resumed = PolicyTrainer(config, tmp_path / "two", read=episodes.read)
+    resumed.start(tmp_path / "checkpoint")
+    taken(resumed, episodes, range(3, 4))
+    for one, two in zip(
+        undisturbed._learners["policy"].model.model.parameters(),
+        resumed._learners["policy"].model.model.parameters(),
+        strict=True,
+    ):
+        assert torch.equal(one, two)
+
+
+def test_a_step_is_computed_again_from_the_masters_of_a_checkpoint(
+    rounded: Path, tmp_path: Path, episodes: Episodes
+) -> None:
+    config = config_of(rounded)
+    trainer = started(config, tmp_path / "run", episodes)
+    taken(trainer, episodes, range(1, 2))
+    trainer.save(tmp_path / "checkpoint")
+    reports = []
+    for step in (2, 3):
+        trainer.forward_backward(episodes.batch(step))
+        reports.append(trainer.optim_step("policy", step))
+    again = PolicyTrainer(config, tmp_path / "run", read=episodes.read, publishes=False)
+    again.start()
+    assert again.has_masters("policy")
+    between = [(episodes.batch(2), reports[0].metrics["learning_rate"])]
+    saved = tmp_path / "checkpoint" / "policy"
+    found = again.recompute(episodes.batch(3), PolicyVersion("policy", 0, 1), saved, between)
+    assert found == (reports[1].loss, reports[1].grad_norm)
+    reference = trainer.publish("policy", PolicyVersion("policy", 0, 3))
+    with pytest.raises(ModelError, match="not kept bit for bit"):
+        again.recompute(episodes.batch(4), reference.version, reference)
+
+
+def test_the_embedded_engine_computes_in_the_dtype_of_the_checkpoint(rounded: Path) -> None:
+    versions = {"policy": PolicyVersion("policy", 0, 0)}
+    engine = EmbeddedEngine.load(str(rounded), versions=versions, slots=2, max_context=32)
+    assert engine._versions.base.model.dtype is torch.bfloat16
