@@ -41,7 +41,7 @@ from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
 
 COMPOSED_STEPS = 4 * LENGTH_STEPS
-"""Steps' worth of the newest episodes from which a resumed run learns what its steps were fed: more than are compared,
+"""Steps' worth of the newest episodes from which a resumed run rebuilds its selection bias: more than are compared,
 since those that are held back are among them."""
 TURN_LOG = "0"
 """Name of the turn log of a worker in this process."""
@@ -64,15 +64,15 @@ class ResumeState:
     """Numbers before that of roots whose admission never reached the disk."""
     next_evaluation: int = 0
     against: Sequence[EpisodeHeader] = ()
-    """Committed episodes against past versions."""
+    """Headers of committed episodes against past versions."""
     proposals: Sequence[Proposal] = ()
-    """The newest that the run remembers, in order."""
+    """The newest proposals that the run remembers, in order."""
     baselines: Mapping[str, BaselineSet] = field(default_factory=dict)
     """Baselines by group, for groups with units that are still to be trained."""
     history: RewardHistory = field(default_factory=RewardHistory)
     """Rewards of the groups that are wholly trained or dropped."""
     selection_bias: Mapping[str, SelectionBias] = field(default_factory=dict)
-    """SelectionBias of the newest steps, by policy."""
+    """Selection bias of the newest steps, by policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ def read_resume_state(
 
     Args:
         log: the run's control log.
-        consumed_through: the manifest's version of each trainable policy; empty where there is no manifest.
+        consumed_through: the manifest's version of each trainable policy; empty if there is no manifest.
         group_size: of root groups, `credit.group_size`.
         opponents: policies that stand for past versions.
         remembered: how many proposals to read back; None: all.

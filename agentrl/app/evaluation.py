@@ -162,7 +162,7 @@ def _episodes(config: RunConfig, journal: Path) -> list[EvaluatedEpisode]:
 
 
 def _remote_message(line: str) -> dict[str, Any] | None:
-    """The message of a remote policy or bot, in OpenAI's form with its `usage`; None where it is not JSON."""
+    """The message of a remote policy or bot, in OpenAI's form with its `usage`; None if it is not JSON."""
     try:
         said = json.loads(line)
     except (ValueError, RecursionError):

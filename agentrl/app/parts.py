@@ -252,7 +252,7 @@ def check_vllm() -> None:
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution; None where it is not installed."""
+    """The version of an installed distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -327,7 +327,7 @@ def largest_rank(config: RunConfig) -> int:
 
 
 def rank_in(policy: FrozenPolicy) -> int:
-    """The rank of a frozen policy's adapter; 0 where it has none.
+    """The rank of a frozen policy's adapter; 0 if it has none.
 
     Raises:
         InputError: an adapter without its configuration.

@@ -42,7 +42,7 @@ another order than one process, and other machines round otherwise."""
 
 
 class StepComputed(msgspec.Struct, frozen=True, kw_only=True):
-    """A step's loss and gradient norm, recorded and computed again; None where they could not be."""
+    """A step's loss and gradient norm, recorded and computed again; None if they could not be."""
 
     loss: float | None
     grad_norm: float | None
@@ -67,7 +67,7 @@ class StepRebuilt(msgspec.Struct, frozen=True, kw_only=True):
     recorded: str
     """Digest of what the trainer consumed."""
     rebuilt: str
-    """Digest of what the journal gives now; empty where it could not be made."""
+    """Digest of what the journal gives now; empty if it could not be made."""
     text: str = ""
     """Why it could not, or how it differs."""
     computed: StepComputed | None = None

@@ -42,7 +42,7 @@ class Run:
     policies: dict[str, Path]
     """Directory of each trainable policy's last version; loads with `from_pretrained`."""
     best: dict[str, Path]
-    """The same for the versions of the moment when `best.metric` was best; empty where it was never measured."""
+    """The same for the versions of the moment when `best.metric` was best; empty if it was never measured."""
     summary: dict[str, Any]
     """The content of `summary.json`."""
     interrupted: bool

@@ -1,4 +1,4 @@
-"""The command line: every command, its arguments, and the name of the function that answers it (not imported).
+"""The command line: every command with its arguments and the name of its function, which is imported when called.
 
 The commands that read a run are a table, `READING`: noun, verbs, arguments. Their functions are in the module of the
 noun: `runs.py`, `episodes.py`, `steps.py`.
@@ -24,7 +24,7 @@ _FILE = "TOML file; change it with --section.field=value"
 
 
 def _whole(text: str) -> int:
-    """A whole number that any column and counter takes."""
+    """Parse a whole number within the range of every column and counter."""
     value = int(text)
     if not -(2**31) <= value < 2**31:
         raise argparse.ArgumentTypeError(f"{text[:20]} is out of range")
@@ -68,28 +68,28 @@ def _format_help(formats: Mapping[str, ExportFormat] | Mapping[str, ImportFormat
 
 
 _RUN = _argument("run", nargs="?", help="directory or name of a run; default: the newest in runs/")
-_ID = _argument("id", nargs="?", help="of the episode, such as e100; default: the newest that ended")
-_ATTEMPT = _argument("--attempt", type=_whole, help="default: the newest")
+_ID = _argument("id", nargs="?", help="episode id, such as e100; default: the newest that ended")
+_ATTEMPT = _argument("--attempt", type=_whole, help="attempt of the episode; default: the newest")
 _POLICY = _argument("--policy", help="policy name; required if several policies have this step")
-_LINEAGE = _argument("--lineage", type=_whole, help="default: the newest that took it")
-_FOLLOW = _argument("--follow", action="store_true", help="print what is new as it comes, until the run has ended")
+_LINEAGE = _argument("--lineage", type=_whole, help="lineage; default: the newest that took the step")
+_FOLLOW = _argument("--follow", action="store_true", help="keep printing new lines until the run ends")
 _EPISODE = (_RUN, _ID, _ATTEMPT)
 _ENVIRONMENT = _argument(
     "--environment",
     metavar="REF",
-    help="the code to run, such as path/to/env.py:Class; needed where the journal names none that is installed",
+    help="the code to run, such as path/to/env.py:Class; required if the journal's environment is not installed",
 )
 _PLAYED = (
     *_EPISODE,
-    _argument("--where", help="all episodes that pass this filter, instead of one"),
-    _argument("--limit", type=_whole, default=100_000, help="at most so many of them"),
+    _argument("--where", help="every episode that passes this filter, instead of one"),
+    _argument("--limit", type=_whole, default=100_000, help="at most this many of them"),
     _ENVIRONMENT,
 )
 
 READING = (
     Noun(
         "run",
-        "list runs, or show how one went",
+        "list runs, or show one",
         (
             Verb(
                 "list",
@@ -97,10 +97,10 @@ READING = (
                 "runs:run_list",
                 (_argument("directory", nargs="?", type=Path, default=Path("runs"), help="default: runs"),),
             ),
-            Verb("stats", "count episodes, policies and how long they took", "runs:run_stats", (_RUN,)),
+            Verb("stats", "count episodes by policy, and show how long they took", "runs:run_stats", (_RUN,)),
             Verb(
                 "timeline",
-                "when episodes, engine and trainers were busy, and when they were idle",
+                "show when episodes, engine and trainers were busy or idle",
                 "runs:run_timeline",
                 (_RUN, _argument("--parts", type=_whole, default=60, help="parts of equal length; default 60")),
             ),
@@ -123,26 +123,26 @@ READING = (
                 (
                     _RUN,
                     _argument("--to", required=True, choices=list(EXPORTS), help=_format_help(EXPORTS)),
-                    _argument("--out", type=Path, metavar="PATH", help="where to; default: in the run's directory"),
+                    _argument("--out", type=Path, metavar="PATH", help="output path; default: in the run's directory"),
                     _argument("--where", default="", help="only episodes that pass this filter"),
-                    _argument("--match", default="", help="only those in which all these words stand"),
-                    _argument("--force", action="store_true", help="replace the file that is there"),
+                    _argument("--match", default="", help="only episodes that contain all these words"),
+                    _argument("--force", action="store_true", help="replace an existing file"),
                 ),
                 reads=False,
             ),
             Verb(
                 "serve",
-                "show it in a browser on this machine, also while it trains; Ctrl-C ends it",
+                "show a run in a browser on this machine, also while it trains; Ctrl-C ends it",
                 "runs:run_serve",
                 (
                     _RUN,
-                    _argument("--port", type=_whole, default=0, help="of 127.0.0.1; default: any that is free"),
+                    _argument("--port", type=_whole, default=0, help="port on 127.0.0.1; default: any free one"),
                 ),
                 reads=False,
             ),
             Verb(
                 "import",
-                "make a run of episodes that another tool wrote",
+                "make a run from episodes that another tool wrote",
                 "runs:run_import",
                 (
                     _argument("source", type=Path, help="file or directory"),
@@ -162,7 +162,7 @@ READING = (
             ),
             Verb(
                 "prune",
-                "give up old tokens and step columns of a run that nobody writes; rewards, credits and steps stay",
+                "delete old tokens and step columns of a run that is not running; rewards, credits and steps stay",
                 "runs:run_prune",
                 (
                     _RUN,
@@ -170,14 +170,14 @@ READING = (
                         "--keep",
                         type=_whole,
                         metavar="STEPS",
-                        help="newest steps of each policy whose tokens stay; 0: what checkpoints need; default: "
-                        "journal.keep",
+                        help="newest steps of each policy whose tokens stay; 0: only those that checkpoints need; "
+                        "default: journal.keep",
                     ),
-                    _argument("--dry-run", action="store_true", help="say what would go, and remove nothing"),
+                    _argument("--dry-run", action="store_true", help="print what would be deleted, and delete nothing"),
                 ),
                 reads=False,
             ),
-            Verb("winrates", "how policies do against their past versions", "runs:run_winrates", (_RUN,)),
+            Verb("winrates", "show how policies do against their past versions", "runs:run_winrates", (_RUN,)),
             Verb(
                 "metrics",
                 "print the newest value of each metric",
@@ -197,12 +197,14 @@ READING = (
                 (
                     _RUN,
                     _argument("--where", default="", help="filter by columns, such as 'reward < 0 and turns > 4'"),
-                    _argument("--match", default="", help="only those in which all these words stand; indexes the run"),
+                    _argument(
+                        "--match", default="", help="only episodes that contain all these words; indexes the run"
+                    ),
                     _argument("--sort", default="admitted_at", help="column to sort by; largest first"),
                     _argument("--ascending", action="store_true", help="smallest first"),
                     _argument("--columns", default="", help="columns to show, such as 'episode,seats,staleness'"),
-                    _argument("--limit", type=_whole, default=50, help="at most so many (default 50)"),
-                    _argument("--offset", type=_whole, default=0, help="leave out so many first"),
+                    _argument("--limit", type=_whole, default=50, help="at most this many (default 50)"),
+                    _argument("--offset", type=_whole, default=0, help="skip this many first"),
                     _FOLLOW,
                 ),
                 epilog=f"columns: {EPISODE_COLUMNS}",
@@ -210,58 +212,64 @@ READING = (
             Verb("show", "show what happened in an episode", "episodes:episode_show", (*_EPISODE, _FOLLOW)),
             Verb(
                 "tokens",
-                "show its tokens, coloured by the version that sampled them",
+                "show an episode's tokens, coloured by the version that sampled them",
                 "episodes:episode_tokens",
                 (
                     *_EPISODE,
-                    _argument("--details", action="store_true", help="a line per token, with all that is known of it"),
+                    _argument(
+                        "--details", action="store_true", help="one line per token, with everything recorded about it"
+                    ),
                 ),
             ),
             Verb(
                 "why",
-                "explain what it waited for, how it ended, its reward, and the step that trained it",
+                "explain an episode: its waits, its end, its reward, and the step that trained it",
                 "episodes:episode_why",
                 _EPISODE,
             ),
-            Verb("timeline", "show what it did and when", "episodes:episode_timeline", _EPISODE),
+            Verb("timeline", "show what an episode did and when", "episodes:episode_timeline", _EPISODE),
             Verb(
                 "diff",
-                "compare two episodes, or a fork with its parent: where they part",
+                "compare two episodes, or a fork with its parent, up to where they differ",
                 "episodes:episode_diff",
                 (
                     _RUN,
-                    _argument("id", nargs="?", help="of an episode; forks/f0 is a fork of the run"),
-                    _argument("other", nargs="?", help="of the other; default: what the first was forked from"),
+                    _argument("id", nargs="?", help="episode id; forks/f0 is a fork of the run"),
+                    _argument("other", nargs="?", help="id of the other episode; default: the parent of the first"),
                 ),
             ),
             Verb(
                 "replay",
-                "execute it again over its journal: identical, or where it departs and why; exit code 1 if one departs",
+                "execute an episode again over its journal; exit code 1 if it departs, with the place and the reason",
                 "episodes:episode_replay",
                 (
                     *_PLAYED,
-                    _argument("--until", metavar="CALL", help="stop once this call has come back, such as r#7"),
-                    _argument("--step", action="store_true", help="print each call that comes back"),
+                    _argument("--until", metavar="CALL", help="stop after this call, such as r#7"),
+                    _argument("--step", action="store_true", help="print each call as it is replayed"),
                 ),
                 reads=False,
             ),
             Verb(
                 "rescore",
-                "compute its rewards again with the present code, and print both; exit code 1 if anything else differs",
+                "compute an episode's rewards again with the present code; exit code 1 if anything else differs",
                 "episodes:episode_rescore",
                 _PLAYED,
                 reads=False,
             ),
             Verb(
                 "fork",
-                "resample it from one of its turns, or continue from an edited message",
+                "resample an episode from one of its turns, or continue from an edited message",
                 "episodes:episode_fork",
                 (
                     *_EPISODE,
-                    _argument("--at", type=_whole, required=True, metavar="TURN", help="from 0; -1 is the last"),
+                    _argument(
+                        "--at", type=_whole, required=True, metavar="TURN", help="turn number from 0; -1 is the last"
+                    ),
                     _ENVIRONMENT,
-                    _argument("-n", type=_whole, default=1, metavar="K", help="how many forks (default 1)"),
-                    _argument("--edit", type=Path, metavar="FILE", help="replaces the messages of that turn"),
+                    _argument("-n", type=_whole, default=1, metavar="K", help="number of forks (default 1)"),
+                    _argument(
+                        "--edit", type=Path, metavar="FILE", help="file with messages that replace those of that turn"
+                    ),
                     _argument(
                         "--policy",
                         action="append",
@@ -278,27 +286,29 @@ READING = (
     ),
     Noun(
         "step",
-        "list optimizer steps, or show what one was fed and did",
+        "list optimizer steps, or show one",
         (
             Verb("list", "list the steps of a run", "steps:step_list", (_RUN, _POLICY, _FOLLOW)),
             Verb(
                 "show",
-                "show what a step was fed, and what it did",
+                "show the inputs and the result of a step",
                 "steps:step_show",
                 (
                     _argument("run", help="directory or name of a run"),
-                    _argument("step", type=_whole, help="its number: the step of the version it made"),
+                    _argument("step", type=_whole, help="step number: the step of the version it made"),
                     _POLICY,
                     _LINEAGE,
                 ),
             ),
             Verb(
                 "replay",
-                "make what steps were fed again from the journal, and compute one anew; exit code 1 if it differs",
+                "rebuild the inputs of steps from the journal, or compute one step again; exit code 1 if it differs",
                 "steps:step_replay",
                 (
                     _argument("run", help="directory or name of a run"),
-                    _argument("step", nargs="?", type=_whole, help="its number; default: every step, none computed"),
+                    _argument(
+                        "step", nargs="?", type=_whole, help="step number; default: every step, without computing"
+                    ),
                     _POLICY,
                     _LINEAGE,
                 ),
@@ -327,21 +337,23 @@ def parser() -> argparse.ArgumentParser:
     for noun in READING:
         _add_reading(commands, noun)
     _add_env(commands)
-    _add_command(commands, "doctor", "what this machine has, what a run will use, what is missing", "doctor:doctor")
+    _add_command(
+        commands, "doctor", "report what this machine has, what a run will use, and what is missing", "doctor:doctor"
+    )
     return top
 
 
 def _add_command(
     commands: Subparsers[argparse.ArgumentParser], name: str, text: str, command: str, *, reads: bool = False
 ) -> argparse.ArgumentParser:
-    """A command.
+    """Add a command.
 
     Args:
-        commands: where it belongs.
-        name: what is typed.
+        commands: the group it belongs to.
+        name: the word on the command line.
         text: its help.
         command: `module:function` in `agentrl.cli`, imported when called: from the options to an exit code.
-        reads: it only prints, and has succeeded when whoever reads it has seen enough.
+        reads: it only prints, so a reader that closes the pipe early is no failure.
     """
     parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -353,7 +365,7 @@ def _add_train(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = _add_command(commands, "train", "train the policies of a configuration", "training:train")
     parser.add_argument("file", type=Path, help=_FILE)
     parser.add_argument("--model", help="directory of the base model, instead of model.path")
-    parser.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     parser.set_defaults(takes_overrides=True)
 
@@ -367,32 +379,34 @@ def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
         action="append",
         default=[],
         metavar="[NAME=]DIR",
-        help="directory of trained weights, of policy NAME where there are several; the base model where absent",
+        help="directory of trained weights, for policy NAME if there are several; default: the base model",
     )
-    parser.add_argument("--tasks", type=_whole, help="how many held-out tasks, instead of evaluation.tasks")
-    parser.add_argument("--journal", type=Path, help="new directory that keeps the episodes for inspection")
+    parser.add_argument("--tasks", type=_whole, help="number of held-out tasks, instead of evaluation.tasks")
+    parser.add_argument("--journal", type=Path, help="new directory to keep the episodes in, for inspection")
     parser.set_defaults(takes_overrides=True)
 
 
 def _add_demo(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = _add_command(
-        commands, "demo", "a language model learns to use a tool, in a minute on two cores", "training:demo"
+        commands, "demo", "train a small language model to use a tool, in a minute on two cores", "training:demo"
     )
     parser.add_argument("example", nargs="?", default="01_tool_use", help="a shipped example; default: 01_tool_use")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
-    sample = "write runs/sample instead, in seconds and without a model, to try the reading commands on"
+    sample = "write runs/sample instead, in seconds and without a model, to try the commands that read a run"
     parser.add_argument("--journal-only", action="store_true", help=sample)
     parser.set_defaults(takes_overrides=True)
 
 
 def _add_simulate(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    text = "how busy engines and trainer would be with these episodes, and which knob to turn"
+    text = "predict how busy engines and trainer would be with given episodes, and which setting to change"
     parser = _add_command(commands, "simulate", text, "simulating:simulate")
     parser.add_argument("file", type=Path, nargs="?", help="TOML file, such as examples/07_simulate.toml")
-    parser.add_argument("--from", dest="run", metavar="RUN", help="take all that the file leaves out from a real run")
-    parser.add_argument("--steps", type=_whole, help="steps that are measured; default 12, or as many as the run has")
-    parser.add_argument("--as-is", action="store_true", help="try no knob: a tenth of the time")
-    parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="draw what was busy when")
+    parser.add_argument(
+        "--from", dest="run", metavar="RUN", help="take the values that the file leaves out from a real run"
+    )
+    parser.add_argument("--steps", type=_whole, help="number of measured steps; default 12, or as many as the run has")
+    parser.add_argument("--as-is", action="store_true", help="simulate only the given settings, in a tenth of the time")
+    parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="draw when each part was busy")
 
 
 def _add_reading(commands: Subparsers[argparse.ArgumentParser], noun: Noun) -> None:
@@ -427,14 +441,16 @@ def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = _add_command(verbs, "warm-up", text, "environments:env_warm_up")
     parser.add_argument("id", help="registered name, module:Class, or path/to/env.py:Class")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory for the model")
-    text = "conversations to learn from, a line of JSON each; default: the environment's `demonstrate`"
+    text = "conversations to learn from, one JSON object per line; default: the environment's `demonstrate`"
     parser.add_argument("--demonstrations", type=Path, metavar="FILE.jsonl", help=text)
-    parser.add_argument("--steps", type=_whole, default=600, help="supervised steps, at most (default 600)")
+    parser.add_argument("--steps", type=_whole, default=600, help="most supervised steps (default 600)")
     text = "of the demonstrations that answer too early, so that something is left to learn by reward (default 0.5)"
     parser.add_argument("--early", type=float, default=0.5, metavar="SHARE", help=f"share {text}")
     text = "stop once the held-out reward is this share of the way to the demonstrations' (default 0.8)"
     parser.add_argument("--until", type=float, default=0.8, metavar="SHARE", help=text)
-    parser.add_argument("--seed", type=_whole, default=0, help="of tasks, weights and everything drawn (default 0)")
+    parser.add_argument(
+        "--seed", type=_whole, default=0, help="seed of tasks, weights and everything drawn (default 0)"
+    )
     parser = _add_command(
         verbs, "new", "write a new environment, with its tests and a configuration", "environments:env_new"
     )

@@ -103,7 +103,7 @@ def run_in_subprocess(call: Callable[[], Any], *, longest_s: float = LONGEST_S) 
         longest_s: seconds after which the child is killed.
 
     Returns:
-        What `call` returned, and why it returned nothing (empty where it did).
+        What `call` returned, and why it returned nothing (empty if it did).
     """
     sys.stdout.flush()
     sys.stderr.flush()

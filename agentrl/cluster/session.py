@@ -243,7 +243,7 @@ def _attach(address: str) -> None:
 
 
 def _join_local() -> _LocalRay | None:
-    """The session this process has, or a new one; None where the caller's own code has started Ray."""
+    """The session this process has, or a new one; None if the caller's own code has started Ray."""
     local = _LocalRay.current
     if local is not None and local.dead():
         local.end()

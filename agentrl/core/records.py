@@ -383,7 +383,7 @@ class EpisodeHeader:
         Versions are the oldest that sampled a token; for a policy that holds several seats, the first seat's.
 
         Returns:
-            None where one of the two did not act.
+            None if one of the two did not act.
         """
         sides = [[t for t in self.trajectories if t.policy == policy] for policy in (learner, opponent)]
         if not all(sides):

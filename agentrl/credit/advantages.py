@@ -69,7 +69,7 @@ def group_mean(rewards: Sequence[float], episodes: Sequence[Hashable] | None = N
 
 
 def group_std(rewards: Sequence[float], episodes: Sequence[Hashable] | None = None) -> list[Advantage]:
-    """A_i = (R_i - mean(R)) / (std(R) + 1e-6) (GRPO, arXiv:2402.03300); 0 where all rewards are equal.
+    """A_i = (R_i - mean(R)) / (std(R) + 1e-6) (GRPO, arXiv:2402.03300); 0 if all rewards are equal.
 
     std is the sample deviation, which divides by n - 1, as in verl and TRL. With the population's (by n) advantages
     would be sqrt(n / (n - 1)) times as large: 1.069 for a group of 8.
@@ -193,7 +193,7 @@ def against(reward: float, others: Sequence[float], earlier: float | None) -> Ad
     Args:
         reward: of the member.
         others: rewards in its baseline set.
-        earlier: V; None where there is none.
+        earlier: V; None if there is none.
 
     Example:
         >>> against(1.0, [0.0, 1.0, 0.0], None).value, against(1.0, [0.0, 1.0, 0.0], 0.5)

@@ -353,7 +353,7 @@ class Supervisor:
         self._silent: int | None = None
         """For how many pieces of `silence_s` it was silent; None before its first sign of life."""
         self._why = ""
-        """The reason why it was killed; empty where it was not."""
+        """The reason why it was killed; empty if it was not."""
         self._serving = asyncio.Event()
         self._failure: AgentRLError | None = None
         self._task = asyncio.get_running_loop().create_task(self._keep(), name=f"keep {name}")

@@ -46,7 +46,7 @@ class Connection:
         reader: receives the process's replies.
         writer: sends requests to it.
         on_message: called with every reply.
-        on_end: called once no reply will come any more, with what was wrong with the last one; empty where the process
+        on_end: called once no reply will come any more, with what was wrong with the last one; empty if the process
             closed the connection.
     """
 
@@ -87,7 +87,7 @@ class Connection:
         return ConnectionSession(self, number)
 
     def send(self, message: wire.Request) -> None:
-        """Send a message that has no answer; nothing where the connection has ended."""
+        """Send a message that has no answer; nothing if the connection has ended."""
         if self._ended is None:
             wire.send(self._writer, message)
 
@@ -358,7 +358,7 @@ class ServedVersions:
     def missing(self, wanted: ServedVersions) -> dict[str, tuple[WeightsRef, bool]]:
         """The next update of each policy towards the versions `wanted`: the weights, and whether to keep them.
 
-        Empty where nothing is missing. Of one policy the oldest version comes first, since an engine takes the version
+        Empty if nothing is missing. Of one policy the oldest version comes first, since an engine takes the version
         it was given last for the newest.
         """
         updates = [(weights, True) for weights, times in wanted.kept.items() if self.kept[weights] < times]

@@ -43,7 +43,7 @@ class ExternalPolicy(Protocol):
         ...
 
     def abort(self, request_id: str) -> None:
-        """End a call in flight, without a token; nothing where it is not in flight."""
+        """End a call in flight, without a token; nothing if it is not in flight."""
         ...
 
     async def close(self) -> None:

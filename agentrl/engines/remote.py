@@ -179,7 +179,7 @@ class Endpoint:
 
 
 async def _limited(response: aiohttp.ClientResponse) -> bytes | None:
-    """The body; None where it is longer than anybody needs."""
+    """The body; None if it is longer than anybody needs."""
     content = bytearray()
     async for chunk in response.content.iter_chunked(1 << 16):
         content += chunk

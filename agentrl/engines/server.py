@@ -175,7 +175,7 @@ class EngineServer:
         self._exiting = False
 
     async def listen(self) -> str:
-        """Accept other clients; the path of the Unix socket, empty where it would be too long."""
+        """Accept other clients; the path of the Unix socket, empty if it would be too long."""
         private = os.environ.get(VARIABLE)
         address = f"{private}/clients"
         if private is None or len(address) > LONGEST_ADDRESS:

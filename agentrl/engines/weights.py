@@ -310,7 +310,7 @@ def adaptable_layers(model: PreTrainedModel) -> list[str]:
 
 
 def linear_layer(model: PreTrainedModel, name: str) -> nn.Linear | None:
-    """The linear layer of that name, also where an engine has wrapped it; None where there is none."""
+    """The linear layer of that name, also where an engine has wrapped it; None if there is none."""
     try:
         layer = model.get_submodule(name)
     except AttributeError:
@@ -378,7 +378,7 @@ class Canary:
 
 
 def read_canary(weights: WeightsRef, file: WeightFile) -> Canary | None:
-    """The canary of a version's file; None where it has none.
+    """The canary of a version's file; None if it has none.
 
     Raises:
         EngineError: what stands there is not a probe.

@@ -16,7 +16,7 @@ class DrawnTasks:
     """A `TaskSource` of tasks that a function draws.
 
     Args:
-        draw: from (index, attempt) to a task, or None where what was drawn is held out: it is asked again, with the
+        draw: from (index, attempt) to a task, or None if what was drawn is held out: it is asked again, with the
             next attempt. Must depend on nothing else that changes.
 
     Example:

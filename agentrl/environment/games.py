@@ -33,7 +33,7 @@ class Position(TypedDict):
     """Where a game stands after a call on it: JSON data, as it is journaled."""
 
     player: int | None
-    """Who is asked, as an index into `seats`; None where the game is over."""
+    """Who is asked, as an index into `seats`; None if the game is over."""
     observation: str
     """What that player reads now."""
     legal: bool

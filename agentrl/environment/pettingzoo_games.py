@@ -75,7 +75,7 @@ class PettingZooEnvironment(GameEnvironment):
 
 
 def legal_actions(env: Turns) -> Sequence[int] | None:
-    """The actions open to the player who is asked: of its action mask, else all; None where they cannot be listed."""
+    """The actions open to the player who is asked: of its action mask, else all; None if they cannot be listed."""
     observation, _, _, _, info = env.last()
     mask = observation.get("action_mask") if isinstance(observation, Mapping) else None
     if mask is None:

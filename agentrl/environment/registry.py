@@ -301,7 +301,7 @@ def as_environment(candidate: object, *, where: str) -> type[Environment]:
 
 
 def _malformed(candidate: type[Environment]) -> str:
-    """What of a class would fail in its first episode only, and in words of Python's; empty where nothing does."""
+    """What of a class would fail in its first episode only, and in words of Python's; empty if nothing does."""
     if not inspect.iscoroutinefunction(candidate.run):
         return ".run must be `async def run(self, ctx)`"
     if not isinstance(inspect.getattr_static(candidate, "tasks"), classmethod | staticmethod):

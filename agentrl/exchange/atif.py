@@ -284,7 +284,7 @@ def _text(content: Any) -> str:
 
 
 def _moment(seconds: float) -> str | None:
-    """A wall-clock label as ISO 8601; None where it is none."""
+    """A wall-clock label as ISO 8601; None if it is none."""
     try:
         return datetime.fromtimestamp(seconds, UTC).isoformat() if seconds > 0 else None
     except (ValueError, OverflowError, OSError):

@@ -88,7 +88,7 @@ class ExportedRow(msgspec.Struct, frozen=True, kw_only=True):
     advantages: list[float | None]
     trainer_logprobs: list[float | None]
     lags: list[int | None]
-    """Staleness of each token at that step. These three are empty where no step is known."""
+    """Staleness of each token at that step. These three are empty if no step is known."""
 
 
 class ExportedAgent(msgspec.Struct, frozen=True, kw_only=True):
@@ -289,7 +289,7 @@ def finite(values: Iterable[float]) -> list[float | None]:
 
 
 def json_list(text: Any, problems: list[str]) -> list[Any]:
-    """The list that a column of JSON holds; empty where it holds none."""
+    """The list that a column of JSON holds; empty if it holds none."""
     try:
         value = [] if text is None else msgspec.json.decode(text)
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):

@@ -41,7 +41,7 @@ class Fork(msgspec.Struct, frozen=True):
     is_edited: bool
     """Whether it was told something else there."""
     version: str | None = None
-    """Which weights took the turn it was forked at; None where it took none."""
+    """Which weights took the turn it was forked at; None if it took none."""
 
 
 @contextmanager

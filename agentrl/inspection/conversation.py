@@ -142,7 +142,7 @@ class ConversationView(msgspec.Struct, frozen=True):
     """See `EpisodeView`."""
     metrics: dict[str, float | None]
     detail: str
-    """Why it was dropped, in the words of what failed; empty where it was not."""
+    """Why it was dropped, in the words of what failed; empty if it was not."""
     task: Any
     began: float | None
     """Wall-clock label of the first turn, seconds since the epoch."""

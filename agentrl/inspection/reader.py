@@ -231,7 +231,7 @@ class EpisodeView(msgspec.Struct, frozen=True):
     """Versions its rewards may depend on besides: the oldest of each policy in the children it waited for."""
     metrics: dict[str, float | None]
     detail: str
-    """Why it was dropped, in the words of what failed; empty where it was not."""
+    """Why it was dropped, in the words of what failed; empty if it was not."""
     entries: list[tuple[str, EntryBody]]
     """Call id and entry, in the order they were written."""
     inherited: int
@@ -302,7 +302,7 @@ def versions_of(text: Any, problems: list[str]) -> list[str]:
 
 
 def json_of(text: Any) -> dict[str, Any]:
-    """The object a column of JSON holds; empty where it holds another value, or none."""
+    """The object a column of JSON holds; empty if it holds another value, or none."""
     try:
         value = json.loads(text) if text is not None else {}
     except (ValueError, TypeError, RecursionError) as error:
@@ -563,7 +563,7 @@ class RunReader:
         return {str(policy): float(reward) for policy, reward in self.log.rows(statement, purpose)}
 
     def standing(self) -> str:
-        """How the run stands: `running`, `finished`, `stopped` (Ctrl-C), `failed` (an error), `killed`; empty where no
+        """How the run stands: `running`, `finished`, `stopped` (Ctrl-C), `failed` (an error), `killed`; empty if no
         process ever led it, as of an import.
 
         Where the lock is not seen, as of a process in another container, a fresh status is the sign that it is alive.

@@ -413,7 +413,7 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 
 def number(value: float | None) -> str:
-    """At most three decimals; empty where there is none."""
+    """At most three decimals; empty if there is none."""
     text = "" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
 

@@ -49,7 +49,7 @@ class ConsumedRow(msgspec.Struct, frozen=True, kw_only=True):
     baseline: float
     advantage: float
     tokens: int | None = None
-    """Trained ones, of all agents of the unit; None where the step's columns are gone."""
+    """Trained ones, of all agents of the unit; None if the step's columns are gone."""
     mean_ratio: float | None = None
     """Mean probability ratio of the trained weights to the sampling ones, over the tokens of the unit."""
     largest_lag: int | None = None

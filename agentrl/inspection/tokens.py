@@ -148,7 +148,7 @@ def vocabulary(model: str | None) -> Vocabulary:
 
 
 class Vocabulary:
-    """Pieces by id; empty where there is no tokenizer to read.
+    """Pieces by id; empty if there is no tokenizer to read.
 
     Args:
         model: the directory of the run's model.
@@ -209,15 +209,15 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
     """The agent's turn that it belongs to, as context or as what was sampled."""
     id: int
     text: str
-    """Empty where the run's tokenizer is not on this machine."""
+    """Empty if the run's tokenizer is not on this machine."""
     loss_mask: bool
     """Whether the policy sampled it."""
     logprob: float | None = None
     version: str | None = None
     kept: int | None = None
-    """Size of the set the filters left; None where nothing was filtered, or it was not recorded."""
+    """Size of the set the filters left; None if nothing was filtered, or it was not recorded."""
     entropy: float | None = None
-    """Over the kept set, in nats: 0 where the set had one member, else as the trainer computed it."""
+    """Over the kept set, in nats: 0 if the set had one member, else as the trainer computed it."""
     routing: str | None = None
     """Digest of the experts recorded at its position."""
     advantage: float | None = None

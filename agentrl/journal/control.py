@@ -145,7 +145,7 @@ def not_data(episode_id: str, task: Task, error: Exception) -> InputError:
 
 
 def learning_policies(info: Mapping[str, Any]) -> Collection[str] | None:
-    """The policies that learn, as the configuration in a journal's `info` says; None where it says nothing of it."""
+    """The policies that learn, as the configuration in a journal's `info` says; None if it says nothing of it."""
     config = info.get("config")
     policies = config.get("policies") if isinstance(config, dict) else None
     if not isinstance(policies, dict):

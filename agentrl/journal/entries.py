@@ -170,7 +170,7 @@ class ResourceEntry(msgspec.Struct, frozen=True, array_like=True, tag="resource"
     error: str | None = None
     """What it raised: `Type: message`."""
     state: Any = None
-    """Of a `snapshot` resource after the call; None where it is as after the call before."""
+    """Of a `snapshot` resource after the call; None if it is as after the call before."""
 
 
 class SpawnEntry(msgspec.Struct, frozen=True, array_like=True, tag="spawn"):
@@ -267,7 +267,7 @@ class JournalEntry(msgspec.Struct, frozen=True):
     attempt: int
     call_id: str
     asked: bytes
-    """8 bytes: blake2b of what was newly asked; empty where nothing was."""
+    """8 bytes: blake2b of what was newly asked; empty if nothing was."""
     body: bytes
     """`encode_body` of one of the kinds."""
 

@@ -218,7 +218,7 @@ class SqliteRunLog:
 
         Args:
             consumed_through: the manifest's version of each trainable policy; units of policies it does not name are
-                frozen and never ready. Empty where there is no manifest yet: nothing was consumed.
+                frozen and never ready. Empty if there is no manifest yet: nothing was consumed.
 
         Yields:
             Specs and headers in order of commit; which of an episode's units are ready is what `resolved_units` says.

@@ -210,7 +210,7 @@ class GroupCommitWriter:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Device and inode of a file; None where there is none."""
+    """Device and inode of a file; None if there is none."""
     try:
         found = path.stat()
     except OSError:

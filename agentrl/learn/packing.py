@@ -155,7 +155,7 @@ def _micro_batch(members: Sequence[_PackedRow], borrowed: Sequence[int]) -> Micr
 
 
 def _routing(own: Sequence[tuple[_PackedRow, int]]) -> NDArray[np.int16] | None:
-    """Recorded experts of the tokens each row owns, -1 for those of a row without; None where no row has any."""
+    """Recorded experts of the tokens each row owns, -1 for those of a row without; None if no row has any."""
     recorded = [row.sample.expert_routing for row, _ in own if row.sample.expert_routing is not None]
     if not recorded:
         return None
@@ -171,7 +171,7 @@ def _routing(own: Sequence[tuple[_PackedRow, int]]) -> NDArray[np.int16] | None:
 def _kept_sets(
     samples: Sequence[TrainingSample], positions: Sequence[Int64Array]
 ) -> tuple[Int64Array | None, Int64Array | None]:
-    """Kept sets of the trained tokens; None where no sample was masked."""
+    """Kept sets of the trained tokens; None if no sample was masked."""
     if all(sample.sampling_mask is None for sample in samples):
         return None, None
     counts: list[Int64Array] = []

@@ -208,7 +208,7 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def describe(name: str) -> Metric | None:
-    """The registered metric of a name; None where there is none (an environment's own `ctx.metric`).
+    """The registered metric of a name; None if there is none (an environment's own `ctx.metric`).
 
     Example:
         >>> describe("staleness/max").unit

@@ -239,7 +239,7 @@ class RunObserver:
 
 
 def _chosen(summary: Mapping[str, Any]) -> str:
-    """Which versions were best, and whether the run ended because of the metric; empty where nothing was chosen."""
+    """Which versions were best, and whether the run ended because of the metric; empty if nothing was chosen."""
     lines = []
     if best := summary.get("best"):
         steps = ", ".join(f"{safe_line(name)}@{step}" for name, step in best["steps"].items())

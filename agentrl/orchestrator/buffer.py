@@ -64,9 +64,9 @@ class Ledger:
     ready: int = 0
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    """Episodes by reason; `frozen` where nothing of the episode was trainable."""
+    """Episodes by reason; `frozen` if nothing of the episode was trainable."""
     units_committed: Counter[str] = field(default_factory=Counter)
-    """By policy, as the three below."""
+    """Counts by policy, as the next three."""
     units_ready: Counter[str] = field(default_factory=Counter)
     units_consumed: Counter[str] = field(default_factory=Counter)
     units_dropped: Counter[str] = field(default_factory=Counter)
@@ -97,7 +97,7 @@ class ReadyUnit(NamedTuple):
     trajectories: tuple[TrajectoryHeader, ...]
     environment: str = ""
     is_alone: bool = False
-    """Its rewards were to be compared with other episodes' and there were none: its advantage is 0."""
+    """Whether its rewards had no other episode to be compared with, so that its advantage is 0."""
 
 
 class UnitDrop(NamedTuple):
@@ -110,7 +110,7 @@ class UnitDrop(NamedTuple):
 
 
 Credits = Mapping[tuple[str, str, int], TrajectoryCredit]
-"""By episode, seat and agent."""
+"""Credits by episode, seat and agent."""
 
 
 @dataclass(slots=True)
@@ -144,7 +144,7 @@ class Group:
         return self.running if self.released else 0
 
     def release_ended(self) -> Sequence[EpisodeHeader]:
-        """ReleasePolicy all members that ended since the last release."""
+        """Release all members that ended since the last release."""
         released, self.released = self.headers[self.released :], len(self.headers)
         return released
 
@@ -160,7 +160,7 @@ class ReleasePolicy(Protocol):
         ...
 
     def record_end(self, spec: EpisodeSpec, group: Group) -> tuple[Sequence[EpisodeHeader], Credits]:
-        """Record that a member ended, the last of `group.headers`; returns whom that releases, and their credits."""
+        """Record the end of a member, the last of `group.headers`; return the members this releases, and their credits."""
         ...
 
 
@@ -183,7 +183,7 @@ class WholeGroups:
         """Do nothing."""
 
     def record_end(self, spec: EpisodeSpec, group: Group) -> tuple[Sequence[EpisodeHeader], Credits]:
-        """ReleasePolicy the whole group, or nobody."""
+        """Release the whole group, or nobody."""
         if group.running:
             return (), {}
         compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
@@ -254,7 +254,7 @@ class FirstFinishers:
                 group.earlier += (EarlierMean(binding.policy, seat, mean),)
 
     def record_end(self, spec: EpisodeSpec, group: Group) -> tuple[Sequence[EpisodeHeader], Credits]:
-        """ReleasePolicy nobody, or all who wait and can be compared with the frozen baseline set."""
+        """Release nobody, or all waiting members that can be compared with the frozen baseline set."""
         self._tasks.pop(spec.episode_id, None)
         if group.running and len(group.headers) < self._rule.waited_for(group.size):
             return (), {}

@@ -120,7 +120,7 @@ def together(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
 
 def rewards_of(headers: Sequence[EpisodeHeader], policy: str) -> dict[str, float]:
     """Mean reward of a policy per episode it acted in, children included; the same per agent for each of its seats,
-    where there are several. Empty where it acted in none."""
+    where there are several. Empty if it acted in none."""
     played = [[t for t in header.trajectories if t.policy == policy] for header in headers]
     by_episode = [sum(t.reward or 0.0 for t in own) for own in played if own]
     if not by_episode:

@@ -267,7 +267,7 @@ class Orchestrator:
         self.signal.notify()
 
     async def _step(self, policy: str) -> bool:
-        """Take one optimizer step and serve its version; False where it was skipped."""
+        """Take one optimizer step and serve its version; False if it was skipped."""
         taken = self._credited(policy, self.scheduler.pop_units(policy))
         self.scheduler.stepping.add(policy)
         try:

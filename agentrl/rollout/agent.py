@@ -95,7 +95,7 @@ class LiveAgent(Agent):
         self._rows = TokenRows(self._settings.chat_format, tools)
         kv_budget = episode.services.kv_budget
         self._reservation: Reservation | None = None
-        """None where the engine's memory is not bounded, or another than the run's engine samples."""
+        """None if the engine's memory is not bounded, or another than the run's engine samples."""
         if kv_budget.is_bounded and not self._settings.is_external:
             kind = (episode.spec.environment, seat)
             self._reservation = kv_budget.reservation(kind, weights=(binding.policy, binding.pin))

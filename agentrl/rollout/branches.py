@@ -197,7 +197,7 @@ class RecordedCalls:
         return self._entries.pop(call_id, None) is not None
 
     def remove_answer(self, call_id: str) -> JournalEntry | None:
-        """Remove an answer that was given; None where there was none."""
+        """Remove an answer that was given; None if there was none."""
         return self._answers.pop(call_id, None)
 
 
@@ -229,7 +229,7 @@ class ReplayOrder:
 
     @property
     def next_id(self) -> str | None:
-        """The recorded call that comes back next; None where everything recorded has."""
+        """The recorded call that comes back next; None if everything recorded has."""
         return self._queue[0] if self._queue else None
 
     def has_under(self, path: str) -> bool:

@@ -149,7 +149,7 @@ class JsonFormat:
         )
 
     def usage(self, token_ids: Sequence[int]) -> dict[str, int]:
-        """The endpoint's own counts of tokens for a turn; empty where it gave none."""
+        """The endpoint's own counts of tokens for a turn; empty if it gave none."""
         try:
             said = json.loads(self.decode(token_ids))
         except (ValueError, RecursionError):

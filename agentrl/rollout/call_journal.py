@@ -406,7 +406,7 @@ class CallJournal:
         return begin
 
     def intend(self, call: Call, name: str) -> bool:
-        """Record that a `once` call is about to be performed; False where that was recorded before."""
+        """Record that a `once` call is about to be performed; False if that was recorded before."""
         intent = self._unnumbered(f"{call.call_id}!")
         if self.recall(intent, IntentEntry) is not None:
             return False

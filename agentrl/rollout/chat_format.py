@@ -261,7 +261,7 @@ class TemplateFormat:
         return [*frame.head, *self._encode_plain(text), *frame.tail]
 
     def _frame(self, pieces_of: Callable[[str], list[int | str]]) -> _Frame | None:
-        """The frame of a rendering in which one content varies; None where it changes more than its place."""
+        """The frame of a rendering in which one content varies; None if it changes more than its place."""
         if self._control.strips:
             return None
         try:
@@ -395,7 +395,7 @@ def _bare(text: str) -> str:
 
 
 def _without_thinking(text: str) -> str:
-    """The text after the thinking; empty where the thinking was begun and not ended."""
+    """The text after the thinking; empty if the thinking was begun and not ended."""
     thinking, end, rest = text.partition(_THINK_END)
     if end:
         return rest.lstrip()

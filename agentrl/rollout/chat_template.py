@@ -448,7 +448,7 @@ def _charging(sandbox: _Sandbox, name: str, function: Callable[..., Any]) -> Cal
 
 
 def _argument(at: int, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A filter's argument, given by place or by name; empty where it is left out."""
+    """A filter's argument, given by place or by name; empty if it is left out."""
     return args[at] if at < len(args) else kwargs.get(name, "")
 
 
@@ -659,7 +659,7 @@ def tool_value(tool: ToolSpec, control: ControlTokens) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; empty where there is no such file.
+    """The JSON object in `path`; empty if there is no such file.
 
     Raises:
         ModelError: the file holds something else.

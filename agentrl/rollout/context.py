@@ -623,7 +623,7 @@ class LiveResource(Resource):
         return await self._performed(call, method, arguments)
 
     def state(self) -> Any:
-        """The object's state for comparisons; None where it has no `get_state`."""
+        """The object's state for comparisons; None if it has no `get_state`."""
         if self._restore is not None:
             return self._restore
         get_state = getattr(self._object, "get_state", None)
@@ -680,7 +680,7 @@ class LiveResource(Resource):
         self._restore = None
 
     def _new_state(self) -> Any:
-        """The state after a call; None where the call did not change it."""
+        """The state after a call; None if the call did not change it."""
         state = journaled(self._object.get_state(), f"{self.name}.get_state")  # type: ignore[attr-defined]
         if state is None:
             raise EnvironmentDefinitionError(f"{type(self._object).__qualname__}.get_state() returned None")

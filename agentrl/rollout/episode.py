@@ -92,7 +92,7 @@ class RolloutSettings:
     tool_timeout_s: float
     episode_timeout_s: float
     max_staleness: Mapping[str, int] = field(default_factory=dict)
-    """By policy, for the order in which parked episodes resume; 0 where absent."""
+    """By policy, for the order in which parked episodes resume; 0 if absent."""
     on_code_change: OnCodeChange = "try"
 
 

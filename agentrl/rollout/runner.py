@@ -337,7 +337,7 @@ def _begun(environment: type[Environment], context: LiveContext) -> Awaitable[No
 
 
 def _ended_with(error: BaseException, journal: CallJournal, limit: TimeLimit) -> BaseException | None:
-    """The error that ends an episode whose program raised; None where the episode had failed or was given up before."""
+    """The error that ends an episode whose program raised; None if the episode had failed or was given up before."""
     if journal.failure is not None:
         return None
     if isinstance(error, asyncio.CancelledError):

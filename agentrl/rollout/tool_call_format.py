@@ -75,7 +75,7 @@ def _is_deep(value: Any, levels: int = MAX_CALL_DEPTH) -> bool:
 
 
 def json_value(text: str) -> Any:
-    """The JSON value in `text`; None where there is none, or none that can be represented.
+    """The JSON value in `text`; None if there is none, or none that can be represented.
 
     Refused are NaN, numbers beyond float64 and int64, lone surrogates, objects with a key twice (nobody can know which
     of the two values is meant), and text that is too long or too deep.

@@ -39,7 +39,7 @@ class RecordingTrainer:
         step_seconds: how long `forward_backward` takes on that clock; may depend on the batch.
         publish_seconds: how long `publish` takes on that clock.
         failures: what `optim_step` raises, once, at a (policy, step id).
-        steps: steps each policy has taken before; 0 where absent.
+        steps: steps each policy has taken before; 0 if absent.
         versions: where published versions are written; without it they exist in name only.
         disk: where they, and what is saved, lie.
 

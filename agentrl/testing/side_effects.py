@@ -144,7 +144,7 @@ def _act(event: str, arguments: tuple[Any, ...]) -> str | None:
 
 
 def _location(frame: FrameType | None) -> str | None:
-    """The nearest code that is neither Python's nor ours; None where there is none: not the environment's doing."""
+    """The nearest code that is neither Python's nor ours; None if there is none: not the environment's doing."""
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_PACKAGE) and (not file.startswith(_PYTHON) or "site-packages" in file):

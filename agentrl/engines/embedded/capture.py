@@ -194,7 +194,7 @@ class KeptSets:
             self._sets[slot].append(np.flatnonzero(table[i]).astype(np.int32) if filtered[i] else None)
 
     def sets_of_call(self, slot: int) -> SamplingMask:
-        """The sets of the slot's call, one per sampled token; count 0 where nothing was left out."""
+        """The sets of the slot's call, one per sampled token; count 0 if nothing was left out."""
         return ragged(self._sets[slot])
 
 

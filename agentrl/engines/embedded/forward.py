@@ -216,7 +216,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor
         batch: how each row samples.
 
     Returns:
-        tokens `[B]` int64; their logprobs `[B]` float32; the kept set `[B, V]` bool, None where no row has a filter.
+        tokens `[B]` int64; their logprobs `[B]` float32; the kept set `[B, V]` bool, None if no row has a filter.
     """
     scores = logits.float()
     if batch.tempered:

@@ -446,7 +446,7 @@ class AdapterBank:
         """Set instead where there are many adapters."""
 
     def free_slot(self) -> int | None:
-        """The lowest empty place, None where all are filled."""
+        """The lowest empty place, None if all are filled."""
         return min(self._free) if self._free else None
 
     def check(self, weights: WeightsRef, adapter: AdapterFile) -> None:

@@ -144,7 +144,7 @@ def _memory(config: Any, *, slots: int, max_context: int, kv_memory: int) -> dic
 
 
 def kv_tokens(config: VllmConfig) -> int | None:
-    """Tokens of context whose keys and values fit; None where vLLM keeps none between two turns (without a prefix
+    """Tokens of context whose keys and values fit; None if vLLM keeps none between two turns (without a prefix
     cache: multi-head latent attention on CPU, recurrent models)."""
     cache = config.cache_config
     if not cache.enable_prefix_caching or cache.kv_cache_size_tokens is None:
