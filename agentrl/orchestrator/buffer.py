@@ -160,7 +160,7 @@ class ReleasePolicy(Protocol):
         ...
 
     def record_end(self, spec: EpisodeSpec, group: Group) -> tuple[Sequence[EpisodeHeader], Credits]:
-        """Record the end of a member, the last of `group.headers`; return the members this releases, and their credits."""
+        """Record the end of a member, the last of `group.headers`; return the members released, and their credits."""
         ...
 
 
