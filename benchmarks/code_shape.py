@@ -51,13 +51,12 @@ from agentrl.cli.main import main as main_of_agentrl
 from agentrl.config.load import load
 from agentrl.config.page import fields
 from agentrl.core.records import PolicyVersion, Task
+from agentrl.environments.calculator import Calculator
 from agentrl.inspection.reader import RunReader
 from benchmarks.report import Report
-from environments.calculator import Calculator
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "agentrl"
-TRACED = (f"{PACKAGE}/", f"{ROOT}/environments/")
 TRACED_FIGURES = ("files_per_episode", "calls_between_files", "update_files", "resume_files", "episode_show_files")
 FIGURES = (
     *TRACED_FIGURES,
@@ -141,7 +140,7 @@ class Tracer:
     def _file_of(self, code: CodeType) -> str | None:
         """The file of a function, relative to the repository; None where it is not ours, or a module's own body."""
         if code not in self._files:
-            is_ours = code.co_filename.startswith(TRACED) and code.co_name != "<module>"
+            is_ours = code.co_filename.startswith(f"{PACKAGE}/") and code.co_name != "<module>"
             self._files[code] = code.co_filename.removeprefix(f"{ROOT}/") if is_ours else None
         return self._files[code]
 

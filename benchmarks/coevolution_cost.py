@@ -33,7 +33,7 @@ from benchmarks.report import Report
 
 UNITS, QUICK_UNITS = 1024, 128
 """Of a round of steps, all policies together. A quick run shows what a step costs that has hardly anything to do."""
-MODEL = "environments.calculator:model"
+MODEL = "agentrl.environments:calculator/model"
 PROBE = np.arange(5, 29, dtype=np.int32)
 
 

@@ -17,8 +17,8 @@ KILLS = 25
 
 CONFIG = """\
 deterministic = true
-environment.id = "environments.propose_and_solve:ProposeAndSolve"
-model.path = "environments.propose_and_solve:model"
+environment.id = "agentrl.environments.propose_and_solve:ProposeAndSolve"
+model.path = "agentrl.environments:propose_and_solve/model"
 credit.group_size = 4
 sampling = { max_tokens = 32, max_turns = 9 }
 engine = { slots = 16, max_context = 256, refresh = "episode" }

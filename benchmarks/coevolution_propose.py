@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import agentrl
 from agentrl.environment.base import EpisodeContext
-from environments.propose_and_solve.env import PROMPT, ProposeAndSolve, Solve, read
+from agentrl.environments.propose_and_solve.env import PROMPT, ProposeAndSolve, Solve, read
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "03_propose_and_solve.py"
 SEEDS = (0, 1, 2)

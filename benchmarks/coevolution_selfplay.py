@@ -17,7 +17,7 @@ STEPS = 120
 GAMES = 512
 OPPONENTS = {
     "selfplay_vs_first": {"kind": "frozen"},
-    "selfplay_vs_random": {"kind": "bot", "id": "environments.tictactoe:random_player"},
+    "selfplay_vs_random": {"kind": "bot", "id": "agentrl.environments.tictactoe:random_player"},
 }
 
 

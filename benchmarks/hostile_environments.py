@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 import agentrl
-import environments
+import agentrl.environments
 from agentrl.app.parts import Adapters, make_chat_format
 from agentrl.app.supervisor import run_in_shared_loop
 from agentrl.app.training import run_training
@@ -104,7 +104,7 @@ def play(act: str, directory: str, *, resume: bool) -> int:
                 "id": "benchmarks.hostile_environments:Hostile",
                 "options": {"act": act, "place": directory},
             },
-            "model": {"path": str(Path(str(environments.__path__[0])) / "calculator" / "model")},
+            "model": {"path": str(Path(agentrl.environments.__path__[0]) / "calculator" / "model")},
             "policies": {"player": {"step_size": STEP_SIZE, "max_staleness": 1}},
             "credit": {"group_size": 1, "advantage": "none"},
             "sampling": {"max_tokens": 4},

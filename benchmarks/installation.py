@@ -52,8 +52,8 @@ def built(work: Path) -> Path:
     for needed in (
         "agentrl/py.typed",
         "agentrl/examples/01_tool_use.toml",
-        *(f"environments/{name}/model/model.safetensors" for name in ("calculator", "frozen_lake")),
-        "environments/calculator/model/chat_template.jinja",
+        *(f"agentrl/environments/{name}/model/model.safetensors" for name in ("calculator", "frozen_lake")),
+        "agentrl/environments/calculator/model/chat_template.jinja",
     ):
         if needed not in names:
             raise SystemExit(f"{wheel.name} lacks {needed}")

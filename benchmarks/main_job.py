@@ -31,9 +31,9 @@ from typing import Any, Literal
 
 import agentrl
 from agentrl.core.records import PolicyVersion
+from agentrl.environments.calculator import Calculator
 from benchmarks.processes import ProcessTree
 from benchmarks.report import Report
-from environments.calculator import Calculator
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "01_tool_use.toml"

@@ -263,7 +263,7 @@ def refreshed(seed: int, engine: dict[str, Any], directory: Path) -> tuple[float
         "seed": seed,
         "steps": 12,
         "environment": {"id": "calculator"},
-        "model": {"path": "environments.calculator:model"},
+        "model": {"path": "agentrl.environments:calculator/model"},
         "policies": {"solver": {"lora": {"rank": 8}, "learning_rate": 5e-3, "step_size": 64}},
         "sampling": {"max_tokens": 32, "max_turns": 6},
         "engine": {"slots": 96, "max_context": 192, **engine},

@@ -20,8 +20,8 @@ from transformers import DynamicCache, Qwen3ForCausalLM
 
 from agentrl.core.records import FinishReason, Message, Task
 from agentrl.environment.tools import observation_of
+from agentrl.environments.calculator import Calculator
 from agentrl.rollout.chat_format import TemplateFormat
-from environments.calculator import Calculator
 
 Latency = Callable[[random.Random], float]
 """Draws the seconds one tool call waits."""

@@ -40,10 +40,10 @@ from typing import Any, ClassVar, Literal
 import agentrl
 from agentrl.core.ids import stream
 from agentrl.core.records import PolicyVersion
+from agentrl.environments.calculator import Calculator
 from agentrl.simulation.plan import Tail
 from benchmarks.processes import ProcessTree
 from benchmarks.report import Report
-from environments.calculator import Calculator
 
 Then = Literal["nothing", "examine", "simulate"]
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,1 +1,1 @@
-"""Example environments: one small package each, with its tasks, its README and its test."""
+"""Example environments, imported as `agentrl.environments`: one small package each, with tasks, README and test."""

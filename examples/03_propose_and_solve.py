@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import agentrl
-from environments.propose_and_solve import Solve
+from agentrl.environments.propose_and_solve import Solve
 
 STEPS = 48
 CONFIG = agentrl.RunConfig(
     name="propose_and_solve",
     steps=STEPS,
-    environment={"id": "environments.propose_and_solve:ProposeAndSolve"},
-    model={"path": "environments.propose_and_solve:model"},
+    environment={"id": "agentrl.environments.propose_and_solve:ProposeAndSolve"},
+    model={"path": "agentrl.environments:propose_and_solve/model"},
     policies={
         "proposer": {"lora": {"rank": 8, "alpha": 16.0}, "learning_rate": 3e-3, "step_size": 20},
         "solver": {"lora": {"rank": 8, "alpha": 16.0}, "learning_rate": 5e-4, "step_size": 320, "steps": STEPS // 3},

@@ -29,7 +29,7 @@ def train(*, resume: bool) -> None:
         name=RUN.name,
         steps=STEPS,
         environment={"id": "calculator"},
-        model={"path": "environments.calculator:model"},
+        model={"path": "agentrl.environments:calculator/model"},
         policies={"solver": {"step_size": 32}},
         sampling={"max_tokens": 32, "max_turns": 6},
         engine={"slots": 96, "max_context": 192},

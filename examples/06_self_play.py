@@ -34,11 +34,11 @@ LINE_UPS = (
 PLAYER = {"learning_rate": 2e-3, "step_size": 128}
 OPPONENTS: dict[str, dict[str, Any]] = {
     "the version it started from": {"kind": "frozen"},
-    "random moves": {"kind": "bot", "id": "environments.tictactoe:random_player"},
+    "random moves": {"kind": "bot", "id": "agentrl.environments.tictactoe:random_player"},
 }
 SETTINGS: dict[str, Any] = {
-    "environment": {"id": "environments.tictactoe:TicTacToe"},
-    "model": {"path": "environments.tictactoe:model"},
+    "environment": {"id": "agentrl.environments.tictactoe:TicTacToe"},
+    "model": {"path": "agentrl.environments:tictactoe/model"},
     "sampling": {"max_tokens": 1, "max_turns": 12},
     "engine": {"slots": 256, "max_context": 24},
 }

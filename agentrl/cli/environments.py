@@ -399,7 +399,7 @@ steps = 40            # optimizer steps
 id = "env.py:CLASS"   # beside this file
 
 [model]
-path = "environments.calculator:model"   # 0.84 M parameters, comes with agentrl; or the directory of your own model
+path = "agentrl.environments:calculator/model"   # 0.84 M parameters, part of agentrl; or a directory of yours
 
 [policies.solver]
 learning_rate = 3e-4  # all weights are trained; for larger models add [policies.solver.lora] and try 1e-5

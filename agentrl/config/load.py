@@ -1,7 +1,7 @@
-"""A `RunConfig` from TOML with dotted overrides or from a journal, back to TOML, and each mistake in it in words.
+"""Reads a `RunConfig` from TOML with dotted overrides or from a journal, and writes it back to TOML.
 
-Every mistake of a file is reported at once, each with its key, the value that was found, the value that is expected,
-and the nearest key that exists.
+Reports every mistake of a file at once, each with its key, the given value, the expected value and the nearest key that
+exists.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ S = TypeVar("S", bound=BaseModel)
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
-"""Of tables and lists in each other."""
+"""Deepest nesting of tables and lists."""
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TOML_POSITION = re.compile(r" \(at line (\d+), column (\d+)\)$")
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration in a TOML file, changed by `overrides`.
+    """Read the configuration in a TOML file, changed by `overrides`.
 
     Args:
         path: the file. A relative `model.path`, `environment.id` (a file's), `policies.NAME.path` or `policies.NAME.id`
-            (a file's) is looked for beside it first, then in the working directory.
-        overrides: `section.field=value`, with or without leading dashes; values are JSON, or text where they are not.
+            (a file's) is looked up first beside it, then in the working directory.
+        overrides: `section.field=value`, with or without leading dashes; values are JSON, or else text.
 
     Raises:
         ConfigError: the file cannot be read, is not TOML, or a key or value does not fit; all problems are listed.
@@ -68,7 +68,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_mapping(data: Mapping[str, Any], source: str | Path, model: type[S]) -> S:
-    """Another section than a `RunConfig`, from what was read; `source` is what errors call it. Raises as `load`."""
+    """Validate data as a section other than `RunConfig`; errors name it `source`. Raises as `load` does."""
     _check_plain(data, Path(source))
     try:
         read = model.model_validate(data)
@@ -89,7 +89,7 @@ def dump_toml(config: BaseModel) -> str:
 
 
 def _resolve_path(source: Path, path: str, *, key: str) -> str:
-    """A path as seen from the file that names it, if something lies there."""
+    """Resolve a path against the file that names it, if something exists there."""
     try:
         there = source.parent / path
         return str(there.resolve()) if there.exists() else path
@@ -98,7 +98,7 @@ def _resolve_path(source: Path, path: str, *, key: str) -> str:
 
 
 def _resolve_code(source: Path, reference: str, *, key: str) -> str:
-    """`path/to/file.py:Name` as seen from the file that names it; `module:Name` as it is."""
+    """Resolve `path/to/file.py:Name` against the file that names it; leave `module:Name` as it is."""
     file, colon, name = reference.partition(".py")
     return f"{_resolve_path(source, file + colon, key=key)}{name}" if colon else reference
 
@@ -112,7 +112,7 @@ def _resolve_policy(source: Path, name: str, policy: AnyPolicy) -> AnyPolicy:
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """What a TOML file says. Raises `ConfigError` where it cannot be read, or is none."""
+    """The contents of a TOML file. Raises `ConfigError` if it cannot be read or is not TOML."""
     source = Path(path)
     try:
         if source.exists() and not (source.is_file() or source.is_dir()):
@@ -121,7 +121,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise ConfigError(f"{source}: longer than {MAX_BYTES:,} bytes, which no configuration is")
-        return tomllib.loads(content.decode("utf-8-sig"))  # some editors begin a file with a mark
+        return tomllib.loads(content.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
     except FileNotFoundError as error:
         raise ConfigError(f"{source}: there is no such file") from error
     except UnicodeDecodeError as error:
@@ -138,12 +138,13 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{where}: not TOML: {_TOML_POSITION.sub('', message)}{hint}") from error
     except RecursionError as error:
         raise ConfigError(f"{source}: nested deeper than {MAX_DEPTH}, which no configuration is") from error
-    except ValueError as error:  # of `int`: it reads at most some thousand digits
+    except ValueError as error:  # `int` reads at most some thousand digits
         raise ConfigError(f"{source}: holds a number of too many digits") from error
 
 
 def _check_plain(data: Mapping[str, Any], source: Path) -> None:
-    """Refuse what not every reader of a configuration can hold: it is kept as JSON, compared, and printed as TOML."""
+    """Refuse values that JSON or TOML cannot hold: the configuration is stored as JSON, compared, and printed as
+    TOML."""
     level: list[tuple[tuple[str, ...], Any]] = [((), data)]
     for _ in range(MAX_DEPTH):
         below: list[tuple[tuple[str, ...], Any]] = []
@@ -167,7 +168,7 @@ def _check_plain(data: Mapping[str, Any], source: Path) -> None:
 
 
 def _check_read_as_written(data: Mapping[str, Any], read: BaseModel, source: Path) -> None:
-    """Refuse text and `true` where a number is wanted: a file has a way to write numbers."""
+    """Refuse text and `true` where a number is expected: TOML has its own way to write numbers."""
     lines = list(misread(data, read.model_dump()))
     if lines:
         raise ConfigError(f"{source}: " + "\n  ".join(lines))
@@ -222,7 +223,7 @@ def _wanted_text(error: ValidationError) -> Iterator[tuple[str, ...]]:
 
 
 def _choose_default_members(model: type[BaseModel], data: dict[str, Any]) -> None:
-    """Where a table of a tagged union leaves its tag out, it means the default's."""
+    """Add the default's tag to a table of a tagged union that leaves its tag out."""
     for name, field in model.model_fields.items():
         value = data.get(name)
         if not isinstance(value, dict):
@@ -277,35 +278,35 @@ _WORDS: dict[Any, str] = {
     tuple: "a list",
 }
 _WANTED = {"bool": bool, "float": float, "int": int, "list": list, "string": str, "tuple": tuple}
-"""By the first word of pydantic's errors."""
+"""Types by the first word of pydantic's errors."""
 SHOWN = 10
-"""Mistakes, at most."""
+"""Most mistakes shown at once."""
 
 
 class _Location(NamedTuple):
-    """The place of a mistake in a configuration."""
+    """The location of a mistake in a configuration."""
 
     path: list[str]
-    """The keys that lead there, without the tags pydantic adds."""
+    """Keys that lead there, without the tags that pydantic adds."""
     section: type[BaseModel] | None
     """The section that holds the last key."""
     kinds: list[type[BaseModel]]
-    """The sections that `kind` chose this one from."""
+    """Sections among which `kind` chose this one."""
     annotation: Any
-    """The type expected there."""
+    """The expected type."""
     unnamed: int | None
-    """The index of a key that stands where the user's own name is missing."""
+    """Index of a key that stands where the user's own name is missing."""
 
 
 def config_error(error: ValidationError, source: str, model: type[BaseModel] = RunConfig) -> ConfigError:
-    """A pydantic error about a section in words; `source` is what they call the file."""
+    """Turn a pydantic error about a section into a `ConfigError`; its message names the file `source`."""
     return ConfigError(f"{source}: {mistakes(error, model)}")
 
 
 def mistakes(error: ValidationError, model: type[BaseModel] = RunConfig) -> str:
     """The problems in a pydantic error about a section, one line each."""
     told: dict[str, list[str]] = {}
-    """By problem, the accepted values: each member of a union adds its own."""
+    """Accepted values by problem: each member of a union adds its own."""
     for detail in error.errors(include_url=False):
         problem, wanted = _explain(detail, model)
         told[problem] = told.get(problem, []) + ([wanted] if wanted else [])
@@ -340,7 +341,7 @@ def path_of(location: Sequence[str | int], top: type[BaseModel]) -> list[str]:
 
 
 def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Every valid key in dotted form, all members of unions included; `<name>` stands for a name of the user's."""
+    """Every valid key in dotted form, including all members of unions; `<name>` stands for a name of the user's."""
     for name, field in model.model_fields.items():
         members, named = sections_in(field.annotation)
         path = f"{prefix}{name}.<name>" if named else f"{prefix}{name}"
@@ -350,7 +351,7 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
 
 
 def sections_in(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
-    """The sections an annotation can hold, and whether they stand under names of the user's."""
+    """The sections an annotation can hold, and whether the user names them."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation], False
     arguments = get_args(annotation)
@@ -362,7 +363,7 @@ def sections_in(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
 
 
 def short(value: Any) -> str:
-    """A value as a file has it, or its beginning."""
+    """A value as a file would have it, shortened."""
     text = repr(value) if not isinstance(value, str | bool) else json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -371,7 +372,7 @@ def short(value: Any) -> str:
 
 
 def _explain(detail: ErrorDetails, top: type[BaseModel]) -> tuple[str, str]:
-    """The problem, and the accepted value where the given one is of another type."""
+    """The problem, and the accepted value if the given one has another type."""
     place = _locate(detail["loc"], top)
     dotted, kind, given = ".".join(place.path), detail["type"], detail["input"]
     if place.unnamed is not None:
@@ -426,7 +427,7 @@ def _locate(location: Sequence[str | int], top: type[BaseModel]) -> _Location:
 
 
 def _bare(annotation: Any) -> Any:
-    """Without bounds, and without `None` beside it."""
+    """The annotation without bounds and without `| None`."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     choices = _union_members(annotation)
@@ -434,7 +435,7 @@ def _bare(annotation: Any) -> Any:
 
 
 def _union_members(annotation: Any) -> list[Any]:
-    """The members of a union but `None`; none where it is no union."""
+    """The members of a union except `None`; empty for any other type."""
     if get_origin(annotation) not in (Union, types.UnionType):
         return []
     return [choice for choice in get_args(annotation) if choice is not types.NoneType]
@@ -494,7 +495,7 @@ def recorded_config(info: Mapping[str, Any]) -> RunConfig:
     """The configuration in a journal's `info`.
 
     Raises:
-        JournalError: it is not one of this version.
+        JournalError: the configuration does not fit this version of agentrl.
     """
     try:
         return RunConfig.model_validate(info.get("config") or {})

@@ -1,6 +1,6 @@
 """docs/configuration.md, generated from the models: `python -m agentrl.config.page > docs/configuration.md`.
 
-Owns the layout of the page. Every word about a field is the field's own docstring in `run.py`.
+Owns the layout of the page. The text about a field is the field's docstring.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import agentrl
 
 config = agentrl.RunConfig(
     environment={{"id": "calculator"}},
-    model={{"path": "environments.calculator:model"}},
+    model={{"path": "agentrl.environments:calculator/model"}},
     policies={{"solver": {{"learning_rate": 1e-4}}}},
 )
 agentrl.train(config)
@@ -62,7 +62,7 @@ A reward, a tool or a task source is code: it belongs in an environment, not her
 
 def page() -> str:
     """The page as Markdown."""
-    example = '[environment]\nid = "calculator"\n\n[model]\npath = "environments.calculator:model"\n\n'
+    example = '[environment]\nid = "calculator"\n\n[model]\npath = "agentrl.environments:calculator/model"\n\n'
     example += "[policies.solver]\nlearning_rate = 1e-4"
     parts = [_INTRODUCTION.format(toml=example, count=len(fields()))]
     parts += [_section(section, path) for section, path in _walk(RunConfig, "")]
@@ -71,7 +71,7 @@ def page() -> str:
 
 
 def fields() -> list[str]:
-    """Every key that holds a value, such as `policies.NAME.kind`, once: several kinds of a section may have it."""
+    """Every key that holds a value, such as `policies.NAME.kind`, once, even if several kinds of a section have it."""
     return list(
         dict.fromkeys(
             f"{path}{name}"
@@ -105,7 +105,7 @@ def _section(section: type[BaseModel], path: str) -> str:
 
 
 SLIPS = 10**6
-"""Upper bounds from here on only refuse slips, and are not worth a reader's time."""
+"""Upper bounds from here on only catch slips; the page omits them."""
 
 
 def _type(field: FieldInfo) -> str:

@@ -1,6 +1,6 @@
-"""Who can hold a seat: weights that learn or stay frozen, an endpoint elsewhere, past versions of what learns.
+"""The kinds of policies: weights that learn or stay frozen, remote endpoints, bots, and past versions as opponents.
 
-A tagged union by `kind`; what a kind cannot have does not parse. Which seat is whose is `RunConfig.seats`.
+A tagged union by `kind`; a setting that a kind cannot have does not parse. `RunConfig.seats` binds seats to policies.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class LoraConfig(Section):
     """Low-rank adapters (Hu et al., 2021, arXiv:2106.09685) instead of full weights."""
 
     rank: Fixed[Positive] = 16
-    """Inner dimension of the adapter: what it can express, and what a published version weighs."""
+    """Inner dimension of the adapter: more can express more, and makes published versions larger."""
     alpha: Fixed[Rate] = 32.0
     """The adapter's output is scaled by alpha / rank."""
     target_modules: Fixed[tuple[str, ...]] = ()
-    """Linear layers that get an adapter, by the last part of their names or the whole; empty: all of the decoder's that
-    can be both trained and served. Which those are, and their share of the weights, is said at start."""
+    """Linear layers that get an adapter, by full name or its last part; empty: all layers of the decoder that can be
+    both trained and served. A run lists them, with their share of the weights, when it starts."""
 
 
 class _Sampled(Section):
     sampling: PerEpisode[dict[str, int | float]] = {}
-    """Settings of `[sampling]` that are others for this policy, such as `temperature` or `max_tokens`."""
+    """Settings of `[sampling]` that this policy overrides, such as `temperature` or `max_tokens`."""
 
 
 class PolicyConfig(_Sampled):
@@ -53,16 +53,16 @@ class PolicyConfig(_Sampled):
     lora: Fixed[LoraConfig | None] = None
     """Train an adapter of this shape; null trains all weights."""
     learning_rate: Free[Rate] = 3e-4
-    """Of AdamW, after warm-up."""
+    """AdamW's learning rate, after warm-up."""
     step_size: WaveFixed[Episodes] = 64
-    """Units (episodes, as this policy saw them) per optimizer step."""
+    """Units (the policy's parts of episodes) per optimizer step."""
     max_staleness: WaveFixed[MaybeSteps] = 1
     """Bound on the mean policy lag in optimizer steps; 0 is synchronous training."""
     max_lag: WaveFixed[MaybeSteps | None] = None
-    """Limit on the lag of every trained token in optimizer steps, kept by admission and never by dropping: while a slow
-    episode could be overtaken more often, nothing new is let in (docs/off_policy.md); null: none."""
+    """Limit on the lag of every trained token in optimizer steps. Admission keeps it, without dropping episodes: it
+    admits nothing new while a slow episode could fall further behind (docs/off_policy.md); null: none."""
     steps: Free[MaybeSteps] = 0
-    """How often it is updated, where not as often as the run's `steps` says; 0: as often."""
+    """Optimizer steps of this policy; 0: the run's `steps`."""
 
 
 class FrozenPolicy(_Sampled):
@@ -71,8 +71,8 @@ class FrozenPolicy(_Sampled):
     kind: Fixed[Literal["frozen"]]
     """Weights that no step changes."""
     path: Fixed[str] = ""
-    """A directory of trained weights, an adapter of the base model or all of its weights, such as another run's
-    `policies/NAME`, found as `model.path` is; empty: the base model as it is."""
+    """A directory of trained weights, such as another run's `policies/NAME`: an adapter of the base model, or all of
+    its weights; relative to the TOML file, as `model.path`. Empty: the base model."""
 
     @field_validator("path")
     @classmethod
@@ -81,25 +81,26 @@ class FrozenPolicy(_Sampled):
 
 
 class ExternalPolicyConfig(Section):
-    """What no engine of ours serves: it is told messages and says a message, recorded and never trained."""
+    """A policy that no engine of ours serves: it receives messages and returns one, which is recorded and never
+    trained."""
 
 
 class RemotePolicy(_Sampled, ExternalPolicyConfig):
-    """An endpoint that speaks OpenAI's chat completions. What it says is recorded and never trained."""
+    """An endpoint that speaks OpenAI's chat completions. Its answers are recorded and never trained."""
 
     kind: Fixed[Literal["remote"]]
-    """Weights that somebody else holds."""
+    """A model behind somebody else's endpoint."""
     url: Fixed[str]
-    """Its base, such as `https://api.example.com/v1`; `/chat/completions` is asked."""
+    """Base URL, such as `https://api.example.com/v1`; requests go to `/chat/completions` below it."""
     model: Fixed[str]
-    """What the endpoint calls the model."""
+    """The model's name at the endpoint."""
     api_key_env: Free[str] = ""
-    """The environment variable that holds the key; empty: none is sent. The key itself belongs in no file."""
+    """Name of the environment variable that holds the key; empty: no key is sent. Keep the key itself out of files."""
     timeout_s: Free[Seconds] = 60.0
-    """A request, from its connection to the last byte of its answer; one that takes longer is made again, as after an
-    overload: up to eight times, with waits of 1 to 30 s in between."""
+    """Longest request, from connecting to the last byte of the answer. A request that takes longer, or meets an
+    overload, is repeated up to eight times, with waits of 1 to 30 s in between."""
     max_concurrent: Free[Annotated[Positive, Unit("requests")]] = 64
-    """Requests made at once; further ones wait, and their `timeout_s` begins when they are made."""
+    """Concurrent requests; further ones wait, and their `timeout_s` begins when they are sent."""
 
     @field_validator("url")
     @classmethod
@@ -130,29 +131,30 @@ def _is_loopback(host: str) -> bool:
 
 
 class BotPolicy(ExternalPolicyConfig):
-    """A program that holds a seat: an opponent that plays by rule, a user that asks from a script."""
+    """A program that holds a seat: a rule-based opponent, or a scripted user."""
 
     kind: Fixed[Literal["bot"]]
-    """No weights, but a function."""
+    """A function instead of weights."""
     id: Fixed[str]
-    """`module:function`, or `path/to/file.py:function`, in a TOML file relative to that file. It is given the seat's
-    conversation, a sequence of `agentrl.Message`, and a `random.Random` of the turn's own, and returns what it says."""
+    """`module:function`, or `path/to/file.py:function`, in a TOML file relative to that file. The function receives the
+    seat's conversation, a sequence of `agentrl.Message`, and a `random.Random` for the turn, and returns the reply."""
 
 
 class OpponentPoolPolicy(Section):
-    """Past versions of a policy that learns, as opponents to it: one is drawn for each group of episodes."""
+    """Past versions of a policy that learns, as its opponents: one is drawn for each group of episodes."""
 
     kind: Fixed[Literal["past"]]
-    """Weights that another policy had."""
+    """Earlier weights of another policy."""
     of: Fixed[str]
     """The policy whose past versions play."""
     every: Fixed[Steps] = 10
-    """Steps of that policy between two versions that join; the one a run starts from is the first."""
+    """Steps of that policy between two versions that join the pool; the version that a run starts from joins first."""
     size: Free[Annotated[int, Field(gt=0, le=10**4), Unit("versions")]] = 4
-    """How many of the newest that joined are played against; each takes a place in the engine."""
+    """Size of the pool: the newest versions that joined play. Each takes an adapter slot of the engine."""
     choose: Free[Literal["uniform", "latest", "prioritised"]] = "uniform"
-    """`uniform`; `latest`: the newest that joined; `prioritised`: more often those that are won against less often, in
-    proportion to (1 - win rate)² (PFSP: Vinyals et al., 2019, Nature 575)."""
+    """How a group's opponent is chosen. `uniform`; `latest`: the newest; `prioritised`: in proportion to (1 - win
+    rate)², so that the policy meets more often the versions it beats less often (PFSP: Vinyals et al., 2019, Nature
+    575)."""
 
 
 AnyPolicy = Annotated[

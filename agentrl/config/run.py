@@ -1,7 +1,7 @@
 """The configuration of a run: one frozen section per component, the same from TOML, Python and the command line.
 
-Combinations that make no sense do not parse, and each refusal names the keys and the mend; values that can be derived
-are properties with their formula.
+Combinations that make no sense do not parse; the error names the keys and the fix. Derived values are properties that
+state their formula.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ if TYPE_CHECKING:
 
 
 class EnvironmentConfig(Section):
-    """What the agents do."""
+    """The environment that agents act in."""
 
     id: Fixed[str]
     """Registered name, `module:Class`, or `path/to/env.py:Class`, in a TOML file relative to that file."""
     options: Fixed[dict[str, Any]] = {}
-    """Passed to the environment's task source."""
+    """Arguments of the environment's task source."""
     tool_timeout_s: Free[Seconds] = 30.0
-    """A tool call longer than this becomes a timeout observation: a hanging tool costs one turn, not the run."""
+    """A tool call that takes longer becomes a timeout observation: a hanging tool costs one turn, not the run."""
     on_code_change: Free[Literal["try", "restart", "drop"]] = "try"
-    """What becomes of an unfinished episode on `--resume` when the environment's file was edited: replay it and begin
-    again only where it departs from what was recorded, begin again at once, or drop it."""
+    """How `--resume` treats unfinished episodes after the environment's file was edited. `try`: replay them, and begin
+    again only those that depart from the journal; `restart`: begin all of them again; `drop`: drop them."""
 
 
 class ModelConfig(Section):
@@ -70,8 +70,8 @@ class ModelConfig(Section):
 
     path: Fixed[str] = ""
     """A local Hugging Face causal-LM directory with tokenizer and chat template: a path, in a TOML file relative to
-    that file, or `package:directory` for one inside an installed package, such as `environments.calculator:model`.
-    Needed unless every policy is remote or a bot."""
+    that file, or `package:directory` for one inside an installed package, such as
+    `agentrl.environments:calculator/model`. Needed unless every policy is remote or a bot."""
     dtype: Fixed[Literal["auto", "float32", "bfloat16"]] = "auto"
     """The dtype that engine and trainer compute in, and versions with all weights are published in; `auto`: the
     checkpoint's, float32 for one in float16. Adapters, gradients and optimizer are float32; a policy that trains all
@@ -84,33 +84,33 @@ class ModelConfig(Section):
 
 
 class EngineConfig(Section):
-    """Who samples."""
+    """The inference engine."""
 
     kind: WaveFixed[Literal["embedded", "vllm"]] = "embedded"
-    """`embedded`: our own small engine for any Hugging Face causal LM; `vllm`: vLLM."""
+    """`embedded`: our own small engine, for any Hugging Face causal LM; `vllm`: vLLM."""
     placement: Free[Literal["here", "process", "ray"]] = "here"
-    """Where it runs: `here`, in the run's process; in a `process` of its own beside it, which is started again when it
-    dies and costs some CPU per token; as a child of a `ray` actor, on any node of its cluster, and so do `workers`.
-    vLLM, and an engine that several `workers` share, have a process of their own in any case."""
+    """Where it runs. `here`: in the run's process. `process`: in a child process, which is restarted when it dies and
+    costs some CPU per token. `ray`: in the child of a Ray actor, on any node of the cluster, as do `workers`. vLLM, and
+    an engine that several `workers` share, always have a process of their own."""
     replicas: Free[Annotated[Positive, Unit("engines")]] = 1
-    """Engines side by side, each in a process of its own; new weights reach them in turn."""
+    """Engines side by side, each in a process of its own; new weights reach them one after another."""
     slots: WaveFixed[Annotated[Positive, Unit("conversations")]] = 64
-    """Conversations whose KV is held at once; more of them share each forward pass."""
+    """Conversations whose KV is held at once; they share each forward pass."""
     max_context: PerEpisode[Tokens] = 512
     """Longest conversation; memory for the KV grows with it."""
     refresh: WaveFixed[Literal["auto", "token", "token_keep_kv", "turn", "episode", "lazy"]] = "auto"
     """When a conversation in flight moves to newer weights. `auto`, by policy: `lazy` for an adapter, `token` for full
-    weights, which can only have a `token` refresh or `turn` (docs/engines.md). `token` computes the conversation's KV
-    again; `token_keep_kv` keeps what older weights computed, which saves that, but the tokens that follow have logprobs
-    that neither version gives alone: the trainer cannot reproduce them (docs/off_policy.md)."""
+    weights, which allow only `token` and `turn` (docs/engines.md). `token` recomputes the conversation's KV;
+    `token_keep_kv` keeps the KV that older weights computed, which is cheaper, but the tokens that follow then have
+    logprobs that neither version gives alone, and that the trainer cannot reproduce (docs/off_policy.md)."""
     capture_routing: WaveFixed[bool] = False
-    """Record which experts each position used, and train through them (mixture-of-experts models)."""
+    """Record the experts that each position used, and train through them (mixture-of-experts models)."""
     silence_timeout_s: Free[Seconds] = 300.0
-    """A process of an engine, or of a worker, that gives no sign of life for so long is replaced, whatever it does."""
+    """An engine or worker process that gives no sign of life for this long is killed and replaced."""
 
     @property
     def keep_kv(self) -> bool:
-        """Whether a turn that goes on under newer weights keeps the KV that older ones computed."""
+        """Whether a turn that continues under newer weights keeps the KV computed by older ones."""
         return self.refresh == "token_keep_kv"
 
 
@@ -118,21 +118,21 @@ class SamplingConfig(Section):
     """How policies sample."""
 
     temperature: PerEpisode[Rate] = 1.0
-    """Divides the logits, in sampling and in training alike: what is trained is the policy at this temperature."""
+    """Divides the logits, in sampling and in training alike: training optimises the policy at this temperature."""
     top_k: PerEpisode[Annotated[NonNegative, Unit("tokens")]] = 0
-    """Keep the k likeliest tokens; 0 keeps all. What a filter kept is recorded and trained with."""
+    """Keep the k likeliest tokens; 0 keeps all. The set that a filter kept is recorded and used in training."""
     top_p: PerEpisode[Annotated[float, Field(gt=0, le=1)]] = 1.0
-    """Keep the likeliest tokens that hold this share of the probability; 1 keeps all."""
+    """Keep the likeliest tokens that together hold this share of the probability; 1 keeps all."""
     min_p: PerEpisode[Share] = 0.0
     """Keep tokens at least this likely, relative to the likeliest; 0 keeps all."""
     max_tokens: PerEpisode[Tokens] = 64
-    """Longest turn; one cut short has finish_reason `length`."""
+    """Longest turn; a turn cut short has finish_reason `length`."""
     max_turns: PerEpisode[Annotated[Positive, Unit("turns")]] = 8
-    """Longest episode, in turns of one agent; one cut short is truncated."""
+    """Longest episode, in turns of one agent; an episode cut short is truncated."""
 
     @property
     def is_filtered(self) -> bool:
-        """Whether a filter cuts the distribution: then the kept sets are recorded and trained with."""
+        """Whether a filter cuts the distribution, so that kept sets are recorded and used in training."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
@@ -140,25 +140,25 @@ class CreditConfig(Section):
     """From rewards to advantages."""
 
     group_size: Fixed[Episodes] = 8
-    """Episodes sampled per task, compared with each other."""
+    """Episodes sampled per task and compared with each other."""
     advantage: Free[Literal["leave_one_out", "group_mean", "group_std", "role_mean", "none"]] = "leave_one_out"
-    """What a reward is compared with: the others of its group in the same seat, by `leave_one_out` (RLOO), `group_mean`
-    (Dr. GRPO) or `group_std` (GRPO, by n - 1); `role_mean`: what the policy used to get in that seat (zero-sum games,
-    SPIRAL); `none` (REINFORCE on the raw reward)."""
+    """The baseline of a reward. Over the other members of its group in the same seat: `leave_one_out` (RLOO),
+    `group_mean` (Dr. GRPO) or `group_std` (GRPO, by n - 1). `role_mean`: the policy's mean reward in that seat so far
+    (zero-sum games, SPIRAL). `none`: REINFORCE on the raw reward."""
     release: Fixed[Literal["group", "episode", "late"]] = "group"
-    """When episodes may be trained: `group`, when all of their group have ended; `late`, the first half of a group
-    together and every later one when it ends, paid in full and compared with the same first ones; `episode`, each when
-    it ends, compared with earlier groups alone (docs/scheduling.md)."""
+    """When a group's episodes may be trained. `group`: once all of them have ended. `late`: the first half together,
+    every later one when it ends, with its full reward and the same first half as baseline. `episode`: each when it
+    ends, with earlier groups as baseline (docs/scheduling.md)."""
     turn_credit: Free[Literal["sum", "to_go"]] = "sum"
-    """What `agent.reward(x, turn=…)` counts for: `sum`, the agent's whole trajectory; `to_go`, that turn and those
-    before it, each turn compared with what the others of the group still got from it on."""
+    """Which tokens `agent.reward(x, turn=…)` counts for. `sum`: the agent's whole trajectory. `to_go`: that turn and
+    the turns before it, each turn compared with what the rest of the group earned from that turn on."""
 
 
 class PolicyGradientLoss(Section):
     """Truncated importance weights against the recorded logprobs, with a trust region on the probability."""
 
     kind: Free[Literal["truncated"]] = "truncated"
-    """The default: right at any staleness."""
+    """The default; correct at any staleness."""
     max_ratio: Free[Rate] = 5.0
     """Cap on the importance weight pi/mu, which carries no gradient (CISPO, arXiv:2506.13585)."""
     trust_region: Free[Rate] = 0.2
@@ -171,17 +171,17 @@ class PpoLoss(Section):
     kind: Free[Literal["ppo"]] = "ppo"
     """For comparison with other libraries."""
     clip_low: Free[Rate] = 0.2
-    """The ratio is not rewarded below 1 - this."""
+    """The ratio earns no reward below 1 - this."""
     clip_high: Free[Rate] = 0.28
-    """The ratio is not rewarded above 1 + this; larger than the lower bound, which keeps exploration (DAPO,
+    """The ratio earns no reward above 1 + this; larger than `clip_low`, which preserves exploration (DAPO,
     arXiv:2503.14476)."""
 
 
 class ReinforceLoss(Section):
-    """-A log pi, without correction: right only at staleness 0."""
+    """-A log pi, without correction: correct only at staleness 0."""
 
     kind: Free[Literal["reinforce"]] = "reinforce"
-    """The plain estimator, to compare with."""
+    """The plain estimator, for comparison."""
 
 
 LossConfig = Annotated[PolicyGradientLoss | PpoLoss | ReinforceLoss, Field(discriminator="kind")]
@@ -191,53 +191,54 @@ class OptimizerConfig(Section):
     """AdamW (arXiv:1711.05101), one per policy."""
 
     max_grad_norm: Free[Rate] = 1.0
-    """A longer gradient is scaled down to this length."""
+    """Longer gradients are scaled down to this norm."""
     warmup_steps: Free[MaybeSteps] = 0
-    """Linear learning-rate warm-up."""
+    """Steps over which the learning rate rises linearly."""
     final_learning_rate_share: Free[Annotated[float, Field(ge=0, le=1)]] = 1.0
-    """The learning rate falls linearly from the warm-up's end to this share of itself at step `steps`."""
+    """After warm-up the learning rate falls linearly to this share of itself at step `steps`."""
 
 
 class TrainerConfig(Section):
-    """Who learns."""
+    """The trainer."""
 
     kind: Free[Literal["ray", "in_process"]] = "ray"
-    """`ray`: processes of their own, beside the engine; `in_process`: a thread, for debugging and without Ray."""
+    """`ray`: Ray actors beside the engine; `in_process`: a thread, for debugging and without Ray."""
     workers: Free[Annotated[Positive, Unit("processes")]] = 1
     """Data-parallel ranks; any number gives the same update."""
     loss: LossConfig = PolicyGradientLoss()
     entropy_bonus: Free[Annotated[float, Unit("per nat")]] = 0.0
-    """Weight of the trained tokens' entropy, divided by the same constant as the loss; above 0 it slows collapse."""
+    """Weight of the trained tokens' entropy, divided by the same constant as the loss; a positive weight slows
+    collapse."""
     tokens_per_unit: Free[Tokens] = 64
-    """The constant c of the normaliser step_size × c: a typical number of sampled tokens of a unit."""
+    """The constant c of the normaliser step_size × c: a typical number of sampled tokens per unit."""
     micro_batch_tokens: Free[Tokens] = 8192
-    """Padded tokens per forward pass: memory; the update is the same for any value."""
+    """Padded tokens per forward pass: bounds memory; the update is the same for any value."""
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
 class EvaluationConfig(Section):
-    """Held-out tasks at a pinned version, beside training."""
+    """Evaluation of pinned versions on held-out tasks, during training."""
 
     tasks: Free[Annotated[NonNegative, Unit("tasks")]] = 256
-    """Held-out tasks sampled once each, drawn with the run's `seed` where there are more of them; 0: no evaluation."""
+    """Held-out tasks, each sampled once. If there are more, the run's `seed` draws these; 0: no evaluation."""
     every: Free[MaybeSteps] = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
 
 
 class BestConfig(Section):
-    """Which versions are the run's best, by the running mean of a metric, and when it ends because of it."""
+    """The run's best versions by the running mean of a metric, and early stopping."""
 
     metric: Free[str] = ""
-    """A metric of the steps or of the evaluations, whose largest mean is best; with `-` before it, the smallest. Empty:
-    none is chosen."""
+    """A metric of steps or evaluations, whose largest running mean is best; with `-` before it, the smallest. Empty:
+    none."""
     policy: Free[str] = ""
-    """Whose steps it is measured at; empty: those of the first policy that learns."""
+    """The policy whose steps are measured; empty: the first policy that learns."""
     window: Free[Annotated[Positive, Unit("measurements")]] = 5
-    """Newest measurements whose mean is taken."""
+    """Number of newest measurements in the mean."""
     stop_at: Free[float | None] = None
-    """End the run once the mean is as good as this; null: never."""
+    """End the run once the mean is at least this good; null: never."""
     stop_fall: Free[Annotated[float, Field(ge=0)] | None] = None
-    """End the run once the mean is worse than the best so far by more than this; null: never."""
+    """End the run once the mean falls behind the best so far by more than this; null: never."""
 
     @property
     def name(self) -> str:
@@ -246,24 +247,24 @@ class BestConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the run writes a manifest it can resume from."""
+    """When the run writes a checkpoint that it can resume from."""
 
     every: Free[MaybeSteps] = 10
-    """Steps between checkpoints; one is always written at the end, and that alone where this is 0."""
+    """Steps between checkpoints; 0: only at the end, where one is always written."""
     versions: Free[Annotated[NonNegative, Unit("versions")]] = 4
-    """Published versions of each policy that stay on disk; 0 keeps all."""
+    """Published versions of each policy that stay on disk; 0: all."""
 
 
 class JournalConfig(Section):
-    """How much of its past a run keeps on disk."""
+    """How much of its journal a run keeps on disk."""
 
     keep: Free[Literal["all"] | Annotated[int, Field(ge=0)]] = "all"
-    """`all`, or a number of optimizer steps: after each checkpoint, the tokens of training episodes, and the columns of
-    steps, that are older than the newest so many steps of their policy are given up, unless a checkpoint that can be
-    resumed from, or a fork, needs them. All records stay: admissions, rewards, credits, steps; and evaluations."""
+    """`all`, or a number N of optimizer steps: each checkpoint then removes the tokens of training episodes and the
+    columns of steps that are older than the last N steps of their policy, unless a fork or a checkpoint that the run
+    can resume from needs them. All records stay (admissions, rewards, credits, steps), and so do evaluations."""
     budget_mib: Free[Annotated[NonNegative, Unit("MiB")]] = 0
-    """What `journal/` and `steps/` may take on disk; the run says when it will be reached, and where `keep` cannot make
-    room it writes a checkpoint and ends with exit code 74. 0: no bound."""
+    """Disk budget of `journal/` and `steps/`. The run predicts when it will be reached; if `keep` cannot make room, it
+    writes a checkpoint and ends with exit code 74. 0: no limit."""
 
 
 P = TypeVar("P", bound=Section)
@@ -273,38 +274,39 @@ class RunConfig(Section):
     """One training run."""
 
     name: Free[str] = "run"
-    """What the run is called, on disk and in `agentrl run list`."""
+    """Name of the run, on disk and in `agentrl run list`."""
     directory: Free[str] = "runs"
-    """Where run directories are made; this one is `directory/name`."""
+    """Parent directory of run directories: this run is `directory/name`."""
     seed: Fixed[int] = 0
-    """Of tasks, sampling and the order of everything drawn."""
+    """Seeds tasks, sampling, and the order of everything drawn."""
     steps: Free[Steps] = 40
-    """How often each trainable policy is updated."""
+    """Optimizer steps of each trainable policy."""
     max_in_flight: Free[Episodes] = 256
-    """Episodes running at once, beyond what staleness allows anyway: a bound for memory and for services."""
+    """Most episodes running at once. Staleness bounds them too; this limit protects memory and services."""
     workers: Free[Annotated[Positive, Unit("processes")]] = 1
-    """Processes that play episodes; 1: the run's own does. More, where environments need more CPU than one core has;
-    one that dies costs its calls in flight, since its episodes go on in the others (docs/operations.md)."""
+    """Processes that play episodes; 1: the run's own. Use more if environments need more CPU than one core has. When
+    one dies, its calls in flight are lost and its episodes continue in the others (docs/operations.md)."""
     episode_timeout_s: Free[Seconds] = 600.0
-    """The longest time an environment's program may spend between two turns of its agents, in tools, effects, sleeps
-    and its own code, so that a program that hangs holds nothing for ever. Sampling, waiting for the engine or for child
-    episodes, and being parked do not count. Beyond it, an episode whose agents have acted is truncated (`time_limit`)
-    with the environment's penalty; one that hangs before any turn, or outside ctx, is dropped (`episode_timeout`)."""
+    """Longest time an environment's program may spend between two turns of its agents, in tools, effects, sleeps and
+    its own code: a hanging program cannot hold its resources for ever. Sampling, waiting for the engine or for child
+    episodes, and parked time do not count. Beyond it, an episode whose agents have acted is truncated (`time_limit`)
+    with the environment's penalty; an episode that hangs before any turn, or outside ctx, is dropped
+    (`episode_timeout`)."""
     deterministic: Fixed[bool] = False
-    """The weights after any number of kills are those of the undisturbed run, bit for bit: episodes in batches, each
-    played with the weights of one step, computed in fixed shapes. Several times slower: to find a fault, and to test.
-    """
+    """Make the weights after any number of kills equal those of the undisturbed run, bit for bit: episodes run in
+    synchronous batches, each with the weights of one step, computed in fixed shapes. Several times slower; for
+    debugging and tests."""
     sinks: Free[tuple[Literal["trackio", "wandb", "tensorboard"], ...]] = ()
-    """Where metrics go besides `metrics.jsonl` and the journal; each is an extra of its name."""
+    """Sinks of the metrics, besides `metrics.jsonl` and the journal. Each needs the extra of its name."""
     environment: EnvironmentConfig
     model: ModelConfig = ModelConfig()
     policies: dict[str, AnyPolicy] = {"policy": PolicyConfig()}
     seats: Fixed[dict[str, str | tuple[str, ...]]] = {}
-    """Which policy holds which seat; a seat not named here is held by the policy of its name, or by the only one. A
-    list is gone through group by group, so that sides change: `x = ["player", "past"]`, `o = ["past", "player"]`."""
+    """Policies by seat. An absent seat is held by the policy of its name, or by the only policy. With a list, the
+    policies take turns group by group, so that sides change: `x = ["player", "past"]`, `o = ["past", "player"]`."""
     freeze: Free[tuple[tuple[str | tuple[str, ...], Steps], ...]] = ()
-    """Who is frozen, and for how many steps of the others named here, in turn and again from the first: with
-    `[["solver", 5], ["proposer", 15]]` the proposer takes five steps, then the solver fifteen. A policy not named here
+    """Phases in which policies are frozen, in turn and repeating: `[["solver", 5], ["proposer", 15]]` freezes the
+    solver for five steps of the proposer, then the proposer for fifteen steps of the solver. A policy that is absent
     always learns; empty: all do. A frozen policy plays on with its newest weights."""
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -318,7 +320,7 @@ class RunConfig(Section):
     @field_validator("policies", mode="before")
     @classmethod
     def _trained_by_default(cls, policies: Any) -> Any:
-        """A table without `kind` is of a policy that learns."""
+        """Make a table without `kind` a policy that learns."""
         if not isinstance(policies, Mapping):
             return policies
         return {
@@ -332,7 +334,7 @@ class RunConfig(Section):
         return self
 
     def of_kind(self, kind: type[P]) -> dict[str, P]:
-        """The policies of a kind, in their order."""
+        """The policies of a kind, in the order of the configuration."""
         return {name: policy for name, policy in self.policies.items() if isinstance(policy, kind)}
 
     @property
@@ -341,23 +343,23 @@ class RunConfig(Section):
         return self.of_kind(PolicyConfig)
 
     def refresh_of(self, policy: str) -> Refresh:
-        """When conversations of a policy that an engine of ours serves move to newer weights."""
+        """When conversations of a policy served by our engine move to newer weights."""
         section = self.policies[policy]
         if not isinstance(section, PolicyConfig):
-            return "token"  # nothing newer ever comes
+            return "token"  # no newer weights ever come
         if self.engine.refresh == "auto":
             return "token" if section.lora is None else "lazy"
         return "token" if self.engine.refresh == "token_keep_kv" else self.engine.refresh
 
     def steps_of(self, policy: str) -> int:
-        """How often a policy that learns is updated."""
+        """Optimizer steps of a policy that learns."""
         return self.trained[policy].steps or self.steps
 
     def sampling_of(self, policy: str) -> SamplingConfig:
-        """How a policy samples: `[sampling]`, but for what its own section says.
+        """A policy's sampling: `[sampling]`, overridden by the policy's own section.
 
         Raises:
-            ValidationError: its section says something that is no setting, or no value of it.
+            ValidationError: the policy's section has an unknown setting or an invalid value.
         """
         section = self.policies[policy]
         if isinstance(section, BotPolicy):
@@ -368,29 +370,30 @@ class RunConfig(Section):
 
     @property
     def threads(self) -> int:
-        """Torch threads of each engine and each rank on CPUs: the machine's cores, shared evenly by all of them.
+        """Torch threads of each engine and each trainer rank on CPUs: an even share of the machine's cores.
 
-        One in a deterministic run: the number of threads decides the order in which a sum's parts are added.
+        One in a deterministic run, because the number of threads decides the order of additions.
         """
         ranks = self.trainer.workers if self.trainer.kind == "ray" else 1
         return 1 if self.deterministic else max(1, len(os.sched_getaffinity(0)) // (self.engine.replicas + ranks))
 
     @property
     def filtered(self) -> list[str]:
-        """The policies sampled here through a filter: what it keeps is recorded, and trained with."""
+        """Policies that our engine samples through a filter, whose kept sets are recorded and used in training."""
         here = [name for name, policy in self.policies.items() if not isinstance(policy, ExternalPolicyConfig)]
         return [name for name in here if self.sampling_of(name).is_filtered]
 
     @property
     def line_ups(self) -> int:
-        """After how many groups every seat is held by whom it was held by first."""
+        """Period of the seat assignment, in groups: after this many groups, every seat has its first policy again."""
         return math.lcm(*(len(held) for held in self.seats.values() if isinstance(held, tuple)), 1)
 
     def policy_of(self, seat: str, group: int = 0) -> str:
-        """The policy that holds `seat` in a group; `Env.seat` bindings of child episodes fall back to the bare name.
+        """The policy that holds `seat` in a group. Bindings of child episodes (`Env.seat`) fall back to the bare seat
+        name.
 
         Raises:
-            ValueError: the seat is bound to nothing and there is more than one policy.
+            ValueError: the seat has no binding, and there is more than one policy.
         """
         bare = seat.rsplit(".", 1)[-1]
         for key in (seat, bare):
@@ -407,7 +410,7 @@ class RunConfig(Section):
 
 
 class Difference(NamedTuple):
-    """A setting in which a run is resumed otherwise than it was."""
+    """A setting whose value on resume differs from the run's."""
 
     path: tuple[str, ...]
     before: Any
@@ -416,7 +419,7 @@ class Difference(NamedTuple):
 
     @property
     def key(self) -> str:
-        """As it is written on a command line."""
+        """The key as written on a command line."""
         return ".".join(self.path)
 
     def __str__(self) -> str:
@@ -424,14 +427,14 @@ class Difference(NamedTuple):
 
 
 def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> list[Difference]:
-    """The settings that differ from those of a run that is resumed, each of which its declaration allows to.
+    """The settings that differ from those of the run to resume; each is one that may differ.
 
     Args:
-        before: the configuration the run was started with, as data; empty where it is not known.
-        now: the configuration it is to go on with.
+        before: the configuration that the run was started with, as data; empty if unknown.
+        now: the configuration to resume with.
 
     Raises:
-        ConfigError: some may not differ: their keys, both values, and what to do.
+        ConfigError: a setting differs that must not: its key, both values, and what to do.
     """
     found = list(_differences(now, now.model_dump(mode="json"), before)) if before else []
     refused = [each for each in found if not each.rule.allows(deterministic=now.deterministic)]
@@ -449,7 +452,7 @@ def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> list[Differenc
 def _differences(
     section: BaseModel, now: Mapping[str, Any], before: Mapping[str, Any], above: tuple[str, ...] = ()
 ) -> Iterator[Difference]:
-    """Leaf by leaf; what an older version did not write was at its default."""
+    """Compare leaf by leaf; a setting that an older version did not write had its default."""
     for name, field in type(section).model_fields.items():
         path, value = (*above, name), getattr(section, name)
         default = None if field.is_required() else to_jsonable_python(field.get_default())
@@ -469,15 +472,15 @@ def _differences(
 
 
 def on_resume(field: FieldInfo) -> OnResume:
-    """The resume rule a setting declares; a test refuses a setting without one."""
+    """The resume rule of a setting; a test refuses settings without one."""
     return next((mark for mark in field.metadata if isinstance(mark, OnResume)), OnResume("refused"))
 
 
 def check_together(config: RunConfig) -> None:
-    """Refuse combinations that make no sense.
+    """Refuse invalid combinations of settings.
 
     Raises:
-        ValueError: the keys, and the mend.
+        ValueError: the keys, and the fix.
     """
     if not config.policies:
         raise ValueError("policies: at least one policy is needed")
@@ -509,7 +512,7 @@ def _check_model(config: RunConfig) -> None:
     if here and not config.model.path:
         raise ValueError(
             f"model.path is needed for {', '.join(f'policies.{name}' for name in here)}: the directory of a local "
-            "Hugging Face model, such as environments.calculator:model. Only remote endpoints and bots need none"
+            "Hugging Face model such as agentrl.environments:calculator/model. Remote endpoints and bots need none"
         )
 
 
@@ -528,7 +531,7 @@ def _check_credit(config: RunConfig) -> None:
 
 
 def _check_release(config: RunConfig) -> None:
-    """Members of a group that are trained before all have ended must not be credited by what is still running."""
+    """Check that no credit of a released member depends on members of its group that are still running."""
     if config.credit.release == "group":
         return
     for what, reason in _not_with_release(config):
@@ -595,7 +598,7 @@ def _check_sampling(config: RunConfig, name: str) -> None:
 
 
 def _check_freeze(config: RunConfig) -> None:
-    """Every phase has somebody who learns, and everybody who is frozen has a phase to learn in."""
+    """Check that every phase has a policy that learns, and every frozen policy a phase in which it learns."""
     phases = [{held} if isinstance(held, str) else set(held) for held, _ in config.freeze]
     named: set[str] = set().union(*phases)
     for number, frozen in enumerate(phases):
@@ -642,7 +645,7 @@ def _check_full_weights(config: RunConfig) -> None:
 
 
 def _check_deterministic(config: RunConfig) -> None:
-    """Reject settings under which a run does not follow from its configuration alone, or batches differ by policy."""
+    """Refuse settings that would make a run depend on more than its configuration, or make batches differ by policy."""
     refused = {
         **{f"policies.{name}.kind = 'past'": True for name in config.of_kind(OpponentPoolPolicy)},
         **{f"policies.{name}.kind = 'remote'": True for name in config.of_kind(RemotePolicy)},

@@ -1,6 +1,6 @@
-"""The parts of sections: their base class, numbers with bounds and units, on-resume rules, directories of packages.
+"""Building blocks of sections: base class, bounded numbers with units, on-resume rules, directories of packages.
 
-Finding a directory of a package imports nothing but the package's parents.
+Finding a directory of a package imports only the package's parents.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agentrl.core.errors import InputError
 
 
 class Unit(NamedTuple):
-    """What a number counts or measures, for the configuration page."""
+    """The unit of a number, for the configuration page."""
 
     name: str
 
@@ -25,9 +25,9 @@ class OnResume(NamedTuple):
     """Whether a setting may differ when a run is resumed; `config.run.check_unchanged` enforces it."""
 
     rule: Literal["may differ", "per episode", "refused"]
-    """`per episode`: an episode keeps, to its end, the value that it began with; the journal has it."""
+    """`per episode`: an episode keeps the value it began with, from the journal, to its end."""
     of_deterministic: bool = True
-    """Whether it may differ in a deterministic run, too."""
+    """Whether it may differ in a deterministic run too."""
 
     def allows(self, *, deterministic: bool) -> bool:
         """Whether a run may be resumed with another value."""
@@ -37,15 +37,15 @@ class OnResume(NamedTuple):
 T = TypeVar("T")
 
 Free = Annotated[T, OnResume("may differ")]
-"""A setting that may differ on resume: a limit, a place, or what optimizer steps do from then on."""
+"""May differ on resume: a limit, a location, or how optimizer steps work from then on."""
 WaveFixed = Annotated[T, OnResume("may differ", of_deterministic=False)]
-"""A setting that may differ but of a deterministic run, whose batches are each played with one value of it."""
+"""May differ on resume, except in a deterministic run, where one value holds for each whole batch."""
 PerEpisode = Annotated[T, OnResume("per episode", of_deterministic=False)]
-"""A setting that episodes to come take over, and episodes that have begun do not."""
+"""May differ on resume: new episodes use the new value, episodes that have begun keep theirs."""
 Fixed = Annotated[T, OnResume("refused")]
-"""A setting that says which run it is."""
+"""Identifies the run; may not differ on resume."""
 
-# Upper bounds lie far above what any machine holds: they refuse slips, such as bytes where MiB are meant.
+# Upper bounds lie far above any machine's capacity: they catch slips, such as bytes instead of MiB.
 NonNegative = Annotated[int, Field(ge=0, le=10**9)]
 Positive = Annotated[int, Field(gt=0, le=10**6)]
 Rate = Annotated[float, Field(gt=0)]
@@ -58,7 +58,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """A part of the configuration: unknown keys are refused, values never change."""
+    """A part of the configuration: immutable, and unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -67,10 +67,10 @@ _PACKAGE_DIRECTORY = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([^:\\]+)")
 
 
 def package_directory(path: str) -> str:
-    """The absolute directory that `package:directory` stands for; any other path as it is.
+    """Resolve `package:directory` to an absolute directory; return any other path unchanged.
 
     Raises:
-        ValueError: there is no such package, or no such directory in it.
+        ValueError: the package, or the directory in it, does not exist.
     """
     match = _PACKAGE_DIRECTORY.fullmatch(path)
     if match is None or Path(path).exists():
@@ -80,7 +80,7 @@ def package_directory(path: str) -> str:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
         spec = None
-    except BaseException as error:  # foreign code: the parents of the package are imported
+    except BaseException as error:  # importing the package's parents runs foreign code
         if isinstance(error, KeyboardInterrupt):
             raise
         raise ValueError(f"the package {package!r} cannot be imported: {type(error).__name__}: {error}") from error
@@ -97,7 +97,7 @@ def shipped_example(name: str) -> Path:
     """The path of an example's TOML file, in the installed package or in the source tree.
 
     Raises:
-        InputError: there is no such example; the message lists them.
+        InputError: the example does not exist; the message lists those that do.
     """
     package = Path(__file__).resolve().parents[1]
     folders = [package / "examples", package.parent / "examples"]

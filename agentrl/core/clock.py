@@ -1,6 +1,6 @@
-"""The only reader of time, and how long to wait before what was lost is tried again.
+"""The only reader of time, and the back-off after losses.
 
-Durations come from a monotonic clock; wall time is a label, never a decision.
+Durations use a monotonic clock; wall time is a label and decides nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where time comes from: real, or the simulated loop's."""
+    """A source of time: the system's, or the simulated loop's."""
 
     def monotonic(self) -> float:
         """Seconds since an arbitrary start; never goes back."""
@@ -27,7 +27,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's clock, its functions as they are now: an environment may put others in their place for itself."""
+    """The system clock. Binds its functions at import, so an environment that replaces them affects only itself."""
 
     monotonic = staticmethod(time.monotonic)
     wall = staticmethod(time.time)
@@ -44,14 +44,14 @@ class SteadyLoop(asyncio.SelectorEventLoop):
 
 
 class LoopClock:
-    """The running event loop's time: virtual under `agentrl.simulation.virtual_time.SimLoop`."""
+    """The running event loop's time; virtual under `agentrl.simulation.virtual_time.SimLoop`."""
 
     def monotonic(self) -> float:
-        """Seconds of the running loop."""
+        """The running loop's time in seconds."""
         return asyncio.get_running_loop().time()
 
     def wall(self) -> float:
-        """The running loop's seconds: a simulation has no wall."""
+        """The running loop's time: a simulation has no wall time."""
         return asyncio.get_running_loop().time()
 
     async def sleep(self, seconds: float) -> None:
@@ -62,15 +62,15 @@ class LoopClock:
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
 ATTEMPTS = 5
-"""How often in a row, with nothing achieved in between, a trainer, an engine, a worker or a sandbox may be lost: half a
-minute of waits, behind which a restart is no accident any more."""
+"""Losses in a row, without progress in between, after which a trainer, engine, worker or sandbox is given up. The waits
+sum to half a minute: a further restart would not help."""
 
 
 class RetryBudget:
-    """Losses in a row, with nothing achieved in between, up to a number; the wait doubles from 1 s to 30 s.
+    """Counts losses without progress in between, up to a limit. The wait doubles from 1 s to 30 s.
 
     Args:
-        attempts: how many losses in a row are borne.
+        attempts: losses in a row that are allowed.
 
     Example:
         >>> budget = RetryBudget(3)
@@ -85,12 +85,12 @@ class RetryBudget:
         self._in_a_row = 0
 
     def lost(self) -> float | None:
-        """Count a loss: seconds to wait before the next attempt, None where there is to be none."""
+        """Count a loss; return the seconds to wait before the next attempt, or None if there is none left."""
         self._in_a_row += 1
         if self._in_a_row > self._attempts:
             return None
         return min(FIRST_WAIT_S * 2.0 ** (self._in_a_row - 1), LONGEST_WAIT_S)
 
     def achieved(self) -> None:
-        """Something was achieved: the next loss is the first in a row again."""
+        """Reset the count after progress."""
         self._in_a_row = 0

@@ -1,7 +1,7 @@
-"""One tree of errors. A message says what happened, where (episode, turn, key), and what to do.
+"""The tree of errors. A message says what happened, where (episode, turn, key), and what to do.
 
-The command line maps the tree to exit codes (`exit_code`): 1 a check failed, 2 bad input, 70 internal, 74 storage,
-130 interrupted. Everything agentrl raises on purpose is an `AgentRLError`; anything else is a bug of ours.
+The command line maps the tree to exit codes (`exit_code`): 1 a check failed, 2 bad input, 70 internal, 74 storage, 130
+interrupted. agentrl raises only `AgentRLError`s on purpose; any other exception is a bug of ours.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 
 class AgentRLError(Exception):
-    """Base of all errors agentrl raises on purpose. They travel between processes with all they carry."""
+    """Base of all errors that agentrl raises on purpose. Errors travel between processes with all their attributes."""
 
     exit_code = 70
 
@@ -19,13 +19,13 @@ class AgentRLError(Exception):
 
 
 class CheckFailedError(AgentRLError):
-    """A check the user asked for (an environment, a ledger, a replay) did not hold."""
+    """A check that the user asked for (an environment, a ledger, a replay) failed."""
 
     exit_code = 1
 
 
 class InputError(AgentRLError):
-    """The user's input cannot be used as it is; the message names the input and the mend."""
+    """The user's input cannot be used; the message names the input and the fix."""
 
     exit_code = 2
 
@@ -48,13 +48,13 @@ class RunDirectoryError(InputError):
 
 class EnvironmentFaultError(AgentRLError):
     """Code of an environment broke the process it shares with the run: it stopped the event loop, say, or cancelled
-    tasks that are not its own. The message names the episodes that ran."""
+    tasks of others. The message names the episodes that were running."""
 
     exit_code = 1
 
 
 class StorageError(AgentRLError):
-    """The disk or a database refused: full, read-only, damaged."""
+    """The disk or a database failed: full, read-only, damaged."""
 
     exit_code = 74
 
@@ -64,14 +64,14 @@ class JournalError(StorageError):
 
 
 class EntriesError(JournalError):
-    """The entries of an episode are damaged, or do not fit each other; other episodes can still be read."""
+    """The entries of an episode are damaged or contradict each other; other episodes can still be read."""
 
 
 class UntrainableUnitsError(EntriesError):
     """Units of a batch cannot be trained; nothing of the batch was accumulated.
 
     Args:
-        units: episode and attempt of each, and why.
+        units: episode and attempt of each, with the reason.
     """
 
     def __init__(self, units: Sequence[tuple[str, int, str]]) -> None:
@@ -86,22 +86,22 @@ class PrunedError(JournalError):
 
 
 class EngineError(AgentRLError):
-    """An engine cannot serve a request: dead, unreachable, or asked for what it cannot give."""
+    """An engine cannot serve a request: it is dead or unreachable, or it lacks a capability."""
 
 
 class EngineLostError(EngineError):
-    """The engine is gone in the middle of its work, and may come back: its process died, its socket closed.
+    """The engine failed during its work and may come back: its process died, its socket closed.
 
-    What `on_delta` was given of a call stays good; sessions are to be opened again once `Engine.open` takes them.
+    Tokens that `on_delta` received stay valid. Open the sessions again once `Engine.open` accepts them.
     """
 
 
 class EngineFailedError(EngineError):
-    """The engine is gone for good: what keeps it running has given up. Of the call nothing was sampled."""
+    """The engine is gone for good: its supervisor has given up. The call sampled nothing."""
 
 
 class EngineCapabilityError(InputError):
-    """Something was asked of an engine that it cannot give; raised at start, with the alternatives."""
+    """The engine lacks a capability that the run needs; raised at start, with the alternatives."""
 
 
 class TrainerError(AgentRLError):
@@ -109,21 +109,21 @@ class TrainerError(AgentRLError):
 
 
 class TrainerLostError(TrainerError):
-    """A trainer's process, or what it runs in, died: steps since the newest checkpoint went with it."""
+    """The trainer's process, or its Ray session, died: steps since the newest checkpoint are lost."""
 
 
 class NonFiniteError(TrainerError):
-    """A loss or gradient was NaN or infinite; the step was skipped before the optimizer."""
+    """A loss or gradient was NaN or infinite; the optimizer step was skipped."""
 
 
 class EpisodeError(AgentRLError):
-    """An episode cannot go on. `reason` becomes the episode's drop reason.
+    """An episode cannot continue. `reason` becomes the episode's drop reason.
 
     Args:
         message: what happened and what to do.
         reason: the drop reason recorded in the journal.
-        begin_again: nothing is wrong with the episode but what it had done so far is of no use: its next attempt is
-            played from the start, where attempts are left.
+        begin_again: the episode is sound, but its progress so far is useless: its next attempt, if there is one, plays
+            from the start.
     """
 
     exit_code = 1
@@ -135,12 +135,12 @@ class EpisodeError(AgentRLError):
 
 
 class InfrastructureError(AgentRLError):
-    """What an act needed outside was not there: a sandbox, a service, a machine. Raised by an environment's effects and
-    external tools; the act is tried again, with back-off, and its failure is never a reward."""
+    """Something that an act needs was unavailable: a sandbox, a service, a machine. Raised by effects and external
+    tools of an environment; the act is retried with back-off, and its failure never becomes a reward."""
 
 
 class EffectError(EpisodeError):
-    """An effect, or a call on a resource, raised; the same error comes back whenever `run` is executed again.
+    """An effect or a call on a resource raised; re-execution of `run` raises the same error.
 
     Args:
         message: what was called.
@@ -153,7 +153,7 @@ class EffectError(EpisodeError):
 
     @property
     def error_type(self) -> str:
-        """Name of the type that was raised."""
+        """Name of the type that the effect raised."""
         return self.error.partition(":")[0]
 
 
@@ -165,11 +165,11 @@ class RewardError(EpisodeError):
 
 
 class ReplayMismatchError(EpisodeError):
-    """Re-execution departed from the journal: the message names the call, both values, and the code then and now.
+    """Re-execution departed from the journal. The message names the call, both values, and the code then and now.
 
     Args:
         message: what the journal holds and what the code did now.
-        code_changed: the code is not the one that wrote the journal, so the episode may begin again under it.
+        code_changed: other code wrote the journal, so the episode may begin again under the present code.
         call_id: the call.
     """
 
@@ -179,7 +179,7 @@ class ReplayMismatchError(EpisodeError):
 
 
 class GlobalRandomError(EpisodeError):
-    """An episode's code drew from the random generators of the process: it begins again with some of its own."""
+    """An episode's code drew from the process's random generators: it begins again with generators of its own."""
 
     def __init__(self, episode_id: str) -> None:
         super().__init__(
@@ -198,7 +198,7 @@ class UnstructuredConcurrencyError(EpisodeError):
 
 
 def error_words(error: BaseException) -> str:
-    """A foreign error as `Type: message`; its message is code of its author's, and may fail."""
+    """A foreign error as `Type: message`; computing the message runs foreign code, which may itself fail."""
     try:
         message = str(error)
     except BaseException as second:  # noqa: BLE001 - whatever it raises, the first error is what happened
@@ -207,17 +207,17 @@ def error_words(error: BaseException) -> str:
 
 
 def _without_init(kind: type[AgentRLError], arguments: tuple[object, ...]) -> AgentRLError:
-    """An error as it was pickled; `__init__` may want keywords that `args` does not hold."""
+    """An error as it was unpickled; its `__init__` may need keywords that `args` lacks."""
     return kind.__new__(kind, *arguments)
 
 
 def error_named(kind: str, message: str, *, among: tuple[type[AgentRLError], ...]) -> AgentRLError:
-    """The error that another process met, by the name of its class.
+    """Rebuild an error that another process met, by the name of its class.
 
     Args:
         kind: name of the class.
         message: its words.
-        among: classes that it may be of; the first where it is none of them, or made of more than words.
+        among: the classes it may have; the first, if its class is none of these or takes more than a message.
     """
     named = globals().get(kind)
     if isinstance(named, type) and issubclass(named, among):

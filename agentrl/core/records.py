@@ -33,7 +33,7 @@ FinishReason = Literal["stop", "length", "abort"]
 """Why a completion ended: a stop token, the token limit, or an abort that returned the partial."""
 
 StopReason = Literal["completed", "max_turns", "context_length", "time_limit", "infrastructure", "refused"]
-"""Why an episode ended, if it was committed; a dropped episode has a drop reason instead."""
+"""Why a committed episode ended; a dropped episode has a drop reason instead."""
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -50,7 +50,7 @@ class Task:
     id: str
     """Unique within its source; episodes of one task are comparable."""
     data: Mapping[str, Any]
-    """What the environment reads; JSON-serialisable."""
+    """Input of the environment; JSON-serialisable."""
 
 
 # --- policies and versions --------------------------------------------------------------------------------------------
@@ -66,16 +66,16 @@ class PolicyVersion(NamedTuple):
 
     policy: str
     lineage: int
-    """Grows by one with every resume, so that a version of a dead lineage is never confused with a live one."""
+    """Grows by one with every resume, so that versions made before and after it stay distinct."""
     step: int
-    """Optimizer steps that made these weights."""
+    """Number of optimizer steps that made these weights."""
 
     def __str__(self) -> str:
         return f"{self.policy}@{self.lineage}.{self.step}"
 
 
 class VersionSpan(NamedTuple):
-    """Tokens `[start, stop)` of a completion were sampled by `version`."""
+    """The span of tokens `[start, stop)` of a completion that `version` sampled."""
 
     start: int
     stop: int
@@ -84,14 +84,14 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsRef:
-    """Where a published version's immutable files lie."""
+    """The immutable files of a published version."""
 
     version: PolicyVersion
     path: str
     """A directory: `model.safetensors` (full weights) or `adapter_model.safetensors` + `adapter_config.json`."""
     kind: Literal["full", "adapter"]
     sha256: str
-    """Digest of its `files.WEIGHT_FILES`, one after another; the engine checks it before it serves the version."""
+    """Digest of its `files.WEIGHT_FILES`, concatenated; the engine checks it before it serves the version."""
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -99,12 +99,12 @@ class WeightsRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A policy's request to call a tool. `arguments` is what the model wrote, not yet validated."""
+    """A policy's request to call a tool. `arguments` is the model's output, not yet validated."""
 
     id: str
     name: str
     arguments: Mapping[str, Any] | str
-    """The parsed JSON object, or the raw text where it did not parse."""
+    """The parsed JSON object, or the raw text if it did not parse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,12 +116,12 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
-    """Of the tool that answers, for role `tool`."""
+    """For role `tool`: the name of the tool that answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSpec:
-    """What a policy is told about a tool."""
+    """A tool as policies see it."""
 
     name: str
     description: str
@@ -133,7 +133,7 @@ class ToolSpec:
 
 
 class MaskKind(enum.IntEnum):
-    """What `SamplingMask.counts` says where it is not the size of a kept set."""
+    """Values of `SamplingMask.counts` that are not the size of a kept set."""
 
     NONE = 0
     """Nothing was masked: the full vocabulary was kept."""
@@ -153,8 +153,8 @@ class SamplingMask:
 
 
 class RoutingBreak(NamedTuple):
-    """From `row` of a completion's routing on, its positions begin again at `position`: the context was computed again
-    (newer weights, a resume), through other experts. Tokens predicted before keep what they were sampled with.
+    """From `row` of a completion's routing on, positions begin again at `position`: the context was recomputed (newer
+    weights, a resume) through other experts. Earlier tokens keep the routing they were sampled with.
     """
 
     row: int
@@ -163,7 +163,7 @@ class RoutingBreak(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The engine's reply to one call: the five fields, and which weights sampled each token."""
+    """The engine's reply to one call, with the version that sampled each token."""
 
     token_ids: Int32Array  # [n]
     logprobs: Float32Array  # [n], natural log, of the processed distribution
@@ -177,7 +177,7 @@ class Completion:
     prompt_tokens: int = 0
     """Length of the context that was sent."""
     cached_tokens: int = 0
-    """How many of those were served from the session's KV."""
+    """Number of these that the session's KV cache served."""
 
     def __post_init__(self) -> None:
         count = len(self.token_ids)
@@ -197,7 +197,7 @@ class Turn:
     """One engine call of an agent, as the environment sees it."""
 
     text: str
-    """The decoded completion, special tokens left out."""
+    """The decoded completion without special tokens."""
     message: Message
     completion: Completion
 
@@ -211,7 +211,7 @@ class Turn:
 
 
 class SeatBinding(NamedTuple):
-    """Who holds a seat: a policy, and a version where it is pinned (evaluation, past opponents)."""
+    """The policy that holds a seat, and its version if that is pinned (evaluation, past opponents)."""
 
     policy: str
     pin: PolicyVersion | None = None
@@ -219,7 +219,8 @@ class SeatBinding(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkPoint:
-    """Where a fork leaves its parent: at a call of one of its attempts. All before it is read where it was written."""
+    """The call at which a fork leaves an attempt of its parent. Earlier entries are read where the parent wrote
+    them."""
 
     journal: str
     """The parent's journal directory, relative to the fork's own; `.` where they are the same."""
@@ -229,11 +230,11 @@ class ForkPoint:
     call_id: str
     """The first call that is the fork's own."""
     messages: tuple[dict[str, Any], ...] = ()
-    """What the policy is told at that call, where it is something else than the environment says."""
+    """Messages for the policy at that call; empty: the environment's own."""
 
     @property
     def edits(self) -> dict[str, Sequence[Mapping[str, Any]]]:
-        """What the policy is told instead, by call id."""
+        """Replaced messages, by call id."""
         return {self.call_id: self.messages} if self.messages else {}
 
 
@@ -255,20 +256,21 @@ class EpisodeSpec:
     pins: Mapping[str, PolicyVersion] = field(default_factory=dict)
     """Policies that play at a fixed version, in the episode's children too."""
     fork: ForkPoint | None = None
-    """Of a fork: where its recorded prefix lies."""
+    """For a fork: where its recorded prefix lies."""
     deadline: int = field(default=0, compare=False)
-    """For which step it was admitted, about: of calls that wait, those of lower ones are served first."""
+    """Scheduling priority: roughly the step the episode was admitted for. Waiting calls with a lower value run
+    first."""
     held_by: str = field(default="", compare=False)
-    """What its admission had to wait for, and how long, in words; empty: nothing."""
+    """Sentences on what delayed its admission, and for how long; empty: nothing did."""
 
     def pinned(self, pins: Mapping[str, PolicyVersion]) -> EpisodeSpec:
-        """The same episode with policies at other versions."""
+        """A copy of the spec with these pins."""
         seats = {seat: SeatBinding(held.policy, pins.get(held.policy)) for seat, held in self.seats.items()}
         return dataclasses.replace(self, seats=seats, pins=dict(pins))
 
 
 class RoutingSpan(NamedTuple):
-    """Tokens `[start, stop)` of a row were sampled with these experts at the positions before them."""
+    """Tokens `[start, stop)` of a row that were sampled with these experts at the positions before them."""
 
     start: int
     stop: int
@@ -277,17 +279,17 @@ class RoutingSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One token sequence of a trajectory; an agent has one, more where its context was rewritten."""
+    """One token sequence of a trajectory. An agent has one row, and one more for each rewrite of its context."""
 
     token_ids: Int32Array  # [T]
     loss_mask: BoolArray  # [T], True where the policy sampled the token
     behavior_logprobs: Float32Array  # [T], 0 where the mask is False
     turn_index: Int32Array  # [T], the turn that sampled the token, -1 elsewhere
     spans: tuple[VersionSpan, ...]
-    """Over positions of the row; they cover exactly the sampled tokens."""
+    """Spans over the row's positions; they cover exactly the sampled tokens."""
     temperature: float = 1.0
     routing: tuple[RoutingSpan, ...] = ()
-    """In order, over the row's tokens; several where a prefix was computed again through other experts."""
+    """In order, over the row's tokens; several if a prefix was recomputed through other experts."""
     sampling_mask: SamplingMask | None = None  # counts [T]
 
 
@@ -297,17 +299,17 @@ class Trajectory:
 
     seat: str
     index: int
-    """Which of the seat's agents, from 0."""
+    """The agent's number within its seat, from 0."""
     policy: str
     rows: tuple[Row, ...]
     reward: float | None
-    """The sum of the rewards given to the agent; None where it was given none."""
+    """The sum of the agent's rewards; None if it received none."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryHeader:
-    """What the control path knows of one agent's trajectory."""
+    """The control path's view of one agent's trajectory."""
 
     seat: str
     index: int
@@ -316,14 +318,14 @@ class TrajectoryHeader:
     tokens: int
     """Sampled tokens."""
     oldest_step: int
-    """Step of the oldest weights that sampled one of them, then their lineage."""
+    """Step of the oldest weights that sampled a token; `lineage` is their lineage."""
     lineage: int
     turn_rewards: tuple[tuple[int, float], ...] = ()
-    """Of `reward`, what was given for single turns: (turn, reward), in order."""
+    """The part of `reward` that was given for single turns: (turn, reward), in order."""
 
 
 class DataLocation(NamedTuple):
-    """Where an episode's token columns lie."""
+    """The location of an episode's token columns."""
 
     partition: str
     """File name of the turn database, relative to the run's journal directory."""
@@ -333,8 +335,8 @@ class DataLocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeHeader:
-    """All that passes through the orchestrator when an episode ends: at most 256 bytes for one agent, and 32 for each
-    policy its children are played by (tested).
+    """Everything about an ended episode that passes through the orchestrator: at most 256 bytes for one agent, and 32
+    for each policy of its children (tested).
     """
 
     episode_id: str
@@ -343,9 +345,9 @@ class EpisodeHeader:
     purpose: Purpose
     parent_id: str | None
     stop_reason: StopReason | None
-    """None where the episode was dropped."""
+    """None if the episode was dropped."""
     drop_reason: str | None
-    """None where the episode was committed."""
+    """None if the episode was committed."""
     turns: int
     tokens: int
     """Sampled tokens of all agents."""
@@ -353,8 +355,8 @@ class EpisodeHeader:
     trajectories: tuple[TrajectoryHeader, ...]
     location: DataLocation | None
     measured_against: tuple[PolicyVersion, ...] = ()
-    """What its rewards may depend on besides its own policies: of each policy that played in the children it waited
-    for, the oldest weights that sampled a token there."""
+    """Versions that its rewards may depend on besides its own policies: for each policy of the children it waited for,
+    the oldest that sampled a token there."""
 
     @property
     def committed(self) -> bool:
@@ -363,13 +365,13 @@ class EpisodeHeader:
 
     @property
     def reward(self) -> float | None:
-        """The sum over agents; None where no agent was rewarded."""
+        """The sum over agents; None if no agent was rewarded."""
         rewards = [t.reward for t in self.trajectories if t.reward is not None]
         return sum(rewards) if rewards else None
 
     @property
     def winner(self) -> str | None:
-        """The seat that was given most, in an episode that was a decided game: some gained by it, others lost."""
+        """The seat with the largest reward, if the episode was a decided game: some seats gained, others lost."""
         seats: dict[str, float] = {}
         for trajectory in self.trajectories:
             seats[trajectory.seat] = seats.get(trajectory.seat, 0.0) + (trajectory.reward or 0.0)
@@ -394,12 +396,12 @@ class EpisodeHeader:
 
 
 class GameResult(NamedTuple):
-    """How a committed episode between a policy and one of its past versions ended."""
+    """The result of a committed episode between a policy and one of its past versions."""
 
     learner: PolicyVersion
     opponent: PolicyVersion
     score: float
-    """1: the learner was given more than the opponent, ½: as much, 0: less; a seat given nothing counts as 0."""
+    """1 if the learner's reward exceeds the opponent's, ½ if they are equal, 0 otherwise; no reward counts as 0."""
 
 
 class Tally(NamedTuple):
@@ -410,7 +412,7 @@ class Tally(NamedTuple):
 
     @property
     def win_rate(self) -> float:
-        """The mean, shrunk towards ½ by a win and a loss (Laplace): defined without any episode."""
+        """The mean score, shrunk towards ½ by one win and one loss (Laplace); defined without any game."""
         return (self.score + 1.0) / (self.episodes + 2.0)
 
     def plus(self, score: float) -> Tally:
@@ -456,36 +458,36 @@ def usage_of(said: Mapping[str, Any]) -> dict[str, int]:
 
 
 class Proposal(NamedTuple):
-    """A task that an episode thought up, as `ctx.remember` was told of it."""
+    """A task that an episode proposed through `ctx.remember`."""
 
     number: int
-    """Its place among all the run remembers, in the order they were told."""
+    """Its number among all proposals that the run remembers, in order of arrival."""
     episode_id: str
     attempt: int
     call_id: str
     environment: str
     key: str
-    """Digest of what is the same in equal proposals, as the environment normalises them."""
+    """Digest of the key that equal proposals share, as the environment normalises it."""
     structure: str
-    """What like proposals have in common, as the environment says; empty where it says nothing."""
+    """The structure that similar proposals share, as the environment defines it; empty if it defines none."""
 
     @property
     def made_by(self) -> tuple[str, int, str]:
-        """The call that made it: told again, it is the same proposal."""
+        """The call that made it; repeating the call makes the same proposal."""
         return self.episode_id, self.attempt, self.call_id
 
 
 class Recollection(NamedTuple):
-    """What the run remembered when a proposal was made."""
+    """The run's memory at the time of a proposal."""
 
     times: int
-    """How often the same one had been made; 0: it is new."""
+    """How often the same proposal had been made; 0: it is new."""
     share: float
-    """Of the newest remembered proposals (100 at most) of its environment, how many had the same structure."""
+    """Share of the newest remembered proposals of its environment (at most 100) with the same structure."""
 
 
 class EarlierMean(NamedTuple):
-    """What a policy used to get in a seat, when the group was admitted."""
+    """A policy's mean reward in a seat when the group was admitted."""
 
     policy: str
     seat: str
@@ -493,11 +495,12 @@ class EarlierMean(NamedTuple):
 
 
 class BaselineSet(NamedTuple):
-    """Frozen and recorded once per group that is released before all of it has ended; see `credit.release`."""
+    """The baselines of a group that is released before all of it has ended: frozen, and recorded once; see
+    `credit.release`."""
 
     group_id: str
     finishers: tuple[str, ...]
-    """Ids of the episodes that were waited for, in the order in which they ended."""
+    """Ids of the episodes that had ended, in that order."""
     earlier: tuple[EarlierMean, ...] = ()
 
 
@@ -512,14 +515,15 @@ class TrajectoryCredit:
     index: int
     reward: float
     advantage: float
-    """Of every token; of the first turn's where `turn_advantages` has one per turn, the last one of all later turns."""
+    """Advantage of every token. If `turn_advantages` has one per turn: of the first turn; its last entry holds for all
+    later turns."""
     baseline: float
     turn_advantages: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """An episode's trajectories of one policy: always in one optimizer step. Token data stays where `location` says."""
+    """An episode's trajectories of one policy: always in one optimizer step. Token data stays at `location`."""
 
     episode_id: str
     attempt: int
@@ -533,16 +537,16 @@ class TrainBatch:
     """One optimizer step of one policy, by reference."""
 
     step_id: int
-    """The step these units make: current step + 1. Trainers are idempotent by it."""
+    """The step that these units produce: current step + 1. Trainers are idempotent by it."""
     policy: str
     units: tuple[Unit, ...]
     normaliser: float
-    """The constant the summed token losses are divided by: step_size × configured tokens per unit."""
+    """The constant that divides the summed token losses: step_size × configured tokens per unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """A row to train on."""
+    """One row of training data."""
 
     token_ids: Int32Array  # [T]
     loss_mask: BoolArray  # [T]
@@ -550,7 +554,7 @@ class TrainingSample:
     advantages: Float32Array  # [T], 0 where the mask is False
     temperature: float = 1.0
     spans: tuple[VersionSpan, ...] = ()
-    """Over positions: which weights sampled the token."""
+    """Over positions: the version that sampled each token."""
     expert_routing: RoutingArray | None = None  # [R, layers, top_k], R >= the last trained position; -1: not recorded
     sampling_mask: SamplingMask | None = None  # counts [T]
     episode_id: str = ""
@@ -560,7 +564,7 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What an optimizer step did."""
+    """The result of an optimizer step."""
 
     step_id: int
     policy: str
@@ -571,7 +575,7 @@ class StepReport:
     tokens: int
     """Trained tokens."""
     seconds: float
-    """Wall seconds the trainer was busy with it."""
+    """Wall seconds the trainer spent on it."""
     metrics: Mapping[str, float]
     input_digest: str
     """blake2b over the step's rows, masks, behavior logprobs and advantages, in order."""

@@ -1,4 +1,4 @@
-"""Text for people: content of a run made safe for a terminal, and counts of things in messages."""
+"""Text for people: untrusted content made safe for a terminal, and counts with nouns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNSAFE = re.compile(
 
 
 def safe(text: str) -> str:
-    r"""`text` with every control, bidirectional and invisible character written as its escape; newline and tab stay.
+    r"""Escape every control, bidirectional and invisible character of `text` except newline and tab.
 
     Example:
         >>> safe("a\x1b[31mb\u202ec")
@@ -27,7 +27,7 @@ def safe(text: str) -> str:
 
 
 def safe_line(text: str) -> str:
-    """`safe`, on one line: newlines and tabs are escaped too."""
+    """`safe` for one line: newlines and tabs are escaped too."""
     return safe(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -39,7 +39,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def plural(count: float, one: str, several: str = "") -> str:
-    """So many of something; `several` where it is not `one` with an s.
+    """A count with its noun; `several` is the plural, if it is not `one` with an s.
 
     Example:
         >>> plural(1, "turn"), plural(0, "turn"), plural(1200, "entry", "entries")

@@ -1,9 +1,10 @@
-"""What a user subclasses, and what its `run` may ask for.
+"""The classes an environment is written with: `Environment`, `EpisodeContext`, `Agent`.
 
-Owns: `Environment`, and the abstract `EpisodeContext` and `Agent` handed to it. Does not run anything:
-`rollout/runner.py` implements the handles.
-Rules that make an episode durable: an instance is one episode, its state lives on `self`, and
-everything non-deterministic or outside `self` goes through `ctx`.
+Owns: `Environment`, and the abstract `EpisodeContext` and `Agent` that `run` receives. Runs nothing: the package
+`rollout` implements both handles.
+
+Rules that keep an episode durable: an instance plays one episode and keeps its state on `self`; everything
+non-deterministic or outside `self` goes through `ctx`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ Split = Literal["train", "held_out"]
 Guarantee = Literal["read", "idempotent", "once"]
 Reconcile = Callable[[], "tuple[bool, T | None] | Awaitable[tuple[bool, T | None]]"]
 Reply = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""What a demonstration says in a turn."""
+"""One turn of a demonstration: text, a tool call, or a list of calls."""
 ResourceLevel = Literal["replay", "snapshot", "pinned"]
 
 LARGEST_REWARD = 1e6
-"""A larger reward, either way, is taken for a mistake."""
+"""A larger reward, positive or negative, is refused as a mistake."""
 
 
 def system(content: str) -> Message:
@@ -49,27 +50,27 @@ def user(content: str) -> Message:
 
 
 class TaskSource(Protocol):
-    """Where tasks come from: anything with a length and an index. A plain list will do."""
+    """A source of tasks: anything with a length and an index. A plain list will do."""
 
     def __len__(self) -> int:
-        """How many tasks there are."""
+        """The number of tasks."""
         ...
 
     def __getitem__(self, index: int, /) -> Task:
-        """Task number `index`, the same each time."""
+        """The task at `index`; the same task every time."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What bounds an episode."""
+    """The limits of an episode."""
 
     max_turns: int
-    """Turns of one agent."""
+    """Most turns of one agent."""
     max_tokens: int
-    """Sampled tokens of one turn."""
+    """Most sampled tokens of one turn."""
     max_context: int
-    """Tokens of one conversation."""
+    """Most tokens of one conversation."""
 
 
 class LimitReachedError(AgentRLError):
@@ -81,7 +82,8 @@ class LimitReachedError(AgentRLError):
 
 
 class ToolCallError(AgentRLError):
-    """A tool call that no tool can take: an unknown name, or arguments that do not fit. Its text is the observation."""
+    """A tool call that no tool accepts: an unknown name, or arguments that do not fit. Its text becomes the
+    observation."""
 
     def __init__(self, message: str, *, outcome: Literal["unknown_tool", "bad_arguments"]) -> None:
         super().__init__(message)
@@ -94,20 +96,20 @@ class ChildResult:
 
     episode_id: str
     drop_reason: str | None
-    """None where it was committed; a dropped child belongs in no numerator and no denominator."""
+    """None if the child was committed. Leave dropped children out of every average."""
     rewards: Mapping[str, float]
-    """By seat, summed over its agents."""
+    """Sums over the agents of each seat, by seat."""
     versions: Mapping[str, PolicyVersion] = field(default_factory=dict)
-    """The oldest weights that each policy sampled a token of it with: whom the rewards were measured against."""
+    """By policy, the oldest version that sampled a token of the child: the policy that the rewards measure."""
 
     @property
     def reward(self) -> float | None:
-        """The sum over seats; None where the child was dropped."""
+        """The sum over seats; None if the child was dropped."""
         return None if self.drop_reason is not None else sum(self.rewards.values())
 
 
 class ChildEpisode(ABC):
-    """A child episode that was started; await it, or pass it to `ctx.gather`."""
+    """A child episode in progress; await it, or pass it to `ctx.gather`."""
 
     episode_id: str
 
@@ -124,7 +126,7 @@ class Agent(ABC):
 
     @abstractmethod
     async def act(self, *messages: Message, max_tokens: int | None = None) -> Turn:
-        """Append messages to the conversation and let the policy answer.
+        """Append messages to the conversation and return the policy's answer.
 
         Raises:
             LimitReachedError: the agent has no turn or no context left.
@@ -132,26 +134,27 @@ class Agent(ABC):
 
     @abstractmethod
     def restart(self, *messages: Message) -> None:
-        """Begin a new row: the next `act` starts from these messages instead of the conversation so far."""
+        """Begin a new row: the next `act` starts from these messages instead of the conversation."""
 
     @abstractmethod
     def reward(self, value: float, turn: int | None = None) -> None:
-        """Give a reward for the episode, or for the agent's turn number `turn`, from 0. Rewards of an agent add up.
+        """Add a reward for the episode or, with `turn` (counted from 0), for one turn. An agent's rewards add up.
 
-        By default all tokens of the agent are credited with the sum; with `credit.turn_credit = "to_go"` a turn's
-        reward counts for the tokens of that turn and of those before it.
+        By default every token of the agent is credited with the sum. With `credit.turn_credit = "to_go"`, the reward of
+        a turn counts for the tokens of that turn and of the turns before it.
 
         Raises:
-            RewardError: not a finite real number, or there is no such turn yet.
+            RewardError: the value is not a finite real number, or the agent has no such turn yet.
         """
 
     @abstractmethod
     def gate(self, accepted: bool, *, penalty: float) -> bool:
-        """Say whether what the agent made is good enough to spend anything on; where not, `penalty` is its reward.
+        """Accept or reject the agent's work before anything is spent on it; a rejected agent gets `penalty` as its
+        reward.
 
-        Before `reward`, which needs something to have been spent: `if not proposer.gate(problem.valid, penalty=-0.5):
-        return`. What it lets through is what the policy learns to make, whatever the reward is: be strict here.
-        Returns `accepted`; the share that is accepted is the metric `gate/acceptance`.
+        Call it before the expensive part of a reward: `if not proposer.gate(problem.valid, penalty=-0.5): return`. Be
+        strict: the policy learns to make whatever passes the gate. Returns `accepted`; the metric `gate/acceptance` is
+        the share that passed.
 
         Raises:
             RewardError: the penalty is not a finite real number.
@@ -169,14 +172,14 @@ class Agent(ABC):
 
 
 class EpisodeContext(ABC):
-    """What `run` may ask for. Every call is journaled under the branch that makes it."""
+    """The handle that `run` receives. Every call is journaled under the branch that makes it."""
 
     task: Task
     limits: Limits
 
     @abstractmethod
     def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> Agent:
-        """The agent `index` of `seat`; the same handle each time. `tools` count at its first call."""
+        """The agent `index` of `seat`, the same handle at each call. Only its first call declares `tools`."""
 
     @abstractmethod
     async def effect(
@@ -187,20 +190,21 @@ class EpisodeContext(ABC):
         guarantee: Guarantee = "idempotent",
         reconcile: Reconcile[T] | None = None,
     ) -> T:
-        """Act on the outside world; the JSON-serialisable result is journaled and never asked for twice.
+        """Act on the outside world. The JSON-serialisable result is journaled, and re-execution returns it without
+        acting again.
 
         Args:
-            name: in the journal.
-            function: what is done. It may use neither `ctx` nor an agent.
-            guarantee: what another try may do where the process died before the result was on disk. `read` and
-                `idempotent`: it is tried again (a read changes nothing, an idempotent act may be done twice; a
-                `ctx.uuid()` drawn before it is a key that stays). `once`: it is not; the intent is on disk before the
-                act, and an act without a result ends the episode as `unknown_effect`, unless `reconcile` knows.
-            reconcile: for `once`: asks the outside what happened; `(True, result)`, or `(False, None)` where nothing
-                did and the act may be tried again.
+            name: names the effect in the journal.
+            function: performs the effect. It may use neither `ctx` nor an agent.
+            guarantee: what a retry may do if the process died before the result was on disk. `read` and `idempotent`:
+                call `function` again (a read changes nothing, an idempotent act may happen twice; a `ctx.uuid()` drawn
+                before it is a stable key). `once`: never call it again; the intent is on disk before the act, and an
+                act without a result ends the episode as `unknown_effect`, unless `reconcile` finds the outcome.
+            reconcile: for `once`: asks the outside world what happened. Returns `(True, result)`, or `(False, None)` if
+                nothing happened and the act may be tried again.
 
         Raises:
-            EffectError: the function raised; the same on every execution.
+            EffectError: the function raised; re-execution raises the same.
         """
 
     @abstractmethod
@@ -210,47 +214,48 @@ class EpisodeContext(ABC):
         """A stateful object of this episode.
 
         Args:
-            factory: makes the object. It, and every call, run under global random states (`random`, `numpy.random`) of
+            factory: makes the object. The factory and every call run under random states (`random`, `numpy.random`) of
                 their own.
             level: how the object comes back when `run` is executed again. `replay`: its calls are made again and their
                 results compared. `snapshot`: it has `get_state()` and `set_state(state)`, JSON data or bytes; the state
-                after the last recorded call is restored. `pinned`: not at all, the episode begins again.
-            seed: of those random states, where they shall be the same in other episodes as well; default: the
-                episode's.
+                after the last recorded call is restored. `pinned`: it does not come back, and the episode begins again.
+            seed: seeds those random states; give one to share them between episodes. Default: the episode's seed.
         """
 
     @abstractmethod
     def patched(self, id: str) -> bool:
-        """Whether code that was added under running episodes may run here: `if ctx.patched("shorter prompt"): …`.
+        """Whether code that was added while episodes were running may run here: `if ctx.patched("shorter prompt"): …`.
 
-        False only while a branch replays what was recorded before the code knew this id. A call id of its own is not
-        used, so that the patch does not shift the calls that follow.
+        False only while a branch replays entries that were recorded before the code knew this id. It uses no call id,
+        so a patch does not shift the calls that follow.
         """
 
     @abstractmethod
     def spawn(
         self, environment: type[Environment], task: Task | Mapping[str, Any], *, n: int = 1
     ) -> tuple[ChildEpisode, ...]:
-        """Start `n` child episodes on one task: a group of their own, each whole in itself.
+        """Start `n` child episodes on one task. They form a group; each is a whole episode.
 
         Raises:
-            EpisodeError: with those the attempt has started before they are more than `fan_out` declares; none starts.
+            EpisodeError: the attempt would have started more of them than `fan_out` declares; none starts.
         """
 
     @abstractmethod
     async def remember(self, key: str, structure: str = "") -> Recollection:
-        """Have the run remember a proposal, and hear what it knew of it: journaled, so the same on every execution.
+        """Record a proposal in the run's memory and return what the memory held before. Journaled: re-execution returns
+        the same.
 
-        The newest 2,000 proposals of all training episodes are remembered. Other episodes only hear.
+        The run remembers the newest 2,000 proposals of all training episodes. Other episodes read the memory and add
+        nothing.
 
         Args:
-            key: equal for proposals that are the same. Normalise it: what differs by a space is another one.
-            structure: equal for proposals that are alike, such as `"3 terms"`: coarse, and cheap to tell.
+            key: equal for equal proposals. Normalise it: one more space makes another proposal.
+            structure: equal for similar proposals, such as `"3 terms"`: coarse, and cheap to compute.
         """
 
     @abstractmethod
     async def gather(self, *awaitables: Awaitable[Any]) -> list[Any]:
-        """Await several things at once, each on a branch of its own; results in the order given."""
+        """Await several things at once, each on a branch of its own; returns the results in the given order."""
 
     @abstractmethod
     async def call_tool(
@@ -263,20 +268,20 @@ class EpisodeContext(ABC):
         timeout_s: float | None,
         guarantee: Guarantee = "idempotent",
     ) -> str:
-        """Run a tool and journal its observation; for environments that bring a tool loop of their own.
+        """Run a tool and journal its observation, for environments with a tool loop of their own.
 
-        `guarantee` counts for external tools and is that of `effect`. `call` raises `ToolCallError` where the call fits
-        no tool: that counts as breaking the format.
+        `guarantee` applies to external tools; see `effect`. `call` raises `ToolCallError` if the call fits no tool,
+        which counts as a format error.
         """
 
     @abstractmethod
     def truncate(self, limit: LimitReachedError) -> None:
-        """Say that a limit which `run` caught cut the episode short: it counts as truncated."""
+        """Mark the episode as truncated by a limit that `run` caught."""
 
     @property
     @abstractmethod
     def rng(self) -> random.Random:
-        """Random numbers of the calling branch: the same on every execution."""
+        """The random stream of the calling branch; re-execution draws the same numbers."""
 
     @abstractmethod
     def now(self) -> float:
@@ -284,26 +289,26 @@ class EpisodeContext(ABC):
 
     @abstractmethod
     def uuid(self) -> str:
-        """A random UUID (version 4) of the calling branch: the same on every execution."""
+        """A random UUID (version 4) of the calling branch; re-execution returns the same."""
 
     @abstractmethod
     async def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait for `seconds`."""
 
     @abstractmethod
     def metric(self, name: str, value: float) -> None:
-        """Record a number beside the episode; the mean over episodes appears in the metrics."""
+        """Record a number for the episode; the step metrics report its mean over episodes."""
 
 
 class Resource(ABC):
-    """A stateful object that belongs to the episode, called through the journal."""
+    """A stateful object of the episode, whose calls go through the journal."""
 
     @abstractmethod
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the object; the JSON-serialisable result is journaled.
 
         Raises:
-            EffectError: the method raised; the same on every execution. agentrl's own errors come as they are.
+            EffectError: the method raised; re-execution raises the same. agentrl's own errors pass through unchanged.
         """
 
 
@@ -322,15 +327,15 @@ class Environment(ABC):
     # --- override these ---------------------------------------------------------------------------------------------
 
     seats: ClassVar[tuple[str, ...]] = ("agent",)
-    """The roles policies can hold."""
+    """The roles that policies can hold."""
     fan_out: ClassVar[Mapping[str, int]] = {}
-    """Child episodes one episode starts at most, by class name, so that admission can reserve them: a spawn beyond that
-    is refused. Of classes that are not named here, the most that an episode has had is reserved."""
+    """The most child episodes that one episode starts, by class name: admission reserves this many, and a further spawn
+    is refused. For a class that is not named, admission reserves the most that any episode has started so far."""
     truncated_reward: ClassVar[float | None] = 0.0
-    """What an agent without a reward gets when a limit ends the episode; None drops such episodes."""
+    """Reward of an agent that has none when a limit ends the episode; None drops such episodes."""
     own_random: ClassVar[bool] = False
-    """Its code draws from `random` or `numpy.random`, so each episode has a state of its own there. Seen at the first
-    draw, after which the episode begins again; declared, it need not."""
+    """Whether the code draws from `random` or `numpy.random`, so that each episode needs its own state of them. If not
+    declared, the first draw is detected, and the episode begins again."""
 
     @abstractmethod
     async def run(self, ctx: EpisodeContext) -> None:
@@ -338,15 +343,16 @@ class Environment(ABC):
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
-        """The tasks of a split. Keyword arguments after `seed` are the environment's options."""
+        """The tasks of a split. Keyword arguments after `seed` are options of the environment."""
         raise NotImplementedError(f"{cls.__name__} has no task source: override `tasks`, or pass tasks= to train()")
 
     @classmethod
     def demonstrate(cls, task: Task, random: random.Random) -> Iterable[Reply] | Generator[Reply, str, None]:
-        """What a good policy says in an episode of a task, turn by turn, for `agentrl env warm-up`.
+        """The replies of a good policy in an episode of a task, turn by turn, for `agentrl env warm-up`.
 
-        A list, or a generator, which is sent what the environment answered to each reply. A reply is text, a tool call
-        as `{"name": …, "arguments": {…}}`, or a list of calls. One that takes `seat=` is told for which seat it speaks.
+        A list, or a generator that receives the environment's answer to each reply. A reply is text, a tool call as
+        `{"name": …, "arguments": {…}}`, or a list of calls. A demonstration with a parameter `seat` is called once for
+        each seat.
         """
         raise NotImplementedError(f"{cls.__name__} has no demonstrations: override `demonstrate`")
 
@@ -358,7 +364,7 @@ class Environment(ABC):
 
     @classmethod
     def source(cls) -> str:
-        """Text of the class's module, for the code hash; the qualified name where there is no source."""
+        """The source text of the class's module, for the code hash; the qualified name if there is no source."""
         try:
             return inspect.getsource(inspect.getmodule(cls) or cls)
         except (OSError, TypeError):
@@ -366,18 +372,18 @@ class Environment(ABC):
 
 
 def described(error: BaseException) -> str:
-    """A foreign error on one line, with the place it was raised at."""
+    """An error of foreign code on one line, with the file and line that raised it."""
     return f"{error_words(error)}{raised_at(error)}"
 
 
 def raised_at(error: BaseException | None) -> str:
-    """Where an error was raised, as ` at FILE:LINE in FUNCTION`; empty where that is not known."""
+    """` at FILE:LINE in FUNCTION`, the line that raised an error; empty if unknown."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     return f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
 
 
 def finite_reward(value: object, where: str) -> float:
-    """A reward as a float: of Python's real numbers, or of numpy's.
+    """Convert a reward, a real number of Python or numpy, to a float.
 
     Args:
         value: the reward an environment gave.
@@ -405,15 +411,15 @@ def finite_reward(value: object, where: str) -> float:
 
 
 def valid_unicode(text: str) -> str:
-    """Text without lone surrogates, which file names and models can bring and no database can hold."""
+    """Replace lone surrogates, which file names and models can produce and databases cannot store."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def children_of(environment: type[Environment]) -> dict[type[Environment], int]:
-    """The classes that `fan_out` names, found in the environment's module, and how many of each.
+    """The classes that `fan_out` names, looked up in the environment's module, with their counts.
 
     Raises:
-        EnvironmentDefinitionError: a name that is no environment there, or a number below 1.
+            EnvironmentDefinitionError: a name is not an environment of that module, or a count is below 1.
     """
     found = {}
     for name, count in environment.fan_out.items():

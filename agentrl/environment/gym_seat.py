@@ -41,7 +41,7 @@ class SeatEnv(gymnasium.Env[str, str]):
 
     Example:
         >>> from agentrl.environment.gym_seat import SeatEnv
-        >>> from environments.frozen_lake import FrozenLake
+        >>> from agentrl.environments.frozen_lake import FrozenLake
         >>> env = SeatEnv(FrozenLake, FrozenLake.tasks("train"))
         >>> observation, info = env.reset(seed=0)
         >>> observation, reward, terminated, truncated, info = env.step("R")

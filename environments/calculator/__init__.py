@@ -1,5 +1,5 @@
 """Arithmetic with a calculator that does one operation a call: the environment of the main example."""
 
-from environments.calculator.env import Calculator
+from agentrl.environments.calculator.env import Calculator
 
 __all__ = ["Calculator"]

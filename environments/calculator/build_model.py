@@ -1,8 +1,8 @@
 """Builds the tiny model beside this file: tokenizer, random weights, and a supervised warm-up that teaches the form.
 
-`python -m environments.calculator.build_model [--seed 0] [--steps 800] [--output DIR]` takes about three minutes on one
-core. The result is an ordinary Hugging Face directory (Qwen3 architecture, byte-level BPE, chat template with tools);
-nothing in it knows the skill that reinforcement learning has to teach (see demonstrations.py).
+`python -m agentrl.environments.calculator.build_model [--seed 0] [--steps 800] [--output DIR]` takes about three
+minutes on one core. The result is an ordinary Hugging Face directory (Qwen3 architecture, byte-level BPE, chat template
+with tools); nothing in it knows the skill that reinforcement learning has to teach (see demonstrations.py).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from agentrl.core.ids import stream
 from agentrl.core.records import Message
+from agentrl.environments.calculator.demonstrations import demonstrate
+from agentrl.environments.calculator.env import Calculator
 from agentrl.learn import tiny_model
 from agentrl.rollout.chat_format import TemplateFormat
 from agentrl.rollout.chat_template import ChatTemplate
-from environments.calculator.demonstrations import demonstrate
-from environments.calculator.env import Calculator
 
 if TYPE_CHECKING:
     from random import Random

@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from agentrl.environments.calculator.env import Calculator
 from agentrl.rollout.tool_call_format import parse_hermes
-from environments.calculator.env import Calculator
 
 if TYPE_CHECKING:
     from random import Random

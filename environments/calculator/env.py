@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import agentrl
-from environments.calculator.tasks import held_out_tasks, training_tasks
+from agentrl.environments.calculator.tasks import held_out_tasks, training_tasks
 
 if TYPE_CHECKING:
     from agentrl.core.records import Task

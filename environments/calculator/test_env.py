@@ -8,8 +8,8 @@ import pytest
 
 from agentrl.core.records import Completion, Message, PolicyVersion, Task, Turn, VersionSpan
 from agentrl.environment.tools import ToolEpisode
-from environments.calculator import Calculator
-from environments.calculator.demonstrations import demonstrate
+from agentrl.environments.calculator import Calculator
+from agentrl.environments.calculator.demonstrations import demonstrate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

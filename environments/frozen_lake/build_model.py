@@ -1,9 +1,9 @@
 """Builds the tiny model beside this file: tokenizer, random weights, and a warm-up on games of random moves.
 
-`python -m environments.frozen_lake.build_model [--seed 0] [--steps 150] [--output DIR]` takes about a minute on one
-core. The result is an ordinary Hugging Face directory (Qwen3 architecture, a token per byte). The warm-up's games are
-played by chance: they teach how a game is written down and what a move does, the observations being predicted too, and
-nothing about which move is good.
+`python -m agentrl.environments.frozen_lake.build_model [--seed 0] [--steps 150] [--output DIR]` takes about a minute on
+one core. The result is an ordinary Hugging Face directory (Qwen3 architecture, a token per byte). The warm-up's games
+are played by chance: they teach how a game is written down and what a move does, the observations being predicted too,
+and nothing about which move is good.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from agentrl.core.ids import stream
 from agentrl.core.records import Message
 from agentrl.environment.gym import SeededGame
+from agentrl.environments.frozen_lake.env import MOVES, FrozenLake
 from agentrl.learn import tiny_model
 from agentrl.rollout.chat_format import TemplateFormat
-from environments.frozen_lake.env import MOVES, FrozenLake
 
 if TYPE_CHECKING:
     from random import Random

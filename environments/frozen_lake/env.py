@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import agentrl
-from environments.frozen_lake.tasks import SIZE, held_out_tasks, training_tasks
+from agentrl.environments.frozen_lake.tasks import SIZE, held_out_tasks, training_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,8 +12,8 @@ import agentrl
 from agentrl.core.ids import stream
 from agentrl.core.records import Task
 from agentrl.environment.gym import GymEpisode, SeededGame
+from agentrl.environments.frozen_lake.env import MOVES, FrozenLake
 from agentrl.rollout.chat_format import TemplateFormat
-from environments.frozen_lake.env import MOVES, FrozenLake
 
 MAP = ["SFFF", "FHFH", "FFFH", "HFFG"]
 MODEL = Path(__file__).parent / "model"

@@ -1,5 +1,5 @@
 """A proposer writes sums, solvers with a calculator try them: two policies that teach each other."""
 
-from environments.propose_and_solve.env import ProposeAndSolve, Solve
+from agentrl.environments.propose_and_solve.env import ProposeAndSolve, Solve
 
 __all__ = ["ProposeAndSolve", "Solve"]

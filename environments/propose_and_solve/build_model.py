@@ -1,7 +1,7 @@
 """Builds the tiny model beside this file: both roles' form, and a solver that goes on to the end the less, the longer.
 
-`python -m environments.propose_and_solve.build_model [--seed 0] [--steps 700] [--output DIR]`, a few minutes on one
-core. Tokenizer and chat template are the calculator's. The proposer is shown short sums, and a few longer ones; the
+`python -m agentrl.environments.propose_and_solve.build_model [--seed 0] [--steps 700] [--output DIR]`, a few minutes on
+one core. Tokenizer and chat template are the calculator's. The proposer is shown short sums, and a few longer ones; the
 solver calls that are right, and stops too early the more often, the more terms there are. That it pays to go on is left
 to learn by reward, and which sums teach it, to the proposer.
 """
@@ -18,11 +18,11 @@ from tokenizers import Tokenizer
 import agentrl
 from agentrl.core.ids import stream
 from agentrl.core.records import Message
+from agentrl.environments.calculator import build_model as calculator
+from agentrl.environments.calculator.demonstrations import call_text, observation
+from agentrl.environments.propose_and_solve.env import PROMPT, Solve, Sum, drawn_sum
 from agentrl.learn import tiny_model
 from agentrl.rollout.chat_format import TemplateFormat
-from environments.calculator import build_model as calculator
-from environments.calculator.demonstrations import call_text, observation
-from environments.propose_and_solve.env import PROMPT, Solve, Sum, drawn_sum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

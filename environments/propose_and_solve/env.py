@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import agentrl
 from agentrl.core.ids import stream
-from environments.calculator.env import Calculator
+from agentrl.environments.calculator.env import Calculator
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
+from agentrl.environments.propose_and_solve.env import INVALID, ProposeAndSolve, Solve, Sum, drawn_sum, read
 from agentrl.testing import play
-from environments.propose_and_solve.env import INVALID, ProposeAndSolve, Solve, Sum, drawn_sum, read
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """TextArena's TicTacToe, for self-play, with a bot that plays by chance."""
 
-from environments.tictactoe.env import TicTacToe, random_player
+from agentrl.environments.tictactoe.env import TicTacToe, random_player
 
 __all__ = ["TicTacToe", "random_player"]

@@ -1,10 +1,9 @@
 """Builds the tiny model beside this file: tokenizer, random weights, and a warm-up on random legal moves.
 
-`python -m environments.tictactoe.build_model [--seed 0] [--steps 350] [--output DIR]` takes half a minute on one core.
-The result is an ordinary Hugging Face directory (Qwen3 architecture, a token per byte, one for each move, and one for
-all that a line of the board can be). The
-warm-up shows boards that training games begin with, reached by chance, and any of the free cells: how a move is said,
-which are legal, nothing of which is good.
+`python -m agentrl.environments.tictactoe.build_model [--seed 0] [--steps 350] [--output DIR]` takes half a minute on
+one core. The result is an ordinary Hugging Face directory (Qwen3 architecture, a token per byte, one for each move, and
+one for all that a line of the board can be). The warm-up shows boards that training games begin with, reached by
+chance, and any of the free cells: how a move is said, which are legal, nothing of which is good.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import agentrl
 from agentrl.core.ids import stream
+from agentrl.environments.frozen_lake.build_model import TEMPLATE, byte_tokenizer
+from agentrl.environments.tictactoe.env import FREE, LINES, OTHER, OWN, TicTacToe, random_player
 from agentrl.learn import tiny_model
 from agentrl.rollout.chat_format import TemplateFormat
-from environments.frozen_lake.build_model import TEMPLATE, byte_tokenizer
-from environments.tictactoe.env import FREE, LINES, OTHER, OWN, TicTacToe, random_player
 
 if TYPE_CHECKING:
     from random import Random

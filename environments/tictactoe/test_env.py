@@ -11,9 +11,9 @@ import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.records import Task
 from agentrl.environment.games import GameEpisode, Position
+from agentrl.environments.tictactoe.build_model import MOVES
+from agentrl.environments.tictactoe.env import FREE, LINES, TicTacToe, is_won, random_player
 from agentrl.rollout.chat_format import TemplateFormat
-from environments.tictactoe.build_model import MOVES
-from environments.tictactoe.env import FREE, LINES, TicTacToe, is_won, random_player
 from tests.unit.episodes import play
 
 pytest.importorskip("textarena", reason="the extra games is not installed")

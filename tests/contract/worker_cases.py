@@ -99,7 +99,7 @@ def config_of(workers: int, **settings: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "environment": {"id": "calculator"},
-            "model": {"path": "environments.calculator:model"},
+            "model": {"path": "agentrl.environments:calculator/model"},
             "workers": workers,
             "sampling": {"max_tokens": 8, "max_turns": 8},
             **settings,

@@ -17,7 +17,7 @@ TRACED = """
 import json, sys
 from pathlib import Path
 from benchmarks.code_shape import StepEnds, Tasks, Tracer, train
-from environments.calculator import Calculator
+from agentrl.environments.calculator import Calculator
 
 tracer = Tracer()
 tracer.install()

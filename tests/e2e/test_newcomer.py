@@ -142,7 +142,7 @@ def test_a_model_without_a_chat_template(repository: Path, tmp_path: Path) -> No
     ids=["wrong section", "wrong key", "key of another section", "wrong seat"],
 )
 def test_a_mistake_in_the_toml_file(tmp_path: Path, text: str, words: str) -> None:
-    whole = text + '[model]\npath = "environments.calculator:model"\n'
+    whole = text + '[model]\npath = "agentrl.environments:calculator/model"\n'
     if "calculator" not in text:
         whole += '[environment]\nid = "calculator"\n'
     (tmp_path / "run.toml").write_text(whole)

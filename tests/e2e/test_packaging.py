@@ -31,16 +31,16 @@ def test_the_wheel_holds_models_examples_and_types_and_no_tests_of_ours(wheel: P
     assert {
         "agentrl/py.typed",
         "agentrl/examples/01_tool_use.toml",
-        "environments/calculator/model/model.safetensors",
-        "environments/calculator/model/tokenizer.json",
-        "environments/calculator/model/chat_template.jinja",
-        "environments/calculator/README.md",
+        "agentrl/environments/calculator/model/model.safetensors",
+        "agentrl/environments/calculator/model/tokenizer.json",
+        "agentrl/environments/calculator/model/chat_template.jinja",
+        "agentrl/environments/calculator/README.md",
         "agentrl/inspection/viewer/viewer.html",
         "agentrl/inspection/viewer/viewer.css",
         "agentrl/inspection/viewer/main.js",
     } <= set(names)
     tops = {name.split("/")[0] for name in names}
-    assert {name for name in tops if not name.endswith(".dist-info")} == {"agentrl", "environments"}
+    assert {name for name in tops if not name.endswith(".dist-info")} == {"agentrl"}
 
 
 def test_the_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
@@ -54,4 +54,4 @@ def test_the_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["summary"]["steps"] == 2
     config = json.loads((empty / "runs" / "demo" / "config.json").read_text())
-    assert config["model"]["path"] == str(site / "environments" / "calculator" / "model")
+    assert config["model"]["path"] == str(site / "agentrl" / "environments" / "calculator" / "model")

@@ -32,7 +32,7 @@ if __name__ == "__main__":
         name="sevens",
         steps=1,
         environment={"id": "sevens.py"},
-        model={"path": "environments.calculator:model"},
+        model={"path": "agentrl.environments:calculator/model"},
         policies={"solver": {"step_size": 8}},
         sampling={"max_tokens": 8, "max_turns": 2},
         trainer={"kind": "in_process"},

@@ -17,10 +17,10 @@ from agentrl.app.replays import Replayed, replay
 from agentrl.app.step_replays import StepComputed, compute_step, rebuild_step
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
+from agentrl.environments.propose_and_solve import env
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_list
 from agentrl.journal.schema import row_checksum
-from environments.propose_and_solve import env
 
 pytestmark = [pytest.mark.learning, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -32,7 +32,7 @@ def two_policies(directory: Path, *, steps: int) -> RunConfig:
         directory=str(directory),
         steps=steps,
         environment={"id": "propose_and_solve"},
-        model={"path": "environments.propose_and_solve:model"},
+        model={"path": "agentrl.environments:propose_and_solve/model"},
         policies={
             "proposer": {"lora": {"rank": 4, "alpha": 8.0}, "learning_rate": 3e-3, "step_size": 4},
             "solver": {"learning_rate": 3e-4, "step_size": 24},

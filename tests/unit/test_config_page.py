@@ -34,14 +34,14 @@ def test_every_number_of_seconds_has_its_unit() -> None:
 def test_file_python_and_command_line_mean_the_same(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(
-        '[environment]\nid = "calculator"\n[model]\npath = "environments.calculator:model"\n'
+        '[environment]\nid = "calculator"\n[model]\npath = "agentrl.environments:calculator/model"\n'
         "[policies.solver]\nlearning_rate = 1e-4\n[policies.solver.lora]\nrank = 4\n"
         '[trainer.loss]\nkind = "ppo"\n[seats]\nagent = "solver"\n'
     )
     from_file = load(path)
     python = agentrl.RunConfig(
         environment={"id": "calculator"},
-        model={"path": "environments.calculator:model"},
+        model={"path": "agentrl.environments:calculator/model"},
         policies={"solver": {"learning_rate": 1e-4, "lora": {"rank": 4}}},
         trainer={"loss": {"kind": "ppo"}},
         seats={"agent": "solver"},
@@ -49,7 +49,7 @@ def test_file_python_and_command_line_mean_the_same(tmp_path: Path) -> None:
     (tmp_path / "empty.toml").touch()
     overrides = [
         "--environment.id=calculator",
-        "--model.path=environments.calculator:model",
+        "--model.path=agentrl.environments:calculator/model",
         "--policies.solver.learning_rate=1e-4",
         "--policies.solver.lora.rank=4",
         "--trainer.loss.kind=ppo",
@@ -65,7 +65,10 @@ def test_a_model_inside_a_package_is_found_and_what_is_not_there_is_named(reposi
     assert load(shipped_example("01_tool_use")).model.path == str(model)
     for path, words in (
         ("environments.calculater:model", "there is no package 'environments.calculater'; install it"),
-        ("environments.calculator:modle", "the package 'environments.calculator' has no directory 'modle'"),
+        (
+            "agentrl.environments:calculator/modle",
+            "the package 'agentrl.environments' has no directory 'calculator/modle'",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             load(shipped_example("01_tool_use"), [f"model.path={path}"])

@@ -18,7 +18,7 @@ from tests.markdown_pages import PAGES, ROOT, blocks, prose, python_of
 
 LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.*)$", flags=re.MULTILINE)
-NEEDED = {"environment": {"id": "calculator"}, "model": {"path": "environments.calculator:model"}}
+NEEDED = {"environment": {"id": "calculator"}, "model": {"path": "agentrl.environments:calculator/model"}}
 
 
 def name(page: Path) -> str:

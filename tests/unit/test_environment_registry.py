@@ -9,7 +9,7 @@ import pytest
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.environment.registry import make, name_of, register, registered, resolve, spec
-from environments.calculator import Calculator
+from agentrl.environments.calculator import Calculator
 from tests.unit.episodes import play
 
 SOURCE = """
@@ -32,7 +32,7 @@ class Mine(agentrl.Environment):
 
 def test_the_installed_entry_point_is_found() -> None:
     assert resolve("calculator") is Calculator
-    assert spec("calculator").entry_point == "environments.calculator:Calculator"
+    assert spec("calculator").entry_point.endswith("environments.calculator:Calculator")
     assert isinstance(make("calculator"), Calculator)
 
 
@@ -47,7 +47,7 @@ def test_registered_classes_have_their_name() -> None:
 
 
 def test_a_module_and_a_file_are_found(tmp_path: Path) -> None:
-    assert resolve("environments.calculator:Calculator") is Calculator
+    assert resolve("agentrl.environments.calculator:Calculator") is Calculator
     file = tmp_path / "env.py"
     file.write_text(SOURCE)
     echo = resolve(str(file))
