@@ -46,12 +46,12 @@ from agentrl.core.files import closed_under_us
 from agentrl.core.ports import ChatFormat, Trainer
 from agentrl.core.records import EpisodeSpec, Task
 from agentrl.environment.base import Environment, TaskSource, described
+from agentrl.environment.containment import end_if_forked, forks_ended
 from agentrl.journal.process import ProcessRecord, record_state
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.blocked import is_users, watch_loop
 from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.rollout.endings import end_if_forked, forks_ended
 
 if TYPE_CHECKING:
     from types import FrameType

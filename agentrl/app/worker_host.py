@@ -33,12 +33,12 @@ from agentrl.engines.child_process import die_with
 from agentrl.engines.client import EngineClient
 from agentrl.engines.external import RoutedSampler
 from agentrl.engines.wire import receive, send
+from agentrl.environment.containment import end_if_forked, forks_ended
 from agentrl.environment.registry import resolve
 from agentrl.journal.control import not_data
 from agentrl.journal.process import let_go
 from agentrl.journal.store import WorkerJournal
 from agentrl.observe.blocked import watch_loop
-from agentrl.rollout.endings import end_if_forked, forks_ended
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
 

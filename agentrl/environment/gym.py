@@ -29,7 +29,7 @@ from agentrl.environment.base import (
     system,
     user,
 )
-from agentrl.environment.global_random import GlobalRandom
+from agentrl.environment.containment import GlobalRandom
 
 if TYPE_CHECKING:
     import gymnasium

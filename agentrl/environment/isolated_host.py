@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from agentrl.environment.base import valid_unicode
-from agentrl.environment.global_random import GlobalRandom
+from agentrl.environment.containment import GlobalRandom
 from agentrl.environment.isolated import LENGTH, framed
 from agentrl.environment.registry import load_module
 

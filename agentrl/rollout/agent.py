@@ -26,6 +26,7 @@ import numpy as np
 
 from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import EngineError, EngineLostError, EnvironmentDefinitionError, EpisodeError, RewardError
+from agentrl.core.ids import key64
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, Message, PolicyVersion, ToolSpec, TrajectoryHeader, Turn
 from agentrl.core.text import plural
@@ -158,7 +159,8 @@ class LiveAgent(Agent):
             if journal.is_over_time:
                 journal.refuse_for_time(call)
             # The time limit is paused while the run's engine samples, but not while a bot or an endpoint does.
-            pausing = nullcontext() if self._settings.is_external else self._episode.time_limit_paused()
+            limit = self._episode.limit
+            pausing = nullcontext() if limit is None or self._settings.is_external else limit
             try:
                 with journal.performing(call, "a turn"), pausing:
                     completion = await self._sample(call, self._rows.context(), sampling)
@@ -197,7 +199,7 @@ class LiveAgent(Agent):
         completion = turn.completion(sampling, routed=routed) if turn.pieces else None
         try:
             while completion is None:
-                if services.parking.is_parked(episode.spec.episode_id):
+                if episode.spec.episode_id in services.parking.waiting:
                     await self._wait_while_parked(turn, call)
                 if reservation is not None and not reservation.reserve(len(context) + turn.sampled, context):
                     await self._wait_for_kv(turn, reservation, priority)
@@ -292,12 +294,12 @@ class LiveAgent(Agent):
         if sampled:
             context = np.concatenate([context, *(piece.token_ids for piece in turn.pieces)])
             sampling = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - sampled)
-        episode = self._episode
+        spec = self._episode.spec
         return GenerateRequest(
-            request_id=f"{episode.name}.{call.call_id}",
+            request_id=f"{spec.episode_id}.{spec.attempt}.{call.call_id}",
             token_ids=context,
             sampling=sampling,
-            seed=episode.sampling_seed(call.call_id),
+            seed=key64(spec.seed, spec.attempt, call.call_id),  # the same on every execution of the attempt
             sampled_before=sampled,
             priority=priority,
         )
@@ -388,7 +390,8 @@ class LiveAgent(Agent):
             self._episode.metric("turns/length", 1.0, self)
         assert call.branch is not None
         call.branch.speaker = self._number
-        self._episode.restart_time_limit()
+        if self._episode.limit is not None:
+            self._episode.limit.restart()
         message = self._settings.chat_format.parse(sampled)
         self._rows.answer(completion)
         self._sampled += self._tokens_of(completion)

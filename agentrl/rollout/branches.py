@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterator
 
-    from agentrl.environment.global_random import Steps
+    from agentrl.environment.containment import Steps
 
 StreamKey = tuple[int, int]
 """Seed and attempt of the episode that made a call."""

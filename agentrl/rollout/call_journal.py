@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
@@ -32,6 +32,7 @@ from agentrl.core.errors import (
     UnstructuredConcurrencyError,
 )
 from agentrl.environment.base import LimitReachedError, valid_unicode
+from agentrl.environment.containment import GlobalRandom, NoDraws, Steps
 from agentrl.journal.entries import (
     Begin,
     CancelEntry,
@@ -464,6 +465,21 @@ class CallJournal:
     def end_branch(self, branch: Branch) -> None:
         """A branch has ended."""
         self._order.end_branch(branch)
+
+    def begin_steps(self, branch: Branch, program: Callable[[], Awaitable[Any]]) -> Steps:
+        """The code of a branch, which `program` begins, to be awaited; call `end_steps` afterwards.
+
+        It has global random generators of its own, or must not draw from them: then the episode fails.
+        """
+        guard = GlobalRandom(ids.key64("branch", *branch.key, branch.path)) if self.own_random else NoDraws()
+        branch.steps = Steps(guard, program, self.drew)
+        return branch.steps
+
+    def end_steps(self, branch: Branch) -> None:
+        """The code of a branch has ended."""
+        if branch.steps is not None:
+            branch.steps.close()
+            branch.steps = None
 
     def abandon(self) -> None:
         """End the code of all branches where it stands; the root's task is cancelled by its owner."""

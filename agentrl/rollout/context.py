@@ -48,7 +48,7 @@ from agentrl.environment.base import (
     ToolCallError,
     valid_unicode,
 )
-from agentrl.environment.global_random import GlobalRandom, awaited_under
+from agentrl.environment.containment import GlobalRandom, awaited_under
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import (
     EffectEntry,

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from agentrl.core import ids
 from agentrl.journal.entries import PlayedUnder
 from agentrl.rollout.call_journal import current_branch
 
@@ -175,10 +174,6 @@ class LiveEpisode:
         """The settings of the policy that holds a seat."""
         return self.began_under.get(seat) or self.services.policy_settings(self.spec.seats[seat].policy)
 
-    def sampling_seed(self, call_id: str) -> int:
-        """Seed of one engine call: the same on every execution of the attempt."""
-        return ids.key64(self.spec.seed, self.spec.attempt, call_id)
-
     def metric(self, name: str, value: float, of: EpisodeAgent | None = None) -> None:
         """Add to a metric of the episode; `of` is the agent whose doing it is."""
         if of is not None:
@@ -235,11 +230,6 @@ class LiveEpisode:
     def time_limit_paused(self) -> AbstractContextManager[None]:
         """Around waits that do not count against the episode's time limit."""
         return nullcontext() if self.limit is None else self.limit
-
-    def restart_time_limit(self) -> None:
-        """A turn ended: the program has all its time again."""
-        if self.limit is not None:
-            self.limit.restart()
 
 
 class TimeLimit:
@@ -299,7 +289,7 @@ class TimeLimit:
         return f"the episode took longer than {self._seconds:g} s without a turn, {where}"
 
     def restart(self) -> None:
-        """All the seconds are left again."""
+        """All the seconds are left again: a turn ended."""
         self._left = self._seconds
         if not self._pauses:
             self._set_deadline()
@@ -379,7 +369,8 @@ class Parking:
 
     def __init__(self) -> None:
         self._in_flight: dict[str, LiveEpisode | None] = {}
-        self._waiting: dict[str, list[tuple[str, asyncio.Future[None]]]] = {}
+        self.waiting: dict[str, list[tuple[str, asyncio.Future[None]]]] = {}
+        """Calls that wait, with their ids, by parked episode."""
 
     def admit(self, episode_id: str) -> None:
         """An episode is in flight from now on, and can be parked."""
@@ -389,29 +380,25 @@ class Parking:
         """An attempt of an episode begins to run."""
         if episode_id in self._in_flight:
             self._in_flight[episode_id] = attempt
-        if episode_id in self._waiting:
+        if episode_id in self.waiting:
             attempt.suspend()
 
     def forget(self, episode_id: str) -> None:
         """The episode is in flight no more."""
         self._in_flight.pop(episode_id, None)
-        self._waiting.pop(episode_id, None)
+        self.waiting.pop(episode_id, None)
 
     @property
     def parked(self) -> tuple[str, ...]:
         """Parked episodes, in the order in which they will resume."""
-        return tuple(sorted(self._waiting, key=lambda episode_id: (self.deadline(episode_id), episode_id)))
-
-    def is_parked(self, episode_id: str) -> bool:
-        """Whether an episode is parked."""
-        return episode_id in self._waiting
+        return tuple(sorted(self.waiting, key=lambda episode_id: (self.deadline(episode_id), episode_id)))
 
     def park(self, episode_id: str) -> bool:
         """See `core.ports.Worker.park`; parking twice is parking once."""
         if episode_id not in self._in_flight:
             return False
-        if episode_id not in self._waiting:
-            self._waiting[episode_id] = []
+        if episode_id not in self.waiting:
+            self.waiting[episode_id] = []
             attempt = self._in_flight[episode_id]
             if attempt is not None:
                 attempt.suspend()
@@ -419,7 +406,7 @@ class Parking:
 
     async def wait_while_parked(self, episode_id: str, call_id: str) -> None:
         """Wait while the episode is parked."""
-        while (waiting := self._waiting.get(episode_id)) is not None:
+        while (waiting := self.waiting.get(episode_id)) is not None:
             gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             waiting.append((call_id, gate))
             await gate
@@ -434,9 +421,9 @@ class Parking:
     def resume(self, episode_id: str) -> None:
         """Resume one parked episode."""
         attempt = self._in_flight.get(episode_id)
-        if attempt is not None and episode_id in self._waiting:
+        if attempt is not None and episode_id in self.waiting:
             attempt.resume()
-        for _, gate in sorted(self._waiting.pop(episode_id, []), key=lambda waiting: waiting[0]):
+        for _, gate in sorted(self.waiting.pop(episode_id, []), key=lambda waiting: waiting[0]):
             if not gate.done():
                 gate.set_result(None)
 

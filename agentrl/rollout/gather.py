@@ -11,62 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from agentrl.core import ids
 from agentrl.core.errors import GlobalRandomError, ReplayMismatchError
-from agentrl.environment.global_random import GlobalRandom, NoDraws, Steps
+from agentrl.environment.containment import of_the_episode
 from agentrl.journal.entries import OrderEntry
 from agentrl.rollout.call_journal import begin_branch, current_branch
-from agentrl.rollout.endings import end_if_forked, of_the_episode
 
 if TYPE_CHECKING:
     from agentrl.rollout.branches import Branch
     from agentrl.rollout.call_journal import Call, CallJournal
-
-T = TypeVar("T")
-
-
-async def run_branch(program: Callable[[], Awaitable[T]], branch: Branch, journal: CallJournal) -> T:
-    """The result of a branch's code, which `program` begins. The code has global random generators of its own, or must
-    not draw from them.
-
-    Raises:
-        GlobalRandomError: it drew.
-    """
-    try:
-        value: T = await branch_steps(program, branch, journal)
-        return value
-    finally:
-        end_steps(branch)
-        if isinstance(journal.failure, GlobalRandomError):
-            raise journal.failure
-
-
-def branch_steps(program: Callable[[], Awaitable[Any]], branch: Branch, journal: CallJournal) -> Steps:
-    """The steps of a branch's code, to be awaited."""
-    guard = GlobalRandom(ids.key64("branch", *branch.key, branch.path)) if journal.own_random else NoDraws()
-    branch.steps = _ProgramSteps(guard, program, journal.drew)
-    return branch.steps
-
-
-class _ProgramSteps(Steps):
-    """The steps of an environment's code. A process that was forked in one of them ends with the step."""
-
-    __slots__ = ()
-
-    def end_step(self) -> bool:
-        """See `Steps.end_step`."""
-        end_if_forked()
-        return super().end_step()
-
-
-def end_steps(branch: Branch) -> None:
-    """The code of a branch has ended."""
-    if branch.steps is not None:
-        branch.steps.close()
-        branch.steps = None
 
 
 async def gather(journal: CallJournal, awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
@@ -159,7 +115,12 @@ class _Gathering:
         begin_branch(own)
         self._journal.look()
         try:
-            value = await run_branch(lambda: awaitable, own, self._journal)
+            try:
+                value = await self._journal.begin_steps(own, lambda: awaitable)
+            finally:
+                self._journal.end_steps(own)
+                if isinstance(self._journal.failure, GlobalRandomError):
+                    raise self._journal.failure
             self.finished.append(index)
             return value
         except asyncio.CancelledError:

@@ -52,6 +52,8 @@ class KVBudget:
 
     def __init__(self, kv_tokens: int | None, prefill_rate: float = math.inf, *, shares_prefixes: bool = False) -> None:
         self._budget = math.inf if kv_tokens is None else kv_tokens * (1 - HEADROOM)
+        self.is_bounded = kv_tokens is not None
+        """Whether a reservation can ever be refused: whether the engine states its memory."""
         self._costs = _KeepingCosts(0.0 if kv_tokens is None else min(kv_tokens / prefill_rate, MAX_IDLE_S))
         self._shares_prefixes = shares_prefixes
         self._tokens = _Tokens()
@@ -63,11 +65,6 @@ class KVBudget:
         """A heap of (priority, arrival, reservation, future)."""
         self._arrivals = 0
         self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def is_bounded(self) -> bool:
-        """Whether a reservation can ever be refused: whether the engine states its memory."""
-        return not math.isinf(self._budget)
 
     @property
     def waiting(self) -> int:
@@ -90,7 +87,7 @@ class KVBudget:
 
     def reserve(self, reservation: Reservation, tokens: int, context: Int32Array | None) -> bool:
         """See `Reservation.reserve`."""
-        if math.isinf(self._budget):
+        if not self.is_bounded:
             return True
         if reservation.idle_since is not None:
             self._costs.learn(reservation.kind, asyncio.get_running_loop().time() - reservation.idle_since)

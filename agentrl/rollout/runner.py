@@ -28,13 +28,12 @@ from agentrl.core.records import (
     dropped_header,
 )
 from agentrl.environment.base import Environment, LimitReachedError, valid_unicode
+from agentrl.environment.containment import of_the_episode
 from agentrl.journal.entries import Begin, JournalEntry, PlayedUnder, code_digest
 from agentrl.journal.port import TurnLog
 from agentrl.rollout.call_journal import CallJournal, begin_branch, current_branch
 from agentrl.rollout.context import LiveContext
-from agentrl.rollout.endings import of_the_episode
 from agentrl.rollout.episode import LiveEpisode, Parking, PolicySettings, RolloutSettings, Services, TimeLimit
-from agentrl.rollout.gather import branch_steps, end_steps
 from agentrl.rollout.kv_budget import kv_budget_of
 from agentrl.rollout.turn_entries import EpisodePartials
 
@@ -221,13 +220,13 @@ class EpisodeRunner:
         limit = episode.limit = TimeLimit(episode, self._services.settings.episode_timeout_s, on_stuck)
         try:
             self.parking.begin(episode.spec.episode_id, episode)
-            await branch_steps(partial(_begun, environment, context), branch, journal)
+            await journal.begin_steps(branch, partial(_begun, environment, context))
         except BaseException as error:  # noqa: BLE001 - foreign code: raised again below, if it says how that ended
             ended = _ended_with(error, journal, limit)
             if ended is not None:
                 raise ended  # noqa: B904 - it is the same one, or has it as its cause
         finally:
-            end_steps(branch)
+            journal.end_steps(branch)
             episode.limit = None
             limit.end()
         if isinstance(journal.failure, GlobalRandomError):

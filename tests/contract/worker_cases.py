@@ -21,11 +21,11 @@ from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.child_process import EngineProgram
 from agentrl.engines.client import ProcessEngine
 from agentrl.environment.base import Environment
+from agentrl.environment.containment import forks_ended
 from agentrl.environment.registry import name_of
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
 from agentrl.orchestrator.dispatch import Dispatcher, Signal
-from agentrl.rollout.endings import forks_ended
 from tests.contract.worker_environments import TwoTurns
 
 VERSIONS = {"policy": PolicyVersion("policy", 0, 0), "stranger": PolicyVersion("stranger", 0, 0)}

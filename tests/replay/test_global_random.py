@@ -12,7 +12,7 @@ import pytest
 import agentrl
 from agentrl.core.errors import GlobalRandomError
 from agentrl.environment.base import Split, TaskSource
-from agentrl.environment.global_random import NoDraws
+from agentrl.environment.containment import NoDraws
 from agentrl.journal.entries import EffectEntry
 from tests.replay.executions import Stage, digits_among_draws, resumed_everywhere
 from tests.unit.episodes import play

@@ -15,7 +15,7 @@ import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.records import Task
 from agentrl.environment import gym_text
-from agentrl.environment.global_random import GlobalRandom
+from agentrl.environment.containment import GlobalRandom
 from agentrl.environment.gym import SeededGame
 from agentrl.environment.gym_seat import SeatEnv
 from agentrl.testing.format_check import GARBAGE

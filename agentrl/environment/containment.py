@@ -1,21 +1,30 @@
-"""The global random generators as one stateful object, or one episode's code, sees them.
+"""Keeps what an episode's code does to its process from reaching other episodes. Such code runs in `Steps`.
 
-Games and programs draw from `random` and `numpy.random` while other episodes run in the same process. Either each gets
-a state of its own, swapped in for its steps and out again, so that its draws are the same on every execution
-(`GlobalRandom`, 60 us a step), or it is seen whether it draws at all (`NoDraws`, under a microsecond).
+Global random generators: games and programs draw from `random` and `numpy.random` while other episodes run in the same
+process. Either each gets a state of its own, swapped in for its steps and out again, so that its draws are the same on
+every execution (`GlobalRandom`, 60 us a step), or it is seen whether it draws at all (`NoDraws`, under a microsecond).
+
+Ends: `sys.exit` and bare `BaseException`s of a program become errors of its episode. A process that an environment
+forked is ended once it leaves the environment's code: the files and connections of the event loop are its parent's.
+`os._exit`, a signal or a crash does end the process; the resumed run names its episodes.
 """
 
 from __future__ import annotations
 
 import _random
+import asyncio
+import contextlib
 import ctypes
 import functools
 import inspect
+import os
 import random
-from asyncio import CancelledError
+import weakref
 from collections.abc import Awaitable, Callable, Generator, Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
+
+from agentrl.core.errors import EpisodeError
+from agentrl.environment.base import described
 
 _abandoned: list[Any] = []
 """Coroutines that cannot be ended."""
@@ -90,7 +99,7 @@ class GlobalRandom:
             set_state(half)
         return False
 
-    @contextmanager
+    @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Within: the object's own state."""
         self.enter()
@@ -170,7 +179,7 @@ async def awaited_under(own: GlobalRandom, function: Callable[..., Any], *argume
 
 
 class Steps:
-    """An awaitable each of whose steps runs under a guard.
+    """An awaitable each of whose steps runs under a guard. A process that was forked in one of them ends with it.
 
     Args:
         guard: of its steps.
@@ -204,7 +213,7 @@ class Steps:
             finally:
                 drew = self.end_step()
             if drew:
-                thrown = CancelledError()
+                thrown = asyncio.CancelledError()
                 continue
             thrown = None
             try:
@@ -238,7 +247,7 @@ class Steps:
             CancelledError: the step has drawn what it must not.
         """
         if self.end_step():
-            raise CancelledError
+            raise asyncio.CancelledError
         self._is_suspended = True
 
     def resume_guard(self) -> None:
@@ -248,6 +257,8 @@ class Steps:
 
     def end_step(self) -> bool:
         """Called after each step; whether it drew what it must not."""
+        if _is_child:
+            end_if_forked()
         if self._is_suspended or not self._guard.exit():
             return False
         self._is_suspended = True  # once is enough
@@ -271,3 +282,66 @@ async def _nothing() -> None:
 async def _awaited(value: Any) -> Any:
     """What `await` makes of a value without `__await__`: a generator-based coroutine, or a TypeError."""
     return await value
+
+
+def of_the_episode(error: BaseException, task: asyncio.Task[Any] | None) -> BaseException:
+    """An error of an environment's program as one that ends only its episode.
+
+    Cancellations stay as they are. A `KeyboardInterrupt` is not Ctrl-C: that is a signal the run handles itself. A
+    `GeneratorExit` while the program's task does not run is not the program's: Python closes a coroutine whose event
+    loop has ended, and it must end.
+
+    Args:
+        error: the raised error.
+        task: the task that the program runs in.
+    """
+    is_closed = isinstance(error, GeneratorExit) and _current_task() is not task
+    if isinstance(error, Exception | asyncio.CancelledError) or is_closed:
+        return error
+    ended = EpisodeError(f"run() raised {described(error)}; raise an exception", reason="environment_error")
+    ended.__cause__ = error
+    return ended
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs
+        return None
+
+
+_loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+"""Event loops that run episodes."""
+_is_child = False
+"""Whether this process was forked while an event loop ran episodes."""
+
+
+@contextlib.contextmanager
+def forks_ended() -> Iterator[None]:
+    """Within: the running event loop runs episodes, and stops in a process that is forked from this one.
+
+    Whoever runs the loop calls `end_if_forked` when it has stopped.
+    """
+    loop = asyncio.get_running_loop()
+    _loops.add(loop)
+    try:
+        yield
+    finally:
+        _loops.discard(loop)
+
+
+def end_if_forked() -> None:
+    """End this process, with exit code 1, if an environment forked it."""
+    if _is_child:
+        os.write(2, b"agentrl: a process that an environment forked came back from its code, and was ended\n")
+        os._exit(1)
+
+
+def _forked() -> None:
+    global _is_child
+    _is_child = bool(_loops)
+    for loop in _loops:
+        loop.stop()
+
+
+os.register_at_fork(after_in_child=_forked)
