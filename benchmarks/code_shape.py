@@ -9,8 +9,11 @@ episode until the optimizer step on its one unit is reported, with the embedded 
 A call is between files if caller and callee stand in different ones; a coroutine is called once, however often it is
 resumed.
 `update_files`: the part of that from the optimizer step on: publish the version, serve it, report the step.
-`resume_files`: a run killed in the middle of an episode is resumed: from the call of `agentrl.train(resume=True)` until
-the episode uses its tool for the first time since the kill that no journal entry answers.
+`resume_files_entered`: a run with a checkpoint, killed in the middle of its second episode, is resumed: from the call
+of `agentrl.train(resume=True)` until the episode uses its tool for the first time since the kill that no journal entry
+answers. Most of these files any start enters: configuration, model, engine, trainer, the episode itself.
+`resume_files`: those of them with a function that the resume enters and a fresh start of the same run, up to the same
+use of the tool, does not: what a reader has to know besides to follow a resume.
 `episode_show_files`: the command `agentrl episode show`.
 
 Read from the source of `agentrl/`:
@@ -57,7 +60,10 @@ from benchmarks.report import Report
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "agentrl"
-TRACED_FIGURES = ("files_per_episode", "calls_between_files", "update_files", "resume_files", "episode_show_files")
+TRACED_FIGURES = (
+    *("files_per_episode", "calls_between_files", "update_files"),
+    *("resume_files", "resume_files_entered", "episode_show_files"),
+)
 FIGURES = (
     *TRACED_FIGURES,
     "modules",
@@ -84,9 +90,14 @@ OVERLOADED = ("take", "release", "leave", "ended")
 # --- tracing ----------------------------------------------------------------------------------------------------------
 
 
+_INNER = re.compile(r"(\.<locals>\.<\w+>)+$")
+"""The end of the qualified name of a comprehension, generator expression or lambda."""
+
+
 @dataclass(slots=True)
 class Trace:
-    """Functions entered, in order: the file and name of each, and the file of its caller where that is one of ours."""
+    """Functions entered, in order: the file and qualified name of each, and the file of its caller where that is one
+    of ours."""
 
     events: list[tuple[str, str, str | None]] = field(default_factory=list)
 
@@ -100,8 +111,17 @@ class Trace:
 
     def since(self, function: str) -> Trace:
         """The events from the first call of `function` on."""
-        names = [name for _, name, _ in self.events]
+        names = [name.rpartition(".")[2] for _, name, _ in self.events]
         return Trace(self.events[names.index(function) :])
+
+    def besides(self, other: Trace) -> dict[str, list[str]]:
+        """The functions that `other` does not enter, by file, both in order of name; comprehensions are part of the
+        function they stand in."""
+        theirs = {(file, _INNER.sub("", name)) for file, name, _ in other.events}
+        own: dict[str, set[str]] = defaultdict(set)
+        for file, name in {(file, _INNER.sub("", name)) for file, name, _ in self.events} - theirs:
+            own[file].add(name)
+        return {file: sorted(names) for file, names in sorted(own.items())}
 
 
 class Tracer:
@@ -135,7 +155,7 @@ class Tracer:
         caller = frame.f_back
         while caller is not None and caller.f_code.co_filename in _TRANSPARENT:
             caller = caller.f_back
-        trace.events.append((file, frame.f_code.co_name, None if caller is None else self._file_of(caller.f_code)))
+        trace.events.append((file, frame.f_code.co_qualname, None if caller is None else self._file_of(caller.f_code)))
 
     def _file_of(self, code: CodeType) -> str | None:
         """The file of a function, relative to the repository; None where it is not ours, or a module's own body."""
@@ -262,11 +282,14 @@ def traced_figures(directory: Path) -> dict[str, list[str] | int]:
     episode = train(directory, "traced", task, tasks=Tasks(task, tracer), observers=[step])
     update = step.trace.since("optim_step")
     shown = shown_episode(episode.path, tracer)
+    resume = resumed(directory, task, tracer)
+    fresh = until_call(TURNS - 1 + 3, tracer, directory, "fresh", task)
     return {
         "files_per_episode": step.trace.files(),
         "calls_between_files": step.trace.calls_between_files(),
         "update_files": update.files(),
-        "resume_files": resumed(directory, task, tracer).files(),
+        "resume_files": [f"{file}: {', '.join(names)}" for file, names in resume.besides(fresh).items()],
+        "resume_files_entered": resume.files(),
         "episode_show_files": shown.files(),
     }
 
@@ -285,34 +308,42 @@ def shown_episode(run: Path, tracer: Tracer) -> Trace:
 
 
 def resumed(directory: Path, task: Task, tracer: Tracer) -> Trace:
-    """A run that was killed at the second call of its only episode goes on, up to the third."""
+    """A run that was killed at the second call of its second episode goes on, up to the third."""
     command = [sys.executable, "-m", "benchmarks.code_shape", "--die-in", str(directory), "--task", task.id]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if ended.returncode != -signal.SIGKILL:
         raise SystemExit(f"code_shape: the run to resume ended otherwise than by its kill: {ended.stderr}")
+    return until_call(3, tracer, directory, "killed", task, resume=True)
+
+
+def until_call(last: int, tracer: Tracer, directory: Path, name: str, task: Task, *, resume: bool = False) -> Trace:
+    """A run of two steps, from its start until the tool is called for the `last` time, calls that are replayed too."""
     traces: list[Trace] = []
 
     def end_trace(number: int) -> None:
-        if number == TURNS - 1:
+        if number == last:
             traces.append(tracer.end())
 
     Sums.on_call = staticmethod(end_trace)
     tracer.begin()
-    train(directory, "killed", task, resume=True)
+    train(directory, name, task, steps=2, resume=resume)
     Sums.on_call = staticmethod(lambda number: None)
+    if not traces:
+        raise SystemExit(f"code_shape: the run {name!r} called the tool fewer than {last} times")
     return traces[0]
 
 
 def die(directory: Path, task_id: str) -> None:
-    """Train until the tool is called for the second time, and kill this process."""
+    """Train for a step, go on until the second episode calls the tool for the second time, and kill this process."""
 
     def kill(number: int) -> None:
         if number == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Sums.on_call = staticmethod(kill)
     task = next(task for task in Calculator.tasks("held_out") if task.id == task_id)
     train(directory, "killed", task)
+    Sums.on_call = staticmethod(kill)
+    train(directory, "killed", task, steps=2, resume=True)
 
 
 # --- read from the source ---------------------------------------------------------------------------------------------
