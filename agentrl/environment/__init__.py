@@ -1,1 +1,1 @@
-"""How tasks are written: environments, tools, agents, adapters, registry."""
+"""Writing environments: tasks, tools, agents, adapters for games, and the registry."""

@@ -1,12 +1,12 @@
-"""Keeps what an episode's code does to its process from reaching other episodes. Such code runs in `Steps`.
+"""Keeps an episode's code, which runs in `Steps`, from affecting other episodes through their process.
 
 Global random generators: games and programs draw from `random` and `numpy.random` while other episodes run in the same
-process. Either each gets a state of its own, swapped in for its steps and out again, so that its draws are the same on
-every execution (`GlobalRandom`, 60 us a step), or it is seen whether it draws at all (`NoDraws`, under a microsecond).
+process. `GlobalRandom` gives each a state of its own, swapped in for its steps and out again, so that re-execution
+draws the same (60 us a step). `NoDraws` only detects whether a step draws (under a microsecond).
 
-Ends: `sys.exit` and bare `BaseException`s of a program become errors of its episode. A process that an environment
-forked is ended once it leaves the environment's code: the files and connections of the event loop are its parent's.
-`os._exit`, a signal or a crash does end the process; the resumed run names its episodes.
+Process ends: `sys.exit` and bare `BaseException`s of a program become errors of its episode. A process that an
+environment forked ends once it leaves the environment's code: the files and connections of the event loop belong to its
+parent. `os._exit`, a signal or a crash does end the process; the resumed run names its episodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentrl.environment.base import described
 _abandoned: list[Any] = []
 """Coroutines that cannot be ended."""
 _spare: list[Any] = []
-"""numpy's generators of those that were released: making one takes 0.3 ms, seeding it anew a few microseconds."""
+"""Released generators of numpy, for reuse: making one takes 0.3 ms, seeding one a few microseconds."""
 
 
 class Guard(Protocol):
@@ -40,7 +40,7 @@ class Guard(Protocol):
         ...
 
     def exit(self) -> bool:
-        """It has ended; whether it drew what it must not."""
+        """End the step; return whether it drew although it must not."""
         ...
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class Guard(Protocol):
 
 
 class GlobalRandom:
-    """The state of `random` and `numpy.random` as one object sees it; everyone else's stays as it was."""
+    """A private state of `random` and `numpy.random`, swapped in for the steps of one object."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -58,9 +58,10 @@ class GlobalRandom:
         self._numpy: Any = None
         """Generator of `numpy.random`, from the first use on."""
         self._half: Any = None
-        """State of `numpy.random` where it holds the second half of a normal draw, which no generator remembers."""
+        """State of `numpy.random` if it holds the second half of a normal draw, which the generator itself does not
+        store."""
         self._others: Any = None
-        """What was there before, while it is swapped in."""
+        """The process's state, while this one is swapped in."""
         self._entered: tuple[int, int] = (0, 0)
 
     def enter(self) -> None:
@@ -116,9 +117,9 @@ class GlobalRandom:
 
 
 class NoDraws:
-    """Sees whether a step drew from `random` or `numpy.random`.
+    """Detects whether a step drew from `random` or `numpy.random`.
 
-    A normal draw of numpy's whose other half somebody else had drawn before is not seen.
+    Misses one case: a normal draw of numpy whose other half other code drew before.
     """
 
     __slots__ = ("_before", "_positions")
@@ -142,10 +143,10 @@ class NoDraws:
 
 @functools.cache
 def _generator_positions() -> Callable[[], tuple[object, ...]]:
-    """What tells where the generators of the process are: `random.getstate()` alone would take 25 us.
+    """A function that returns the positions of the process's generators: `random.getstate()` would take 25 us.
 
-    Both are Mersenne twisters, of 624 words and the number of those that are used up; the words change when all are.
-    (The first is the same after every seed.)
+    Both are Mersenne twisters: 624 words and the number of used ones. The words change when all are used. (The first
+    word is the same after every seed.)
     """
     from numpy.random.mtrand import get_bit_generator
 
@@ -166,13 +167,13 @@ def _words(generator: Any) -> Any:
 
 
 def _position(generator: Any) -> tuple[int, int]:
-    """How many words of a Mersenne twister of numpy's are used up, and one of them."""
+    """Number of used words of a Mersenne twister of numpy, and one of the words."""
     words = _words(generator)
     return words[624], words[1]
 
 
 async def awaited_under(own: GlobalRandom, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """What a function returns, or what its coroutine does; `own` is swapped out whenever that waits."""
+    """The result of a function or of its coroutine; `own` is swapped out while the coroutine waits."""
     with own.swapped_in():
         value = function(*arguments, **named)
     return await Steps(own, lambda: value) if inspect.isawaitable(value) else value
@@ -182,9 +183,9 @@ class Steps:
     """An awaitable each of whose steps runs under a guard. A process that was forked in one of them ends with it.
 
     Args:
-        guard: of its steps.
-        begin: called in the first step; returns what is awaited.
-        on_draw: called after a step that drew what it must not; what is awaited is then cancelled.
+        guard: surrounds each step.
+        begin: called in the first step; returns the awaitable.
+        on_draw: called after a step that drew although it must not; the awaitable is then cancelled.
     """
 
     __slots__ = ("_begin", "_guard", "_is_abandoned", "_is_suspended", "_on_draw")
@@ -241,17 +242,17 @@ class Steps:
         return (awaitable if hasattr(awaitable, "__await__") else _awaited(awaitable)).__await__()
 
     def suspend_guard(self) -> None:
-        """From inside a step: until `resume_guard` runs code that the guard does not concern, and which may wait.
+        """Within a step: suspend the guard until `resume_guard`, for code that it does not concern and that may wait.
 
         Raises:
-            CancelledError: the step has drawn what it must not.
+            CancelledError: the step has drawn although it must not.
         """
         if self.end_step():
             raise asyncio.CancelledError
         self._is_suspended = True
 
     def resume_guard(self) -> None:
-        """The step goes on."""
+        """Resume the guard within the step."""
         self._is_suspended = False
         self._guard.enter()
 
@@ -276,11 +277,11 @@ def _close(steps: Any) -> None:
 
 
 async def _nothing() -> None:
-    """What a program that has begun has left to begin: it is not kept."""
+    """Replaces `begin` once the program has begun, so that it is not kept alive."""
 
 
 async def _awaited(value: Any) -> Any:
-    """What `await` makes of a value without `__await__`: a generator-based coroutine, or a TypeError."""
+    """Await a value without `__await__`: a generator-based coroutine; else a TypeError."""
     return await value
 
 

@@ -1,4 +1,4 @@
-"""Practically endless training tasks: task i is drawn when it is asked for, and stored nowhere."""
+"""Practically endless training tasks: each is drawn on access and stored nowhere."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class DrawnTasks:
     """A `TaskSource` of tasks that a function draws.
 
     Args:
-        draw: from (index, attempt) to a task, or None if what was drawn is held out: it is asked again, with the
-            next attempt. Must depend on nothing else that changes.
+        draw: function of (index, attempt) that returns a task, or None if the draw is held out: it is called again with
+            the next attempt. Must be deterministic.
 
     Example:
         >>> held_out = {3, 7}

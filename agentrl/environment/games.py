@@ -30,18 +30,18 @@ from agentrl.environment.gym import SeedTasks
 
 
 class Position(TypedDict):
-    """Where a game stands after a call on it: JSON data, as it is journaled."""
+    """The state of a game after a call on it: JSON data, as the journal holds it."""
 
     player: int | None
-    """Who is asked, as an index into `seats`; None if the game is over."""
+    """The player to move, as an index into `seats`; None if the game is over."""
     observation: str
-    """What that player reads now."""
+    """That player's present observation."""
     legal: bool
     """Whether the last action was."""
     rewards: list[float]
-    """What the game gave each player so far."""
+    """Reward of each player so far."""
     illegal: list[int]
-    """Players for whom illegal actions ended the game."""
+    """Players whose illegal actions ended the game."""
     truncated: bool
     """The game's own limit ended it."""
 
@@ -63,11 +63,11 @@ class GameEpisode:
     """A finished game, as `GameEnvironment.rewards` sees it; players in the order of `seats`."""
 
     rewards: tuple[float, ...]
-    """What the game gave each."""
+    """Reward of each player."""
     illegal: tuple[int, ...]
-    """Players for whom illegal actions ended it."""
+    """Players whose illegal actions ended it."""
     terminated: bool
-    """It came to an end of its own; else a limit ended it."""
+    """Whether the game ended by its own rules rather than at a limit."""
 
 
 class GameEnvironment(Environment):
@@ -80,11 +80,11 @@ class GameEnvironment(Environment):
     max_turns: ClassVar[int] = 256
     """Turns of all players together, after which the episode is truncated."""
     remembers: ClassVar[bool] = True
-    """A player's conversation goes on from turn to turn. False: each turn begins anew with what the player reads now,
-    which must then be all there is to know; rows are as short as can be."""
+    """Whether a player's conversation continues from turn to turn. False: each turn starts from the present
+    observation, which must then contain all a player needs to know; rows stay as short as possible."""
     illegal_reward: ClassVar[float] = -2.0
-    """Reward of a player whose illegal actions ended the game. Must be below that of every legal end: a policy that
-    earns more by breaking the format than by losing breaks it for ever."""
+    """Reward of a player whose illegal actions ended the game. Must lie below every legal outcome: a policy that earns
+    more by breaking the format than by losing never stops breaking it."""
 
     def rewards(self, task: Task, episode: GameEpisode) -> Sequence[float]:
         """A finite number per player; default: what the game gave, or `illegal_reward`."""
@@ -97,7 +97,8 @@ class GameEnvironment(Environment):
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
-        """One task per seed of the game; no training seed is held out. Distinct seeds may still start alike."""
+        """One task per seed of the game; no training seed is held out. Distinct seeds may start from the same
+        position."""
         return SeedTasks(split, seed)
 
     # --- machinery --------------------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ def check_players(environment: GameEnvironment, players: int) -> None:
 
 
 def check_text(environment: GameEnvironment, shown: Any) -> str:
-    """What `render` returned, which must be text."""
+    """The text that `render` returned; refuses anything else."""
     if not isinstance(shown, str):
         raise EpisodeError(
             f"{type(environment).__name__}.render returned {type(shown).__name__}; return a str",

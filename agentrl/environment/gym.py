@@ -48,11 +48,11 @@ class GymEpisode:
     """A finished game, as `GymEnvironment.reward` sees it."""
 
     rewards: tuple[float, ...]
-    """What the game gave, one number per legal action."""
+    """One reward per legal action."""
     terminated: bool
     """The game came to its own end."""
     illegal: bool
-    """It was ended by an illegal action. Neither this nor `terminated`: a limit ended it."""
+    """Whether an illegal action ended the game. If neither this nor `terminated`, a limit ended it."""
 
 
 class GymEnvironment(Environment):
@@ -77,13 +77,13 @@ class GymEnvironment(Environment):
     instructions: ClassVar[str] = ""
     """The system message: the rules, and how to answer; none where empty."""
     max_turns: ClassVar[int] = 64
-    """Turns after which the episode is truncated, besides the game's own time limit."""
+    """Turns after which the episode is truncated, in addition to the game's own time limit."""
     illegal_actions: ClassVar[int] = 1
     """The episode ends with this many illegal actions; before, `illegal_text` comes before the observation."""
     illegal_text: ClassVar[str] = "That is not a legal action.\n"
     illegal_reward: ClassVar[float] = -1.0
-    """Reward of an episode ended by illegal actions. Must be below that of every legal end: a policy that earns more
-    by breaking the format than by losing breaks it for ever."""
+    """Reward of an episode that illegal actions ended. Must lie below every legal outcome: a policy that earns more by
+    breaking the format than by losing never stops breaking it."""
 
     env: Game
     """The game, from its reset on; `reward` may look at it."""
@@ -94,11 +94,11 @@ class GymEnvironment(Environment):
 
     @abstractmethod
     def render(self, observation: Any, info: Mapping[str, Any], env: Game) -> str:
-        """What the agent reads: of the reset, and of every step that does not end the game."""
+        """The agent's observation, after the reset and after every step that does not end the game."""
 
     @abstractmethod
     def parse(self, text: str, env: Game) -> Any:
-        """The action a turn's text stands for; None, or one outside `env.action_space`, is illegal."""
+        """The action that a turn's text names; None, or an action outside `env.action_space`, is illegal."""
 
     def reward(self, task: Task, episode: GymEpisode) -> float:
         """A finite number for the whole episode; default: the sum of what the game gave."""
@@ -106,7 +106,8 @@ class GymEnvironment(Environment):
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
-        """One task per seed of the game; no training seed is held out. Distinct seeds may still start alike."""
+        """One task per seed of the game; no training seed is held out. Distinct seeds may start from the same
+        position."""
         return SeedTasks(split, seed)
 
     # --- machinery --------------------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ class GymEnvironment(Environment):
 
 
 class SeededGame:
-    """A game under a global random state of its own; what its calls return is JSON data."""
+    """A game under a global random state of its own; its calls return JSON data."""
 
     def __init__(self, environment: GymEnvironment, task: Task) -> None:
         self._environment = environment

@@ -23,21 +23,21 @@ from agentrl.environment.plain_context import ParseText, PlainContext
 
 Asked = tuple[tuple[Message, ...], "asyncio.Future[str]"]
 CHARACTERS = string.printable
-"""What text may consist of by default; anything else becomes `?`, since a space must say what it contains."""
+"""Default characters of the text space; other characters become `?`, since a space must contain every observation."""
 
 
 class SeatEnv(gymnasium.Env[str, str]):
-    """One seat of an environment; the others are held by callables.
+    """One seat of an environment as a `gymnasium.Env`; callables hold the other seats.
 
     Args:
         environment: the class.
-        tasks: of which `reset` draws one, unless `options={"task": task}` names it.
+        tasks: tasks that `reset` draws from, unless `options={"task": task}` names one.
         seat: which seat; default: the first.
-        others: who answers for the other seats, by seat: from the new messages to what it says.
+        others: callables for the other seats, by seat: from new messages to a reply.
         parse: finds tool calls in what a seat says, e.g. `agentrl.rollout.tool_call_format.parse_hermes`.
-        max_turns: the episode is truncated after as many turns of one agent.
+        max_turns: turns of one agent after which the episode is truncated.
         max_characters: longest observation and action; longer observations lose their beginning.
-        characters: what they consist of.
+        characters: allowed characters.
 
     Example:
         >>> from agentrl.environment.gym_seat import SeatEnv
@@ -150,7 +150,7 @@ class SeatEnv(gymnasium.Env[str, str]):
             self._episode = None
 
     def _wait(self, step: Any) -> None:
-        """Run a coroutine on the episode's event loop: the caller may have one of its own running, as notebooks do."""
+        """Run a coroutine on the episode's own event loop: the caller may already run one, as notebooks do."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=_serve, args=(self._loop,), name="SeatEnv", daemon=True).start()
@@ -165,12 +165,12 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class _Episode:
-    """A running `run()`, which stops where the seat is asked."""
+    """A running `run()` that suspends whenever the seat must act."""
 
     def __init__(self, environment: type[Environment], context: PlainContext) -> None:
         self.context = context
         self.asked: Asked | None = None
-        """What the seat was asked last and where its answer goes; None once the episode has ended."""
+        """The seat's last request and the future for its answer; None once the episode has ended."""
         self._environment = environment
         self._questions: asyncio.Queue[Asked | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None

@@ -1,4 +1,4 @@
-"""Gymnasium's toy-text games in words: what `gym_environment` needs for each of them.
+"""Gymnasium's toy-text games as text: the arguments of `gym_environment` for each.
 
     Taxi = agentrl.gym_environment("Taxi", lambda task: gymnasium.make("Taxi-v4"), **gym_text.TAXI)
 
@@ -24,7 +24,7 @@ class TextGame(TypedDict):
     instructions: str
     max_turns: int
     illegal_reward: float
-    """One below the lowest sum of rewards of `max_turns` legal actions."""
+    """Less by one than the lowest possible sum of rewards over `max_turns` legal actions."""
 
 
 def one_of(names: Sequence[str]) -> Callable[[str, Game], int | None]:

@@ -27,9 +27,9 @@ from agentrl.core.errors import EnvironmentDefinitionError, error_words
 from agentrl.environment.registry import module_of
 
 LENGTH = struct.Struct("<I")
-"""What comes before every message."""
+"""Length prefix of every message."""
 LONGEST_BYTES = 64 << 20
-"""Of a message."""
+"""Largest message."""
 
 _LONGEST_END_S = 2.0
 _STATES = ("get_state", "set_state")
@@ -38,28 +38,28 @@ _nurseries: dict[tuple[int, str], _Nursery] = {}
 
 
 _START_S = 60.0
-"""How long a process may take to import a module on a machine that is busy."""
+"""How long a process may take to import a module on a busy machine."""
 
 
 class IsolatedError(Exception):
-    """What an object in a process of its own raised, as a type of the same name; or what became of its process."""
+    """An exception of an object in a child process, raised under a type of the same name; or the end of that
+    process."""
 
 
 def isolated(
     factory: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0, memory_bytes: int | None = None
 ) -> Callable[[], IsolatedObject]:
-    """A factory for `ctx.resource` whose object lives in a process of its own.
+    """A factory for `ctx.resource` whose object lives in a child process.
 
-    Whatever ends that process (a crash, `os._exit`, too much memory) or takes longer than `timeout_s` is an
-    `EffectError` of the call, like any exception of the object's. The levels `replay` and `pinned` are for it;
-    `snapshot` is not.
+    If the process ends (a crash, `os._exit`, too much memory) or a call takes longer than `timeout_s`, the call raises
+    an `EffectError`, as for any exception of the object. Use the levels `replay` or `pinned`; `snapshot` does not work.
 
     Args:
-        factory: makes the object, there: a function or class at the top level of a module.
+        factory: makes the object in the child: a function or class at the top level of a module.
         arguments: for the factory, JSON data.
-        timeout_s: seconds any call may take; the making gets a minute more, since a process that has the module may
-            have to be started for it.
-        memory_bytes: how much address space the process may use; what it needs to import its module counts.
+        timeout_s: longest call, in seconds; construction gets a minute more, because it may start the process that
+            imports the module.
+        memory_bytes: address space of the process in bytes, including what importing the module needs.
 
     Example:
         >>> from agentrl.environment.isolated import isolated

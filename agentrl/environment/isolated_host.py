@@ -75,7 +75,7 @@ class Nursery:
                     self._poll.unregister(descriptor)
 
     def close(self) -> None:
-        """End every child and what it started."""
+        """Kill every child and the processes it started."""
         for child in self._children.values():
             _kill(child.process)
 
@@ -109,7 +109,8 @@ class Nursery:
 
 
 def _signals_received() -> socket.socket:
-    """Where the numbers of signals arrive: one that raised, in the midst of `close`, would leave children behind."""
+    """A socket that receives the numbers of signals: a handler that raised in the middle of `close` would leak
+    children."""
     arrived, told = socket.socketpair()
     told.setblocking(False)
     signal.set_wakeup_fd(told.detach(), warn_on_full_buffer=False)
@@ -163,7 +164,7 @@ def _call(made: Any, method: str, *arguments: Any) -> Any:
 
 
 def _answer(stream: Any, function: Any, arguments: list[Any], *, keep: bool = False) -> Any:
-    """Call, and say what came of it; the value, where it is to stay here."""
+    """Call `function` and send its result or error; return the value if it stays here (`keep`)."""
     try:
         value = function(*arguments)
         message = framed(("returned", None if keep else value))

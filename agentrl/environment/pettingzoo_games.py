@@ -19,7 +19,7 @@ from agentrl.environment.games import Game, GameEnvironment, Position, check_pla
 Turns = Any
 """A `pettingzoo.AECEnv`."""
 LEGAL_ACTIONS = "Legal actions: "
-"""What the list of legal actions that a player reads begins with."""
+"""Prefix of the list of legal actions in a player's observation."""
 
 
 class PettingZooEnvironment(GameEnvironment):
@@ -48,16 +48,17 @@ class PettingZooEnvironment(GameEnvironment):
         """A fresh `AECEnv` or `ParallelEnv`; it is reset with `task.data["seed"]` and closed at the end."""
 
     def render(self, observation: Any, info: Mapping[str, Any], env: Turns) -> str:
-        """What the player who is asked reads; default: the numbers of the observation. Legal actions are added."""
+        """The observation of the player to move; default: the numbers of the observation. The legal actions are
+        appended."""
         shown = observation.get("observation", observation) if isinstance(observation, Mapping) else observation
         return str(shown.tolist() if hasattr(shown, "tolist") else shown)
 
     def action_name(self, action: int, env: Turns) -> str:
-        """What a player says to take an action; default: its number. Letter case does not matter."""
+        """The text that takes an action; default: its number. Case does not matter."""
         return str(action)
 
     def parse(self, text: str, env: Turns) -> Any:
-        """The action a turn's text stands for, None if none; default: the legal one whose name it says."""
+        """The action that a turn's text names, None if none; default: the legal action whose name it contains."""
         said = text.strip().removesuffix(".").lower()
         named = (action for action in legal_actions(env) or () if self.action_name(action, env).lower() == said)
         return next(named, None)
@@ -75,7 +76,7 @@ class PettingZooEnvironment(GameEnvironment):
 
 
 def legal_actions(env: Turns) -> Sequence[int] | None:
-    """The actions open to the player who is asked: of its action mask, else all; None if they cannot be listed."""
+    """Legal actions of the player to move: from its action mask, else all; None if they cannot be listed."""
     observation, _, _, _, info = env.last()
     mask = observation.get("action_mask") if isinstance(observation, Mapping) else None
     if mask is None:
@@ -89,7 +90,7 @@ def legal_actions(env: Turns) -> Sequence[int] | None:
 
 
 class _PettingZooGame(Game):
-    """One game, in the order PettingZoo's `agent_iter` gives."""
+    """One game, with the turn order of PettingZoo's `agent_iter`."""
 
     def __init__(self, environment: PettingZooEnvironment, task: Task) -> None:
         self._environment = environment
@@ -126,7 +127,7 @@ class _PettingZooGame(Game):
         return self._advance()
 
     def _advance(self) -> Position:
-        """Collect rewards until a player is asked who is still in the game."""
+        """Collect rewards up to the next player who is still in the game."""
         env = self._environment.env
         while env.agents:
             observation, reward, terminated, truncated, info = env.last()

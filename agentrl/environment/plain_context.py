@@ -44,13 +44,13 @@ from agentrl.environment.base import (
 T = TypeVar("T")
 
 Speak = Callable[[Sequence[Message]], Awaitable[str]]
-"""Answers for a seat: from the new messages to what it says."""
+"""Answers for a seat: from new messages to a reply."""
 ParseText = Callable[[str], tuple[str, tuple[ToolCall, ...]]]
 """From what a seat says to the content and the tool calls in it."""
 
 
 class PlainAgent(Agent):
-    """One conversation with whoever answers for the seat."""
+    """One conversation with the callable that answers for the seat."""
 
     def __init__(self, seat: str, index: int, speak: Speak, parse: ParseText, limits: Limits) -> None:
         self.seat = seat
@@ -64,7 +64,7 @@ class PlainAgent(Agent):
         self._pending: tuple[Message, ...] = ()
 
     async def act(self, *messages: Message, max_tokens: int | None = None) -> Turn:
-        """Ask whoever answers; a shorter turn cannot be asked of them."""
+        """Ask the callable; `max_tokens` has no effect on it."""
         if len(self._turns) >= self._limits.max_turns:
             raise LimitReachedError(f"agent {self.seat!r} has no turn left", stop_reason="max_turns")
         new, self._pending = (*self._pending, *messages), ()
@@ -85,7 +85,7 @@ class PlainAgent(Agent):
         self.rewards.append(finite_reward(value, f"agent {self.seat!r}"))
 
     def gate(self, accepted: bool, *, penalty: float) -> bool:
-        """Add the penalty to the agent's rewards, where it is due."""
+        """Add the penalty to the agent's rewards if `accepted` is False."""
         if not accepted:
             self.reward(penalty)
         return accepted
@@ -102,7 +102,7 @@ class PlainAgent(Agent):
 
 
 class PlainResource(Resource):
-    """A stateful object, called as it is."""
+    """A stateful object, called directly."""
 
     def __init__(self, instance: object) -> None:
         self._object = instance
@@ -114,14 +114,14 @@ class PlainResource(Resource):
 
 
 class PlainContext(EpisodeContext):
-    """What `run` is given where there is no journal.
+    """An `EpisodeContext` without a journal.
 
     Args:
-        task: what is played.
-        speakers: who answers, by seat.
-        limits: bounds of the episode.
-        seed: of `rng`.
-        parse: finds tool calls in what a seat says; default: there are none.
+        task: the task to play.
+        speakers: callables that answer, by seat.
+        limits: limits of the episode.
+        seed: seeds `rng`.
+        parse: finds tool calls in replies; default: there are none.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class PlainContext(EpisodeContext):
         self._clock = SystemClock()
 
     def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> PlainAgent:
-        """The agent of a seat; it is told nothing of the tools."""
+        """The agent of a seat; ignores the tools."""
         if seat not in self._speakers:
             raise EnvironmentDefinitionError(f"nobody answers for seat {seat!r}; give a callable for it")
         made = PlainAgent(seat, index, self._speakers[seat], self._parse, self.limits)
@@ -193,7 +193,7 @@ class PlainContext(EpisodeContext):
         timeout_s: float | None,
         guarantee: Guarantee = "idempotent",
     ) -> str:
-        """Run a tool; what it raises is its observation."""
+        """Run a tool; an exception becomes its observation."""
         try:
             async with asyncio.timeout(timeout_s):
                 result = await asyncio.to_thread(call) if external else call()
@@ -209,7 +209,7 @@ class PlainContext(EpisodeContext):
 
     @property
     def rng(self) -> random.Random:
-        """One stream for the episode."""
+        """One random stream for the whole episode."""
         return self._rng
 
     def now(self) -> float:
@@ -230,7 +230,7 @@ class PlainContext(EpisodeContext):
 
 
 def _completion(seat: str, text: str) -> Completion:
-    """What was said, a token per byte, by a version of nobody's."""
+    """A reply as a completion: one token per byte, sampled by a placeholder version."""
     import numpy as np
 
     ids = np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int32)

@@ -1,4 +1,4 @@
-"""What a proposer is paid for: how much there is to learn from the task it thought up."""
+"""The reward of a proposer: how much there is to learn from the task it proposed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentrl.environment.base import ChildResult
 
 
 def learnability(solved: Iterable[ChildResult]) -> float:
-    """4·p·(1 - p) of a task, estimated without bias from attempts at it: 1 where half of them succeed, 0 at the ends.
+    """Estimate 4·p·(1 - p) of a task from attempts at it, without bias: 1 if half of them succeed, 0 if all or none do.
 
     p is the mean reward of an attempt, in [0, 1]. Put into the formula as it is, the pass rate p̂ of K attempts gives
     E[4·p̂·(1 - p̂)] = 4·p·(1 - p)·(K - 1)/K, since p̂ varies by p·(1 - p)/K around p: too little, and the less the fewer
@@ -20,10 +20,10 @@ def learnability(solved: Iterable[ChildResult]) -> float:
     0 < p < 1 (AZR, arXiv:2505.03335); min(p, 1 - p) (R-Zero, arXiv:2508.05004), of which there is no unbiased estimate.
 
     Args:
-        solved: how the attempts ended; dropped ones are left out of numerator and denominator.
+        solved: results of the attempts; dropped ones are left out.
 
     Raises:
-        EpisodeError: fewer than two are left (`too_few_children`): nothing can be said, and the proposer's unit is
+        EpisodeError: fewer than two are left (`too_few_children`): there is no estimate, and the proposer's unit is
             dropped.
         RewardError: a reward lies outside [0, 1].
 

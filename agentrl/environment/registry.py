@@ -25,7 +25,7 @@ from agentrl.environment.tools import ToolEnvironment
 from agentrl.environment.trl import adapt_trl, is_trl_class
 
 _FILE_MODULE = "agentrl_environment_"
-"""What the modules of environments loaded from a file are called; `name_of` gives the file instead."""
+"""Prefix of the module names of environments loaded from a file; `name_of` returns the file instead."""
 _HERE = Path(__file__).parent
 ENTRY_POINT_GROUP = "agentrl.environments"
 
@@ -41,7 +41,7 @@ class EnvironmentSpec:
 
 _registered: dict[str, type[Environment]] = {}
 _found: dict[str, type[Environment]] = {}
-"""What references were resolved to: reading entry points takes milliseconds, and children are spawned by name."""
+"""Resolved references: reading entry points takes milliseconds, and children are spawned by name."""
 _installed: dict[type[Environment], str] = {}
 """Entry-point names of the classes that were resolved by one."""
 
@@ -84,10 +84,10 @@ def spec(id: str) -> EnvironmentSpec:
 
 
 def resolve(reference: str | type) -> type[Environment]:
-    """The environment class a name, `module:Class`, `path/env.py:Class` or class stands for.
+    """The environment class of a registered name, `module:Class`, `path/env.py:Class` or a class.
 
     Raises:
-        EnvironmentDefinitionError: nothing there, or not an environment.
+        EnvironmentDefinitionError: the reference names nothing, or no environment.
     """
     if isinstance(reference, type):
         return as_environment(reference, where=reference.__qualname__)
@@ -150,14 +150,14 @@ def _unknown(name: str) -> EnvironmentDefinitionError:
 
 
 def load_function(reference: str, where: str) -> Callable[..., Any]:
-    """The function that `module:function` or `path/to/file.py:function` stands for.
+    """The function that `module:function` or `path/to/file.py:function` names.
 
     Args:
-        reference: of the function.
-        where: who asks for it, for messages.
+        reference: the reference.
+        where: names the caller in messages.
 
     Raises:
-        EnvironmentDefinitionError: nothing there, or no function.
+        EnvironmentDefinitionError: the reference names nothing, or no function.
     """
     location, _, name = reference.rpartition(":")
     if not location:
@@ -213,10 +213,10 @@ def load_module(location: str) -> Any:
 
 
 def module_of(found: object) -> str:
-    """What `load_module` finds the module of a function or class by, in another process too.
+    """The reference by which `load_module` finds the module of a function or class, also in another process.
 
     Raises:
-        EnvironmentDefinitionError: it was typed into a shell or a notebook.
+        EnvironmentDefinitionError: it was defined in a shell or a notebook.
     """
     name = str(getattr(found, "__module__", None))
     if name != "__main__" and not name.startswith(_FILE_MODULE):
@@ -228,7 +228,7 @@ def module_of(found: object) -> str:
 
 
 def _raised_at(error: Exception) -> str:
-    """Where a foreign module went wrong: its last own line."""
+    """The last line of a foreign module in an error's traceback."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}:{error.lineno})"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<", str(_HERE)))]
@@ -301,7 +301,8 @@ def as_environment(candidate: object, *, where: str) -> type[Environment]:
 
 
 def _malformed(candidate: type[Environment]) -> str:
-    """What of a class would fail in its first episode only, and in words of Python's; empty if nothing does."""
+    """A mistake in a class that would otherwise fail in its first episode, with an obscure error; empty if there is
+    none."""
     if not inspect.iscoroutinefunction(candidate.run):
         return ".run must be `async def run(self, ctx)`"
     if not isinstance(inspect.getattr_static(candidate, "tasks"), classmethod | staticmethod):

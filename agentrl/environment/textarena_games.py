@@ -1,4 +1,4 @@
-"""TextArena games as environments: what the game tells a player is its next message, what it says is the action.
+"""TextArena games as environments: the game's messages are the observation, the player's text is the action.
 
 Owns: `TextArenaEnvironment`, and which of the game's messages a player has not read yet.
 Does not own: turn-taking and rewards (`games.py`). Imports TextArena only when a game is made.
@@ -40,11 +40,11 @@ class TextArenaEnvironment(GameEnvironment):
         """A fresh game; it is reset with `task.data["seed"]` and a player for each seat."""
 
     def render(self, player: int, text: str, env: textarena.Env) -> str:
-        """What the player who is asked reads; default: what the game told it since it was asked last."""
+        """The observation of the player to move; default: the game's messages since its last turn."""
         return text
 
     def action(self, text: str, env: textarena.Env) -> str:
-        """What is said to the game for a turn's text; default: the text."""
+        """The action that is sent to the game for a turn's text; default: the text."""
         return text
 
     # --- machinery --------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class TextArenaEnvironment(GameEnvironment):
 
 
 class _TextArenaGame(Game):
-    """One game. Its observation wrappers, which repeat the whole conversation at every turn, are passed by."""
+    """One game. Bypasses its observation wrappers, which repeat the whole conversation at every turn."""
 
     def __init__(self, environment: TextArenaEnvironment, task: Task) -> None:
         self._environment = environment
@@ -75,7 +75,7 @@ class _TextArenaGame(Game):
         return self._asked()
 
     def step(self, text: str) -> Position:
-        """Say to the game what `text` stands for."""
+        """Send the action of `text` to the game."""
         over, _ = self._environment.env.step(action=self._environment.action(text, self._inner))
         if not over:
             return self._asked(legal=not getattr(self._inner.state, "error_count", 0))

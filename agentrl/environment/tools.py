@@ -28,7 +28,7 @@ MAX_OBSERVATION_CHARACTERS = 10_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOptions:
-    """What `@tool(...)` declares."""
+    """The arguments of `@tool(...)`."""
 
     external: bool = False
     timeout_s: float | None = None
@@ -163,10 +163,10 @@ def _without_title(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def observation_of(value: Any, where: str) -> str:
-    """A tool's result as the policy reads it: strings as they are, anything else as JSON.
+    """A tool's result as the policy's observation: strings unchanged, anything else as JSON.
 
     Raises:
-        EpisodeError: the result is neither.
+        EpisodeError: the result is neither a string nor JSON-serialisable.
     """
     if isinstance(value, str):
         return value[:MAX_OBSERVATION_CHARACTERS]
@@ -243,7 +243,7 @@ class ToolEpisode:
 
 
 class ToolEnvironment(Environment):
-    """One agent solves a task with the class's `@tool` methods; its first turn without a tool call is the answer."""
+    """One agent solves a task with the class's `@tool` methods; a turn without a tool call is the answer."""
 
     # --- override these ---------------------------------------------------------------------------------------------
 

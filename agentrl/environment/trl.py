@@ -48,7 +48,7 @@ class TrlEnvironment(ToolEnvironment):
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
-        """The wrapped class's own `tasks(split, seed=…)`, where it has one."""
+        """The wrapped class's own `tasks(split, seed=…)`, if it has one."""
         own = getattr(cls.wrapped, "tasks", None)
         if own is None:
             return super().tasks(split, seed=seed)

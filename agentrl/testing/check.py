@@ -76,18 +76,18 @@ class EnvironmentReport:
     """Faults, each with its place, for people."""
     episodes: int = 0
     resumptions: int = 0
-    """How often an episode was executed again from a prefix of its journal."""
+    """Number of re-executions of an episode from a prefix of its journal."""
     rewards: list[float] = field(default_factory=list)
     resume_class: ResourceLevel = "replay"
-    """How it was seen to come back: run again and compared, from snapshots of its resources, or not at all."""
+    """How the episodes came back: re-executed and compared, from snapshots of their resources, or not at all."""
     called: set[str] = field(default_factory=set)
     """Tools the random policy called."""
     uncalled: list[str] = field(default_factory=list)
-    """Those it never came to call: nothing is known of them."""
+    """Tools that the policy never called; they remain unchecked."""
     own_random: bool = False
     """Whether it was seen, or says, to draw from the global random generators."""
     on_progress: Callable[[str], None] = field(default=lambda part: None, repr=False, compare=False)
-    """Told of what is tried next, before it is tried."""
+    """Receives the name of each part before it is checked."""
 
     @property
     def passed(self) -> bool:
@@ -123,16 +123,16 @@ def check_environment(
     on_progress: Callable[[str], None] | None = None,
     hash_order: bool = False,
 ) -> EnvironmentReport:
-    """Check an environment; never raises for what the environment does.
+    """Check an environment; never raises because of the environment's behaviour.
 
     Args:
         environment: a class, a registered name, `module:Class` or a path.
         tasks: tasks to play; default: the first training tasks.
-        episodes: how many; more while the policy has not come to call every tool.
-        seed: of the random policy.
-        on_progress: told what is tried next, in words.
-        hash_order: play its first training task in another process too, in which strings hash otherwise, as after
-            `--resume`; that process must find the class by its module.
+        episodes: number of episodes; more are played until the policy has called every tool.
+        seed: seed of the random policy.
+        on_progress: receives the name of each part before it is checked.
+        hash_order: also play the first training task in another process with another hash seed, as after `--resume`;
+            that process must be able to import the class from its module.
     """
     report = EnvironmentReport(environment=environment if isinstance(environment, str) else environment.__qualname__)
     report.on_progress = on_progress or report.on_progress
@@ -212,7 +212,7 @@ def _games(
 
 @contextlib.contextmanager
 def _missing_awaits(told: list[str]) -> Iterator[None]:
-    """Coroutines that nobody awaited are told instead of warned of; other warnings stay warnings."""
+    """Report coroutines that nobody awaited instead of warning about them; other warnings stay warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         yield
@@ -345,7 +345,8 @@ async def resume_everywhere(
     report: EnvironmentReport,
     part: str = "",
 ) -> str | None:
-    """Kill an episode at every entry, resume and compare; what differed, in words. `part` begins what is told of it."""
+    """Kill an episode at every entry, resume it and compare; returns the differences as sentences that begin with
+    `part`."""
     entries = first.entries
     cuts = _cuts(len(entries))
     for before, cut in enumerate(cuts):
@@ -415,7 +416,7 @@ def _differing_call(first: Sequence[JournalEntry], again: Sequence[JournalEntry]
 
 
 def _acts(entries: Sequence[JournalEntry]) -> dict[str, JournalEntry]:
-    """Entries by call id; the intent of an act is none of its own, and not written where its answer is given."""
+    """Entries by call id, without the intents of `once` acts, which are not written if their answer is supplied."""
     return {entry.call_id: entry for entry in entries if not isinstance(entry.decode(), IntentEntry)}
 
 
@@ -454,7 +455,8 @@ if __name__ == "__main__":
 
 
 def _stray_lines(environment: type[Environment]) -> str:
-    """Up to three lines of an environment that look like time or unseeded chance, as a clause; "" where there are none.
+    """Up to three lines of an environment that look like time or unseeded randomness, as a clause; "" if there are
+    none.
 
     Example:
         >>> bool(_STRAY.search("draw = random.Random()")), bool(_STRAY.search("draw = random.Random(3)"))

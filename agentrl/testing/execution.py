@@ -1,4 +1,4 @@
-"""One execution of an episode for the checker: everything in memory, the policy a script, over a recorded prefix."""
+"""One execution of an episode for the checker: in memory, with a scripted policy, over a recorded prefix."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ R = TypeVar("R", bound=EpisodeRunner)
 MAX_TURNS = 8
 TIMEOUT_S = 30.0
 RESOURCE_LOST = "resource_lost: "
-"""How the answer of `execute` begins where a pinned resource was reached on re-execution."""
+"""Prefix of the answer of `execute` if re-execution reached a pinned resource."""
 
 
 class Executed(NamedTuple):
@@ -123,7 +123,7 @@ def settings_of(
     episode_timeout_s: float = TIMEOUT_S,
     on_code_change: OnCodeChange = "try",
 ) -> RolloutSettings:
-    """How episodes in `PlainFormat` are sampled and limited."""
+    """Sampling settings and limits of episodes in `PlainFormat`."""
     return RolloutSettings(
         sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP_TOKEN,)),
         limits=Limits(max_turns=max_turns, max_tokens=max_tokens, max_context=max_context),

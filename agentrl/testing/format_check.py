@@ -33,7 +33,7 @@ BUDGET_S = 15.0
 
 
 class Outcome(NamedTuple):
-    """An episode, as far as it matters here."""
+    """The parts of an episode that this check needs."""
 
     reward: float
     broken: bool
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 
 
 Play = Callable[[Task, int, Script], Outcome | str]
-"""Plays a task with a seed and a policy; what went wrong, in words, where it failed."""
+"""Plays a task with a seed and a policy; returns a sentence if it failed."""
 
 
 def format_findings(play: Play, tasks: Sequence[Task], random_policy: Script, *, has_tools: bool) -> list[str]:
@@ -89,7 +89,8 @@ def format_findings(play: Play, tasks: Sequence[Task], random_policy: Script, *,
 
 
 def _legal_policy(play: Play, task: Task, otherwise: Script) -> Script | str:
-    """Chance among the texts an environment takes, `otherwise` where it takes none; or what went wrong, in words."""
+    """A policy that draws among the texts an environment accepts, or `otherwise` if there are none; a sentence on
+    failure."""
     legal = []
     for text in CANDIDATES:
         outcome = play(task, 0, _always(text))

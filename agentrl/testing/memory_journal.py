@@ -90,7 +90,7 @@ ControlRecord = Admission | EpisodeEnd | UnitDrop | Proposal | BaselineSet | Pub
 
 @dataclass(slots=True)
 class MemoryTurnLog:
-    """One worker's partition.
+    """The partition of one worker.
 
     Example:
         >>> from agentrl.testing.memory_journal import MemoryJournal
@@ -103,14 +103,14 @@ class MemoryTurnLog:
     entries: list[JournalEntry] = field(default_factory=list)
     """Everything appended, in order."""
     on_disk: int = 0
-    """How many of them would survive a crash."""
+    """Number of entries that would survive a crash."""
     failing_flushes: Collection[int] = ()
-    """Which calls of `flush`, counted from 1, raise `StorageError`."""
+    """Calls of `flush`, counted from 1, that raise `StorageError`."""
     flushes: int = 0
     partials: list[PartialItem] = field(default_factory=list)
     """Every partial appended, and the key of every removal, in order."""
     partials_on_disk: int = 0
-    """How many of those would survive a crash."""
+    """Number of partials that would survive a crash."""
     siblings: Mapping[str, MemoryTurnLog] = field(default_factory=dict)
     """The partitions of its journal, itself among them."""
     _keys: set[tuple[str, int, str]] = field(default_factory=set)
@@ -355,7 +355,7 @@ class MemoryJournal:
         """Memory does not rot."""
 
     def next_number(self, prefix: str) -> int:
-        """One more than the largest number of a root episode with this prefix."""
+        """The largest number of a root episode with this prefix, plus one."""
         known = {r.spec.episode_id for r in self.on_disk() if isinstance(r, Admission)}
         known |= {entry.episode_id for log in self.turn_logs.values() for entry in log.entries[: log.on_disk]}
         numbers = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
@@ -372,7 +372,7 @@ class MemoryJournal:
         return next(found, None)
 
     def ended_children(self, parents: Collection[str]) -> dict[str, EpisodeHeader]:
-        """How the children of some episodes ended, by id."""
+        """Headers of the ended children of some episodes, by id."""
         ends = (r.header for r in self.on_disk() if isinstance(r, EpisodeEnd))
         return {header.episode_id: header for header in ends if header.parent_id in parents}
 

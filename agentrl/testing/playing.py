@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """How the episode went."""
+    """The result of an episode."""
 
     reward: float
     """Summed over all agents."""
@@ -33,16 +33,16 @@ class Played:
 
 
 def play(environment: str | type, task: Task, replies: Sequence[str | Mapping[str, Any]], *, seed: int = 0) -> Played:
-    """Play one episode in which the policy gives `replies` in order, whoever is asked.
+    """Play one episode in which the policy gives `replies` in order, for all seats.
 
     Args:
         environment: a class, a registered name, `module:Class` or a path.
         task: the task.
         replies: text, or a tool call as `{"name": …, "arguments": {…}}`.
-        seed: of `ctx.rng`.
+        seed: seed of `ctx.rng`.
 
     Raises:
-        CheckFailedError: the environment failed, or asked for more replies than there are.
+        CheckFailedError: the environment failed, or needed more replies than there are.
     """
     found = resolve(environment)
     remaining = [_text(reply) for reply in replies]

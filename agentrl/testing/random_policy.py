@@ -25,9 +25,10 @@ _FIRST_LINE = re.compile(r"\n|<\|")
 
 
 def random_policy(environment: type[Environment]) -> Script:
-    """Calls tools with arguments that fit their schema, takes actions it is told are legal, or says something short.
+    """A policy that calls tools with arguments of their schemas, takes legal actions it was shown, or says something
+    short.
 
-    What it says depends on the request alone.
+    Its reply depends only on the request.
     """
     tools = list(environment.tool_table().values()) if issubclass(environment, ToolEnvironment) else []
     is_told = issubclass(environment, PettingZooEnvironment)

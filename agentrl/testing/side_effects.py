@@ -63,7 +63,7 @@ class Seen:
     source: str
     """Text of the environment's module."""
     findings: dict[tuple[str, str], str] = field(default_factory=dict)
-    """In words, by event and place."""
+    """Sentences by event and place."""
     asked_model: bool = False
 
 
