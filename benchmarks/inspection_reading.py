@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from agentrl.core.ids import stream
-from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, SeatBinding, Task, TrajectoryHeader
+from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion, Task
 from agentrl.journal import control
 from agentrl.journal.entries import (
     Begin,
@@ -33,6 +33,7 @@ from agentrl.journal.entries import (
 )
 from agentrl.journal.schema import row_checksum
 from agentrl.journal.store import SqliteJournal
+from tests.support.builders import make_episode_header, make_spec
 
 EPISODES, TURNS, REPEATS = 100_000, 10, 5
 SAMPLED = 16
@@ -144,12 +145,12 @@ def write_large_run(run: Path, count: int, sampled: int = SAMPLED) -> None:
 
 def episode(number: int, sampled: int) -> tuple[EpisodeSpec, EpisodeHeader, list[JournalEntry]]:
     draw = stream("large", number)
-    spec = EpisodeSpec(
-        episode_id=f"e{number}",
+    spec = make_spec(
+        f"e{number}",
         environment=("calculator", "frozen_lake")[number % 2],
         task=Task(id=f"t{number // 8}", data={"question": " ".join(draw.choices(WORDS, k=20))}),
         seed=number,
-        seats={"solver": SeatBinding("solver")},
+        seats={"solver": "solver"},
         group_id=f"g{number // 8}",
         group_size=8,
     )
@@ -157,18 +158,14 @@ def episode(number: int, sampled: int) -> tuple[EpisodeSpec, EpisodeHeader, list
         JournalEntry(spec.episode_id, 0, f"r#{at}", b"", body) for at, body in enumerate(bodies(spec, draw, sampled))
     ]
     reward, stopped = round(draw.random(), 3), ("completed", "max_turns")[draw.random() < 0.1]
-    header = EpisodeHeader(
-        episode_id=spec.episode_id,
-        group_id=spec.group_id,
-        attempt=0,
-        purpose="train",
-        parent_id=None,
-        stop_reason=stopped,  # type: ignore[arg-type]
-        drop_reason=None,
+    header = make_episode_header(
+        spec,
+        reward=reward,
         turns=TURNS,
         tokens=sampled * TURNS,
+        version=PolicyVersion("solver", 0, number // 1000),
         seconds=1.0 + draw.random(),
-        trajectories=(TrajectoryHeader("solver", 0, "solver", reward, sampled * TURNS, number // 1000, 0),),
+        stop_reason=stopped,  # type: ignore[arg-type]
         location=DataLocation("turns-0.db", len(entries)),
     )
     return spec, header, entries

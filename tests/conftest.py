@@ -13,6 +13,9 @@ from tests.journal_oracle import judge
 
 pytest_plugins = ["pytester"]
 
+# Ray gives its processes niceness 15, so beside anything else that runs they take minutes to start.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))  # "default" draws anew
 

@@ -1,11 +1,18 @@
-"""What vLLM says it holds is what it holds, and measuring how fast it computes leaves nothing behind."""
+"""What vLLM says it holds is what it holds, what it cannot hold is refused before it starts, and measuring how fast it
+computes leaves nothing behind."""
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
+from typing import Any
 
-from tests.contract.engine_kinds import prompt, request
-from tests.contract.vllm_suite import MakeVllm
+import pytest
+
+from agentrl.core.errors import EngineCapabilityError, ModelError
+from tests.contract.engine_kinds import ModelZoo, prompt, request
+from tests.contract.vllm_suite import MakeVllm, vllm_settings
 
 LENGTH = 480
 """Of a context, in whole blocks."""
@@ -37,6 +44,33 @@ def test_contexts_that_fit_are_found_again_and_one_more_costs_the_oldest(make_vl
         await engine.close()
 
     make_vllm.run(main)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kv_memory", "words"),
+    [
+        ({"slots": 8}, 1000, r"lower engine\.max_context"),
+        ({"slots": 1 << 30}, 0, r"are free; lower engine\.slots"),
+        ({"max_rank": 4096}, 0, "up to rank 512, not 4096"),
+    ],
+)
+def test_what_cannot_be_held_is_refused_before_vllm_starts(
+    make_vllm: MakeVllm, zoo: ModelZoo, settings: dict[str, Any], kv_memory: int, words: str
+) -> None:
+    from agentrl.engines.vllm.startup import start_vllm
+
+    with pytest.raises(EngineCapabilityError, match=words) as raised:
+        start_vllm(str(zoo.directory()), vllm_settings(adapter_slots=3, **settings), kv_memory=kv_memory)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_model_of_an_unknown_type_is_refused_before_vllm_starts(make_vllm: MakeVllm, tmp_path: Path) -> None:
+    from agentrl.engines.vllm.startup import start_vllm
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nobody"}))
+    with pytest.raises(ModelError, match="nobody") as raised:
+        start_vllm(str(tmp_path), vllm_settings(adapter_slots=0))
+    assert "\n" not in str(raised.value)
 
 
 def test_measuring_leaves_neither_contexts_nor_an_adapter(make_vllm: MakeVllm) -> None:

@@ -25,9 +25,10 @@ def figures_of(repository: Path, *arguments: str) -> dict[str, float]:
     return figures
 
 
-def test_fifty_kills_lose_nothing_and_train_nothing_twice(repository: Path) -> None:
-    figures = figures_of(repository, "--scripted=50", "--real=0", "--stop-s=0")
-    assert figures["kills"] == 50
+@pytest.mark.parametrize("kills", [20, pytest.param(100, marks=pytest.mark.exhaustive)])
+def test_kills_lose_nothing_and_train_nothing_twice(repository: Path, kills: int) -> None:
+    figures = figures_of(repository, f"--scripted={kills}", "--real=0", "--stop-s=0")
+    assert figures["kills"] == kills
     assert figures["runs"] >= 1
     assert min(figures[f"kills_{role}"] for role in ("orchestrator", "engine", "trainer")) > 0
     assert figures["lost"] == figures["twice"] == figures["ledger_errors"] == 0

@@ -1,29 +1,141 @@
-"""Deterministic runs, killed for real, end with the undisturbed runs' weights."""
+"""Deterministic runs, killed for real, end with the undisturbed runs' weights: in one process, with worker
+processes, and with workers in Ray actors."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import signal
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from agentrl.core.clock import SystemClock
+from agentrl.inspection.reader import RunReader
+from agentrl.journal.process import check_partitions, let_go
 from benchmarks import coevolution_kills, durability_deterministic
 from benchmarks.killed_runs import digests
+from tests.processes import descendants, running
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+WORKER = b"agentrl.app.worker_host"
+STEPS = 2
+"""Of the runs of two policies."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The weights of two policies after `STEPS` steps in one process that nobody kills."""
+    job = coevolution_kills.job(tmp_path_factory.mktemp("undisturbed"))
+    return digests(job.train("undisturbed", steps=STEPS, kills=0))
+
+
+def workers_of(run: int) -> Iterator[int]:
+    """The processes that play a run's episodes."""
+    for process in descendants(run):
+        if WORKER in command_of(process):
+            yield process
+
+
+def command_of(process: int) -> bytes:
+    """Empty where it has ended."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def entries(run: Path) -> int:
+    """In all partitions of a run."""
+    total = 0
+    for partition in run.glob("journal/turns-*.db"):
+        with (
+            contextlib.closing(sqlite3.connect(f"file:{partition}?mode=ro", uri=True)) as connection,
+            contextlib.suppress(sqlite3.Error),
+        ):
+            total += connection.execute("SELECT count(*) FROM entries").fetchone()[0]
+    return total
+
+
+def wait_until(process: subprocess.Popen[bytes], condition: Callable[[], bool]) -> None:
+    """While the process runs."""
+    while process.poll() is None and not condition():
+        time.sleep(0.02)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_workers_in_actors_outlive_a_run_that_is_killed_and_are_waited_for(
+    tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    """Ray needs some seconds to see that whoever asked for the actors is dead; so long they play on, and write."""
+    one = coevolution_kills.job(tmp_path)
+    run = tmp_path / "killed"
+    with replace(one, settings=("--workers=2", "--engine.placement=ray"))._life(
+        "killed", steps=STEPS, resume=False
+    ) as process:
+        wait_until(process, lambda: entries(run) > 30)
+        assert process.poll() is None, one._log("killed")
+        workers = [process.number for process in running() if WORKER in command_of(process.number)]
+    asyncio.run(let_go(lambda: check_partitions(run / "journal"), print, SystemClock()))
+    written = entries(run)
+    while any(WORKER in command_of(worker) for worker in workers):
+        time.sleep(0.02)
+    assert entries(run) == written
+    assert digests(one.train("killed", steps=STEPS, kills=0)) == undisturbed
+    reader = RunReader(run)
+    assert reader.ledger().holds
+    reader.close()
+
+
+def test_weights_are_those_of_one_process_after_kills_of_workers_and_of_the_run(
+    tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    """The run goes on by itself after the first kill, and with another number of workers after the second."""
+    two = replace(coevolution_kills.job(tmp_path), settings=("--workers=2",))
+    run = tmp_path / "killed"
+    with two._life("killed", steps=STEPS, resume=False) as process:
+        wait_until(process, lambda: len(list(workers_of(process.pid))) == 2 and entries(run) > 30)
+        victim, other = workers_of(process.pid)
+        os.kill(victim, signal.SIGKILL)
+        wait_until(process, lambda: entries(run) > 150)
+        workers = set(workers_of(process.pid))
+        assert process.poll() is None, two._log("killed")
+        assert other in workers
+        assert victim not in workers
+    # their parent is dead, and they with it
+    while any(WORKER in command_of(worker) for worker in workers):
+        time.sleep(0.02)
+    three = replace(two, settings=("--workers=3",))
+    assert digests(three.train("killed", steps=STEPS, kills=0)) == undisturbed
+    assert "worker 0 died (SIGKILL)" in two._log("killed") or "worker 1 died (SIGKILL)" in two._log("killed")
+    reader = RunReader(run)
+    assert reader.ledger().holds
+    lines = reader.episodes(limit=20)
+    assert len(lines) == 20
+    assert not [problem for line in lines for problem in reader.episode(line.episode).problems]
+    reader.close()
+
+
+def test_weights_of_two_policies_after_real_kills_are_bit_identical(
+    tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    job = replace(coevolution_kills.job(tmp_path), most_entries=(1, 60))  # few: two steps write not many more
+    killed = digests(job.train("killed", steps=STEPS, kills=2))
+    assert set(undisturbed) == {"proposer", "solver"}
+    assert killed == undisturbed
 
 
 def test_weights_after_real_kills_are_bit_identical(tmp_path: Path) -> None:
+    """The main job's, with an adapter."""
     job = durability_deterministic.job(tmp_path)
     undisturbed = digests(job.train("undisturbed", steps=3, kills=0))
     killed = digests(job.train("killed", steps=3, kills=2))
     assert set(undisturbed) == {"solver"}
-    assert killed == undisturbed
-
-
-def test_weights_of_two_policies_after_real_kills_are_bit_identical(tmp_path: Path) -> None:
-    job = replace(coevolution_kills.job(tmp_path), most_entries=(1, 60))  # few: two steps write not many more
-    undisturbed = digests(job.train("undisturbed", steps=2, kills=0))
-    killed = digests(job.train("killed", steps=2, kills=2))
-    assert set(undisturbed) == {"proposer", "solver"}
     assert killed == undisturbed

@@ -98,7 +98,7 @@ def test_a_clock_that_jumps_an_hour_both_ways_changes_nothing(repository: Path, 
         "FAKETIME_NO_CACHE": "1",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
     }
-    with reaped(start(repository, tmp_path, steps=60, **faked)) as process:
+    with reaped(start(repository, tmp_path, steps=30, **faked)) as process:
         until(lambda: steps_taken(tmp_path) >= 2, process)
         offset.write_text("+3600")
         until(lambda: latest(tmp_path) > time.time() + 3000, process)
@@ -108,7 +108,7 @@ def test_a_clock_that_jumps_an_hour_both_ways_changes_nothing(repository: Path, 
             until(lambda: steps_taken(tmp_path) > taken, process)  # noqa: B023
         _, said = process.communicate(timeout=800)
     assert process.returncode == 0, said
-    flawless(tmp_path, ended=True, steps=60)
+    flawless(tmp_path, ended=True, steps=30)
     assert asked(tmp_path, "SELECT DISTINCT drop_reason FROM episodes WHERE drop_reason IS NOT NULL") in (
         [],
         [("run_ended",)],
@@ -145,7 +145,7 @@ STILL_S = 4.0
 SILENCE_S = 2.0
 
 
-@pytest.mark.parametrize("role", ["orchestrator", "engine", "trainer"])
+@pytest.mark.parametrize("role", ["orchestrator", "engine", pytest.param("trainer", marks=pytest.mark.exhaustive)])
 def test_a_process_that_stands_still_costs_time_and_nothing_else(repository: Path, tmp_path: Path, role: str) -> None:
     """The engine's silence is noticed and it is replaced; the trainer and the loop are waited for."""
     with reaped(start(repository, tmp_path, CHAOS_SILENCE_S=f"{SILENCE_S}")) as process:

@@ -12,7 +12,7 @@ from agentrl.config.load import load
 pytestmark = [pytest.mark.learning, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_the_reward_rises(repository: Path, tmp_path: Path, max_staleness: int) -> None:
     config = load(
         repository / "examples/01_tool_use.toml",

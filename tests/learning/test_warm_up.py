@@ -11,7 +11,7 @@ from agentrl.cli.main import main
 from agentrl.config.load import load
 from tests.markdown_pages import ROOT, python_of
 
-pytestmark = [pytest.mark.learning, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.learning, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
 
 
 def test_the_curve_of_an_own_environment_moves_on_the_first_day(

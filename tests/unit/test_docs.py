@@ -57,21 +57,33 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(found), f"[{text}]({target})"
 
 
-def test_every_promise_names_a_test_that_exists() -> None:
+def test_every_promise_names_tests_that_exist_and_says_which_command_runs_them() -> None:
     page = ROOT / "docs" / "durability.md"
-    proofs = [(text, path) for text, path in LINK.findall(prose(page)) if re.match("test_|Test", text)]
-    assert len(proofs) > 20
-    for test, path in proofs:
-        tree = ast.parse((page.parent / path).read_text(encoding="utf-8"))
-        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-        assigned = {
-            target.id
-            for node in tree.body
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-            if isinstance(target, ast.Name)
-        }
-        assert test in functions | assigned, f"{path} has no {test}"
+    rows = [line for line in prose(page).splitlines() if line.startswith("| ") and "tests/" in line]
+    assert len(rows) > 20
+    for row in rows:
+        proofs = [(text, path) for text, path in LINK.findall(row) if re.match("test_|Test", text)]
+        proofs += [("", f"../{path}") for path in re.findall(r"`(tests/[\w/]+\.py)`", row)]
+        assert proofs, row
+        sources = [source_of(page.parent / path, test) for test, path in proofs]
+        assert not any(source.startswith("@pytest.mark.exhaustive") for source in sources), f"not in make test: {row}"
+        more = any("pytest.mark.exhaustive" in source for source in sources)
+        assert row.endswith(" | `make test`, more cases by `make test-all` |" if more else " | `make test` |"), row
+
+
+def source_of(file: Path, test: str) -> str:
+    """The source of a test with its decorators, or of the whole file where `test` is empty."""
+    source = file.read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name == test:
+            first = min([node, *node.decorator_list], key=lambda part: part.lineno)
+            return "\n".join(source.splitlines()[first.lineno - 1 : node.end_lineno])
+        if isinstance(node, ast.Assign) and test in [
+            target.id for target in node.targets if isinstance(target, ast.Name)
+        ]:
+            return ast.unparse(node)
+    assert not test, f"{file} has no {test}"
+    return source
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -10,6 +11,7 @@ from agentrl.core.records import EpisodeHeader, TrajectoryHeader
 from agentrl.observe.alarms import MEANINGS, alarms
 from agentrl.observe.run_state import RunPlan, RunState, plan_of
 from agentrl.observe.view import view
+from tests.support.builders import make_episode_header
 
 CONFIG = {
     "steps": 400,
@@ -59,20 +61,7 @@ def test_a_seat_that_wins_whoever_plays_it_is_named() -> None:
 
 def header(**rewards: float | None) -> EpisodeHeader:
     trajectories = tuple(TrajectoryHeader(seat, 0, "player", reward, 1, 0, 0) for seat, reward in rewards.items())
-    return EpisodeHeader(
-        episode_id="e0",
-        group_id="g0",
-        attempt=0,
-        purpose="train",
-        parent_id=None,
-        stop_reason="completed",
-        drop_reason=None,
-        turns=1,
-        tokens=1,
-        seconds=0.0,
-        trajectories=trajectories,
-        location=None,
-    )
+    return replace(make_episode_header(), trajectories=trajectories)
 
 
 def test_only_what_one_side_lost_was_won() -> None:
