@@ -70,6 +70,9 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
     slots, max_context = settings.slots, settings.max_context
     shapes = shapes_to_serve(model_path, settings)
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    if not torch.cuda.is_available():
+        # vLLM compiles parts of its sampler even with `enforce_eager`: a C++ compiler at work for a minute, for nothing
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     arguments = AsyncEngineArgs(
         model=model_path,
         skip_tokenizer_init=True,
