@@ -61,7 +61,7 @@ class ResumeState:
     next_number: int = 0
     """Number of the next root training episode: a multiple of the group size."""
     lost: Sequence[int] = ()
-    """Numbers before that of roots whose admission never reached the disk."""
+    """Numbers below that of root episodes whose admission never reached the disk."""
     next_evaluation: int = 0
     against: Sequence[EpisodeHeader] = ()
     """Headers of committed episodes against past versions."""
@@ -102,7 +102,7 @@ class Parts:
     measured: RunningBest = NOT_MEASURED
     """The same."""
     disk: Disk = LOCAL
-    """Where published versions lie."""
+    """The disk of published versions."""
     journal_size: Callable[[], int] = lambda: 0
     """Bytes that the run's journal and step columns take on disk; called in a thread."""
     workers: WorkerPool | None = None
@@ -110,7 +110,7 @@ class Parts:
     tell: Callable[[str], None] = lambda line: None
     """Takes a line for people."""
     code_changes: int = 0
-    """How often the environment's code was another when the run was resumed."""
+    """How often a resume met changed environment code."""
 
 
 def read_resume_state(

@@ -43,7 +43,7 @@ Directory = str | Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedEpisode:
-    """How one episode of an evaluation went."""
+    """The result of one episode of an evaluation."""
 
     id: str
     parent_id: str | None
@@ -72,7 +72,7 @@ class Evaluation(dict[str, float]):
     def __init__(self, metrics: Mapping[str, float], episodes: Sequence[EvaluatedEpisode]) -> None:
         super().__init__(metrics)
         self.episodes = list(episodes)
-        """In the order of the tasks, each before its children."""
+        """Results in the order of the tasks, each before its children."""
 
 
 def evaluate(
@@ -171,7 +171,7 @@ def _remote_message(line: str) -> dict[str, Any] | None:
 
 
 def _by_policy(config: RunConfig, policy: Directory | Mapping[str, Directory] | None) -> Mapping[str, Directory]:
-    """Which directory is whose."""
+    """Directory of weights by policy."""
     if policy is None:
         return {}
     known = ", ".join(config.policies)

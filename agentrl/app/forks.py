@@ -48,11 +48,11 @@ class Parent:
 
     begin: Begin
     point: ForkPoint
-    """Its journal is an absolute path."""
+    """Start of the fork; its journal is an absolute path."""
     turns: Sequence[TurnEntry]
-    """Those before the fork point, and the one there."""
+    """Turns up to the fork point and the one there."""
     ancestors: Mapping[str, str]
-    """Journal directory by episode id: of the parent, and of what it was forked from."""
+    """Journal directories by episode id, of the parent and its own ancestors."""
 
 
 class ForkPolicies(NamedTuple):
@@ -76,10 +76,10 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     environment: type | str | None = None,
     adapters: Adapters | None = None,
 ) -> list[EpisodeHeader]:
-    """Resample an episode from one of its turns; nothing is trained.
+    """Resample an episode from one of its turns. Nothing is trained.
 
-    Results of children that the episode had received, and of children that ended since, are kept; other children start
-    anew.
+    Forks reuse results of children that the episode had received, and of children that have ended since; other children
+    start anew.
 
     Args:
         run: the run's directory, or `RUN/forks` to fork a fork.
@@ -91,12 +91,13 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
             weights as of that turn, if they are still on disk.
         edit: replaces the messages of that turn: the content of the last one, or all of them, with `role` and
             `content`.
-        environment: a class, a name, `module:Class` or a path, in place of what the episode names, which is refused
-            unless it is installed or imported already: a journal is data, and does not say what code is run.
-        adapters: who makes the engine and the chat format; default: what the run's configuration asks for.
+        environment: a class, a name, `module:Class` or a path that replaces the environment named in the journal. A
+            journal cannot choose the code that runs: its environment is used only if it is installed or already
+            imported.
+        adapters: factories of the engine and the chat format; default: those of the run's configuration.
 
     Returns:
-        How the forks ended. They lie in `RUN/forks`, which `agentrl episode show` reads like a run.
+        Results of the forks. They lie in `RUN/forks`, which `agentrl episode show` reads like a run.
 
     Raises:
         InputError: there is no such episode or turn, or the weights are gone.
@@ -228,7 +229,8 @@ def _split(parent: Parent, asked: str | Path) -> tuple[str | None, str | Path]:
 def recorded_weights(
     parent: Parent, learning: Collection[str] = (), *, leave_out: Collection[str] = ()
 ) -> list[WeightsRef]:
-    """The weights each policy had last used by the turn; of those that learn and had not acted, the newest of then.
+    """The weights that each policy had last used at the turn; for learning policies that had not acted, their newest
+    then.
 
     Raises:
         InputError: weights are no longer on disk.
@@ -265,10 +267,10 @@ def _newest(parent: Parent, policy: str) -> PolicyVersion | None:
 
 
 def _weights(parent: Parent, version: PolicyVersion) -> WeightsRef | None:
-    """Where the weights of a version lie; None: they are the base model's.
+    """The weights of a version; None: those of the base model.
 
     Raises:
-        InputError: they are not on disk.
+        InputError: the weights are no longer on disk.
     """
     for directory in parent.ancestors.values():
         log = SqliteRunLog(Path(directory))
@@ -362,7 +364,7 @@ def _entries(journal: Path, episode_id: str, attempt: int | None) -> tuple[str, 
 
 
 def _points(journal: Path, partition: str, first: JournalEntry, begin: Begin) -> dict[str, ForkPoint]:
-    """Where an episode and what it was forked from lie, by episode id; call ids are not looked at."""
+    """Journal directories of an episode and its ancestors, by episode id; call ids are ignored."""
     directory = os.path.abspath(journal)
     points = {first.episode_id: _point(directory, partition, first)}
     while begin.fork is not None:
@@ -388,7 +390,7 @@ def _point(directory: str, partition: str, entry: JournalEntry) -> ForkPoint:
 
 
 def ended_children(parent: Parent) -> dict[str, EpisodeHeader]:
-    """How the children of an episode, and of what it was forked from, ended; those that run are left out."""
+    """Headers of the ended children of an episode and its ancestors."""
     ended: dict[str, EpisodeHeader] = {}
     for episode_id, directory in parent.ancestors.items():
         log = SqliteRunLog(Path(directory))

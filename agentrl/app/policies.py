@@ -38,7 +38,7 @@ GIVEN = -1
 """Lineage of weights that a user gave; their step comes from their digest. No run publishes such versions, so tokens
 recorded with them are never mistaken for a run's."""
 SPARE = 1
-"""Adapter places beyond those that are served: a new adapter is loaded before an old one is unloaded."""
+"""Adapter slots beyond those in use: a new adapter is loaded before an old one is unloaded."""
 
 
 # --- seats ------------------------------------------------------------------------------------------------------------
@@ -295,10 +295,10 @@ def check_base(weights: WeightsRef, base: Path) -> None:
 
 
 async def load_weights(config: RunConfig, engine: Engine, store: JournalStore, given: Sequence[WeightsRef]) -> None:
-    """Load weights into an engine in place of the base model's, and record in the journal where they lie.
+    """Load weights into an engine in place of the base model's, and record their location in the journal.
 
     Raises:
-        InputError: they do not fit the base model.
+        InputError: the weights do not fit the base model.
     """
     for weights in given:
         await record_durably(store, weights)

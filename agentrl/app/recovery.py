@@ -91,11 +91,11 @@ class Recovery:
         return {} if self.manifest is None else self.manifest.role_means
 
     def measured(self, versions: Path, *, disk: Disk = LOCAL) -> RunningBest:
-        """The best versions that the checkpoint records; none where their files are gone.
+        """The best versions that the checkpoint records; none if their files are gone.
 
         Args:
             versions: the directory of published versions.
-            disk: where it lies.
+            disk: the disk that holds it.
         """
         measured = NOT_MEASURED if self.manifest is None else self.manifest.measured
         for version in measured.versions.values():
@@ -116,7 +116,7 @@ class Recovery:
 
         Raises:
             RunDirectoryError: the checkpoint lacks a policy.
-            StorageError: the checkpoint is not one of this journal's run.
+            StorageError: the checkpoint belongs to another run's journal.
         """
         lineage = 1 + max(journal.highest_lineage(), _highest_on_disk(versions, disk))
         first = {}
@@ -185,14 +185,14 @@ def describe_start(
     """The record of a start of the run, and sentences about it for the user.
 
     Args:
-        recovery: what it takes over.
+        recovery: the checkpoint the run resumes from.
         config: of the run.
-        versions: where its policies stand.
-        resume_state: what the journal says is left.
+        versions: first versions of its policies.
+        resume_state: unfinished work, from the journal.
         store: the run's journal.
-        code: of the environments and bots that will run.
+        code: the code of environments and bots that will run.
         changed: the settings that differ from those of the start before.
-        clock: for the label of the moment.
+        clock: gives the wall time of the start.
     """
     steps = {name: versions[name].step for name in config.trained}
     newest, before = store.newest_steps(), store.starts()
@@ -368,7 +368,7 @@ async def serve_opponents(
     weights: Mapping[str, WeightsRef],
     older: Mapping[str, Sequence[PolicyVersion]],
 ) -> dict[str, list[PolicyVersion]]:
-    """The first versions of each opponent pool: `older` ones, and the current one where it joins or there is no other.
+    """The first versions of each opponent pool: `older` ones, and the current one if it joins or the pool is empty.
 
     A version of an earlier start with the current weights stands for them: its results are known.
     """
@@ -391,6 +391,6 @@ def clear_leftovers(checkpoints: Path, versions: Path, *, disk: Disk = LOCAL) ->
 
 
 def _highest_on_disk(versions: Path, disk: Disk) -> int:
-    """The largest lineage that has files; -1 where there are none."""
+    """The largest lineage with files; -1 if there is none."""
     found = [lineage for policy in disk.names(versions) for lineage, _ in versions_in(versions / policy, disk=disk)]
     return max(found, default=-1)

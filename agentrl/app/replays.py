@@ -1,8 +1,8 @@
-"""`replay` and `rescore`: recorded episodes executed again, with nothing sampled, performed or written.
+"""`replay` and `rescore`: re-execution of recorded episodes, without sampling, acting or writing.
 
-A replay says whether the program still does what its journal says, and if not, at which call it departs. A rescore lets
-the program, or another one in its place, give its rewards anew over the same conversation; children first, so that what
-a parent makes of their rewards is new as well.
+A replay reports whether the program still does what its journal says, and if not, the call at which it departs. A
+rescore lets the program, or another one, give its rewards again over the same conversation; children first, because
+rewards of parents may depend on theirs.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ def replay(
 
     Args:
         run: the run's directory.
-        episodes: id and attempt of each; no attempt: its newest.
-        until: stop once this call has come back.
-        rescoring: let the program give its rewards anew, instead of comparing them.
-        environment: what to run in place of the environment the journal names, which is refused unless it is an
-            installed one: a journal is data, and does not say what code is run.
-        adapters: who makes the chat format; default: what the run's configuration asks for.
+        episodes: id and attempt of each; None: its newest attempt.
+        until: stop after this call.
+        rescoring: recompute the rewards instead of comparing them.
+        environment: replaces the environment named in the journal. A journal cannot choose the code that runs: its
+            environment is used only if it is installed.
+        adapters: factory of the chat format; default: that of the run's configuration.
 
     Raises:
-        InputError: there is no such episode or call, or its environment is not to be run.
+        InputError: there is no such episode or call, or its environment may not run.
         JournalError: the control log is damaged.
     """
     reader = RunReader(run)
@@ -173,7 +173,8 @@ async def _run(
     entries: Sequence[JournalEntry],
     line: EpisodeLine,
 ) -> tuple[Outcome, str | None, str, EpisodeHeader | None]:
-    """The program over its journal: what came of it, where and why it ended, and its header where it ended well."""
+    """Execute the program over its journal; returns the outcome, where and why it ended, and its header if it ended
+    well."""
     running = asyncio.get_running_loop().create_task(runner.run(spec, environment, entries))
     try:
         header = await running
@@ -230,7 +231,7 @@ def _rewards(header: EpisodeHeader | None) -> dict[str, float | None]:
 
 
 async def _rescored_child(reader: RunReader, entry: JournalEntry, asked: _Asked) -> JournalEntry:
-    """An entry as it is; where it tells of a child's end, with the rewards the child is given now."""
+    """An entry; if it reports a child's end, with the child's new rewards."""
     body = entry.decode()
     if not isinstance(body, GatherEntry) or body.drop_reason is not None:
         return entry
@@ -282,7 +283,7 @@ def environment_to_run(
 
 
 def recorded_code(info: Mapping[str, Any]) -> Mapping[str, str]:
-    """Where the code of a run's environments was, by name, as its journal's `info` has it; see `app.parts.code_of`."""
+    """References to the code of a run's environments, by name, from its journal's `info`; see `app.parts.code_of`."""
     code = info.get("code")
     return {name: where for name, where in code.items() if isinstance(where, str)} if isinstance(code, dict) else {}
 

@@ -1,8 +1,8 @@
-"""An optimizer step done again from the journal: what it was fed, and what it came to.
+"""Recomputes an optimizer step from the journal: its inputs, its loss and its gradient norm.
 
-`rebuild_step` goes from the step's record and the episodes it names to the rows the trainer consumed, by the code the
-trainer itself uses, and compares them bit for bit by their digest; it needs no torch. `compute_step` lets the trainer
-compute loss and gradient norm from them, where the weights the step started from are still on disk.
+`rebuild_step` follows the step's record and its episodes to the rows that the trainer consumed, with the trainer's own
+code, and compares them bit for bit by digest; it needs no torch. `compute_step` lets the trainer compute loss and
+gradient norm from them, if the weights that the step started from are still on disk.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StepComputed(msgspec.Struct, frozen=True, kw_only=True):
     same: bool | None = None
     """Whether both are the same up to `TOLERANCE`; None: not computed."""
     text: str
-    """Where the weights lay that it started from; or why it was not computed."""
+    """Location of the weights it started from; or the reason why nothing was computed."""
 
 
 class StepRebuilt(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,9 +69,9 @@ class StepRebuilt(msgspec.Struct, frozen=True, kw_only=True):
     rebuilt: str
     """Digest of what the journal gives now; empty if it could not be made."""
     text: str = ""
-    """Why it could not, or how it differs."""
+    """Reason why it could not be rebuilt, or the difference."""
     computed: StepComputed | None = None
-    """None: only what it was fed was asked for."""
+    """None: only the inputs were asked for."""
 
 
 def rebuild_steps(reader: RunReader, policy: str | None = None) -> list[StepRebuilt]:
@@ -80,7 +80,7 @@ def rebuild_steps(reader: RunReader, policy: str | None = None) -> list[StepRebu
 
 
 def rebuild_step(reader: RunReader, line: StepLine) -> StepRebuilt:
-    """One step; `text` says what could not be read."""
+    """Rebuild one step; `text` says what could not be read."""
     view = step_view(reader, line.step, line.policy, line.lineage)
     found = StepRebuilt(
         policy=line.policy,
@@ -111,7 +111,7 @@ def rebuild_step(reader: RunReader, line: StepLine) -> StepRebuilt:
 
 
 def compute_step(reader: RunReader, line: StepLine) -> StepComputed:
-    """Loss and gradient norm of a step, computed again; `text` says why not where they could not be."""
+    """Compute loss and gradient norm of a step again; if that is impossible, `text` says why."""
     found = StepComputed(loss=line.loss, grad_norm=line.grad_norm, text="")
     try:
         config = recorded_config(reader.info())
@@ -136,10 +136,10 @@ def compute_step(reader: RunReader, line: StepLine) -> StepComputed:
 
 
 def kept_weights(reader: RunReader, version: PolicyVersion) -> tuple[WeightsRef | Path | None, str]:
-    """The weights of a version, as `PolicyTrainer.recompute` takes them, and in words where they lie.
+    """The weights of a version, as `PolicyTrainer.recompute` takes them, and their location for people.
 
     Raises:
-        InputError: they are not kept.
+        InputError: the weights are no longer on disk.
         StorageError: a record, or the checkpoint that holds them, is damaged.
     """
     same = _same_weights(reader, version)
@@ -158,7 +158,7 @@ def kept_weights(reader: RunReader, version: PolicyVersion) -> tuple[WeightsRef 
 
 
 def _same_weights(reader: RunReader, version: PolicyVersion) -> list[PolicyVersion]:
-    """All versions with the weights of `version`: a resumed run begins by publishing what it resumed from anew."""
+    """All versions with the same weights as `version`: a resumed run first publishes the weights it resumed from."""
     same = [version]
     for row in checked_rows(reader.log, "versions", "policy = ? ORDER BY lineage DESC", version.policy):
         older = PolicyVersion(version.policy, row["parent_lineage"], row["parent_step"])
@@ -175,7 +175,7 @@ def _kept_masters(
     Each step comes with its learning rate, oldest first; None: they lead there from the weights the run began with.
 
     Raises:
-        JournalError: the record of one of these steps is gone, or damaged.
+        JournalError: the record of one of these steps is gone or damaged.
         StorageError: the checkpoint is damaged.
     """
     between: list[tuple[TrainBatch, float]] = []

@@ -1,14 +1,14 @@
-"""Starts the parts of a run from its newest checkpoint, and starts them again when a replaceable process is lost.
+"""The supervisor: starts the parts of a run from its newest checkpoint, and restarts them when a process is lost.
 
-Each start is what `--resume` does in another process; it owns trainer, engine, workers and orchestrator, which end with
-it. Journal and observer outlive it. It ends with the run, with an error that ends the run, or with the loss of a
-process; then the next start follows, within a budget. Invariant: there is one way to go on, whatever was lost, and it
-forgets everything that is not on disk.
+Each start does what `--resume` does in a new process. It owns trainer, engine, workers and orchestrator, which end with
+it; journal and observer outlive it. It ends with the run, with an error that ends the run, or with the loss of a
+process; after a loss the next start follows, within a budget. Invariant: every loss is recovered in the same way, which
+uses nothing but what is on disk.
 
-With `workers = 1` environments share the process of the run, and one that kills it kills the run. `ProcessRecord` says
-at the next `--resume` how the process before ended and which episodes ran. Where one of them got nowhere at two deaths
-in a row, or an environment broke the event loop, the run goes on as with `workers = 2`: the pool of worker processes
-finds the episode that kills, and drops it by name.
+With `workers = 1` environments share the run's process, and one that kills it kills the run. At the next `--resume`,
+`ProcessRecord` says how the previous process ended and which episodes were running. If one of them made no progress at
+two deaths in a row, or an environment broke the event loop, the run continues as with `workers = 2`: the pool of worker
+processes finds the episode that kills, and drops it by name.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class RunSetup:
     changed: Sequence[Difference]
     """Settings that differ from those of the process before."""
     began: list[RunStart] = field(default_factory=list)
-    """In this process."""
+    """Starts in this process."""
 
 
 def _named(specs: Sequence[EpisodeSpec]) -> str:
@@ -101,7 +101,7 @@ def _named(specs: Sequence[EpisodeSpec]) -> str:
 
 
 def run_in_shared_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
-    """Run a run's coroutine to its end, like `asyncio.run`, in a loop that environments share and may break.
+    """Run a coroutine to its end, like `asyncio.run`, in a loop that environments share and may break.
 
     Raises:
         EnvironmentFaultError: an environment stopped the loop, cancelled the run's tasks, or ended the process from a
@@ -138,8 +138,8 @@ def run_in_shared_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
 
 
 def _is_foreign(error: BaseException) -> bool:
-    """Whether an error of the run comes from code that is none of its own: from what an environment put in the place of
-    a function, or from its closing of files."""
+    """Whether an error of the run comes from foreign code: from a function that an environment replaced, or from files
+    it closed."""
     if isinstance(error, AgentRLError):
         return closed_under_us(error)
     frames = traceback.extract_tb(error.__traceback__)
@@ -151,7 +151,7 @@ async def _wait(task: asyncio.Task[Any]) -> None:
 
 
 def _finish(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
-    """Cancel the run in a loop that was broken under it, and let it close what it holds."""
+    """Cancel the run in a loop that foreign code broke, and let it close its resources."""
     if not task.done() and not task.cancelling():
         task.cancel()
     for _ in range(NAMED):  # whoever stopped the loop may do so again
@@ -162,7 +162,7 @@ def _finish(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
 
 
 def _running_now(directory: Path) -> str:
-    """The episodes in flight, for a message, as far as the journal on disk has them."""
+    """The episodes in flight, as far as the journal on disk shows them; for a message."""
     record = ProcessRecord.read(directory)
     try:
         with contextlib.closing(SqliteRunLog(directory / "journal")) as log:
@@ -293,7 +293,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
 
 
 def _new_record(setup: RunSetup) -> ProcessRecord:
-    """The record of this start; warns of how the process before ended, as far as that is known."""
+    """The record of this start. Warns of how the previous process ended, if known."""
     store, configured = setup.store, setup.config.workers
     last = ProcessRecord.read(setup.directory.path)
     record = last.next(store)

@@ -38,7 +38,7 @@ class Run:
 
     path: Path
     metrics: list[dict[str, float]]
-    """One entry per optimizer step, in order; steps taken again after the loss of a trainer are there again."""
+    """One entry per optimizer step, in order; steps that were taken again after a loss appear again."""
     policies: dict[str, Path]
     """Directory of each trainable policy's last version; loads with `from_pretrained`."""
     best: dict[str, Path]
@@ -59,20 +59,20 @@ def train(
     quiet: bool = False,
     observers: Sequence[Observer] = (),
 ) -> Run:
-    """Train, from the first episode to the last checkpoint.
+    """Train a run from its first episode to its last checkpoint.
 
     Args:
         config: a configuration, or the path of a TOML file.
-        environment: a class, in place of `config.environment.id`.
-        tasks: training tasks, in place of the environment's own.
-        held_out: tasks to evaluate on, in place of the environment's `held_out` split.
-        resume: go on from the newest checkpoint of the run directory.
-        quiet: no progress on the terminal.
-        observers: told of every step and evaluation, in the event loop: they must return at once.
+        environment: a class that replaces `config.environment.id`.
+        tasks: training tasks that replace the environment's own.
+        held_out: evaluation tasks that replace the environment's `held_out` split.
+        resume: continue from the newest checkpoint of the run directory.
+        quiet: show no progress on the terminal.
+        observers: called at every step and evaluation, in the event loop; they must return at once.
 
     Raises:
-        InputError: the configuration, model, environment or run directory cannot be used as they are.
-        AgentRLError: what ended the run; its newest checkpoint stays valid.
+        InputError: the configuration, model, environment or run directory is invalid.
+        AgentRLError: the run failed; its newest checkpoint stays valid.
     """
     config = load_config(config)
     chosen = resolve(environment if environment is not None else config.environment.id)
@@ -139,7 +139,7 @@ def _concluded(
     orchestrator: Orchestrator,
     summary: dict[str, Any],
 ) -> Run:
-    """Write the links and the summary that a run leaves besides its journal."""
+    """Write the links and the summary of a finished run."""
     chosen = {name: store.published(version) for name, version in orchestrator.best.measured.versions.items()}
     policies = directory.link("policies", orchestrator.weights)
     best = directory.link("best", {name: weights for name, weights in chosen.items() if weights is not None})
@@ -227,7 +227,7 @@ def _summary(
 
 
 _SUMMARY_OF_ONE = ("reward_start", "reward_end", "rewards", "staleness_mean")
-"""Figures of a summary that belong to one policy: beside `policies` at the top where there is but one."""
+"""Figures of a summary that belong to one policy: in `policies`, or at the top if there is only one policy."""
 
 
 def _summary_of(policy: PolicyState) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""`agentrl env warm-up`: a tiny model that knows an environment's words and tools, from demonstrations.
+"""`agentrl env warm-up`: builds a tiny model that knows an environment's words and tools, from demonstrations.
 
-Plays demonstrations (or reads conversations from a file), trains a tokenizer on their text and a small model on what
-the assistant says in them, and stops where it earns about what they do. Half of those that are played end too early on
-purpose: they show the form, and that it pays to go on is left to learn by reward.
+Plays demonstrations (or reads conversations from a file), trains a tokenizer on their text and a small model on the
+assistant's part, and stops once the model earns about as much as they do. Half of the played ones deliberately end too
+early: they show the format, and leave something to learn by reward.
 """
 
 from __future__ import annotations
@@ -95,17 +95,17 @@ def warm_up(
 
     Args:
         environment: a class, a registered name, `module:Class` or a path; `train.toml` needs one of the latter three.
-        out: the directory to make.
-        demonstrations: conversations as lines of JSON, in place of the environment's `demonstrate`.
-        steps: supervised steps, at most.
-        early: share of the demonstrations that answer too early, with what the last tool call gave, where there are
-            several calls: what is left to learn by reward.
-        until: stop at this share of the way from the random weights' reward to that of the demonstrations.
-        seed: of tasks, weights and everything drawn.
-        on_progress: told what is being done, in words.
+        out: the directory to create.
+        demonstrations: file of conversations as lines of JSON, which replaces the environment's `demonstrate`.
+        steps: most supervised steps.
+        early: share of the demonstrations that answer too early, with the result of their last tool call, if they make
+            several: the rest is left to learn by reward.
+        until: stop at this share of the way from the random weights' reward to the demonstrations'.
+        seed: seed of tasks, weights and everything drawn.
+        on_progress: receives the name of each stage.
 
     Raises:
-        InputError: there are no demonstrations, or something given cannot be used.
+        InputError: there are no demonstrations, or an argument is invalid.
         CheckFailedError: demonstrations fail in the environment.
     """
     target = Path(out)
@@ -192,7 +192,7 @@ def written(reply: Reply) -> str:
 
 
 class _ShownContext(PlainContext):
-    """Where demonstrations are played: notes who said what, and with which tools."""
+    """An `EpisodeContext` that plays demonstrations and records each message with its speaker and tools."""
 
     def __init__(self, environment: type[Environment], task: Task, seed: int, calls: int | None) -> None:
         limits = Limits(max_turns=MAX_TURNS, max_tokens=MAX_CONTEXT, max_context=MAX_CONTEXT)
@@ -218,7 +218,7 @@ class _ShownContext(PlainContext):
 
 
 def _shown(environment: type[Environment], task: Task, seed: int, early: float) -> tuple[list[Demonstration], float]:
-    """One episode of what the environment demonstrates, or, with chance `early`, of one that answers too early."""
+    """One episode of a demonstration or, with probability `early`, of one that answers too early."""
     context = _play(environment, task, seed)
     random = stream("early", seed, task.id)
     if random.random() < early and len(context.shown) == 1:
@@ -433,7 +433,7 @@ class _Builder:
         }
 
     def _measure(self, part: str) -> float:
-        """The mean reward of the model as it is on disk, sampled as in training."""
+        """Mean reward of the model on disk, sampled as in training."""
         self.on_progress(f"{part}: playing {len(self.held_out)} held-out tasks")
         sizes = self.sizes
         config = RunConfig.model_validate(
@@ -464,7 +464,7 @@ def _again_and_again(chat: Any, source: _Played | list[Demonstration], seed: int
 
 
 def _held_out(config: RunConfig, environment: type[Environment]) -> list[Task]:
-    """Tasks the success is measured on, drawn from the held-out ones; training tasks where there are none."""
+    """Tasks that measure success: drawn from the held-out ones, or from training tasks if there are none."""
     for split in ("held_out", "train"):
         source = task_source(config, environment, split)
         if len(source):

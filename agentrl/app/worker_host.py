@@ -1,7 +1,7 @@
-"""An episode worker's process: `python -m agentrl.app.worker_host FD PARENT`, started by `cluster.worker_process`.
+"""The process of an episode worker: `python -m agentrl.app.worker_host FD PARENT`, started by `cluster.worker_process`.
 
-Serves one connection, the socket it was started with, and ends with it. A composition root: the production worker and
-runner over a partition of the journal, an engine that is somebody else's, and the run at the other end of the line.
+Serves one connection, the socket it was started with, and ends with it. A composition root: production's worker and
+runner over a partition of the journal, an engine in another process, and the run at the other end of the socket.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from agentrl.journal.port import TurnLog
 
 ALIVE_S = 1.0
-"""How often the run hears that this process does not hang."""
+"""Seconds between signs of life to the run."""
 
 
 class RunConnection:
@@ -67,7 +67,7 @@ class RunConnection:
         self._calls = itertools.count(1)
         self._recollections: dict[int, asyncio.Future[Recollection]] = {}
         self._children: dict[tuple[int, int, str], Callable[[int, EpisodeHeader], None]] = {}
-        """Who waits for children, by the call that spawned them."""
+        """Callbacks that wait for children, by the call that spawned them."""
         self._ends: dict[str, tuple[bytes, dict[str, float], str]] = {}
         self._counted: dict[str, dict[str, Counted]] = {}
 
@@ -86,8 +86,8 @@ class RunConnection:
         on_end: Callable[[int, EpisodeHeader], None],
         known: Sequence[str] = (),
     ) -> SpawnedGroup:
-        """See `EpisodeHost.spawn`; what the program did wrong is said here, where it can hear it. Forks are not played
-        here, so that nothing is `known`."""
+        """See `EpisodeHost.spawn`; mistakes of the program are raised here, where it can see them. Forks never run
+        here, so nothing is `known`."""
         child = resolve(environment)
         for seat in child.seats:
             self._policy_of(f"{child.__name__}.{seat}", 0)

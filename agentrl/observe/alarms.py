@@ -1,8 +1,8 @@
-"""Alarms: what goes wrong in a run without ending it, named with what to try. Pure functions of `RunState`.
+"""Alarms: problems in a run that do not end it, each with advice. Pure functions of `RunState`.
 
-Each looks at a window of the newest steps, so that a single odd step raises none, and says nothing where what it needs
-was not measured. An alarm's name is stable; its text carries the figures. `alarms.jsonl` has a line for each alarm that
-was raised in a run.
+Each looks at a window of the newest steps, so that a single odd step raises none, and stays silent if its inputs were
+not measured. An alarm's name is stable; its text carries the figures. `alarms.jsonl` has a line for each alarm that a
+run raised.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ MISMATCH_BOUND = 0.002
 trainer. Seen: below 1e-6 in one dtype; 5e-5 with bf16 against float32, or over KV of a version before; ten times that
 without routing replay; 0.001 (a peaked policy) to 0.5 where kept sets are lost (`benchmarks.mismatch`)."""
 MISMATCH_TOKENS = 200
-"""Such tokens before their mean means something."""
+"""Fewest such tokens for a meaningful mean."""
 MISMATCH_STEPS = (3, 20)
-"""They come from this many of the newest steps, at least and at most: with stale tokens beside them they are few."""
+"""Fewest and most of the newest steps that provide them: beside stale tokens they are rare."""
 DROPPED_SHARE = 0.25
 """Share of the ended episodes lost to one reason."""
 TIME_SHARE, TIME_EPISODES = 0.01, 3
@@ -70,13 +70,14 @@ TIME_SHARE, TIME_EPISODES = 0.01, 3
 MIN_EPISODES = 16
 """Episodes before a share of them means something."""
 FORMAT_EPISODES = 64
-"""Episodes of each kind before those that break the format are compared with those that keep it."""
+"""Episodes of each kind that it takes to compare those that break the format with those that keep it."""
 FORMAT_ERRORS = 4.0
 """Standard errors by which the former must be ahead: the comparison is made at every step."""
 FORMAT_MARGIN = 0.05
-"""Share of the spread of all steps' mean rewards by which they must be ahead besides."""
+"""Share of the spread of all steps' mean rewards by which they must also be ahead."""
 SELECTION_BIAS_BOUND = 0.05
-"""How far what is trained may be from what was dispatched: a share of its length, deviations of its reward."""
+"""Largest deviation of trained from dispatched units: as a share of their length, and in standard deviations of
+reward."""
 LENGTH_STEPS = 20
 """Steps over which they are compared."""
 FRONTIER_SHARE = 0.2
@@ -84,7 +85,7 @@ FRONTIER_SHARE = 0.2
 REPEATED_SHARE = 0.5
 """Share of proposals made before, from which on they repeat themselves."""
 STRUCTURE_ENTROPY = 0.2
-"""Nats: below it, 19 of 20 proposals are alike."""
+"""Entropy in nats, below which 19 of 20 proposals have the same structure."""
 GATE_SHARE = 0.5
 """Share the gate accepts, below which most proposals are for nothing."""
 MIN_PROPOSALS = 32
@@ -94,13 +95,13 @@ MIN_GAMES = 64
 LOSING_RATE = 0.45
 """Share of the games against its opponent pool below which a policy may have got worse."""
 LOSING_ERRORS = 3.0
-"""Standard errors by which that share must have fallen besides: a side may be the weaker one from the start."""
+"""Standard errors by which that share must also have fallen: a side may have been the weaker one from the start."""
 SEAT_SHARE = 0.95
-"""Share of the decided games from which on a seat wins whoever plays it."""
+"""Share of the decided games above which a seat wins whoever plays it."""
 STARVED_STEPS = 20
-"""Steps of other policies during one of its own, from which on a policy may be starved."""
+"""Steps of other policies during one of its own, above which a policy may be starved."""
 STARVED_RATIO = 5
-"""How many times more they must be than during any of its last steps; before the first, than `STARVED_STEPS`."""
+"""Factor by which this must exceed the number during its last steps; before the first step, `STARVED_STEPS`."""
 MEANINGS = {
     "illegal_output": f"{BROKEN_SHARE:.0%} of the turns or more break the format in each of {WINDOW} steps, and no "
     "fewer at their end",
@@ -526,7 +527,7 @@ def newest(policy: PolicyState, steps: int = WINDOW) -> list[Values]:
 
 
 def values_of(window: Sequence[Values], name: str) -> list[float]:
-    """The values of a metric where it was measured."""
+    """The measured values of a metric."""
     return [values[name] for values in window if name in values]
 
 

@@ -199,7 +199,7 @@ BROKEN_FORMAT = ("tool/bad_arguments", "tool/unknown_tool", "turns/length", "tur
 PASS_RATES = ("0", "0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1", "1")
 """Groups of child episodes by their mean reward: none was solved, in between, all were."""
 FRONTIER = ("0.2-0.4", "0.4-0.6", "0.6-0.8")
-"""Those with most to learn from, both ends included."""
+"""Pass rates with the most to learn from, including both ends."""
 
 GATE_PASSED, GATE_REFUSED = "gate/passed", "gate/refused"
 """Episode metrics that count the answers of `agent.gate`."""

@@ -1,7 +1,7 @@
 """Progress of a run for people: one live screen on a terminal, a line per step elsewhere.
 
-Writes to the error stream, so that the output stream stays free for results. Owns no state of the run. The screen is
-drawn by whoever calls `show`, in the event loop: there is no thread, and nothing is drawn between two calls.
+Writes to the error stream, so that the output stream stays free for results. Keeps no state of the run. `show` draws
+the screen in the event loop: there is no thread, and nothing is drawn between two calls.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 SEAT_REWARD = "evaluation/reward/"
 LINE_INTERVAL_S = 2.0
-"""Between two lines of `ProgressLine` where there is no terminal, in seconds; the first comes at once."""
+"""Seconds between two lines of `ProgressLine` without a terminal; the first comes at once."""
 
 
 class Display(Protocol):
-    """Where a run is shown."""
+    """A display of a run's progress."""
 
     def line(self, text: str) -> None:
         """Say something that stays."""
@@ -51,7 +51,7 @@ class Display(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the terminal as it was. Idempotent."""
+        """Restore the terminal. Idempotent."""
         ...
 
 
@@ -91,7 +91,7 @@ class Lines:
 
 
 class Screen:
-    """One screen at the bottom of a terminal, redrawn in place; lines that stay appear above it."""
+    """One screen at the bottom of a terminal, redrawn in place; permanent lines appear above it."""
 
     def __init__(self, state: RunState, stream: TextIO) -> None:
         from rich.console import Console
@@ -129,7 +129,7 @@ class Screen:
 
 
 def display(state: RunState, stream: TextIO) -> Display:
-    """A screen where there is a terminal, lines elsewhere."""
+    """A screen on a terminal, lines elsewhere."""
     return Screen(state, stream) if stream.isatty() else Lines(state, stream)
 
 
@@ -165,11 +165,11 @@ def figures(metrics: Mapping[str, float]) -> str:
 
 
 class ProgressLine:
-    """Shows which part of a long piece of work is being done: one line rewritten on a terminal, few lines elsewhere.
+    """Shows the current part of a long task: one line rewritten on a terminal, few lines elsewhere.
 
     Args:
-        what: is being done, at the beginning of each line.
-        stream: where it is shown.
+        what: the task, at the beginning of each line.
+        stream: the stream to write to.
     """
 
     def __init__(self, what: str, stream: TextIO, clock: Clock | None = None) -> None:

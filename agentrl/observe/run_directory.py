@@ -1,4 +1,4 @@
-"""The files of a run directory, and how they are written.
+"""The files of a run directory, and safe ways to write them.
 
 config.json      the resolved configuration          journal/       control and turn databases
 metrics.jsonl    one line per optimizer step         versions/      published weights
@@ -7,8 +7,8 @@ policies/NAME    link to a policy's last version     steps/         columns of o
 engine.log       error streams of engine processes   process.json   which process leads the run, or how it ended
 best/NAME        link to its version when the metric was best
 
-A run directory may come from somebody else: nothing is ever written through a link, pipe or device that lies under the
-name of one of our files.
+A run directory may come from somebody else: nothing is ever written through a link, pipe or device that has the name of
+one of our files.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def write_line(file: FileIO, record: Mapping[str, Any]) -> None:
     """Append a record as a line of JSON.
 
     Raises:
-        OSError: the disk refused; what it took of the line is removed again.
+        OSError: the disk failed; a partial line is removed.
     """
     line = (json.dumps(record) + "\n").encode()
     written = file.write(line)

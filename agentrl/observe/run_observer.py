@@ -33,16 +33,16 @@ INTERVAL_S = 1.0
 
 
 class RunObserver:
-    """Observes one run; a context manager that leaves the terminal as it was.
+    """Observes one run; a context manager that restores the terminal.
 
     Args:
-        directory: of the run; metrics that are there already belong to its previous attempts.
+        directory: the run's directory; existing metrics in it belong to previous attempts.
         plan: of the run.
         others: the caller's observers, which get the same calls.
-        sinks: where metrics go besides `metrics.jsonl`.
-        quiet: say nothing on the terminal.
-        stream: where to say it; the error stream where None.
-        clock: the machine's where None.
+        sinks: sinks of the metrics, besides `metrics.jsonl`.
+        quiet: write nothing to the terminal.
+        stream: the terminal's stream; None: the error stream.
+        clock: None: the system clock.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class RunObserver:
 
 
 def _chosen(summary: Mapping[str, Any]) -> str:
-    """Which versions were best, and whether the run ended because of the metric; empty if nothing was chosen."""
+    """The versions that were best, and whether the metric ended the run; empty if there is no such metric."""
     lines = []
     if best := summary.get("best"):
         steps = ", ".join(f"{safe_line(name)}@{step}" for name, step in best["steps"].items())

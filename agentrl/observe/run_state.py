@@ -35,7 +35,7 @@ MAX_STATUS_BYTES = 1 << 20
 """Bytes of `status.json` that are read at most: anyone may have put the file there."""
 STATUS_FILE = "status.json"
 SILENT_S = 15.0
-"""A status older than this is old: a run that goes on writes it every second."""
+"""Seconds after which a status is out of date: a live run writes it every second."""
 Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
 """An integer that a float can hold, and a screen show."""
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
@@ -46,11 +46,11 @@ class Status:
     """A moment of a run."""
 
     phase: str
-    """The current activity, in words."""
+    """The current activity, for people."""
     progress: tuple[Whole, Whole] | None = None
     """Held-out episodes that have ended, and of how many, while an evaluation runs."""
     waits: tuple[str, ...] = ()
-    """What the trainers and admission wait for, in words."""
+    """The reasons why trainers and admission wait, for people."""
     in_flight: Whole = 0
     ready: Whole = 0
     trained: Whole = 0
@@ -84,7 +84,7 @@ def read_status(directory: Path) -> Status | None:
 
 
 def with_engine_share(status: Status, share: float | None) -> Status:
-    """The status with the engine's recent busy share, also in words."""
+    """The status with the engine's recent busy share, also as text."""
     waits = status.waits
     if share is not None and status.in_flight:
         if share >= 0.9:
@@ -145,7 +145,7 @@ class PolicyState:
         return self.steps.get(self.step, {})
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a metric where it was measured; `evaluation/…` comes from the evaluations."""
+        """Steps and measured values of a metric; `evaluation/…` comes from the evaluations."""
         source = self.evaluations if name.startswith("evaluation/") else self.steps
         points = [(step, values[name]) for step, values in sorted(source.items()) if name in values]
         return [step for step, _ in points], [value for _, value in points]
@@ -167,7 +167,7 @@ class RunState:
     standing: str = "running"
     """`running`, or how the process that led the run ended; see `agentrl.journal.process`."""
     problem: str = ""
-    """The parts of the run that could not be read, in words."""
+    """The parts of the run that could not be read, for people."""
 
     def __post_init__(self) -> None:
         for name, bound in self.plan.max_staleness.items():
@@ -258,7 +258,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _whole(value: Any) -> int | None:
-    """The value where it is an integer that a float can hold."""
+    """The value if it is an integer within a float's range, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53 else None
 
 

@@ -1,9 +1,9 @@
-"""Sinks: where metrics go besides the journal.
+"""Sinks: destinations of metrics besides the journal.
 
-`JsonlSink` writes `metrics.jsonl` of every run. trackio, wandb and tensorboard need packages of their own, which are
-imported only if a configuration asks for them; names and values go through as they are. A metric of policy P is logged
-under its own name if P is the only policy that steps, else as `P/name`: these tools know one series per name.
-`prometheus` formats the newest values.
+Every run has a `JsonlSink`, which writes `metrics.jsonl`. trackio, wandb and tensorboard are imported only if a
+configuration asks for them; they get names and values unchanged. A metric of policy P is logged under its own name if P
+is the only policy that learns, else as `P/name`: these tools know one series per name. `prometheus` formats the newest
+values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SinkName = Literal["trackio", "wandb", "tensorboard"]
 
 
 class Sink(Protocol):
-    """Where metrics go besides the journal."""
+    """A destination of metrics besides the journal."""
 
     def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
         """Take the values of one step; must not block for long."""
@@ -152,7 +152,7 @@ class WandbSink(_LoggingSink):
         self._run.define_metric("*", step_metric="step")
 
     def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
-        """A log call; the step is a metric of its own, since wandb drops steps that go back, as after a resume."""
+        """One log call. The step is a metric too, since wandb drops steps that go back, as after a resume."""
         self._run.log({"step": step, **self.named(policy, values)})
 
 

@@ -1,7 +1,7 @@
 """One screen of a run for the terminal: a `RunState` becomes a rich renderable. Draws; reads and decides nothing.
 
-Everything of a run passes `plain` before it is shown: names come from configurations and journals of others. Curves are
-drawn in braille dots: two columns and four rows of them to a character.
+Everything passes through `plain` before it is shown: names come from foreign configurations and journals. Curves are
+drawn in braille dots, two columns and four rows per character.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def view(state: RunState, *, width: int = WIDTH, age_s: float | None = None) -> 
 
 
 def plain(text: str) -> str:
-    """`text` on one line, safe for a terminal (`safe_line`), and its end cut where it is too long."""
+    """`text` on one line, safe for a terminal (`safe_line`), cut at the end if too long."""
     text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} …"
     return safe_line(text)
 
@@ -232,13 +232,13 @@ def curve(
 
     Args:
         values: what to plot; values that are not finite leave a gap.
-        steps: the step of each value, growing; 1, 2, … where empty.
+        steps: the step of each value, growing; empty: 1, 2, ….
         title: put before the first and last values.
         width: characters of the plotting area, at least 10.
         height: lines of the plotting area, at least 2.
 
     Returns:
-        Lines without a trailing newline; a sentence where there is nothing to plot.
+        Lines without a trailing newline; a sentence if there is nothing to plot.
     """
     at = list(steps) or list(range(1, len(values) + 1))
     points = [(step, value) for step, value in zip(at, values, strict=True) if math.isfinite(value)]

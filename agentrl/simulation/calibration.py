@@ -46,22 +46,22 @@ class Busy(msgspec.Struct, frozen=True):
     """Shares of the time."""
 
     engine: float
-    """In which any call ran."""
+    """Seconds in which any call ran."""
     trainer: float
     steps_per_hour: float
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """A run, as far as a simulation of it goes."""
+    """Figures of a run that a simulation needs."""
 
     plan: Plan
     steps: int
-    """Of the first policy that learns."""
+    """Optimizer steps of the first policy that learns."""
     skipped: int
     measured: Busy
     """After the skipped steps."""
     episodes: int
-    """That were read."""
+    """Number of episodes that were read."""
 
 
 class _Seen:
@@ -184,7 +184,7 @@ def _read(reader: RunReader, begin: float, end: float) -> tuple[dict[str, _Seen]
 
 
 def sampled_turn(body: TurnEntry) -> SampledTurn | None:
-    """As the journal has it; where it stood still is taken off its beginning. None: nothing was sampled."""
+    """A turn from the journal, without pauses at its beginning. None: it sampled nothing."""
     context = len(body.context_ids) // 4
     turn = SampledTurn(
         start=body.started + sum(pause.seconds for pause in body.pauses),
@@ -197,7 +197,7 @@ def sampled_turn(body: TurnEntry) -> SampledTurn | None:
 
 
 def _environments(reader: RunReader, seen: Mapping[str, _Seen]) -> dict[str, Any]:
-    """In order of depth: the roots' first."""
+    """Environments in order of depth, roots first."""
     fan_out: dict[str, Counter[str]] = defaultdict(Counter)
     episodes: Counter[str] = Counter()
     roots: Counter[str] = Counter()
@@ -295,16 +295,15 @@ class SampledTurn(NamedTuple):
 def fitted_rates(turns: Sequence[SampledTurn], slots: int, replicas: int) -> dict[str, Any]:
     """Rates of a replica as `[engine]` of a plan has them, by least squares.
 
-    Who got a slot when is not known: while `n` calls are there for `slots`, each runs for `slots / n` of the time. So
-    what one turn of those that waited took says nothing, and all of them count as their mean.
+    When each call got a slot is unknown: while `n` calls compete for `slots`, each runs for `slots / n` of the time.
+    Single turns that waited therefore say nothing; all of them count as their mean.
 
-    `prefill_rate` is what new tokens of contexts cost: those that were computed, again perhaps, or that a cache held,
-    are in it.
+    `prefill_rate` is the cost of new context tokens, whether computed, recomputed or served by a cache.
 
     Args:
-        turns: all there were in some time, at least one, each with tokens and some seconds.
-        slots: of a replica.
-        replicas: the calls are spread over.
+        turns: all turns of some period: at least one, each with tokens and a duration.
+        slots: slots per replica.
+        replicas: number of replicas that share the calls.
     """
     import numpy as np
 

@@ -1,14 +1,14 @@
-"""An engine that samples nothing and takes the time it would: continuous batching, a bound on keys and values, prefill.
+"""An emulated engine that samples nothing but takes realistic time: continuous batching, bounded KV memory, prefill.
 
-Calls that run share every forward pass: with b of them each gets r(b) tokens per second. So all that runs advances by
-the same amount, one number counts it (`_advanced`), and a call ends when that number has grown by its length.
+Running calls share every forward pass: with b of them, each gets r(b) tokens per second. All of them advance equally,
+so one number (`_advanced`) counts their progress, and a call ends when it has grown by the call's length.
 
 1. At most `slots` calls run; the others wait, in order of priority, then of arrival.
-2. The part of a call's context that is not kept any more is computed first, at `prefill_rate`, one call's after
-   another's in the order in which they began. Meanwhile the device does nothing else: nobody advances.
-3. Keys and values of a conversation stay between its turns while there is room; those idle for longest go first. When
-   running calls outgrow the room, the one that began last waits again, and computes its context once more. One that
-   outgrows it alone goes on.
+2. The part of a call's context that is no longer in memory is computed first, at `prefill_rate`, for one call after
+   another in the order they began. Nothing else advances meanwhile.
+3. A conversation keeps its KV between turns while memory lasts; the longest idle is evicted first. When running calls
+   exceed the memory, the one that began last waits and recomputes its context later. A single call that exceeds the
+   memory alone continues.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HEADROOM = 0.05
 """Share of the memory that is left to what runs when a call begins: else the next tokens would push it out again."""
 
 Length = Callable[["GenerateRequest"], int]
-"""How many tokens a call samples."""
+"""Number of tokens a call samples."""
 
 Rate = Callable[[int], float]
 """r(b): tokens per second of each of b calls that run together."""
@@ -57,7 +57,7 @@ class _Call:
     """`_advanced` when it got its slot; None without one."""
     reason: FinishReason = "stop"
     spans: list[VersionSpan] = field(default_factory=list)
-    """Of versions before `version`."""
+    """Spans of versions before `version`."""
     version: PolicyVersion | None = None
 
     def __lt__(self, other: _Call) -> bool:
@@ -120,7 +120,7 @@ class EmulatedEngine:
         self._computing: dict[_Call, float] = {}
         """Seconds that the rest of each running call's context takes, in the order in which they began."""
         self._computing_seconds = 0.0
-        """Of all of them."""
+        """Seconds of prefill, over all calls."""
         self._now = 0.0
         self._arrivals = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -130,8 +130,8 @@ class EmulatedEngine:
         self.slot_seconds = 0.0
         """Seconds of all slots together in which they had a call."""
         self.full_seconds = 0.0
-        """Seconds in which the engine could do no more: a call waited, or contexts were computed. Others count by the
-        share of the slots that ran."""
+        """Seconds in which the engine was at capacity: a call waited, or contexts were computed. Other seconds count by
+        the share of slots in use."""
         self.preemptions = 0
         self.is_waited_for: Callable[[], bool] = lambda: False
         """Whether calls wait in front of it, for room in its memory."""
@@ -211,7 +211,7 @@ class EmulatedEngine:
         return call
 
     def finish(self, call: _Call) -> Completion:
-        """A call has ended, or was cut: what it said. What its conversation computed stays while there is room."""
+        """End a call, finished or cut, and return its completion. Its conversation keeps its KV while memory lasts."""
         self._advance()
         if call.began is not None:
             self._take_out(call)
@@ -302,7 +302,7 @@ class EmulatedEngine:
             self._timer = asyncio.get_running_loop().call_at(self._next_change(), self._settle)
 
     def _next_change(self) -> float:
-        """When the next call ends, or the memory is full and somebody can go."""
+        """The next time at which a call ends or memory fills up with something to evict."""
         rate = self._rate(len(self._running))
         seconds = max(self._ends[0][0] - self._advanced, 0.0) / rate
         if self._idle or len(self._running) > 1:  # else whoever outgrows it simply goes on

@@ -1,4 +1,4 @@
-"""Which knob to turn: a plan with one setting changed to a neighbouring value, simulated, and what that brought."""
+"""Finds the setting to change: simulates a plan with one setting at a neighbouring value, and compares."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Turned(msgspec.Struct, frozen=True):
     now: Any
     then: Any
     throughput: float
-    """Sampled tokens that are trained, per second, over those of the plan as it is."""
+    """Trained tokens per second, relative to the unchanged plan."""
     engine_busy: float
     trainer_busy: float
     token_lag: float
@@ -152,7 +152,7 @@ def turn(plan: Plan, base: Measured, measure: Callable[[Plan], Measured]) -> Ite
 
 
 def bottleneck(measured: Measured) -> str:
-    """The bottleneck of the run, in words."""
+    """The bottleneck of the run, as a sentence."""
     busiest, share = max(
         (("the engines", measured.engine_busy), ("the trainer", measured.trainer_busy)), key=lambda pair: pair[1]
     )
@@ -171,7 +171,7 @@ def bottleneck(measured: Measured) -> str:
 
 
 def advice(turned: Sequence[Turned]) -> list[str]:
-    """The best knob of each kind that is worth turning, in words."""
+    """The best change of each kind that is worth making, as sentences."""
     told = []
     for costs, what in (
         ("", "Turn"),

@@ -1,4 +1,4 @@
-"""How a simulation is shown: as a terminal page, and as an SVG of timelines on one scale of time."""
+"""Renders a simulation: a terminal page, and an SVG of timelines on one time axis."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def simulation_page(
 
 
 def assumptions(plan: Plan) -> list[tuple[str, str]]:
-    """The assumptions of a simulation, in words."""
+    """Rows of label and text: the assumptions of a simulation."""
     engine, rates = plan.engine, plan.rates
     by = f"{engine.model} on {engine.gpus} × {engine.gpu}, " if engine.model else ""
     speed = f"{rates(1):.3g} tokens/s a call alone, {rates(engine.slots):.3g} among {engine.slots}"
@@ -91,7 +91,7 @@ def assumptions(plan: Plan) -> list[tuple[str, str]]:
 
 
 def results(measured: Measured) -> list[tuple[str, str]]:
-    """Busy shares, rates, lags and tails, in words."""
+    """Rows of label and text: busy shares, rates, lags and tails."""
     facts = [
         ("engines", f"{measured.engine_busy:.0%} of their capacity; {measured.slots_busy:.0%} of the slots run"),
         ("trainer", f"{measured.trainer_busy:.0%}"),
@@ -170,7 +170,7 @@ def _busy(line: RunTimeline, name: str) -> str:
 def _timeline_row(
     label: str, kind: str, shares: Sequence[float], told: str, top: float, line: RunTimeline, seconds: float
 ) -> list[str]:
-    """A label, an area over time, and what it came to."""
+    """One row of the SVG: a label, an area over time, and its total."""
     width = _PLOT * line.part / seconds
     shares = shares[: round(seconds / line.part)]
     bottom = top + _ROW

@@ -94,7 +94,7 @@ class Tail(Section):
 
 
 def _pareto_low(alpha: float, cap: float) -> float:
-    """Where a Pareto distribution cut off at `cap` begins, for a median of 1."""
+    """Lower bound of a Pareto distribution that is cut off at `cap` and has median 1."""
     # 1 - x^a = (1 - (x/cap)^a) / 2  =>  x^a = 1 / (2 - cap^-a)
     return float((2 - cap**-alpha) ** (-1 / alpha))
 
@@ -119,7 +119,7 @@ TRAIN_SHARE = 0.35
 MEMORY_SHARE = 0.9
 """Share of the memory available for weights, keys and values."""
 STEP_SECONDS = 0.003
-"""Seconds of a forward pass besides reading: launches, sampling, the host."""
+"""Seconds per forward pass besides reading weights: launches, sampling, the host."""
 
 ModelName = Literal["0.5B", "1.5B", "7B", "14B", "32B", "70B"]
 GpuName = Literal["A100", "H100", "H200", "B200", "L40S"]
@@ -207,7 +207,7 @@ GPUS: Mapping[GpuName, Gpu] = {
     "B200": Gpu(180e9, 7.7e12, 2250e12),
     "L40S": Gpu(48e9, 0.864e12, 362e12),
 }
-"""SXM where there are several."""
+"""GPU data; the SXM variant if there are several."""
 
 MODELS: Mapping[ModelName, Model] = {
     "0.5B": Model(0.49e9, 24 * 2 * 64 * 4),
@@ -223,15 +223,15 @@ MODELS: Mapping[ModelName, Model] = {
 BLOCKS = 24
 """Blocks of a median turn, at least, if it has so many tokens: lengths are counted in blocks."""
 MAX_TURNS = 2_000_000
-"""That are simulated until the pipeline is full: they take minutes."""
+"""Most turns to simulate until the pipeline is full: they take minutes."""
 MAX_EPISODES = 1_000_000
-"""That a task may come to, with all its children, or a step."""
+"""Episodes of a task with all its children, or of a step, at most."""
 MAX_BLOCKS = 1_000_000
-"""Of a conversation."""
+"""Blocks of a conversation, at most."""
 Speed = Annotated[float, Field(ge=1e-3, le=1e15)]
 """Tokens per second."""
 Count = Annotated[int, Field(gt=0, le=1_000_000)]
-"""Of GPUs, or of calls."""
+"""Number of GPUs or of calls."""
 Length = Annotated[int, Field(ge=0, le=MOST)]
 """Tokens."""
 
@@ -250,7 +250,7 @@ class EnvironmentPlan(Section):
 
     seats: Annotated[dict[str, SeatPlan], Field(min_length=1)]
     prompt: Annotated[Length, Field(gt=0)] = 256
-    """Of each seat's conversation."""
+    """Prompt tokens of each seat's conversation."""
     tool_seconds: Tail | None = None
     """Between two turns of a seat; leave it out where tools take no time."""
     tool_tokens: Length = 0
@@ -296,7 +296,7 @@ class EnginePlan(Section):
     """Size of the model, in bf16."""
     gpu: GpuName = "H100"
     gpus: Count = 1
-    """Of one replica."""
+    """GPUs per replica."""
     rates: dict[Count, Speed] = {}
     """Tokens per second of each call, by how many run together; in between, seconds per token are interpolated."""
     prefill_rate: Speed | None = None
@@ -325,7 +325,7 @@ class TrainerPlan(Section):
     step_seconds: Amount | None = None
     """Seconds of an optimizer step of the first policy that learns; in proportion for steps of other sizes."""
     gpus: Count = 8
-    """Where `step_seconds` is not given: of the kind and the model that `[engine]` names."""
+    """The trainer's GPUs, for the duration of a step if `step_seconds` is absent; their kind is that of `[engine]`."""
     publish_seconds: Annotated[float, Field(ge=0, le=MOST)] = 0.0
     """Between a step's end and its version's first token."""
 
@@ -339,7 +339,7 @@ class Plan(Section):
     """The first is the root episode's."""
     policies: dict[str, PolicyPlan] = {"policy": PolicyPlan()}
     seats: dict[str, str | tuple[str, ...]] = {}
-    """Which policy holds which seat, as in a training file."""
+    """Policies by seat, as in a training file."""
     credit: CreditPlan = CreditPlan()
     engine: EnginePlan
     trainer: TrainerPlan = TrainerPlan()
@@ -422,7 +422,7 @@ class Plan(Section):
         return {name: policy for name, policy in self.policies.items() if policy.kind == "trained"}
 
     def times(self) -> dict[str, int]:
-        """How many episodes of each kind a root episode brings."""
+        """Episodes of each kind per root episode."""
         found = dict.fromkeys(self.environments, 0)
         generation = Counter({self.root: 1})
         for _ in range(MAX_CHILD_DEPTH + 1):
@@ -514,7 +514,7 @@ class Plan(Section):
         return self._per_task(lambda environment, seat: seat.tokens.mean)
 
     def turns_per_task(self) -> float:
-        """Of a root episode and its children, on average."""
+        """Mean number of turns of a root episode and its children."""
         return self._per_task(lambda environment, seat: max(seat.turns.mean, 1.0))
 
     def _per_task(self, what: Callable[[EnvironmentPlan, SeatPlan], float]) -> float:

@@ -1,12 +1,12 @@
-"""Episodes that do nothing but take their time: the environments of a plan as production runs them.
+"""The environments of a simulation: episodes that take the time a plan gives them and do nothing else.
 
-What an episode does is drawn from its task and its own random numbers alone: whoever schedules, the jobs are the same.
-The log-length of what an agent samples has a part that all episodes of a task share, a part that a parent and its
-children share, and one of its own.
+An episode's acts depend only on its task and its own random numbers, so every scheduler gets the same jobs.
+The log-length of a turn is a sum of three parts: one common to all episodes of the task, one common to a parent and its
+children, and one of the episode.
 
-An agent is told how long the message is to be, and how long its turn: `LengthFormat` writes as many tokens, the last of
-which is the turn's length, and `length_of` reads that off a call. Lengths are counted in blocks of `grain` tokens, so
-that a turn of 30,000 tokens costs no more than one of 300.
+A message states its own length and the length of the answer: `LengthFormat` writes that many tokens, the last of which
+is the answer's length, and `length_of` reads it from the call. Lengths count blocks of `grain` tokens, so a turn of
+30,000 tokens costs no more than one of 300.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Planned(Environment):
 
 
 class _Player:
-    """An agent, and what it will do."""
+    """An agent with the lengths of its future turns."""
 
     def __init__(
         self, agent: Agent, seat: SeatPlan, program: Planned, shared: Sequence[float], rng: random.Random
@@ -85,7 +85,7 @@ class _Player:
         self._context = program.plan.prompt / program.grain
         """Before the next turn, in blocks."""
         self._told = 0
-        """Of them those that the agent has."""
+        """Blocks of the context that the agent already has."""
 
     async def act(self) -> None:
         """Take the next turn."""
@@ -134,7 +134,7 @@ class LengthFormat:
     fingerprint = b"lengths"
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        """So many tokens as the last message says, the last of which is the length of the turn."""
+        """As many tokens as the last message states; the last token is the length of the turn."""
         length, turn = map(int, messages[-1].content.split())
         return [0] * (length - 1) + [turn]
 
@@ -160,5 +160,5 @@ class LengthFormat:
 
 
 def length_of(request: GenerateRequest) -> int:
-    """How many blocks a turn is to have."""
+    """Number of blocks of the turn."""
     return int(request.token_ids[-1 - request.sampled_before])

@@ -43,12 +43,12 @@ class Step(NamedTuple):
     units: tuple[str, ...]
     """Episodes."""
     engine: tuple[float, float, float, float]
-    """Of all engines until then: seconds of slots that ran, of capacity that was used, in which anything ran; blocks
-    sampled."""
+    """Totals over all engines so far: slot seconds in use, capacity seconds in use, seconds in which anything ran, and
+    sampled blocks."""
 
 
 class Snapshot(NamedTuple):
-    """How things stood."""
+    """The state of the simulation at one moment."""
 
     at: float
     full_seconds: float
@@ -81,7 +81,7 @@ class Recorder:
         self.spans: dict[str, Counter[tuple[str, int]]] = defaultdict(Counter)
         """By episode, then by version: sampled."""
         self.asked: Counter[str] = Counter()
-        """By episode, begun or waiting for a slot: what it is to sample."""
+        """Tokens to sample, by episode, of calls that run or wait for a slot."""
         self.contexts: Counter[str] = Counter()
         """By episode: of all its conversations, what was said to the policies and by them."""
         self.steps: list[Step] = []
@@ -109,7 +109,7 @@ class Recorder:
 
 
 class NullTurnLog:
-    """One worker's partition; see `TurnLog`."""
+    """A turn log that stores nothing; see `TurnLog`."""
 
     name = "turns-0.db"
 
@@ -231,7 +231,7 @@ class RecordingJournal(NullJournal):
             self._recorder.wasted += self._recorder.lengths[episode_id]
 
     def record_step(self, row: StepRow) -> None:
-        """Note when it was, and what it was fed."""
+        """Record the time and the inputs of a step."""
         recorder, policy = self._recorder, row.version.policy
         units = tuple(unit.episode_id for unit in row.batch.units)
         now = asyncio.get_running_loop().time()

@@ -1,10 +1,10 @@
-"""A `Trainer` that learns nothing and remembers everything: what it was given, in which order, and what it gave.
+"""A `Trainer` that learns nothing and records everything: its batches, their order, and its answers.
 
-Owns: step counters, the batches of each step, injected failures and durations. Its weights say what they were trained
-on: the units of all steps behind them, in order, in `trained.json`; so a checkpoint can be asked what it learned.
+Owns: step counters, the batches of each step, injected failures and durations. Its weights list the units of all steps
+behind them, in order, in `trained.json`, so a checkpoint shows what it was trained on.
 
-1. Idempotent by step id, as the port asks: a step that was applied is applied once, and repeats return its report.
-2. A failed step leaves the counters as they were; each injected failure happens once.
+1. Idempotent by step id, as the port requires: a step is applied once, and repeats return its report.
+2. A failed step leaves the counters unchanged; each injected failure happens once.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _LIMIT = 64 << 20
 
 
 class RecordingTrainer:
-    """The fake trainer.
+    """A `Trainer` for tests and simulations.
 
     Args:
         policies: the policies it trains.
-        clock: where durations are waited; needed if one is not 0.
-        step_seconds: how long `forward_backward` takes on that clock; may depend on the batch.
-        publish_seconds: how long `publish` takes on that clock.
-        failures: what `optim_step` raises, once, at a (policy, step id).
-        steps: steps each policy has taken before; 0 if absent.
-        versions: where published versions are written; without it they exist in name only.
-        disk: where they, and what is saved, lie.
+        clock: measures the durations; required if one is not 0.
+        step_seconds: duration of `forward_backward` on that clock, or a function of the batch.
+        publish_seconds: duration of `publish` on that clock.
+        failures: errors that `optim_step` raises once, by (policy, step id).
+        steps: steps that each policy has taken before; 0 if absent.
+        versions: directory of published versions; without it, versions exist in name only.
+        disk: the disk that holds versions and checkpoints.
 
     Example:
         >>> trainer = RecordingTrainer(["solver"])
@@ -69,7 +69,7 @@ class RecordingTrainer:
         self.closed = False
         self._clock = clock
         self.step_seconds = step_seconds if callable(step_seconds) else lambda batch: step_seconds
-        """How long a step with a batch takes."""
+        """Duration of a step with a batch."""
         self._publish_seconds = publish_seconds
         self._failures = dict(failures or {})
         self._root = versions

@@ -1,8 +1,8 @@
-"""A run in virtual time: production's loop around emulated engines and a trainer that only takes its time.
+"""Runs production's loop in virtual time, with emulated engines and a trainer that only takes time.
 
-`simulate_run` ends it after so many steps and returns `Measured`: what was busy, how far behind tokens were, how long
-episodes took, and whether long and short ones were trained alike. The first steps, in which the pipeline fills, are not
-measured.
+`simulate_run` stops after the given number of steps and returns `Measured`: busy shares, lags of tokens, durations of
+episodes, and whether long and short episodes were trained equally. The first steps, in which the pipeline fills, are
+not measured.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PARTS = 72
 """Number of intervals of a timeline."""
 SNAPSHOTS_PER_STEP = 24
-"""How often during a step the simulation looks at what holds admission back, about."""
+"""Number of times per step, about, at which the simulation records what holds admission back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Scenario:
 
     plan: Plan
     steps: int = 40
-    """Of the first policy that learns."""
+    """Steps of the first policy that learns."""
     skipped: int = 12
     """First steps that are not measured."""
     is_closed: bool = False
@@ -137,7 +137,7 @@ def _engine(plan: Plan, recorder: Recorder, versions: Mapping[str, PolicyVersion
 
 
 def step_seconds(plan: Plan, recorder: Recorder) -> Callable[[TrainBatch], float]:
-    """How long a step takes."""
+    """A function from a batch to the duration of its step."""
     rate = plan.train_rate()
 
     def seconds(batch: TrainBatch) -> float:
@@ -196,7 +196,7 @@ class Measured:
     max_lag_exceeded: int
     """Trajectories trained beyond `max_lag`, of all steps."""
     length_ratio: float
-    """Mean length of what was trained over that of all that was begun."""
+    """Mean length of trained episodes over that of all that began."""
     waste: float
     """Share of the sampled tokens whose units were dropped."""
     episodes: int

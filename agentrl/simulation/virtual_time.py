@@ -2,10 +2,10 @@
 
 Owns: the order of ready task steps, the clock, the diagnosis when nothing can run. Does no I/O and starts no thread.
 
-1. Ready task steps run in an order drawn from the seed. A plain callback (`call_soon`, a timer) is never overtaken by
-   what was queued after it, as asyncio documents.
-2. Time stands still while anything is ready, and jumps to the next timer when nothing is.
-3. If neither a step nor a timer is left, `DeadlockError` names every waiting task and where it waits.
+1. Ready task steps run in an order drawn from the seed. A plain callback (`call_soon`, a timer) runs before everything
+   queued after it, as asyncio documents.
+2. Time stands still while anything is ready, and then jumps to the next timer.
+3. If neither a step nor a timer is left, `DeadlockError` names every waiting task and the line at which it waits.
 4. Equal seeds give equal runs in every process, so sets of tasks and futures iterate in order of creation as well.
    `asyncio.as_completed` over bare coroutines stays out of reach (a set of coroutines, by address): give it tasks.
 
@@ -58,7 +58,7 @@ class SimulationError(AgentRLError):
 
 
 class DeadlockError(SimulationError):
-    """No task can run and no timer is set; the message names each waiting task and where it waits."""
+    """No task can run and no timer is set; the message names each waiting task and the line at which it waits."""
 
 
 class StepLimitError(SimulationError):
@@ -167,7 +167,7 @@ class SimLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.seed = seed
         self.steps = 0
-        """How many handles ran."""
+        """Number of handles that ran."""
         self._max_steps = max_steps
         self._draw = stream("simulated loop", seed).randrange
         self._now = 0.0
@@ -200,7 +200,8 @@ class SimLoop(asyncio.BaseEventLoop):
         return _SimFuture(loop=self, serial=self._serial)
 
     def note(self) -> str:
-        """The seed and the last steps, oldest first: virtual time, task or callback, where it went on."""
+        """The seed and the last steps, oldest first: virtual time, task or callback, and the line at which it
+        resumed."""
         lines = [f"simulated with {SEED_VARIABLE}={self.seed}, {self.steps} steps; the last of them:", *self._trace]
         return "\n  ".join(lines)
 
@@ -342,7 +343,7 @@ def _callback_name(handle: asyncio.Handle) -> object:
 
 
 def _position(task: asyncio.Task[Any]) -> str:
-    """The place where a task is suspended: the innermost line outside asyncio, and what it awaits there."""
+    """The line at which a task is suspended, the innermost outside asyncio, and what it awaits there."""
     place, inside = "its start", ""
     awaited: Any = task.get_coro()
     while awaited is not None:
