@@ -1,7 +1,7 @@
-"""`agentrl doctor`: what this machine has, what a run will use, what is missing, and the command that mends it.
+"""`agentrl doctor`: what this machine has, what a run will use, what is missing, and the command that installs it.
 
-Every probe stands alone: what one raises becomes a line, never the end of the report. Exit code 1 where the default run
-(`agentrl demo`) cannot work.
+Checks are independent: an exception in one becomes a line of the report. Exit code 1 if the default run (`agentrl
+demo`) cannot work.
 """
 
 from __future__ import annotations
@@ -272,10 +272,10 @@ def plan() -> list[Check]:
 
 
 def package(name: str, floors: dict[str, str], *, extra: str, needed: bool) -> Check:
-    """One distribution: absent, older than its floor, or fine.
+    """Check one distribution: absent, too old, or fine.
 
     Args:
-        name: of the distribution.
+        name: name of the distribution.
         floors: the oldest versions agentrl works with, by name.
         extra: the extra of agentrl that brings it.
         needed: whether the default run imports it.
@@ -293,7 +293,7 @@ def package(name: str, floors: dict[str, str], *, extra: str, needed: bool) -> C
 
 @cache
 def _asked_torch() -> subprocess.CompletedProcess[str]:
-    """Torch's threads and number of GPUs, asked in a process of its own."""
+    """Torch's threads and number of GPUs, from a child process."""
     code = "import torch; print(torch.get_num_threads(), torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     return subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)
 

@@ -92,18 +92,18 @@ def env_check(options: argparse.Namespace) -> int:
 
 
 def run_in_subprocess(call: Callable[[], Any], *, longest_s: float = LONGEST_S) -> tuple[Any, str]:
-    """Call foreign code in a child process, where it may crash, exit, fork or hang.
+    """Call foreign code in a child process, which may crash, exit, fork or hang.
 
-    The child and its process group end with this process, however that ends. What the code prints goes to standard
-    error, and its standard input is empty. Not a sandbox: the code runs with the caller's rights. Call it while the
-    process has one thread: the child is a fork of it.
+    The child and its process group end with this process, however it ends. Output of the code goes to standard error;
+    its standard input is empty. This is no sandbox: the code runs with the caller's rights. Call it while the process
+    has one thread, because the child is a fork.
 
     Args:
         call: returns JSON data.
         longest_s: seconds after which the child is killed.
 
     Returns:
-        What `call` returned, and why it returned nothing (empty if it did).
+        The value of `call`, and the reason if there is none (else empty).
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -159,7 +159,7 @@ def _end_with_parent(life: int) -> None:
 
 
 def _read(child: int, reading: int, longest_s: float) -> tuple[int | None, bytes]:
-    """The child's exit status, None while it lives, and what it wrote: all of it, or up to the deadline."""
+    """The child's exit status (None while it lives) and its output, complete or up to the deadline."""
     clock, content = SystemClock(), b""
     deadline = clock.monotonic() + longest_s
     while clock.monotonic() < deadline:
@@ -188,7 +188,7 @@ def _whereabouts(child: int, reading: int) -> str:
 
 
 def _end(child: int) -> None:
-    """End the child and what it left in its group."""
+    """End the child and the rest of its process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):

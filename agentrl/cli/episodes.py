@@ -273,7 +273,7 @@ def _episodes(reader: RunReader, options: argparse.Namespace) -> Sequence[tuple[
 
 
 def _adapters(reader: RunReader) -> Adapters | None:
-    """Those of the sample run, where it is one: its policies are a script, and its tokens bytes."""
+    """The sample run's adapters, if this is one: its policies are a script, and its tokens are bytes."""
     config = reader.info().get("config")
     if not isinstance(config, dict):
         raise InputError(f"{reader.path}: its journal holds no configuration, so it cannot be executed again")

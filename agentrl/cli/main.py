@@ -35,7 +35,7 @@ _MACHINE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line (that of the process where None) and return its exit code."""
+    """Run a command line (default: that of the process) and return its exit code."""
     _prepare_streams()
     options = argparse.Namespace(reads=True, takes_overrides=None)
     try:

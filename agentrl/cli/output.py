@@ -1,4 +1,4 @@
-"""How commands print: JSON for programs, rich renderables for people; at once, or as it comes (`--follow`)."""
+"""Output of commands: JSON for programs, rich renderables for people; at once, or continuously (`--follow`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INTERVAL_S = 1.0
 
 
 def print_json(value: Any) -> None:
-    """One JSON document, ASCII only, so that no content reaches the terminal as it is."""
+    """Print one JSON document in ASCII, so that no content reaches the terminal unescaped."""
     import json
 
     import msgspec
@@ -47,7 +47,7 @@ def print_json_line(value: Any) -> None:
 
 
 def print_text(renderable: RenderableType) -> None:
-    """A renderable, as wide as the terminal; at least 120 characters where there is none."""
+    """Print a renderable in the terminal's width, or in 120 characters if there is no terminal."""
     from rich.console import Console
 
     class OpenConsole(Console):
@@ -66,15 +66,15 @@ def follow(
     page: Callable[[Sequence[T]], Page],
     ended: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Print the new items of a run as they come, as pages or a line of JSON each, until the run has ended or Ctrl-C.
+    """Print new items of a run as they appear, as pages or lines of JSON, until the run ends or Ctrl-C.
 
     Args:
-        reader: of the run.
-        options: of the command.
-        ask: returns the items, in order; asked every `INTERVAL_S`.
+        reader: reader of the run.
+        options: options of the command.
+        ask: returns the items in order; called every `INTERVAL_S`.
         key: identifies an item, which is printed once.
         page: renders items.
-        ended: whether nothing more will come although the run goes on.
+        ended: whether no more items will come even if the run continues.
     """
     seen: set[Hashable] = set()
     with contextlib.suppress(KeyboardInterrupt):

@@ -43,7 +43,7 @@ READING_SHARE = 0.1
 PROBLEMS_SHOWN = 5
 """Problems that `run export` prints."""
 _EPISODE = re.compile(r"(forks/)?[a-z]\d+(?![\w-])")
-"""How the id of an episode begins, which no run is called by without intent."""
+"""Pattern of an episode id: an argument that matches is taken as one."""
 
 
 class Answer(NamedTuple):

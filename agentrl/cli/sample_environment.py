@@ -1,6 +1,6 @@
-"""What the sample run plays: sums that one agent writes, and others solve and check; every kind of act is in it.
+"""The environment of the sample run: one agent writes sums, others solve and check them; uses every kind of act.
 
-The policies are a script (`says`): it answers from the conversation alone, better with every step of the solver.
+The policies are a script (`says`): it answers from the conversation alone, and better with every step of the solver.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Propose(agentrl.Environment):
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
-        """How many numbers a sum is to have."""
+        """Tasks with a number of summands each."""
         return [agentrl.Task(id=f"{split}-{number}", data={"terms": 2 + number % 3}) for number in range(12)]
 
 
 class Notebook:
-    """What an attempt wrote down; made again by its calls."""
+    """Notes of one attempt; re-execution makes them again."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -110,7 +110,7 @@ _TOOLS = bind_tools(Solve)
 
 
 def look_up(written: str, right: int) -> dict[str, Any]:
-    """What the archive says of a sum: something outside the episode, asked once.
+    """The archive's entry on a sum, in the outside world; an effect that happens once.
 
     Raises:
         LookupError: the page is lost, so the episode fails.
@@ -167,5 +167,5 @@ def _check(conversation: str, draw: random.Random, step: int) -> str:
 
 
 def held_out_tasks() -> Sequence[Task]:
-    """What the sample run evaluates on."""
+    """Held-out tasks of the sample run."""
     return [agentrl.Task(id=f"held-out-{number}", data={"terms": 2 + number % 3}) for number in range(4)]

@@ -1,8 +1,8 @@
 """A sample run, written in seconds without a model: `agentrl demo --journal-only`, so that every command can be tried.
 
-It is the real loop over a scripted engine and a trainer that computes no gradient: what it shows of losses is made up
-by `SampleTrainer`, everything else happened. In it: three policies, children, dropped, parked and repeated episodes,
-weight updates inside turns, a lost trainer and the rollback that follows, an evaluation, step records, and forks.
+It is the real loop over a scripted engine and a trainer without gradients: `SampleTrainer` invents the losses,
+everything else happens. It contains three policies, children, dropped, parked and repeated episodes, weight updates
+inside turns, a lost trainer and the rollback that follows, an evaluation, step records, and forks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LOST_AT = ("solver", 5)
 """Before which step of which policy the trainer is lost, once."""
 PARK_EVERY_S = 0.15
 MODEL = "a script"
-"""Where the configuration names a model; `is_sample` knows a sample run by it."""
+"""`model.path` of a sample run, by which `is_sample` recognises one."""
 
 
 def write_sample_run(directory: str | Path = "runs", name: str = NAME) -> Run:
@@ -90,7 +90,7 @@ def sample_config(directory: str | Path, name: str) -> RunConfig:
 
 
 def is_sample(config: Mapping[str, Any]) -> bool:
-    """Whether a run's configuration is that of a sample run: its episodes are replayed and forked by the script."""
+    """Whether a configuration is that of a sample run, whose episodes the script replays and forks."""
     model = config.get("model")
     return isinstance(model, Mapping) and model.get("path") == MODEL
 

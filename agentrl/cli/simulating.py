@@ -116,7 +116,7 @@ def _write(options: argparse.Namespace, name: str, measured: Measured) -> None:
 
 
 def _tell(text: str) -> None:
-    """How far it is, on a terminal."""
+    """Show the progress, on a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()

@@ -55,7 +55,7 @@ def train(options: argparse.Namespace) -> int:
 
 
 def _say_how_to_go_on(options: argparse.Namespace) -> None:
-    """The command that resumes a run as it was started here."""
+    """Print the command that resumes this run."""
     model = [] if options.model is None else ["--model", str(options.model)]
     overrides = [f"--{override.lstrip('-')}" for override in options.overrides]
     command = shlex.join(["agentrl", "train", str(options.file), *model, *overrides, "--resume"])

@@ -1,9 +1,9 @@
-"""Engines' processes on whichever node Ray has room: implements `engines.child_process.Placement`.
+"""Engine processes on the nodes of a Ray cluster: implements `engines.child_process.Placement`.
 
-An actor starts the process as a child of its own, as `engines.child_process` does here, and passes on the bytes that
-process and client say to each other; what they mean it does not know. Owns actors and their end. Does not own the Ray
-session (`session.py`) or starting again (`engines.child_process`). Invariants: a process dies with its actor; bytes
-arrive in order; whatever dies, process, actor, node or Ray, the child counts as dead and its reader ends.
+An actor starts the process as its child, as `engines.child_process` does here, and relays the bytes between process and
+client without interpreting them. Owns actors and their end. Does not own the Ray session (`session.py`) or restarts
+(`engines.child_process`). Invariants: a process dies with its actor; bytes arrive in order; whatever dies (process,
+actor, node or Ray), the child counts as dead and its reader ends.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from agentrl.engines.child_process import EngineProgram
 
 LOOK_S = 1.0
-"""How often a local Ray is looked at: nothing else tells that it is dead."""
+"""Seconds between checks of a local Ray, which does not report its own death."""
 ENDING_S = 10.0
-"""How long an actor may take to end its process, before it is ended itself."""
+"""Longest time for an actor to end its process before it is killed."""
 _MOST_BYTES = 1 << 20
 """Most bytes that one `read` returns."""
 
@@ -83,7 +83,7 @@ class RayPlacement:
         self._session = RaySession()
 
     async def start(self, program: EngineProgram) -> ActorChild:
-        """See `Placement.start`; starts Ray, too, where there is none, or a dead one."""
+        """See `Placement.start`; also starts Ray if there is none, or a dead one."""
         starting = asyncio.get_running_loop().create_task(asyncio.to_thread(self._start_actor), name="start an actor")
         with kept_signal_handlers():
             try:
@@ -115,10 +115,10 @@ class RayPlacement:
                 ray.kill(actor)
 
     def _start_actor(self) -> tuple[Any, Callable[[], str]]:
-        """Start Ray and an actor, and return it with the watch on its Ray.
+        """Start Ray and an actor; return the actor and the watch on its Ray.
 
-        In a thread, since Ray's control service is asked, which may be dying. Another process of this placement may
-        start Ray again at any time: the watch is taken before the actor is made, and so never of a later Ray.
+        Runs in a thread, since it asks Ray's control service, which may be dying. Another process of this placement may
+        restart Ray at any time: taking the watch before making the actor ensures that it watches no later Ray.
         """
         try:
             self._session.start()
@@ -176,7 +176,7 @@ class ActorChild:
         self.kill()
 
     async def _write(self) -> None:
-        """One call at a time: Ray promises no order to the calls of an actor that awaits."""
+        """Write with one call at a time: Ray guarantees no order between calls of an async actor."""
         while True:
             await self._is_unsent.wait()
             self._is_unsent.clear()

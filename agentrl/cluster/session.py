@@ -1,9 +1,9 @@
-"""The Ray session a run lives in: attached to where there is one, else a small local one of its own.
+"""The Ray session of a run: an existing one, or else a small local one.
 
-A local session listens on loopback only, wants the token in a private file (0600), reports nothing to anyone, has no
-dashboard and prestarts no workers. Owns: starting, attaching, stopping, Ray's environment variables. Does not own:
-actors. Invariants: the caller's signal handlers stay in place; a session that was attached to is never shut down; a
-local one is shared by all who ask for it, since Ray allows one per process, and ends with the last of them.
+A local session listens on loopback only, requires the token in a private file (0600), sends no usage reports, and has
+no dashboard and no prestarted workers. Owns: starting, attaching, stopping, Ray's environment variables. Does not own:
+actors. Invariants: the caller's signal handlers stay in place; an existing session is never shut down; a local one is
+shared by all its users, since Ray allows one per process, and ends with the last of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OBJECT_STORE_BYTES = 80 << 20
 """Trainers get small records and read token data themselves: the smallest store Ray accepts is plenty."""
 
 ANSWERS_S = 5.0
-"""How long the Ray of `RAY_ADDRESS` may take to accept a connection."""
+"""How long the Ray at `RAY_ADDRESS` may take to accept a connection."""
 
 _LONGEST_TEMPORARY = 40
 """Ray's sockets lie deep below its directory, and a Unix socket's path has at most 107 characters."""
@@ -47,7 +47,7 @@ _LOCAL_ENVIRONMENT = {
 
 @functools.cache
 def _process_token() -> str:
-    """One token for all sessions a process starts, one after another: Ray reads it once."""
+    """The token of all sessions that a process starts, one after another: Ray reads it only once."""
     return secrets.token_hex(32)
 
 
@@ -81,10 +81,10 @@ def forget_the_dead(parent: Path) -> None:
 
 
 def check_answers(address: str) -> None:
-    """Whether somebody listens at a `HOST:PORT`; Ray itself would try for minutes, without a word.
+    """Check that something listens at a `HOST:PORT`; Ray itself would try for minutes, silently.
 
     Raises:
-        InputError: nobody does.
+        InputError: nothing listens there.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdecimal():  # `auto`, and whatever else Ray understands
@@ -215,11 +215,12 @@ class RaySession:
         return {node["NodeManagerAddress"] for node in nodes}
 
     def dead(self) -> str:
-        """Which process a local session cannot do without is dead; empty while all live, and for other people's Ray."""
+        """Name of the essential process of a local session that is dead; empty while all live, and for an existing
+        session."""
         return self._local.dead() if self._local is not None else ""
 
     def watch(self) -> Callable[[], str]:
-        """`dead` of the Ray that is used now, also after this user has gone on to another one."""
+        """A function like `dead` for the present Ray, even after this user has moved on to another one."""
         local = self._local
         return local.dead if local is not None else str
 

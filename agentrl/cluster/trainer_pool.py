@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 PATIENCE_S = 60.0
-"""How long ranks may go on after one of them refused a call, before the group counts as stuck."""
+"""How long the other ranks may continue after one refused a call, before the group counts as stuck."""
 
 LOOK_S = 1.0
 """Seconds between two looks at a local Ray: a call that is waiting does not fail when Ray dies."""
@@ -71,7 +71,7 @@ def refuse_patches() -> None:
 
 
 def _is_replaced(ours: object, live: object) -> bool:
-    """Whether a name of a module no longer stands for what the module's file says."""
+    """Whether a name in a module was replaced since the module's file was loaded."""
     if ours is live:
         return False
     if inspect.isfunction(ours):
@@ -131,12 +131,12 @@ class RayTrainerPool:
     """`core.ports.Trainer` over `trainer.workers` Ray actors."""
 
     def __init__(self, config: RunConfig, run_directory: Path, *, session: RaySession | None = None) -> None:
-        """Nothing is started before `start`.
+        """Create the pool; `start` starts the ranks.
 
         Args:
             config: of the run.
-            run_directory: where journal, versions and step columns lie; all ranks see it.
-            session: the Ray to use, left running by `close`; None: one of its own.
+            run_directory: location of journal, versions and step columns, visible to all ranks.
+            session: the Ray to use, which `close` leaves running; None: a session of its own.
 
         Raises:
             ConfigError: see `refuse_patches`.
@@ -225,7 +225,7 @@ class RayTrainerPool:
         await self._call(self._actors[:1], "save", await asyncio.to_thread(os.path.abspath, directory))
 
     async def close(self) -> None:
-        """Stop the ranks and, where it is the pool's own, Ray. Idempotent."""
+        """Stop the ranks and, if the pool started it, Ray. Idempotent."""
         watch, self._watch = self._watch, None
         if watch is not None:
             if self._lost is not None and not self._lost.done():

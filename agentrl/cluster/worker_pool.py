@@ -40,13 +40,13 @@ OnEnd = Callable[[EpisodeHeader], None]
 SUSPECTED = 2
 """An episode with which so many processes in a row have died may be what kills them."""
 GUILTY = 3
-"""It is, where it was at so many deaths more than anything that was with it at the last."""
+"""An episode is guilty if it was present at this many more deaths than any other that was present at the last."""
 SPLIT = 4
 """Each further death makes it so many times fewer suspects that a process takes at once."""
 NAMED = 16
 """Episodes that a message names, before it counts the rest."""
 CANCEL_S = 10.0
-"""How long a process may take to stop all it runs, before it is killed: longer than a stuck program is waited for."""
+"""How long a process may take to stop its episodes before it is killed: longer than the wait for a stuck program."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +60,8 @@ class Placed:
     process: WorkerProcess | None = None
     """None: it waits for one, or is being committed."""
     deaths: set[int] = field(default_factory=set)
-    """Those of processes, by number, since something new of it came to disk; without those that another caused."""
+    """Numbers of the processes whose deaths it witnessed since its last progress on disk, without those another
+    caused."""
     is_parked: bool = False
     deadline: float = float("inf")
     """See `rollout.episode.LiveEpisode`, of a parked one."""
@@ -80,19 +81,19 @@ class PoolSettings:
     """The first message to each process, except for its number."""
     max_in_flight: int
     silence_s: float
-    """How long it may give no sign of life."""
+    """Longest silence of a process."""
     attempts: int = ATTEMPTS
-    """How often in a row a process may be lost."""
+    """Losses of a process in a row that are allowed."""
 
 
 class WorkerPool:
     """See `agentrl.core.ports.Worker`. Starts its processes when it is attached.
 
     Args:
-        settings: how many, and what they are told.
-        engine: whose processes they sample from.
+        settings: number of processes, and their arguments.
+        engine: the engine whose processes they sample from.
         placement: where they run; closed with the pool.
-        clock: where waits between attempts come from.
+        clock: times the waits between attempts.
         tell: takes a line for people.
     """
 
@@ -113,7 +114,7 @@ class WorkerPool:
         self._settings = settings
         self._engine = engine
         self.placement = placement
-        """Where they run; may be another until they start."""
+        """Where they run; may be replaced until they start."""
         self._clock = clock
         self._tell = tell
         self._share = -(-settings.max_in_flight // settings.workers)
@@ -137,7 +138,8 @@ class WorkerPool:
         self._on_failure: Callable[[BaseException], None]
 
     def attach(self, host: EpisodeHost, store: Commits, on_failure: Callable[[BaseException], None]) -> None:
-        """Say whom the episodes ask, where they are committed, and who is told of what none can be blamed for."""
+        """Connect the pool: the host that episodes ask, the store of commits, and the handler of failures no episode
+        caused."""
         self._host, self._store, self._on_failure = host, store, on_failure
         settings = self._settings
         for number in range(settings.workers):
@@ -228,7 +230,7 @@ class WorkerPool:
     # --- episodes -----------------------------------------------------------------------------------------------------
 
     def _assign(self, placed: Placed) -> None:
-        """Give an episode to the process that has fewest, one that is behind last; where none has room, it waits."""
+        """Give an episode to the process with the fewest, silent ones last; if all are full, queue it."""
         able = [each for each in self.processes if each.is_ready and self._takes(each, placed)]
         if not able or self._unready or (placed.is_suspect and self._can_wait(placed)):
             self._queue[placed.number] = placed
@@ -259,7 +261,7 @@ class WorkerPool:
         )
 
     def _leave(self, process: WorkerProcess, *numbers: int) -> list[Placed]:
-        """Episodes are with a process no more."""
+        """Take episodes from a process."""
         left = [self._episodes[number] for number in numbers]
         for placed in left:
             placed.process = None

@@ -1,6 +1,6 @@
-"""One episode worker's process, kept running: what is said to it, what it says, and when it counts as behind.
+"""The process of one episode worker: keeps it running, sends and receives its messages, detects when it falls silent.
 
-Owns the line to the process. Its life is the supervisor's (`engines.child_process`), its episodes are the pool's.
+Owns the connection. The supervisor (`engines.child_process`) restarts the process; the pool owns its episodes.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ BEHIND_S = 5.0
 """A process that was not heard of for so long gets what is new last; it says something every second."""
 
 CLOSE_S = 5.0
-"""How long it may take to leave, once nothing is in flight."""
+"""Longest time for the process to end once nothing is in flight."""
 
 
 class Owner(Protocol):
-    """Who has the process."""
+    """The owner of a worker process."""
 
     def ready(self, process: WorkerProcess) -> None:
-        """It takes episodes: it is a fresh one."""
+        """A new process is ready for episodes."""
         ...
 
     def on_message(self, process: WorkerProcess, message: wire.FromWorker) -> None:
-        """It said something about its episodes."""
+        """The process sent a message about its episodes."""
         ...
 
     def lost(self, process: WorkerProcess) -> None:
-        """It is dead, and all it had said was heard; another is started."""
+        """The process is dead, and all its messages were delivered; another is started."""
         ...
 
     def failed(self, error: AgentRLError) -> None:
@@ -68,9 +68,9 @@ class WorkerProcess:
         self.episodes: set[int] = set()
         """Numbers of those it has."""
         self.roots = 0
-        """How many of them are no children."""
+        """Number of root episodes among them."""
         self.suspects: set[int] = set()
-        """Which of them may be what kills processes."""
+        """Those that may be killing processes."""
         self.is_ready = False
         self._work = work
         self._owner = owner
@@ -94,7 +94,7 @@ class WorkerProcess:
 
     @property
     def is_behind(self) -> bool:
-        """Whether it has not been heard of lately."""
+        """Whether it has been silent for too long."""
         return self._clock.monotonic() - self._heard_at > BEHIND_S
 
     def tell(self, message: wire.ToWorker) -> None:

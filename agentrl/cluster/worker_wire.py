@@ -1,8 +1,8 @@
 """The messages between the run and an episode worker's process: the control path, as msgpack frames.
 
-Tokens are not among it: they go from the engine to the worker (`engines.client`) and from there to its partition of the
-journal. An episode goes out as its spec, and stands as a number for ever after; what comes back of it is an event of at
-most 256 bytes. The framing is that of `engines.wire`; a frame is one of the messages below, or the process is replaced.
+Tokens are not among them: they go from the engine to the worker (`engines.client`) and from there to its partition of
+the journal. An episode is sent once as its spec, and afterwards named by a number; events about it take at most 256
+bytes. The framing is that of `engines.wire`; an invalid frame replaces the process.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class Work(Message, frozen=True):
     journal: str
     """Directory."""
     environments: dict[str, str]
-    """Where classes are found that `registry.resolve` would not find by these names in another process."""
+    """References to classes that `registry.resolve` could not find by name in another process."""
     paths: tuple[str, ...]
-    """Where modules are imported from."""
+    """Import paths of modules."""
     capabilities: EngineCapabilities
     """With this worker's share of what conversations may keep in the engine."""
 
 
 class Engines(Message, frozen=True):
-    """Where engines' processes take calls, from now on."""
+    """The present addresses of the engine's processes."""
 
     addresses: tuple[str, ...]
 
@@ -94,7 +94,7 @@ class Unpark(Message, frozen=True):
 
 
 class ChildEnded(Message, frozen=True):
-    """A child of a running episode has ended: number `index` of those that `call` spawned in that attempt."""
+    """A child of a running episode has ended: number `index` of the children that `call` spawned in that attempt."""
 
     number: int
     attempt: int
@@ -206,7 +206,7 @@ def ended_of(
     detail: str = "",
     counted: Mapping[str, Counted] | None = None,
 ) -> Ended:
-    """How an episode ended, as it travels: without what the run knows already."""
+    """An episode's end as a message, without what the run already knows."""
     metrics, counted = dict(metrics or {}), dict(counted or {})
     plain = not counted or list(counted.values()) == [Counted(header.turns, metrics)]
     return Ended(

@@ -167,7 +167,7 @@ def _key(turn: TurnAct | TurnEntry) -> str:
 
 
 def _prompt_ids(row: PlayedRow) -> int:
-    """How many token ids the prompts of a row come to, each with all before it."""
+    """Number of token ids in the prompts of a row, each with everything before it."""
     context = total = 0
     for turn in row.turns:
         context += len(turn.context_ids) // 4
@@ -192,7 +192,7 @@ def _calls(conversation: ConversationView) -> dict[str, list[ToolAct]]:
 def _steps(
     row: PlayedRow, calls: dict[str, list[ToolAct]], copied: set[str], *, has_prompts: bool
 ) -> Iterator[dict[str, Any]]:
-    """The steps of a row: what the policy was told, what it said, and what its tools answered."""
+    """The steps of a row: the policy's input, its output, and the answers of its tools."""
     context: list[int] = []
     answers: list[dict[str, Any]] = []
     for place, turn in enumerate(row.turns):
@@ -422,7 +422,7 @@ def _field(extra: dict[str, Any], *names: str) -> Any:
 
 
 def _collect(trajectory: _Trajectory, agents: dict[tuple[str, int], PlayedAgent], where: str) -> None:
-    """Its own agent, then those embedded in it."""
+    """Collect the agent of a trajectory, then those of embedded trajectories."""
     if trajectory.schema_version not in VERSIONS:
         raise InputError(f"{where}: version {trajectory.schema_version[:40]!r}; read are 1.0 to 1.8")
     agent, extra = trajectory.agent, trajectory.agent.extra or {}
@@ -537,7 +537,7 @@ def _call(call: _AtifCall, observation: _Observation | None) -> PlayedCall:
 
 
 def _spans(told: Any, tokens: int) -> tuple[list[Span], str]:
-    """Which weights sampled a turn's tokens, as our exports write it, and whose they are; none where it is not told."""
+    """The spans of versions over a turn's tokens, and their policy, as our exports write them; empty if absent."""
     spans, whose = [], set()
     for start, stop, version in _typed(told, list[tuple[int, int, str]], []):
         found = _VERSION.fullmatch(version)

@@ -1,7 +1,7 @@
-"""Episodes as records of plain data, with all that training on them needs: `--to jsonl` and `--to parquet`.
+"""Episodes as plain records with everything needed to train on them: `--to jsonl` and `--to parquet`.
 
-Rows are whole token sequences. What is not known is null, or an empty list where it is a list, never made up. Expert
-routing stays in the journal. JSON lines hold an `ExportedEpisode` each, written one at a time.
+Rows are whole token sequences. Unknown values are null, or empty lists, never invented. Expert routing stays in the
+journal. Each line of JSON holds one `ExportedEpisode`.
 
 The Parquet table has a line per token row, with its agent and its episode; it is written in batches. Its columns are
 the fields of `ExportedRow`, `ExportedAgent` and `ExportedEpisode`; the episode's reward is `episode_reward`; task,
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 STEP_FILES = 4
-"""So many steps' columns are kept while episodes are exported, most of which were trained beside each other."""
+"""Steps whose columns are cached during an export; neighbouring episodes were mostly trained in neighbouring steps."""
 BATCH_BYTES = 16 << 20
-"""So much of the table is kept before it is written."""
+"""Bytes of the table that are buffered before a write."""
 _EPISODE = (
     *("run", "episode", "attempt", "status", "purpose", "environment", "task_id", "group", "parent"),
     *("stop_reason", "drop_reason", "detail", "turns", "tokens", "seconds", "admitted_at", "committed_at"),
@@ -60,11 +60,11 @@ class Credit(msgspec.Struct, frozen=True):
     baseline: float | None
     advantage: float | None
     turn_advantages: list[tuple[int, float]]
-    """Where turns differ."""
+    """Advantages by turn, if turns differ."""
 
 
 class ExportedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A token sequence, and the messages it stands for. Lists of tokens are as long as `token_ids`."""
+    """A token sequence with its messages. Lists of tokens have the length of `token_ids`."""
 
     row: int
     messages: list[dict[str, Any]]
@@ -79,8 +79,7 @@ class ExportedRow(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[tuple[int, int, str]]
     """(start, stop, version): which weights sampled the tokens from start to stop."""
     kept_counts: list[int]
-    """How many tokens the filters left to sample from, of each token; 0: all, -1: not recorded. Empty: nothing was
-    filtered."""
+    """Size of the set that the filters left for each token; 0: all, -1: not recorded. Empty: no filter."""
     kept_ids: list[int]
     """The kept tokens, one set after another."""
     trained_in: str | None
@@ -132,12 +131,12 @@ class ExportedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float | None]
     agents: list[ExportedAgent]
     acts: list[Act]
-    """Everything it did besides turns and rewards, in order: tools, effects, children, values."""
+    """Its acts besides turns and rewards, in order: tools, effects, children, values."""
     problems: list[str]
 
 
 def exported_episodes(selection: Selection) -> Iterator[ExportedEpisode]:
-    """The episodes of a selection, one at a time; what cannot be read is told in the selection's problems, too."""
+    """The episodes of a selection, one at a time; adds what cannot be read to the selection's problems."""
     reader = selection.reader
     run = str(reader.info().get("run", ""))
     read = lru_cache(STEP_FILES)(step_rows)

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class Selection(NamedTuple):
-    """Which episodes of a run are exported."""
+    """The episodes of a run to export."""
 
     reader: RunReader
     keys: list[tuple[str, int]]
     """Id and attempt, in order of admission."""
     problems: list[str]
-    """Told by who writes: what could not be read, each with its episode."""
+    """Filled by the writer: what could not be read, with its episode."""
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ def _settle(built: Path, target: Path, format: str, *, force: bool) -> None:
 
 
 def _check(target: Path, format: str, *, force: bool = False) -> None:
-    """Refuse a name that is taken; a file or a link may be replaced by a file where that is asked for."""
+    """Refuse a target that exists; with `force`, a file may replace a file or a link."""
     if target.name in ("", ".."):
         raise InputError(f"{target}: is a directory; name a place in it with --out")
     if not os.path.lexists(target):

@@ -35,7 +35,7 @@ MAX_VALUES = 3_000_000
 MAX_OBJECTS = 200_000
 """Likewise; the smallest come to a kilobyte or two each."""
 MAX_DEPTH = 60
-"""Nesting of values that are stored as they are; the reading commands show a hundred levels."""
+"""Deepest nesting of stored values; the commands that read runs show a hundred levels."""
 MAX_INT = 2**63
 _OBJECT = re.compile(rb'\{\s*["}]')
 _NAME = "exchange-"

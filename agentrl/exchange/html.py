@@ -27,10 +27,10 @@ _LEVEL = 6
 
 
 def write(selection: Selection, path: Path) -> None:
-    """Write the page. What of an episode cannot be read is said where it would be shown.
+    """Write the page. Damage to an episode is reported at the place of the damaged part.
 
     Raises:
-        InputError: there are too many episodes for a page.
+        InputError: there are too many episodes for one page.
     """
     if len(selection.keys) > MAX_EPISODES:
         raise InputError(

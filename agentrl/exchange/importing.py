@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 WORKER = "import"
 BATCH_EPISODES, BATCH_BYTES = 256, 16 << 20
-"""So many episodes, or so much of them, are written with one wait for the disk."""
+"""Episodes and bytes that are written with one sync of the disk, at most."""
 MAX_NAME = 300
 """Characters of an episode's id."""
 MAX_REWARD = 1e30
@@ -87,7 +87,7 @@ def import_run(source: Path, format: str, target: Path) -> Imported:
 
 
 class _Times(SystemClock):
-    """Admissions and ends carry the times of the episodes, where they are told."""
+    """A clock whose times are those of the imported episodes, if they have any."""
 
     at = 0.0
 

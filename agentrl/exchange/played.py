@@ -1,7 +1,7 @@
 """Episodes played by other tools: their messages, their agents, and the journal entries they become.
 
-What a file does not say is left out and named in an entry of its own, `imported`; nothing is made up. A turn without
-token ids has its text; an episode without times lies at none.
+Absent data is left out and listed in an entry `imported`; nothing is invented. A turn without token ids has its text;
+an episode without times has none.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class PlayedEpisode(msgspec.Struct, kw_only=True):
 
     name: str
     where: str
-    """In which file and line it stands."""
+    """File and line of its source."""
     source: dict[str, Any]
     """Facts about its origin, shown to readers."""
     environment: str
@@ -136,7 +136,7 @@ def entries_of(played: PlayedEpisode) -> list[JournalEntry]:
 
 
 def header_of(played: PlayedEpisode, partition: str, entries: int) -> EpisodeHeader:
-    """How an episode ended."""
+    """The header of an episode."""
     replies = {id(agent): list(_replies(agent)) for agent in played.agents}
     tokens = {key: sum(len(reply.token_ids or ()) for reply in said) for key, said in replies.items()}
     return EpisodeHeader(
@@ -340,7 +340,7 @@ def with_observations(row: MessageRow) -> MessageRow:
 
 
 def _answered(calls: Any, answers: list[dict[str, Any]]) -> list[PlayedCall]:
-    """By id where there are ids, else in order."""
+    """Match answers to calls by id, or in order if there are no ids."""
     by_id = {answer.get("tool_call_id"): answer for answer in answers}
     found = []
     for place, call in enumerate(calls):

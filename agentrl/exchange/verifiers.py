@@ -1,7 +1,7 @@
 """`--from verifiers`: episodes of `traces.jsonl` (verifiers 0.2 and later), and rollouts of `results.jsonl` (before).
 
-A trace is a graph of messages. Each path from a root to a leaf is a row here; a message that the policy said in an
-earlier row stands in a later one as part of the prompt.
+A trace is a graph of messages. Each path from a root to a leaf becomes a row; a message that the policy sampled in an
+earlier row is part of the prompt in a later one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STOPS = {
     "max_turns": "max_turns",
     **dict.fromkeys(("max_input_tokens", "max_output_tokens", "max_total_tokens"), "context_length"),
 }
-"""Their words for what has one here; others are kept as they are."""
+"""Translations of their stop reasons; other reasons are kept."""
 
 
 class _Message(msgspec.Struct):
@@ -261,7 +261,7 @@ def _agent(trace: _Trace, index: int, policy: _Policy | None, where: str) -> Pla
 
 
 def _rows(trace: _Trace, calls: dict[int, _ModelCall], step: int | None, where: str) -> Iterator[MessageRow]:
-    """A row for each leaf: what an earlier row has of its path is told, not said, in a later one."""
+    """A row for each leaf; messages that an earlier row sampled are prompt in a later one."""
     nodes = trace.nodes
     parents = [node.parent for node in nodes]
     for number, parent in enumerate(parents):
@@ -293,7 +293,7 @@ def _check_repetition(trace: _Trace, where: str) -> None:
 
 
 def _is_suffix(mask: list[bool]) -> bool:
-    """Whether what was sampled stands at the end."""
+    """Whether the sampled tokens come last."""
     sampled = sum(mask)
     return not sampled or all(mask[-sampled:])
 
@@ -340,7 +340,7 @@ def _reply(node: _Node, call: _ModelCall, context: list[int] | None, ids: list[i
 
 
 def _rollout(told: _Rollout, where: str) -> PlayedEpisode:
-    """A line of `results.jsonl`: messages and a reward; nothing is told of tokens and times."""
+    """A line of `results.jsonl`: messages and a reward, without tokens and times."""
     number = where.rpartition(" ")[2]
     row: MessageRow = [
         message_of(message)

@@ -41,7 +41,7 @@ class Fork(msgspec.Struct, frozen=True):
     is_edited: bool
     """Whether it was told something else there."""
     version: str | None = None
-    """Which weights took the turn it was forked at; None if it took none."""
+    """The version that sampled the turn at which it was forked; None if that turn sampled nothing."""
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def _grow(tree: list[Fork], parent: str, depth: int, whole: _Forks) -> None:
 
 
 def _version(forks: RunReader, episode: str) -> str | None:
-    """The weights that took a fork's first turn of its own."""
+    """The version that sampled the first turn of a fork's own."""
     view = forks.episode(episode)
     for _, body in view.entries[1 + view.inherited :]:
         if isinstance(body, TurnEntry) and body.spans:
@@ -127,7 +127,7 @@ def _version(forks: RunReader, episode: str) -> str | None:
 
 
 def _points(forks: RunReader) -> tuple[dict[str, ForkPoint], dict[str, int]]:
-    """By fork, where it leaves its parent, and its newest attempt."""
+    """Fork point and newest attempt, by fork."""
     columns = ", ".join([*ADMISSION_COLUMNS.split(), "checksum"])
     points: dict[str, ForkPoint] = {}
     attempts: dict[str, int] = {}
@@ -144,7 +144,7 @@ def _points(forks: RunReader) -> tuple[dict[str, ForkPoint], dict[str, int]]:
 
 
 class Side(msgspec.Struct, frozen=True):
-    """The content of one of two episodes at the place where they part."""
+    """The content of one of two episodes at their first difference."""
 
     text: str
     version: str | None = None
@@ -155,7 +155,7 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True):
     """The first difference between two episodes."""
 
     what: str
-    """`context` (what the policy was told), `sampled` (what it said), `act`, `environment`, `ended`."""
+    """`context` (the policy's input), `sampled` (its output), `act`, `environment`, `ended`."""
     call: str
     agent: str = ""
     turn: int | None = None
@@ -171,13 +171,13 @@ class EpisodeDifference(msgspec.Struct, frozen=True, kw_only=True):
     a: EpisodeLine
     b: EpisodeLine
     same_acts: int
-    """How many acts they have in common before they part."""
+    """Number of acts that are equal before the first difference."""
     departure: Departure | None
     """None: they are the same, but for times."""
     rewards: dict[str, tuple[float | None, float | None]]
     """By agent."""
     turns: list[tuple[str, int, bool]]
-    """(agent, turn, whether both have it alike), of all turns of either."""
+    """(agent, turn, whether it is equal in both), for all turns of either."""
     problems: list[str]
 
 
@@ -320,7 +320,7 @@ def compared(reader: RunReader, a: str | None, b: str | None) -> EpisodeDifferen
 
 
 class Replayed(msgspec.Struct, frozen=True, kw_only=True):
-    """How an execution over a journal went."""
+    """The result of an execution over a journal."""
 
     episode: str
     attempt: int
@@ -328,13 +328,13 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     calls: int
     """Recorded calls that came back as they were."""
     recorded: int
-    """How many the journal holds."""
+    """Number of acts in the journal."""
     call: str | None = None
     """The call at which it departed or stopped."""
     text: str = ""
     """The event at that call, for people."""
     acts: list[tuple[str, str]] = []
-    """Each call that came back, in words."""
+    """Each replayed call, for people."""
     before: dict[str, float | None] = {}
     """Rescoring: the recorded reward of each agent."""
     after: dict[str, float | None] = {}

@@ -36,7 +36,7 @@ class _Act(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """Something the episode did."""
 
     call: str
-    """Its call id."""
+    """The call id."""
 
 
 class TurnAct(_Act, frozen=True, kw_only=True, tag="turn"):
@@ -53,7 +53,7 @@ class TurnAct(_Act, frozen=True, kw_only=True, tag="turn"):
     tokens: int
     finish_reason: str
     versions: list[tuple[int, str]]
-    """(first token, version): an update inside the turn where there are several."""
+    """(first token, version); several if an update fell into the turn."""
     temperature: float
     drift: str | None
     cached_tokens: int
@@ -61,7 +61,7 @@ class TurnAct(_Act, frozen=True, kw_only=True, tag="turn"):
     """Seconds since the episode's first turn began; of a fork, without those between its parent's turns and its own."""
     seconds: float
     waited: float
-    """Seconds since the act before it on its branch, as far as times are recorded."""
+    """Seconds since the previous act of its branch, if times are recorded."""
     pauses: list[Pause]
     """Pauses during the turn: the episode was parked, its engine was lost, or the engine's memory was full."""
 
@@ -142,13 +142,13 @@ class ConversationView(msgspec.Struct, frozen=True):
     """See `EpisodeView`."""
     metrics: dict[str, float | None]
     detail: str
-    """Why it was dropped, in the words of what failed; empty if it was not."""
+    """The message of the failure that dropped it; empty if it was not dropped."""
     task: Any
     began: float | None
     """Wall-clock label of the first turn, seconds since the epoch."""
     acts: list[Act]
     inherited: int
-    """How many of the first acts a fork took over from its parent."""
+    """Number of leading acts that a fork inherited from its parent."""
     updates: list[WeightUpdate]
     children: list[EpisodeLine]
     problems: list[str]
@@ -156,7 +156,7 @@ class ConversationView(msgspec.Struct, frozen=True):
 
 
 def conversation(reader: RunReader, episode_id: str, attempt: int | None = None) -> ConversationView:
-    """One episode; its newest attempt unless another is named. Raises as `RunReader.episode`."""
+    """An episode in its newest attempt, or in a given one. Raises as `RunReader.episode`."""
     return conversation_of(reader, reader.episode(episode_id, attempt))
 
 
@@ -189,7 +189,7 @@ def conversation_of(reader: RunReader, view: EpisodeView) -> ConversationView:
 
 
 class _Waits:
-    """How long each branch did nothing before its next turn."""
+    """Computes how long each branch was idle before its next turn."""
 
     def __init__(self, began: float) -> None:
         self.began = began
@@ -313,7 +313,7 @@ def _updates(reader: RunReader, turns: Sequence[TurnEntry], began: float, proble
 
 
 def events(view: ConversationView) -> list[Act | WeightUpdate]:
-    """Its acts, and where each version was published among them: before the first turn that began later."""
+    """Its acts, with each version's publication before the first turn that began later."""
     found, updates = list[Act | WeightUpdate](), list(view.updates)
     for act in view.acts:
         while updates and isinstance(act, TurnAct) and updates[0].at < act.at:

@@ -49,7 +49,7 @@ class EpisodeCounts(msgspec.Struct):
     ready: int = 0
     trained: int = 0
     dropped: dict[str, int] = msgspec.field(default_factory=dict)
-    """By reason; `frozen` where nothing of an episode was trainable."""
+    """Counts by reason; `frozen` if nothing of an episode was trainable."""
 
     @property
     def balances(self) -> bool:
@@ -176,7 +176,7 @@ class _Counting:
     def _read_partition(
         self, path: Path, expected: Mapping[Key, int], versions: _Versions, on_read: Callable[[int], None]
     ) -> dict[Key, int]:
-        """How many entries are missing of each episode."""
+        """Number of missing entries per episode."""
         left = dict(expected)
         read = 0
         for entry in whole_partition(path, self._run):
@@ -206,7 +206,7 @@ class _Counting:
                 self._problem(f"episode {episode} attempt {attempt}: {committed} were committed, {name} has {there}")
 
     def _surviving(self, log: SqliteRunLog) -> Counter[tuple[Key, str]]:
-        """How often each unit was trained along the line that led to the newest versions."""
+        """How often each unit was trained on the line that led to the newest versions."""
         consumed: Counter[tuple[Key, str]] = Counter()
         for policy, version in self._through.items():
             for lineage, first, last in log.surviving(version):
@@ -302,7 +302,7 @@ class _Versions:
         self._judged: dict[PolicyVersion, str | None] = {}
 
     def faults(self, turn: TurnEntry) -> list[str]:
-        """Why the versions of a turn's tokens are not known, as far as they are not."""
+        """Reasons why versions of a turn's tokens are unknown; empty if all are known."""
         policy = turn.weights_of or turn.policy
         found = (self._fault(PolicyVersion(policy, span.lineage, span.step)) for span in turn.spans)
         return [fault for fault in found if fault is not None]

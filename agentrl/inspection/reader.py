@@ -1,12 +1,12 @@
-"""Reads a run: which episodes, what happened in one, how the reward went. Also while it is written, or damaged.
+"""Reads a run: its episodes, the events of one, its rewards. Works while the run is written, and if it is damaged.
 
-Needs neither torch, ray, numpy nor the environment's code. Gives content as it is: whoever shows it calls `safe`.
-Every question about a run is a method of `RunReader`, or a function of a reader in a module beside this one; its answer
-is a record of plain data, which any renderer, and JSON, can show. `COLUMNS` maps an episode's columns to SQL.
+Needs neither torch, ray, numpy nor the environment's code. Returns content unescaped: code that shows it calls `safe`.
+Every question about a run is a method of `RunReader`, or a function of a reader in a neighbouring module; the answer is
+a record of plain data for any renderer and JSON. `COLUMNS` maps an episode's columns to SQL.
 
-Damage is found and named. SQLite keeps any type in any column: queries trust the types that the tables declare, and
-every row is checked only where one of them fails (`damage_named`), so that reading pays nothing for it. `checked_rows`
-leaves out rows whose checksum is wrong and says so; `check_showable` refuses an entry that is neither text nor JSON.
+Damage is found and named. SQLite stores any type in any column: queries trust the declared types, and rows are checked
+only after a query fails (`damage_named`), so that reading pays nothing for it. `checked_rows` leaves out rows with a
+wrong checksum and reports them; `check_showable` refuses an entry that is neither text nor JSON.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ class EpisodeLine(msgspec.Struct, frozen=True):
     episode: str
     attempt: int
     status: str
-    """`in_flight`, `ready`, `trained`, `dropped`, `finished` where it was not for training, or `repeated`: the attempt
-    failed, and a later one took its place."""
+    """`in_flight`, `ready`, `trained`, `dropped`, `finished` (not a training episode), or `repeated`: the attempt
+    failed and a later one replaced it."""
     purpose: str
     environment: str
     task: str
@@ -203,7 +203,7 @@ class EpisodeLine(msgspec.Struct, frozen=True):
     tokens: int | None
     seconds: float | None
     detail: str | None
-    """Why it was dropped, in the words of what failed."""
+    """The message of the failure that dropped it."""
     admitted_at: float
     committed_at: float | None
     problem: str | None = None
@@ -228,14 +228,14 @@ class EpisodeView(msgspec.Struct, frozen=True):
     summary: EpisodeLine
     agents: list[AgentLine]
     measured_against: list[str]
-    """Versions its rewards may depend on besides: the oldest of each policy in the children it waited for."""
+    """Versions that its rewards may also depend on: the oldest of each policy in the children it waited for."""
     metrics: dict[str, float | None]
     detail: str
-    """Why it was dropped, in the words of what failed; empty if it was not."""
+    """The message of the failure that dropped it; empty if it was not dropped."""
     entries: list[tuple[str, EntryBody]]
     """Call id and entry, in the order they were written."""
     inherited: int
-    """How many of them a fork took over from its parent, after its own beginning."""
+    """Number of these that a fork inherited from its parent, after its own first entry."""
     problems: list[str]
     """Problems met while reading, for people."""
 
@@ -253,7 +253,7 @@ class RunLine(msgspec.Struct, frozen=True):
     steps: dict[str, int]
     """Newest step of each policy."""
     rewards: dict[str, float]
-    """Mean reward of each policy over its last five steps; where nothing was trained, over all episodes it acted in."""
+    """Mean reward of each policy over its last five steps; if nothing was trained, over all episodes it acted in."""
     state: str = ""
     """See `RunReader.standing`."""
     problem: str | None = None
@@ -282,7 +282,7 @@ def converted(kind: type[Any], row: Any) -> Any:
 
 
 def numbers_of(text: Any, problems: list[str]) -> dict[str, float | None]:
-    """An episode's metrics; one that is no number is told in `problems`."""
+    """An episode's metrics; values that are not numbers are reported in `problems`."""
     numbers: dict[str, float | None] = {}
     for name, value in json_of(text).items():
         try:
@@ -293,7 +293,8 @@ def numbers_of(text: Any, problems: list[str]) -> dict[str, float | None]:
 
 
 def versions_of(text: Any, problems: list[str]) -> list[str]:
-    """The versions an episode was measured against; what is no list of them is told in `problems`."""
+    """The versions that an episode was measured against; anything else than a list of them is reported in
+    `problems`."""
     try:
         return [] if text is None else list(map(str, msgspec.json.decode(text, type=tuple[PolicyVersion, ...])))
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
@@ -381,7 +382,7 @@ class RunReader:
         return self.log.rows(f"SELECT a.episode, a.attempt{EPISODES} WHERE {condition} ORDER BY {order}", *values)
 
     def count(self, where: str = "", *, among: Collection[str] | None = None) -> int:
-        """How many episodes pass a filter; raises as `episodes`."""
+        """Number of episodes that pass a filter; raises as `episodes`."""
         if not where.strip() and among is None:
             return int(self.log.rows("SELECT count(*) FROM admissions")[0][0])
         condition, values = _condition(where, among)
@@ -401,9 +402,9 @@ class RunReader:
         return self.lines(sorted(found, key=lambda key: (len(key[0]), key)))
 
     def lines(self, keys: Sequence[tuple[Any, Any]]) -> list[EpisodeLine]:
-        """Episodes by (id, attempt), each with what is damaged of its records.
+        """Episodes by (id, attempt), each with the damage to its records.
 
-        The columns of a page are read apart from its order, which thus looks at no more than it needs of each episode.
+        A page's columns are read separately from its order, which therefore reads only what it needs of each episode.
         """
         columns = ", ".join(column.sql for column in COLUMNS.values())
         statement = f"SELECT {columns}{EPISODES} WHERE a.episode = ? AND a.attempt = ?"
@@ -427,7 +428,7 @@ class RunReader:
         return None
 
     def episode(self, episode_id: str, attempt: int | None = None) -> EpisodeView:
-        """One episode; its newest attempt unless another is named. What cannot be read is named in `problems`.
+        """An episode in its newest attempt, or in a given one. `problems` names what cannot be read.
 
         Raises:
             InputError: there is no such episode.
@@ -563,10 +564,10 @@ class RunReader:
         return {str(policy): float(reward) for policy, reward in self.log.rows(statement, purpose)}
 
     def standing(self) -> str:
-        """How the run stands: `running`, `finished`, `stopped` (Ctrl-C), `failed` (an error), `killed`; empty if no
-        process ever led it, as of an import.
+        """The state of the run: `running`, `finished`, `stopped` (Ctrl-C), `failed` (an error), `killed`; empty if no
+        process ever led it, as after an import.
 
-        Where the lock is not seen, as of a process in another container, a fresh status is the sign that it is alive.
+        If the lock is invisible, as for a process in another container, a fresh status counts as a sign of life.
         """
         found = standing(self.path)
         if found == "killed":
@@ -613,7 +614,7 @@ class RunReader:
         return own, read_prefix(self.journal, begin.fork)
 
     def _with_prefix(self, entries: list[JournalEntry]) -> list[JournalEntry]:
-        """A fork's entries: its own beginning, then what it took over, then what is its own."""
+        """A fork's entries: its own first one, then the inherited ones, then the rest of its own."""
         begin = decode_entries(entries[:1])[0] if entries else None
         if not isinstance(begin, Begin) or begin.fork is None:
             return entries

@@ -1,4 +1,4 @@
-"""Why an episode stands where it stands: admitted, tried again, delayed, ended, rewarded, trained or dropped."""
+"""Explains an episode's state: admitted, tried again, delayed, ended, rewarded, trained or dropped, and why."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Page:
         self._parts += page._parts
 
     def line(self, *parts: Part) -> None:
-        """One line: parts side by side."""
+        """Add a line made of `parts`."""
         self._parts.append(_styled(parts))
 
     def heading(self, text: str) -> None:
@@ -69,7 +69,7 @@ class Page:
         self._parts.append(Text("" if not self._parts else "\n") + Text(f"── {_short(text, MAX_CELL)} ──", "bold"))
 
     def block(self, content: str, style: str = "", *, indent: int = 4) -> None:
-        """Content as it was written, line by line; of a very long one the beginning and how much there is."""
+        """Add multi-line content; of very long content, the beginning and the length."""
         shown = safe(content[:MAX_BLOCK])
         if len(content) > MAX_BLOCK:
             shown += f"\n… and {len(content) - MAX_BLOCK:,} more characters (--json has them)"
@@ -279,7 +279,7 @@ def step_table(lines: Sequence[StepLine]) -> Page:
 
 
 def step_page(view: StepView) -> Page:
-    """A step: what it did, and what it was fed."""
+    """A step: its result and its inputs."""
     page, line = Page(), view.line
     page.line((f"{line.policy}@{line.lineage}.{line.step}", "bold"), f" · made from {view.started_from}")
     facts = [("reward", number(line.reward)), ("loss", _small(line.loss)), ("grad_norm", _small(line.grad_norm))]

@@ -40,7 +40,7 @@ _MARKS = {"turn": "█", "tool": "▓", "effect": "▒", "wait": "·", "child": 
 
 
 def conversation_page(view: ConversationView) -> Page:
-    """An episode: what it is, then what happened, agent by agent in the order of their acts."""
+    """An episode: its header, then the acts of each agent in order."""
     page = summary_page(view)
     page.line()
     page.add(events_page(events(view), own=view.acts[view.inherited] if 0 < view.inherited < len(view.acts) else None))
@@ -210,7 +210,7 @@ def _shown(token: Token) -> str:
 
 
 def reasons_page(episode: str, found: Sequence[Reason]) -> Page:
-    """Why an episode stands where it stands."""
+    """The reasons for an episode's state."""
     page = Page()
     page.line((episode, "bold"))
     for reason in found:
@@ -251,7 +251,7 @@ def timeline_page(line: EpisodeTimeline, *, width: int = 80) -> Page:
 
 
 def fork_page(tree: Sequence[Fork], new: Collection[str] = ()) -> Page:
-    """Forks below the episodes they were played on from; where there are `new` ones, of theirs only."""
+    """Forks below their parents; if there are `new` ones, only their branches."""
     page = Page()
     if new:
         roots = [place for place, fork in enumerate(tree) if not fork.depth]
@@ -287,7 +287,7 @@ def _branch(tree: Sequence[Fork], place: int) -> str:
 
 
 def replay_page(found: Sequence[Replayed], *, step: bool = False) -> Page:
-    """Episodes that were executed again: identical, or where they depart and why; with `step`, each call."""
+    """Replayed episodes: identical, or the departure and its reason; with `step`, each call."""
     page = Page()
     for each in found:
         if step:
@@ -323,7 +323,7 @@ def rescore_page(found: Sequence[Replayed]) -> Page:
 
 
 def difference_page(found: EpisodeDifference) -> Page:
-    """Two episodes side by side: where they part, and what came of each."""
+    """Two episodes side by side: their first difference, and both outcomes."""
     page = Page()
     page.line((found.a.episode, "bold"), " and ", (found.b.episode, "bold"), f": {found.same_acts} acts in common")
     if found.departure is None:

@@ -1,8 +1,8 @@
-"""Full-text search over what was said, asked and observed: an index beside the run, brought up to date by each search.
+"""Full-text search over messages, tool calls and observations, in an index that each search brings up to date.
 
-Owns `search.db` in the run's directory: made from the turn partitions, and made anew where it is not what this module
-would make. It holds words, not text, and nothing but episodes' ids comes out of it. A row of the index is an entry; its
-number is its episode's, shifted, plus its own. Needs FTS5 in Python's SQLite; nothing newer than SQLite 3.40.
+Owns `search.db` in the run's directory: built from the turn partitions, and rebuilt if this module would build it
+differently. It holds words, not text, and returns only ids of episodes. A row of the index is an entry; its number
+combines the episode's and its own. Needs FTS5 in Python's SQLite, from version 3.40 on.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _question(text: str) -> str:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """The index, made anew where there is none or another one."""
+    """Open the index; rebuild it if it is absent or out of date."""
     if path.is_symlink():
         raise InputError(f"{path}: a link, which is not followed; remove it, and search again")
     for attempt in range(2):

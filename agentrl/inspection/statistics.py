@@ -154,13 +154,13 @@ def _policies(reader: RunReader) -> list[PolicyFigures]:
 
 
 class WinRate(msgspec.Struct, frozen=True):
-    """How a policy does against one past version of itself."""
+    """The results of a policy against one past version of itself."""
 
     policy: str
     step: int
     """Step of the policy's oldest weights in the episode, rounded down to a step at which versions join."""
     opponent: str
-    """The policy that stands for the past."""
+    """The policy that plays past versions."""
     version: str
     episodes: int
     score: float

@@ -1,4 +1,4 @@
-"""Optimizer steps: what each was fed, and what it did."""
+"""Optimizer steps: the inputs and the result of each."""
 
 from __future__ import annotations
 
@@ -96,10 +96,10 @@ def step_list(reader: RunReader, policy: str | None = None) -> list[StepLine]:
 
 
 def step_view(reader: RunReader, step: int, policy: str | None = None, lineage: int | None = None) -> StepView:
-    """One step: of the only policy that learns unless one is named, in its newest lineage unless another is.
+    """A step of the given policy (or the only one that learns), in the given lineage (or the newest that took it).
 
     Raises:
-        InputError: there is no such step, or several policies took one of this number.
+        InputError: there is no such step, or several policies took a step of this number.
         JournalError: the journal is damaged.
     """
     lines = [line for line in step_list(reader, policy) if line.step == step and lineage in (None, line.lineage)]
@@ -159,7 +159,7 @@ def _survivors(reader: RunReader) -> set[PolicyVersion]:
 
 
 def _columns(reader: RunReader, row: Row, problems: list[str]) -> dict[str, list[StepColumns]]:
-    """The rows of the step's file by episode; none where it has no file, or one that cannot be read."""
+    """The rows of the step's file, by episode; empty if there is no readable file."""
     if row["columns_file"] is None:
         return {}
     found: dict[str, list[StepColumns]] = {}

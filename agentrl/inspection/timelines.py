@@ -36,7 +36,7 @@ _ENGINE = {
 
 
 class Bar(msgspec.Struct, frozen=True):
-    """Something that took a while; or a moment, where it begins and ends at once."""
+    """A span of time; a moment if it begins and ends at once."""
 
     start: float
     stop: float
@@ -54,7 +54,7 @@ class Lane(msgspec.Struct, frozen=True):
 
 
 class EpisodeTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode over its seconds. Turns lie where they were recorded; other acts of a branch follow each other."""
+    """An episode over its seconds. Turns lie at their recorded times; other acts of a branch follow each other."""
 
     episode: str
     attempt: int
@@ -195,7 +195,7 @@ def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
 def filled(
     spans: Iterable[tuple[float, float]], parts: int, part: float, weights: Iterable[float] = repeat(1.0)
 ) -> list[float]:
-    """How much of each part the spans fill, in multiples of it; each counts as much as its weight."""
+    """Weighted occupancy of each part by the spans, in multiples of the part."""
     change = [0.0] * (parts + 1)
     edges = [0.0] * parts
     for (start, stop), weight in zip(spans, weights, strict=False):

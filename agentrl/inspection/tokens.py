@@ -1,8 +1,8 @@
-"""The tokens of an episode, one by one: their text, who sampled each, how likely it was, and how it was trained.
+"""The tokens of an episode, one by one: text, version, probability, and training.
 
-Token columns are read without numpy, from journal entries and from a step's file. A file of a run is read as hostile:
-its header is bounded, and what it says of itself is compared with its size. Texts come from the model's
-`tokenizer.json` where the model lies on this machine, without a library.
+Token columns are read without numpy, from journal entries and from a step's file. A run's file counts as hostile: its
+header is bounded, and its stated sizes are compared with the file's. Texts come from the model's `tokenizer.json`, if
+the model is on this machine, without a library.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CODES = {"F32": "f", "I32": "i", "I64": "q"}
 MAX_TOKENIZER_BYTES = 128 << 20
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _CONTROL = ("<|start|>", "<|stop|>")
-"""How formats whose tokens are bytes write the ids above them."""
+"""Names of the ids above the bytes, in formats whose tokens are bytes."""
 
 
 class _Tensor(msgspec.Struct):
@@ -197,14 +197,14 @@ def _byte_characters() -> dict[str, int]:
 
 
 ReadStep = Callable[[Path, Any], list[StepColumns]]
-"""`columns.step_rows`, or something that remembers what it read."""
+"""`columns.step_rows`, or a caching replacement."""
 
 
 class Token(msgspec.Struct, frozen=True, kw_only=True):
     """A token of a row."""
 
     position: int
-    """In its row."""
+    """Position in its row."""
     turn: int
     """The agent's turn that it belongs to, as context or as what was sampled."""
     id: int
@@ -223,7 +223,7 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
     advantage: float | None = None
     trainer_logprob: float | None = None
     ratio: float | None = None
-    """Its probability under the weights that were trained, over that under those that sampled it."""
+    """Its probability under the trained weights, divided by that under the weights that sampled it."""
     lag: int | None = None
 
 
@@ -391,7 +391,7 @@ def _versions(turn: TurnEntry, count: int) -> list[str | None]:
 
 
 def _experts(turn: TurnEntry) -> dict[int, str]:
-    """A digest of each position's experts; of the newest where it was computed twice."""
+    """A digest of each position's experts; of the newest, if it was computed twice."""
     rows = turn.routing_shape[0] if turn.expert_routing and turn.routing_shape else 0
     if not turn.expert_routing or rows <= 0 or len(turn.expert_routing) % rows:
         return {}

@@ -49,10 +49,10 @@ _OPERATORS = {"=": "=", "==": "=", "!=": "<>", "<>": "<>", "<": "<", "<=": "<=",
 
 
 def parse(text: str, columns: Mapping[str, Column]) -> Filter:
-    """The filter a text stands for; an empty text lets everything through.
+    """Parse a filter; an empty text passes everything.
 
     Raises:
-        InputError: it is not a filter; the message says where and what was expected.
+        InputError: the text is not a filter; the message says where, and what was expected.
     """
     if len(text) > MAX_LENGTH:
         raise InputError(f"--where: {len(text)} characters; at most {MAX_LENGTH}")

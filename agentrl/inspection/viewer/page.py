@@ -1,9 +1,9 @@
-"""The page itself: `viewer.html` with its style, its script and perhaps data put into it, closed to everything else.
+"""Builds the page: `viewer.html` with its style, script and optionally data, isolated from everything else.
 
-The scripts are ES modules; for the page they are joined into one, each in a scope of its own, since a page that is
-opened from a file may not import. A content security policy lets this script and this style in by their hashes, and
-forbids all others, every way to make markup of text, and every request but to the server that gave the page. Content
-enters as text nodes, by the page's `dom.js`; data lies in it as base64, which holds no markup.
+The ES modules are joined into one script, each in its own scope, because a page opened from a file may not import. A
+content security policy admits this script and style by their hashes, and forbids all others, every way to turn text
+into markup, and every request except to the page's own server. Content enters as text nodes through `dom.js`; data is
+embedded as base64, which cannot contain markup.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _parts() -> tuple[str, str, str]:
 
 
 def _module(name: str, text: str) -> str:
-    """A module as a function that is called at once and returns what it exports."""
+    """A module as an immediately called function that returns its exports."""
     exported = ", ".join(found[2] for found in _EXPORT.finditer(text))
     body = _EXPORT.sub(r"\1", _IMPORT.sub(r"const \1 = modules.\2;", text))
     return f"\n// --- {name}.js\n\nmodules.{name} = (() => {{\n{body}return {{ {exported} }};\n}})();\n"

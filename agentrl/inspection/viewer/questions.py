@@ -1,7 +1,7 @@
 """The viewer's questions about a run, by name; the query layer answers each, as JSON.
 
-A question is its name and parameters of text. The server answers one as it is asked; an exported file carries the
-answers. An episode is named by its id, `forks/ID` where it is a fork of the run, and perhaps an attempt.
+A question is a name with text parameters. The server answers one at a time; an exported file contains the answers. An
+episode is identified by its id, `forks/ID` for a fork of the run, and optionally an attempt.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_PAGE = 1_000
 PARTS = 120
 """Parts of a run's timeline."""
 EXACT = 2**53
-"""Above it a number of JavaScript is not exact: such integers are told as text."""
+"""Larger integers are inexact in JavaScript, so they are sent as text."""
 _ROUNDED = ("logprob", "trainer_logprob", "advantage", "ratio", "entropy")
 
 
@@ -58,7 +58,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of a run, which the page polls."""
 
     ended: bool
-    """Whether nothing is written to it any more, as far as it says."""
+    """Whether the run has ended, according to its records."""
     state: str
     """See `RunReader.standing`."""
     newest: float | None
@@ -79,7 +79,7 @@ def answer(reader: RunReader, question: str, parameters: Parameters) -> bytes:
 
 
 def as_json(value: Any) -> bytes:
-    """A value as JSON that JavaScript reads as it was meant; what is no finite number becomes null."""
+    """A value as JSON that JavaScript reads exactly; numbers that are not finite become null."""
     plain = _exact(msgspec.to_builtins(value, builtin_types=(bytes,)))
     try:
         return msgspec.json.encode(plain)

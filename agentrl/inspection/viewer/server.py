@@ -1,9 +1,9 @@
-"""The viewer over a run of any size, while it is written: a server on this machine that answers the page's questions.
+"""The viewer's server: answers the page's questions about a run on this machine, also while the run is written.
 
-Listens on 127.0.0.1 and nowhere else. The page itself says nothing of the run. A question needs the token, which is new
-for each server and reaches the page behind the `#` of its address, so that no browser sends it on by itself; a request
-under another host's name is refused, as of a page elsewhere whose name was made to point here. Reads only; one question
-at a time, in a thread of its own, with a reader that only this thread uses.
+Listens on 127.0.0.1 only. The page itself contains nothing of the run. A question needs the token, which is new for
+each server and reaches the page behind the `#` of its address, so that browsers never transmit it; a request for
+another host name is refused, as from a foreign page whose name resolves to this machine (DNS rebinding). Reads only;
+one question at a time, in a thread with a reader of its own.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _application(reader: RunReader, thread: ThreadPoolExecutor, token: str) -> w
 
 
 def _is_own(request: web.Request) -> bool:
-    """Whether it was asked for by this server's name: its host, and the page it comes from where it says so."""
+    """Whether a request names this server as its host and, if it states one, as its origin."""
     sockname = request.transport.get_extra_info("sockname") if request.transport is not None else None
     own = {f"{name}:{sockname[1]}" for name in (HOST, "localhost")} if sockname else set()
     origin = request.headers.get("Origin")
