@@ -274,7 +274,7 @@ def test_full_weights_are_refused(make_vllm: MakeVllm, zoo: ModelZoo) -> None:
 
 async def unloaded(make_vllm: MakeVllm, left: int) -> None:
     """Wait until vLLM holds no more adapters than that."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while len(await make_vllm.llm.list_loras()) > left:
             await asyncio.sleep(0.01)
 

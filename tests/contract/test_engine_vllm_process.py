@@ -53,7 +53,7 @@ def program(path: Path, **options: Any) -> EngineProgram:
 
 async def gone(leader: int) -> None:
     """Wait until nothing of a session runs."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(100):
         while session_of(leader):
             await asyncio.sleep(0.02)
 
@@ -85,7 +85,7 @@ async def cut(engine: ProcessEngine, session: Any, context: Any, victim: str) ->
     assert leader is not None
     named = [process for process, name in session_of(leader).items() if name.startswith(victim)]
     os.kill(named[0] if named else leader, signal.SIGKILL)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         with pytest.raises(EngineLostError, match="died"):
             await running
     assert 0 < len(heard) < 460
@@ -195,7 +195,7 @@ def test_nothing_of_it_outlives_its_parent(repository: Path, zoo: ModelZoo) -> N
         watches = [os.pidfd_open(process) for process in processes]
         parent.kill()
     for watch in watches:
-        assert select.select([watch], [], [], 20)[0], "a process of vLLM's outlived its parent"
+        assert select.select([watch], [], [], 100)[0], "a process of vLLM's outlived its parent"
         os.close(watch)
     assert session_of(leader) == {}
 

@@ -105,7 +105,7 @@ class MakeVllm:
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """In the loop that vLLM was started in; afterwards vLLM serves what it was started with."""
         try:
-            self._runner.run(asyncio.wait_for(main(), 100))
+            self._runner.run(asyncio.wait_for(main(), 250))
         finally:
             self._runner.run(self._restore())
 

@@ -215,11 +215,11 @@ def test_a_disk_that_turns_read_only_ends_the_run_by_name_and_it_goes_on_later(
     assert process.returncode == 74, said
     assert "--resume" in said, said
     with reaped(on_the_disk(sys.executable, "-c", look, str(disk), "no")) as process:
-        found, said = process.communicate(timeout=60)
+        found, said = process.communicate(timeout=240)
     assert found.startswith("[] "), found + said
     with reaped(on_the_disk(*run, "resume")) as process:
         _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
     with reaped(on_the_disk(sys.executable, "-c", look, str(disk), "ended")) as process:
-        found, said = process.communicate(timeout=60)
+        found, said = process.communicate(timeout=240)
     assert found.strip() == f"[] [{STEPS}, {STEPS}]", found + said

@@ -286,7 +286,7 @@ async def main():
     while raylet.poll() is None:
         os.sched_yield()
     second = await placement.start(PROGRAM)
-    print(await asyncio.wait_for(first.wait(), 30), flush=True)
+    print(await asyncio.wait_for(first.wait(), 200), flush=True)
     living = asyncio.ensure_future(second.wait())
     await asyncio.wait({living}, timeout=2)
     print("dead" if living.done() else "the other lives", flush=True)

@@ -159,7 +159,7 @@ def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(repository: Path, tmp_pat
             if line.startswith("step 2/"):
                 break
         os.kill(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=120)
+        _, said = process.communicate(timeout=280)
     assert process.returncode == 130, said
     summary = json.loads((tmp_path / "runs/long/summary.json").read_text())
     assert summary["state"] == "stopped"

@@ -17,7 +17,7 @@ import http.client
 
 def complete(port, text):
     """Ask an endpoint, as a client does."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
     connection.request("POST", "{path}", body=text)
     return str(connection.getresponse().status)
 '''

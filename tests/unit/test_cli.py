@@ -224,14 +224,14 @@ def test_reading_imports_nothing_heavy(directory: Path, arguments: list[str]) ->
         "sys.exit(str(heavy) if heavy else 0)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr
 
 
 def in_a_shell(command: str) -> subprocess.CompletedProcess[str]:
     line = command.replace("agentrl", f"'{sys.executable}' -m agentrl.cli")
-    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=280, check=False)
 
 
 def test_closed_streams_are_no_bug(directory: Path) -> None:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 def _python(program: str, *arguments: str) -> str:
     command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=280).stdout
 
 
 _WRITER = """
@@ -119,7 +119,7 @@ def test_a_journal_whose_making_was_killed_at_any_statement_is_made_by_the_next(
     for number in range(40):
         directory = tmp_path / str(number)
         command = [sys.executable, "-c", _MAKER, str(directory), str(number)]
-        code = subprocess.run(command, check=False, timeout=60).returncode
+        code = subprocess.run(command, check=False, timeout=280).returncode
 
         async def again(directory: Path = directory) -> None:
             journal = SqliteJournal(directory)

@@ -58,7 +58,7 @@ def test_the_command_writes_it_and_needs_nothing_heavy(tmp_path: Path) -> None:
         "sys.exit(str(heavy) if heavy else code)"
     )
     finished = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
     )
     assert finished.returncode == 0, finished.stderr
     assert (tmp_path / json.loads(finished.stdout)["path"] / "journal" / "control.db").is_file()
