@@ -27,19 +27,16 @@ from agentrl.core.records import (
     EpisodeHeader,
     EpisodeSpec,
     PolicyVersion,
-    StepReport,
     Task,
-    TrainBatch,
-    TrajectoryCredit,
-    Unit,
     WeightsRef,
 )
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import Begin, JournalEntry, RewardEntry, Span, TurnEntry, encode_body, episode_digest
-from agentrl.journal.port import PruneRule, StepRow
+from agentrl.journal.port import PruneRule
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import Ledger
 from agentrl.orchestrator.checkpoints import CheckpointWriter, sealed
+from tests.journal_cases import step_of
 from tests.support.builders import make_episode_header, make_spec
 
 GROUP = 8
@@ -117,29 +114,6 @@ def _header(spec: EpisodeSpec, step: int) -> EpisodeHeader:
     )
 
 
-def _step(step: int, specs: list[EpisodeSpec]) -> StepRow:
-    version = PolicyVersion(POLICY, 0, step)
-    credit = (TrajectoryCredit("solver", 0, 1.0, 0.5, 0.5),)
-    where = DataLocation(PARTITION, 3)
-    units = tuple(
-        Unit(episode_id=spec.episode_id, attempt=0, policy=POLICY, location=where, credits=credit) for spec in specs
-    )
-    report = StepReport(
-        step_id=step,
-        policy=POLICY,
-        started_from=PolicyVersion(POLICY, 0, step - 1),
-        loss=0.1,
-        grad_norm=0.5,
-        samples=len(units),
-        tokens=TOKENS * len(units),
-        seconds=0.1,
-        metrics={"entropy": 1.5},
-        input_digest="ab",
-    )
-    batch = TrainBatch(step_id=step, policy=POLICY, units=units, normaliser=8.0)
-    return StepRow(report=report, version=version, batch=batch)
-
-
 class _Saves:
     """A trainer of whom a checkpoint wants files."""
 
@@ -172,7 +146,8 @@ async def write_run(run: Path, episodes: int) -> None:
             version = PolicyVersion(POLICY, 0, step)
             weights = WeightsRef(version=version, path="", kind="full", sha256="00")
             journal.record_version(weights, PolicyVersion(POLICY, 0, step - 1))
-            journal.record_step(_step(step, specs[(step - 1 - first) * STEP : (step - first) * STEP]))
+            trained = specs[(step - 1 - first) * STEP : (step - first) * STEP]
+            journal.record_step(step_of(POLICY, 0, step, trained, partition=PARTITION))
             journal.record_metrics(POLICY, step, {"reward/mean": 0.5, "loss": 0.1})
         await journal.flush()
     journal.admit(*(_spec(steps * STEP + number) for number in range(GROUP)))

@@ -74,7 +74,15 @@ def entry(of: EpisodeSpec, number: int, value: float = 0.5) -> JournalEntry:
     return JournalEntry(of.episode_id, of.attempt, f"r#{number}", b"12345678" if number % 2 else b"", body)
 
 
-def step_of(policy: str, lineage: int, step: int, episodes: list[EpisodeSpec], *, rewards: bool = False) -> StepRow:
+def step_of(
+    policy: str,
+    lineage: int,
+    step: int,
+    episodes: list[EpisodeSpec],
+    *,
+    rewards: bool = False,
+    partition: str = "turns-w0.db",
+) -> StepRow:
     """A step that consumed `episodes`; with `rewards`, each episode's is its number."""
     version = PolicyVersion(policy, lineage, step)
     units = tuple(
@@ -82,7 +90,7 @@ def step_of(policy: str, lineage: int, step: int, episodes: list[EpisodeSpec], *
             episode_id=each.episode_id,
             attempt=each.attempt,
             policy=policy,
-            location=DataLocation("turns-w0.db", 3),
+            location=DataLocation(partition, 3),
             credits=(TrajectoryCredit("solver", 0, float(each.episode_id[1:]) if rewards else 1.0, 0.5, 0.5),),
         )
         for each in episodes
