@@ -1,18 +1,17 @@
-"""Advantages: pure functions over the rewards of what is compared, chosen by configuration.
+"""Advantages: pure functions over rewards that are compared with each other, chosen by configuration.
 
-Rewards are those of one policy in one seat over the episodes of one group, in any order; the result is in the same
-order. Episodes are compared with episodes: agents of one episode share its fate, so none is a baseline for another. An
-episode alone in its group has nothing to be compared with, and where all rewards are equal nothing is better:
-advantages are 0.
+The rewards are those of one policy in one seat over the episodes of a group, in any order; the result has the same
+order. Episodes are compared with episodes: agents of one episode share its outcome, so none is a baseline for another.
+The advantage is 0 for an episode alone in its group, and if all rewards are equal.
 
-Where the members of a group do not wait for each other (`ReleaseRule`), the first m of K finishers are released
-together, with m fixed before any of them is sampled, and each later one when it finishes. Every member is compared with
-the first m - 1 finishers *among the others*, with weight 1.
+If the members of a group do not wait for each other (`ReleaseRule`), the first m of K finishers are released together,
+with m fixed before any of them is sampled, and every later one when it finishes. Each member is compared with the first
+m - 1 finishers *among the others*, with weight 1.
 
-That is unbiased, since the members one is compared with are a function of the others alone, whether it was early or
-late. An early one is compared with the other m - 1 of the first m, which are the first m - 1 of the others; a late one
-with the first m - 1 of all. So its baseline is independent of what it sampled, and E[score · baseline] = 0. Comparing a
-late one with all m breaks this: its baseline then depends on how long it took (docs/scheduling.md).
+This is unbiased, because a member's comparison set depends only on the others, whether it finished early or late. An
+early member is compared with the other m - 1 of the first m, which are the first m - 1 of the others; a late one with
+the first m - 1 of all. Its baseline is therefore independent of its own samples, and E[score · baseline] = 0. Comparing
+a late member with all m would break this: its baseline would then depend on how long it took (docs/scheduling.md).
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class Advantage(NamedTuple):
 def leave_one_out(rewards: Sequence[float], episodes: Sequence[Hashable] | None = None) -> list[Advantage]:
     """A_i = R_i - mean of the rewards in the other episodes (RLOO, arXiv:2402.14740).
 
-    Unbiased for every group size, and for episodes with several agents in the seat: whatever an agent does, its
-    baseline stays, since the whole of its own episode is left out.
+    Unbiased for every group size, and with several agents in the seat: an agent cannot influence its baseline, which
+    leaves out its whole episode.
 
     Args:
         rewards: the rewards to compare.
@@ -149,7 +148,7 @@ SHRINKAGE = 3.0
 
 @dataclass(frozen=True, slots=True)
 class ReleaseRule:
-    """How many of a group's members are waited for.
+    """The number of a group's members that are waited for.
 
     The default is half of them: more would wait longer, fewer make the gradient noisier for tasks without earlier
     groups.
@@ -165,7 +164,7 @@ class ReleaseRule:
     """Share of the members; 0: each is released when it finishes, and compared with earlier groups alone."""
 
     def waited_for(self, size: int) -> int:
-        """m for a group of `size` members; at least two where there are siblings to compare with."""
+        """m for a group of `size` members; at least two if there are siblings to compare with."""
         return max(math.ceil(self.share * size), min(2, size)) if self.share else 1
 
 

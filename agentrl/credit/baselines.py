@@ -1,11 +1,12 @@
 """Baselines that outlive a group: running means of the rewards of a policy in a seat.
 
-`RoleMeans` compares a reward with what the same policy used to get in the same seat: for games in which nothing else is
-comparable. In a zero-sum game the seats differ (who moves first wins more often) and two games of one task are not
-alike, since the opponent changes too. Its means change only where a step has been taken, in the order of its units, and
-are in the manifest: a resumed run goes on with the same ones, and a repeated step finds what it found before.
+`RoleMeans` compares a reward with the policy's earlier rewards in the same seat, for games in which nothing else is
+comparable: in a zero-sum game the seats differ (the first mover wins more often), and two games of one task differ too,
+because the opponent changes. Its means change only when a step is taken, in the order of its units, and are stored in
+the manifest: a resumed run continues with the same means, and a repeated step uses the same ones again.
 
-`RewardHistory` has the means of earlier groups, per task and per environment, to shrink a group's baseline to.
+`RewardHistory` has the means of earlier groups, per task and per environment, towards which a group's baseline is
+shrunk.
 """
 
 from __future__ import annotations
@@ -135,9 +136,9 @@ class Rewarded(NamedTuple):
 class RewardHistory:
     """Mean rewards of a policy in a seat over earlier groups, on one task or on all.
 
-    A group is compared with the groups that had ended when it was admitted, and enters when all of it has ended, long
+    A group is compared with the groups that had ended when it was admitted, and enters once all of it has ended, long
     and short members alike. Rewards of child episodes belong to the task of their root, since their own tasks are new
-    each time. The means are a fold over the groups of a run in the order of their ends, and so are rebuilt from its
+    each time. The means are a fold over the run's groups in the order of their ends, so they are rebuilt from its
     journal.
     """
 

@@ -1,8 +1,8 @@
-"""From an episode to training samples, and the inputs of an optimizer step computed from those.
+"""Turns episodes into training samples, and computes the inputs of an optimizer step from them.
 
-Owns which trajectories of an episode belong to a unit, and which of their tokens are trained. Does not own computing
-advantages (headers alone, on the control path), reading the journal, or packing. Needs numpy and no torch, so that the
-input of a step can be rebuilt where nothing is trained.
+Owns which trajectories of an episode belong to a unit, and which of their tokens are trained. Does not own advantages
+(computed from headers, on the control path), reading the journal, or packing. Needs numpy and no torch, so that a
+step's inputs can be rebuilt on machines that cannot train.
 
 Invariants: a token whose sampling mask was not recorded (`MaskKind.MISSING`) is not trained; every other sampled token
 is, once: a row whose prefix was routed twice becomes a sample per routing, each with the tokens sampled under it.
@@ -83,7 +83,7 @@ def read_samples(units: Sequence[Unit], read: ReadUnits) -> list[TrainingSample]
 
 
 def _samples(row: Row, credit: TrajectoryCredit, *, episode_id: str, row_index: int) -> Iterator[TrainingSample]:
-    """One row, its advantage spread over the tokens that are trained, apart by the experts they were sampled with."""
+    """The samples of one row, one per routing, with its advantage on the trained tokens."""
     by_turn = np.array(credit.turn_advantages or (credit.advantage,), dtype=np.float32)
     advantages = by_turn[np.clip(row.turn_index, 0, len(by_turn) - 1)]
     loss_mask = row.loss_mask

@@ -37,15 +37,15 @@ VARIABLE = "AGENTRL_PRIVATE_FILES"
 """Tells a child where its directory is."""
 _PREFIX = "agentrl-child-"
 _MARK = "made_for_a_child"
-"""An empty file: whoever else makes a directory of such a name does not lose it."""
+"""Name of an empty file that marks a directory as made for a child, so that no other directory is removed."""
 _SHARED_MEMORY = Path("/dev/shm")
 _ROOM = 1 << 30
 """Bytes that are to be free in shared memory for a child: adapters are copied to its place. Docker's has 64 MiB."""
 MAKE_ROOM = "make room there; a process that finds less than 1 GiB free in /dev/shm has its files under TMPDIR"
 _PR_SET_PDEATHSIG = 1
 _PIECES = 10
-"""Into how many pieces `silence_s` is counted: one that passes while this process itself stands still does not count
-against the child more than once."""
+"""Number of parts in which `silence_s` is counted: a part that passes while this process itself is suspended counts
+against the child only once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Child(Protocol):
         ...
 
     def kill(self) -> None:
-        """End it, and what it started, at once; idempotent."""
+        """Kill it and everything it started; idempotent."""
         ...
 
 
@@ -182,7 +182,7 @@ class LocalPlacement:
 
 
 class ChildProcess:
-    """See `Child`: a process that leads a session of its own, so that Ctrl-C is its parent's."""
+    """See `Child`: a process that leads its own session, so that Ctrl-C reaches only its parent."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -317,7 +317,7 @@ class Supervised(Protocol):
         ...
 
     async def died(self, how: str) -> None:
-        """The child is dead: read what it had sent to the end."""
+        """Called after the child's death: read everything it sent."""
         ...
 
 
@@ -342,7 +342,7 @@ class Supervisor:
         tell: Callable[[str], None],
     ) -> None:
         self.losses = 0
-        """How often a child died."""
+        """Number of deaths of the child."""
         self._name = name
         self._supervised = supervised
         self._budget = budget
@@ -383,7 +383,7 @@ class Supervisor:
         self._silent = 0
 
     def kill(self, why: str = "") -> None:
-        """End the child, and what it started, at once; it is replaced as if it had died by itself, for that reason."""
+        """Kill the child and everything it started; it is replaced as if it had died by itself, for this reason."""
         if self._child is not None:
             self._why = self._why or why
             self._child.kill()
@@ -423,7 +423,7 @@ class Supervisor:
                 await self._child.wait()
 
     async def _live(self) -> str:
-        """One child, from its start to its death; how it died."""
+        """Run one child from its start to its death; returns the cause of death."""
         self._why, self._silent = "", None
         try:
             child = self._child = await self._supervised.launch()

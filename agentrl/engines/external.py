@@ -1,10 +1,10 @@
-"""External policies: those that no engine of ours serves, behind an endpoint (`remote.py`) or as programs (bots).
+"""External policies, which no engine of ours serves: behind an endpoint (`remote.py`), or programs (bots).
 
-Owns: which policy is asked where, and how a bot is called. An external policy is given the conversation as JSON lines
-(`rollout/byte_formats.py`), a byte a token; its completion is such a line with logprob 0, recorded and replayed like
-any other and never trained.
-Invariants: the random numbers of a bot's turn follow from its call id alone, so a turn that is played again is the
-same; a bot that raises, or returns what is no text, ends the episode by name.
+Owns: the routing of calls to policies, and the calls of bots. An external policy receives the conversation as JSON
+lines (`rollout/byte_formats.py`), one token per byte; its completion is such a line with logprob 0, recorded and
+replayed like any other and never trained.
+Invariants: a bot's random numbers depend only on the call id of its turn, so a replayed turn is the same; a bot that
+raises, or returns something other than text, ends the episode by name.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ExternalSession:
 
 
 class RoutedSampler:
-    """See `agentrl.core.ports.Sampler`: a sampler, and the external policies beside it."""
+    """See `agentrl.core.ports.Sampler`: a sampler, and external policies beside it."""
 
     def __init__(self, sampler: Sampler, policies: Mapping[str, ExternalPolicy]) -> None:
         self.capabilities: EngineCapabilities = sampler.capabilities
@@ -88,7 +88,7 @@ class RoutedSampler:
 
 
 class RoutedEngine(RoutedSampler):
-    """See `agentrl.core.ports.Engine`: an engine, and the external policies beside it."""
+    """See `agentrl.core.ports.Engine`: an engine, and external policies beside it."""
 
     def __init__(self, engine: Engine, policies: Mapping[str, ExternalPolicy]) -> None:
         super().__init__(engine, policies)
@@ -125,7 +125,7 @@ class RoutedEngine(RoutedSampler):
 
 
 class NoEngine:
-    """See `agentrl.core.ports.Engine`: stands for one where every policy is external."""
+    """See `agentrl.core.ports.Engine`: the engine of a run whose policies are all external."""
 
     capabilities = EngineCapabilities(
         name="none", refresh=frozenset(), expert_routing=False, sampling_mask=False, adapters=0, max_context=1 << 20
@@ -190,10 +190,10 @@ class Bot:
         return completion(self.policy, line.encode("utf-8", "replace"), "stop")
 
     def abort(self, request_id: str) -> None:
-        """Its turns are over at once, or are waited for."""
+        """Does nothing: its turns end at once, or are waited for."""
 
     async def close(self) -> None:
-        """It holds nothing."""
+        """Does nothing."""
 
     def _failed(self, where: str, what: str) -> EpisodeError:
         return EpisodeError(f"{where}, policy {self.policy!r}: the bot {what}", reason="bot_error")

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 FENCE_S = 30.0
 """How long the others wait for one replica's update to full weights."""
 BACK_S = 1.0
-"""How often a lost replica is asked whether it is back."""
+"""Seconds between checks whether a lost replica is back."""
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One engine, and how it stands."""
+    """One engine of the fleet, and its state."""
 
     number: int
     engine: Engine
@@ -48,7 +48,7 @@ class Replica:
     is_fenced: bool = False
     is_lost: bool = False
     failure: EngineError | None = None
-    """Why it is gone for good."""
+    """The error with which it failed for good."""
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
         """See `agentrl.core.ports.Engine.open`."""
@@ -56,12 +56,13 @@ class Replica:
 
 
 class ReplicatedEngine:
-    """See `agentrl.core.ports.Engine`. Conversations that begin alike go to one replica, as long as none has far more.
+    """See `agentrl.core.ports.Engine`. Conversations with a common beginning share a replica unless its load is too
+    high.
 
     The replica is chosen by consistent hashing with bounded loads: Mirrokni et al., 2018, arXiv:1608.01350.
 
     Args:
-        engines: they serve the same versions, and can the same.
+        engines: engines with equal versions and capabilities.
         tell: takes a line for people when a replica falls behind, and when it is back.
     """
 
@@ -342,7 +343,7 @@ class ReplicatedEngine:
 
 
 def _together(replicas: Sequence[EngineCapabilities]) -> EngineCapabilities:
-    """Those of several that can the same: what they hold and compute adds up."""
+    """Capabilities of several equal engines: their memory and compute add up."""
     held = [each.kv_tokens for each in replicas if each.kv_tokens is not None]
     return replace(
         replicas[0],

@@ -87,7 +87,7 @@ def model_dtype(path: str | Path, setting: str, device: torch.device) -> torch.d
 
 
 def _checkpoint_dtype(path: Path) -> torch.dtype:
-    """The dtype a checkpoint is stored in; float32 where nothing says so."""
+    """The dtype that a checkpoint is stored in; float32 if nothing states it."""
     _check_directory(path)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -122,9 +122,9 @@ def read_model(path: str | Path, *, dtype: torch.dtype, max_context: int, to_sam
         path: the directory.
         dtype: of its parameters.
         max_context: the longest context it is to compute.
-        to_sample: whether it is to sample contexts of that length by the embedded engine; else, to be trained on them.
+        to_sample: whether the embedded engine is to sample contexts of that length, or a trainer to train on them.
 
-    Nothing that the directory says reaches a stream as it is: transformers is silenced, names are told as literals.
+    Text from the directory never reaches a stream unescaped: transformers is silenced, and names are shown as literals.
 
     Raises:
         ModelError: the directory holds no such model, its weights are damaged or not those of its configuration, or
@@ -224,7 +224,7 @@ def in_float32(model: PreTrainedModel) -> Iterator[None]:
 
 
 def kv_bytes_per_token(config: PretrainedConfig) -> int:
-    """Bytes of keys and values of one token in all layers of a model, of its decoder where it has other parts."""
+    """Bytes of keys and values of one token in all layers of a model's decoder."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

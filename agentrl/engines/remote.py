@@ -1,12 +1,13 @@
 """Policies behind an endpoint that speaks OpenAI's chat completions.
 
-Owns: the HTTP calls, and what of an answer is kept. The context of a call is the conversation as JSON lines
-(`rollout/byte_formats.py`), a byte a token; so is what comes back, with logprob 0.
-Invariants: the key is sent to its endpoint, also after redirects to none, and is removed from all that comes back, so
-it stands in no journal and no message of ours; what is not there in time, is overloaded or broken is `EngineLostError`,
-tried again by whoever asked; what is no answer, or is refused whatever is said, ends the episode by name; what is
-refused because of what was said is recorded like a turn and truncates the episode: a policy could else void what it
-loses.
+Owns: the HTTP calls, and the parts of an answer that are kept. A call's context is the conversation as JSON lines
+(`rollout/byte_formats.py`), one token per byte; so is the answer, with logprob 0.
+
+Invariants: the key is sent to its endpoint only, never along redirects, and is removed from everything that comes back,
+so it appears in no journal and no message of ours. A request that times out, or meets an overload or a failure, is an
+`EngineLostError`, which the caller retries. An answer that is invalid, or a refusal regardless of content, ends the
+episode by name. A refusal because of the content is recorded like a turn and truncates the episode: otherwise a policy
+could void the games it loses.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ MAX_ANSWER_BYTES = 4 << 20
 BUSY = frozenset({408, 409, 425, 429})
 """Refusals that say: later. So does every status from 500."""
 ABOUT_THE_REQUEST = frozenset({400, 403, 413, 414, 422, 451})
-"""Refusals of what was said (too long, filtered), where other requests are answered; of any, where none is."""
+"""Status codes that refuse a request's content (too long, filtered), as long as other requests are answered."""
 REFUSED_IN_A_ROW = 8
-"""So many of those, and it is not what was said: the endpoint refuses all."""
+"""Number of consecutive refusals after which the endpoint is considered to refuse everything."""
 REFUSAL_SHOWN = 300
 SHORTEST_KEY = 8
 """Characters of a key that is removed from what comes back: a shorter one, such as `none`, is no secret but a word."""
 BYTES_PER_TOKEN = 64
-"""An answer is no longer than this for each token that was asked for, besides `MORE_BYTES`: more is no answer."""
+"""Longest answer per requested token, in addition to `MORE_BYTES`; a longer one is invalid."""
 MORE_BYTES = 1 << 16
 
 
@@ -52,10 +53,10 @@ class Endpoint:
     config: RemotePolicy
     _key: str = ""
     _written_keys: tuple[str, ...] = ()
-    """The key as it is, and as it is written in JSON, in addresses and in base64."""
+    """The key and its encodings in JSON, addresses and base64."""
     _client: aiohttp.ClientSession | None = None
     _refusals_left: int = 0
-    """How many more are taken for refusals of what was said; 0: it has not answered lately, or never."""
+    """Refusals that still count as caused by the content; 0: the endpoint has not answered lately, or never."""
     _places: asyncio.Semaphore = field(init=False)
     _asking: dict[str, asyncio.Task[Completion]] = field(default_factory=dict)
 
@@ -119,7 +120,7 @@ class Endpoint:
         return completion(self.policy, line, "length" if reason == "length" else "stop")
 
     async def _post(self, request: GenerateRequest, here: str) -> tuple[int, bytes | None]:
-        """Status and body; no body where it is longer than anybody needs."""
+        """Status and body; None instead of a body that is too long."""
         if self._client is None:
             # A small compressed answer may be a large one: none is asked for, and none is read.
             self._client = aiohttp.ClientSession(
@@ -168,7 +169,7 @@ class Endpoint:
         return text
 
     def _stripped(self, value: Any) -> Any:
-        """JSON data without the key, wherever it stands."""
+        """JSON data with every occurrence of the key removed."""
         if isinstance(value, str):
             return self._without_key(_unescaped(value))
         if isinstance(value, list):
@@ -204,7 +205,7 @@ def _answer(content: bytes) -> tuple[dict[str, Any], Any]:
 
 
 def _unescaped(text: str) -> str:
-    """JSON inside of JSON, such as a call's arguments, with its letters as they are; any other text as it is."""
+    """Decode the characters of JSON within JSON, such as a call's arguments; leave other text unchanged."""
     if "\\u" not in text:
         return text
     try:

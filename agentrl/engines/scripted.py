@@ -1,7 +1,7 @@
-"""The scripted engine: says what a script says, at the pace it is told, without a model; for tests and benchmarks.
+"""The scripted engine: follows a script at a given pace, without a model; for tests and benchmarks.
 
-Owns: calls in flight, the version each token is ascribed to, and the time calls take on the running loop's clock.
-Does not start threads or tasks, draws nothing at random, and reads no weight files: an update is a new version id.
+Owns: calls in flight, the version ascribed to each token, and the duration of calls on the running loop's clock. Starts
+no threads or tasks, draws nothing at random, and reads no weight files: an update is a new version id.
 Invariants: without latency `generate` returns without suspending; the same script and the same order of calls give the
 same completions; spans split where an update fell, with refresh `token`.
 """
@@ -247,7 +247,7 @@ class ScriptedEngine:
         self._go_on(call)
 
     def _stop(self, call: _Call) -> None:
-        """Say what is due by now, and no more until `_go_on`."""
+        """Deliver the tokens that are due now, and no more until `_go_on`."""
         if call.timer is None:
             return
         call.timer.cancel()
@@ -274,7 +274,7 @@ class ScriptedEngine:
         self._holding = True
 
     def release_held(self) -> None:
-        """Let the calls that `hold` kept in flight go on, and hold no more."""
+        """Let the calls that `hold` suspended continue, and stop holding."""
         self._holding = False
         for call in self._calls.values():
             self._go_on(call)

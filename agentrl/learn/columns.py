@@ -1,4 +1,4 @@
-"""Step columns: what a trainer computed and used for each token of a step, and the mismatch metrics read from them.
+"""Step columns: the trainer's figures for each token of a step, and the mismatch metrics computed from them.
 
 A step's file is `steps/<policy>/<lineage>.<step>.safetensors`:
   `offsets`           int64 [rows + 1], where each row's trained tokens begin in the columns below
@@ -11,10 +11,10 @@ A step's file is `steps/<policy>/<lineage>.<step>.safetensors`:
                       at least 1 for those of an earlier lineage, -1 where it is not known who sampled
   metadata `rows`     JSON, [[episode id, row index of the unit], …] in the order the trainer consumed them
 
-The mismatch metrics compare the trainer's log-probabilities with the recorded ones, in every step. Where a row was
-sampled by the very weights the trainer computes with, both mean the same distribution: what is left is the difference
-between the two implementations (dtype, kernels, routing, filters, a wrong adapter). Elsewhere the optimizer steps in
-between add to it.
+The mismatch metrics compare the trainer's log-probabilities with the recorded ones at every step. For rows sampled by
+the very weights that the trainer computes with, both describe the same distribution: their difference is that of the
+two implementations (dtype, kernels, routing, filters, a wrong adapter). For other rows, the optimizer steps in between
+add to it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LAGS = ("0", "1", "2", "3", "4+")
 
 
 class StepColumns:
-    """The rows of a step as they are consumed."""
+    """The rows of a step in the order of their consumption."""
 
     def __init__(self) -> None:
         """No rows yet."""
@@ -87,7 +87,7 @@ class StepColumns:
             self._logprobs[row], self._entropies[row] = logprobs[start:stop], entropies[start:stop]
 
     def encode(self) -> bytes:
-        """These rows as bytes, for `merge`."""
+        """Serialise these rows for `merge`."""
         offsets = np.cumsum([0, *map(len, self._positions)], dtype=np.int64)
         columns: dict[str, NDArray[Any]] = {
             "offsets": offsets,
@@ -155,7 +155,7 @@ def read_columns(path: Path) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:
 def mismatch_metrics(
     trainer: NDArray[np.float32], behavior: NDArray[np.float32], *, lag: NDArray[np.int32], fresh: BoolArray
 ) -> dict[str, float]:
-    """Mismatch figures over the tokens whose row was forwarded.
+    """Mismatch figures over the tokens whose rows were forwarded.
 
     With log w = trainer - behavior, `k3` is the mean of w - 1 - log w: never negative, an unbiased estimate of KL(mu ||
     pi) over tokens sampled from mu (Schulman 2020, http://joschu.net/blog/kl-approx.html). `difference` is the mean of
@@ -164,7 +164,7 @@ def mismatch_metrics(
     Args:
         trainer: [n], NaN where the token was not forwarded.
         behavior: [n], recorded by the engine.
-        lag: [n], steps between the weights of both; -1: not known.
+        lag: [n], steps between the weights of both; -1: unknown.
         fresh: [n], whether the token's whole row was sampled by the weights the trainer computed with: a token of lag 0
             in another row may have been sampled over KV of older weights.
 

@@ -47,7 +47,7 @@ class _Block(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """What attention needs to know about a micro-batch."""
+    """The structure of a micro-batch, for attention."""
 
     blocks: tuple[_Block, ...]
     restore: Tensor
@@ -131,13 +131,13 @@ def _body(model: PreTrainedModel) -> nn.Module:
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
-    """The layers that read text; the body itself, or a part of it beside those that read images."""
+    """The text layers of a model: its body, or the part of the body beside its image layers."""
     decoder: nn.Module = model.get_decoder()
     return _body(model) if decoder is model else decoder
 
 
 class _BodyOutput:
-    """What a model's head reads of its body's output: the last hidden state, and None for all else."""
+    """Output of a model's body for its head: the last hidden state, and None for everything else."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -222,9 +222,9 @@ class HeadOutput(NamedTuple):
     logprob: Tensor
     """Natural log of the target's probability under the processed distribution."""
     entropy: Tensor
-    """Of the processed distribution, in nats."""
+    """Entropy of the processed distribution in nats."""
     kept_mass: Tensor
-    """Probability the full tempered distribution gives to the kept set; 1 where nothing was masked. No gradient."""
+    """Probability of the kept set under the full tempered distribution; 1 if nothing was masked. No gradient."""
 
 
 class KeptSets(NamedTuple):
@@ -296,7 +296,7 @@ def logprobs_of(
     kept: KeptSets | None = None,
     entropy_gradient: bool = True,
 ) -> HeadOutput:
-    """`logprob_head` in pieces of at most `MAX_LOGITS` logits, recomputed in the backward pass where there are several.
+    """`logprob_head` in pieces of at most `MAX_LOGITS` logits; several pieces are recomputed in the backward pass.
 
     Args:
         model: whose head computes the logits.
@@ -336,14 +336,14 @@ def token_logprobs(
     """Log-probability, entropy and kept mass of a micro-batch's trained tokens, [n] each, differentiable.
 
     Args:
-        model: a causal LM; its active adapter counts.
+        model: a causal LM, with its active adapter.
         batch: packed with `share=shared`.
-        shared: whether the model is forwarded over the prefix tree, or over padded rows.
+        shared: whether to forward the prefix tree or padded rows.
         entropy_gradient: whether the entropy is differentiable.
-        replay: of the model's routers; the batch's recorded experts are used where there is one.
+        replay: routing replay of the model; uses the batch's recorded experts, if there are any.
 
     Raises:
-        ModelError: the recorded experts are of another model.
+        ModelError: the recorded experts belong to another model.
     """
     device = model.device
     hidden = (_tree_hidden if shared else _padded_hidden)(model, batch, device, replay)

@@ -28,11 +28,11 @@ LOG_RATIO_LIMIT = 20.0
 """log w is clamped to ±20, so that no recorded value can overflow the ratio."""
 
 SUMS = ("measured_tokens", "k3", "abs_logprob_difference", "masked", "truncated", "ratio", "ratio_squared")
-"""What `LossTerms.sums` holds, in this order."""
+"""The entries of `LossTerms.sums`, in this order."""
 
 
 class LossTerms(NamedTuple):
-    """What a loss says about some tokens."""
+    """A loss over some tokens, and the sums for its metrics."""
 
     loss: Tensor
     """Per token, shape of `logprobs`; 0 where `loss_mask` is False. Sum it and divide by the constant normaliser."""

@@ -1,4 +1,4 @@
-"""The models of a run's policies that learn: one base from a local directory, and on it an adapter or all weights each.
+"""The models of the policies that learn: one base from a local directory; per policy an adapter on it, or all weights.
 
 Policies with adapters share one base; a policy that trains all weights has a copy of its own. Models compute in
 `model.dtype`; what an optimizer changes, and its gradients, are float32: adapters are, and a policy that trains all
@@ -45,7 +45,7 @@ _COMPARED = 11
 """Tokens at the end of each row of the check whose log-probabilities are compared."""
 
 _FORWARD_ERRORS = (ModelError, TypeError, ValueError, LookupError, AttributeError, RuntimeError, AssertionError)
-"""Raised by a model that is asked for a forward pass it has not."""
+"""Errors of a model in a forward pass that it does not support."""
 
 SHARING_TOLERANCE = 2e-3
 """Largest difference of log-probabilities between the model's own forward pass and ours, in nats."""
@@ -70,12 +70,13 @@ class PolicyModel:
         self.shared_prefixes = shared
         """Whether the model can be forwarded over a prefix tree (`shares_prefixes`)."""
         self.replay = replay
-        """Of the model's routers, where the engine records the experts it used."""
+        """Routing replay of the model's routers, if the engine records experts."""
         self.described = described
-        """What the adapter is on, and its share of the model; empty for full weights."""
+        """The layers with an adapter, and their share of the model; empty for full weights."""
         self.kind: Literal["full", "adapter"] = "full" if adapter is None else "adapter"
         self.parameters: dict[str, nn.Parameter] = {}
-        """What an optimizer step changes, by name; float32. `round_masters` must follow a change of their values."""
+        """The parameters that an optimizer step changes, by name; float32. `round_masters` must follow a change of
+        their values."""
         self._computed: dict[str, nn.Parameter] = {}
         """The rounded parameters that the model computes with, of those whose master is in `parameters`."""
         self._peft = peft_model
@@ -260,7 +261,7 @@ def _adaptable(model: PreTrainedModel) -> list[str]:
 
 
 def _targets(key: str, lora: LoraConfig, can: Sequence[str], model: PreTrainedModel) -> list[str]:
-    """The layers an adapter is on.
+    """The layers that get an adapter.
 
     Raises:
         ConfigError: there are none, or one that was named cannot be trained and served; it names those that can.

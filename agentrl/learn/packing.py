@@ -1,4 +1,4 @@
-"""From training samples to micro-batches: tokens that several rows share are forwarded once.
+"""Packs training samples into micro-batches that forward the tokens shared by several rows only once.
 
 Rows of a step share long prefixes: the tool preamble, the task within a group, often the first sampled tokens too. Rows
 are sorted by their tokens; each then *owns* the tokens behind its longest common prefix with the row before it and
@@ -64,7 +64,7 @@ def pack(samples: Sequence[TrainingSample], *, max_tokens: int, share: bool = Tr
     Args:
         samples: rows in any order; a row without trained tokens is left out.
         max_tokens: bound on the tokens forwarded at once.
-        share: forward common prefixes once; without, every row is forwarded whole.
+        share: forward common prefixes once; otherwise forward every row whole.
     """
     trained = zip(samples, trained_positions(samples), strict=True)
     rows = [_PackedRow(index, sample, positions) for index, (sample, positions) in enumerate(trained)]
@@ -77,7 +77,7 @@ def pack(samples: Sequence[TrainingSample], *, max_tokens: int, share: bool = Tr
 
 
 class _PackedRow:
-    """A sample, cut behind the last token anything depends on, with the bytes that decide what it shares."""
+    """A sample, cut after the last token that matters, with the bytes that decide what it can share."""
 
     __slots__ = ("index", "length", "order", "positions", "sample", "signature")
 

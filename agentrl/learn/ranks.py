@@ -20,7 +20,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others before it gives up."""
+"""How long a rank waits for the others."""
 
 
 class Ranks(Protocol):

@@ -1,14 +1,14 @@
-"""Routing replay: a forward pass of the trainer sends each token through the experts the engine's pass sent it through.
+"""Routing replay: the trainer's forward pass routes each token through the experts that the engine's pass used.
 
-Engine and trainer compute in other dtypes, batches and kernels; where two experts are nearly alike, the top-k of one
-pass is not that of the other, and the probabilities compared in a ratio are those of two different networks (R3,
-arXiv:2510.11370). Replaced is the choice alone: with s the router's logits of this pass and I the recorded set of
-experts, the gate values are what the router itself makes of its scores at I (softmax over I, for most). So router
-weights keep their gradient, and each architecture its own formula.
+Engine and trainer compute in different dtypes, batches and kernels. If two experts score almost equally, the two passes
+may choose differently, and a ratio then compares the probabilities of two different networks (R3, arXiv:2510.11370).
+Only the choice is replaced: with s the router's logits in this pass and I the recorded set of experts, the router
+computes its gate values from its scores at I (for most routers, a softmax over I). The router's weights therefore keep
+their gradient, and each architecture its formula.
 
-Owns: the routers of one model, what they are made to choose. Does not own: recording (`engines.embedded.capture`),
-which record belongs to which token (`journal.rows`, `packing`). Invariant: a token without a record (-1) is routed as
-if nothing were replayed, and outside `forced` the model is untouched.
+Owns: the routers of one model and their forced choices. Does not own: recording (`engines.embedded.capture`), and which
+record belongs to which token (`journal.rows`, `packing`). Invariant: a token without a record (-1) is routed normally,
+and outside `forced` the model is unchanged.
 """
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ class _ForcedTopK(TorchFunctionMode):
 
 
 def _check(forward: Callable[..., Any], name: str, model: PreTrainedModel) -> int:
-    """How many experts a router chooses per token, having tried that it takes a choice.
+    """Number of experts that a router chooses per token, after a test that its choice can be forced.
 
     Raises:
-        ModelError: it does not choose by one top-k whose indices it returns.
+        ModelError: the router does not choose by one top-k whose indices it returns.
     """
     router = model.get_submodule(name)
     width = next(iter(router.parameters())).shape[-1]

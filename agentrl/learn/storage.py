@@ -47,7 +47,7 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 (FULL_FILE,) = WEIGHT_FILES["full"]
 ADAPTER_FILE, ADAPTER_CONFIG = WEIGHT_FILES["adapter"]
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "chat_templates/*")
-"""What belongs to a model besides its weights: configuration, tokenizer, chat template."""
+"""A model's files besides its weights: configuration, tokenizer, chat template."""
 
 _CONTEXTS = 1
 """Contexts of a canary: enough to tell versions apart; each more costs every publication a forward pass."""
@@ -61,10 +61,10 @@ _PASS = 2048
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around the writing of `path`.
+    """Context in which `path` is written.
 
     Raises:
-        StorageError: the system or safetensors, which has errors of its own, could not write.
+        StorageError: writing failed, with an error of the system or of safetensors.
     """
     try:
         yield
@@ -77,17 +77,17 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class LearnerState(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a policy's learner stands."""
+    """The state of a policy's learner."""
 
     step: int
     version: PolicyVersion
     """The last published version."""
     report: StepReport | None
-    """Of the last applied step."""
+    """Report of the last applied step."""
 
 
 Parameters = Mapping[str, nn.Parameter]
-"""What an optimizer changes, by name, in the optimizer's order."""
+"""Parameters that an optimizer changes, by name, in the optimizer's order."""
 
 
 def save_checkpoint(
@@ -266,7 +266,7 @@ class CanaryMaker:
         )
 
     def _logprobs(self, model: PolicyModel) -> Float32Array:
-        """Of each token after each context, `[m, n]`."""
+        """Log-probability of each token after each context, `[m, n]`."""
         rows = [np.append(context, token).astype(np.int32) for context in self._contexts for token in self._token_ids]
         nothing = np.zeros(len(rows[0]), np.float32)
         last = np.arange(len(rows[0])) == len(rows[0]) - 1

@@ -72,7 +72,8 @@ TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
-"""Of tools a line each, `name(argument: type) description`: short, so that little is spent on what never changes."""
+"""Chat template. Lists each tool on a line, `name(argument: type) description`, to spend few tokens on what never
+changes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _BETAS = (0.9, 0.95)
-"""Of AdamW. The second lies below the usual 0.999, since a run has tens of steps."""
+"""AdamW's betas. The second lies below the usual 0.999, because a run has only tens of steps."""
 _COUNTS = ("samples", "tokens", "skipped_samples", "row_tokens", "forwarded_tokens", "unrouted_tokens")
 _MEASURED = ("loss", "entropy", "kept_mass", *SUMS)
 _TOTALS = (*_COUNTS, *_MEASURED)
@@ -50,14 +50,14 @@ _TOTALS = (*_COUNTS, *_MEASURED)
 
 @dataclass(slots=True)
 class _OpenStep:
-    """What has been accumulated for the step in progress."""
+    """The accumulated sums of the step in progress."""
 
     step_id: int
     units: set[tuple[str, int]] = field(default_factory=set)
     columns: StepColumns = field(default_factory=StepColumns)
     totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_TOTALS, 0.0))
     suspect: str | None = None
-    """The first episode whose loss was not finite, as far as this rank saw."""
+    """The first episode in this rank whose loss was not finite."""
     seconds: float = 0.0
 
 
@@ -261,10 +261,10 @@ class PolicyTrainer:
     def optim_step(self, policy: str, step_id: int) -> StepReport:
         """Apply the accumulated gradient; repeating the last applied step id returns its report.
 
-        A step of batches without units leaves weights and optimizer as they are.
+        A step of batches without units leaves weights and optimizer unchanged.
 
         Raises:
-            NonFiniteError: loss or gradient is not finite; it is discarded, weights and optimizer are as before.
+            NonFiniteError: loss or gradient is not finite; it is discarded, and weights and optimizer are unchanged.
             StorageError: the step's columns could not be written; as with `NonFiniteError`, on every rank.
             TrainerError: nothing was accumulated for this step.
         """
@@ -305,7 +305,7 @@ class PolicyTrainer:
         return report
 
     def _summed(self, learner: _Learner, step: _OpenStep) -> tuple[dict[str, float], float]:
-        """What all ranks have accumulated: sums over tokens, and the norm of the gradient, which is then clipped."""
+        """Sums over all ranks: over tokens, and the norm of the gradient, which is then clipped."""
         gradients = learner.gradients()
         totals = torch.tensor([step.totals[name] for name in _TOTALS], dtype=torch.float64)
         self._ranks.sum(gradients)
@@ -367,9 +367,9 @@ class PolicyTrainer:
         weights: WeightsRef | Path | None,
         between: Sequence[tuple[TrainBatch, float]] = (),
     ) -> tuple[float, float]:
-        """Loss and gradient norm, before clipping, of a step of the run; nothing is written.
+        """Recompute loss and gradient norm (before clipping) of a step of the run; writes nothing.
 
-        On the machine that trained, with one rank, every bit is that of the step; several ranks add the same numbers
+        With one rank, on the machine that trained, the result is equal bit for bit; several ranks add the same numbers
         in another order.
 
         Args:
@@ -380,7 +380,7 @@ class PolicyTrainer:
 
         Raises:
             ModelError: the weights were rounded when they were published.
-            EngineError, TrainerError: the files of the weights are damaged, or of another configuration.
+            EngineError, TrainerError: the files of the weights are damaged, or belong to another configuration.
             JournalError: the units cannot be read.
         """
         learner = self._learner(batch.policy)
@@ -453,7 +453,7 @@ def _unrouted(batch: MicroBatch) -> int:
 
 
 def device_of(rank: int) -> torch.device:
-    """The device a rank computes on: one GPU per rank where there are any (not tried on one yet), else the CPU."""
+    """The device of a rank: one GPU per rank if there are any (not yet tested), else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", rank % torch.cuda.device_count())
     return torch.device("cpu")

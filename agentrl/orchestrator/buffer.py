@@ -130,7 +130,7 @@ class Group:
     """Mean rewards of its policies in earlier groups, when it was admitted."""
     frozen: BaselineSet | None = None
     squares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Once complete, by policy: the sum of its squared advantages, and of those that leave-one-out over the whole group
+    """Once complete, by policy: the sum of its squared advantages, and the sum that leave-one-out over the whole group
     would have given."""
 
     @property

@@ -344,7 +344,7 @@ class JournalRetention:
         self._is_asked = self._is_ending = False
         self._steps = 0
         self._sizes: deque[tuple[int, int]] = deque(maxlen=16)
-        """Steps taken, and bytes then: after each pruning, or where nothing is pruned, after each step."""
+        """(steps taken, bytes): after each pruning, or after each step if nothing is pruned."""
         self._warned: set[str] = set()
 
     def start_pruning(self, fail: Callable[[BaseException], None]) -> None:

@@ -92,7 +92,7 @@ class AdmissionPolicy(Protocol):
         ...
 
     def seen(self) -> Seen | None:
-        """Which proposals an episode sees; None: all that were made. Constant within a run."""
+        """The proposals that an episode sees; None: all that were made. Constant within a run."""
         ...
 
     def learning(self) -> Collection[str]:
@@ -112,7 +112,7 @@ class NobodyLearns:
         return {}
 
     def deadline(self, number: int) -> int:
-        """All are alike."""
+        """Return 0: all episodes are equal."""
         return 0
 
     def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:
@@ -217,11 +217,12 @@ class Dispatcher:
         """Take over the episodes that the previous attempt of the run left.
 
         Args:
-            ended: committed members of open groups. A group is complete when what is left of it has ended: members
-                that were dropped do not come back.
-            unfinished: episodes to go on with.
-            lost: numbers and tasks of roots whose admission never reached the disk; entries of theirs may have.
-            proposals: those that the previous attempt remembered.
+            ended: committed members of open groups. A group is complete when its remaining members have ended: dropped
+                members do not come back.
+            unfinished: episodes to continue.
+            lost: numbers and tasks of roots whose admission never reached the disk, though some of their entries may
+                have.
+            proposals: proposals that the previous attempt remembered.
         """
         specs = [spec for number, task in lost for spec in self._training_specs(task, (number,))]
         self.store.admit(*specs)
@@ -367,7 +368,7 @@ class Dispatcher:
         await asyncio.gather(*(self.store.commit_episode(spec, header, b"", {}) for spec, header in headers))
 
     def evaluated(self) -> tuple[int, int]:
-        """How many episodes of the newest evaluation have ended, and of how many."""
+        """Numbers of ended and of all episodes in the newest evaluation."""
         return sum(end.done() for end in self._evaluating), len(self._evaluating)
 
     def measured(self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
@@ -413,7 +414,7 @@ class Dispatcher:
         return self.admission.deadline(number) + LATER[purpose]
 
     def _group(self, purpose: Purpose, episode_id: str) -> int:
-        """The root group an episode belongs to; outside training each episode is a group of its own."""
+        """The root group of an episode; outside training each episode is its own group."""
         number = ids.root_number(episode_id)
         if purpose == "train":
             return number // self.group_size
@@ -603,5 +604,5 @@ class Reservations:
 
 
 def _depth(episode_id: str) -> int:
-    """How many parents an episode has above it."""
+    """Number of ancestors of an episode."""
     return episode_id.count("~")

@@ -38,9 +38,9 @@ class Evaluator:
     _busy: bool = False
 
     async def in_background(self, weights: Mapping[str, WeightsRef], stopping: Callable[[], bool]) -> None:
-        """Evaluate the newest versions while training goes on, and keep them served meanwhile; skip if one is running.
+        """Evaluate the newest versions during training, and keep them served meanwhile; skip if one is running.
 
-        `weights` is read when each version is pinned: the engine would take an older one for an update.
+        Reads `weights` at the moment each version is pinned: the engine would take an older version for an update.
         """
         if self._busy:
             return
@@ -119,8 +119,8 @@ def together(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
 
 
 def rewards_of(headers: Sequence[EpisodeHeader], policy: str) -> dict[str, float]:
-    """Mean reward of a policy per episode it acted in, children included; the same per agent for each of its seats,
-    where there are several. Empty if it acted in none."""
+    """Mean reward of a policy per episode it acted in, including children; if it has several seats, also per agent of
+    each seat. Empty if it acted in none."""
     played = [[t for t in header.trajectories if t.policy == policy] for header in headers]
     by_episode = [sum(t.reward or 0.0 for t in own) for own in played if own]
     if not by_episode:

@@ -74,7 +74,7 @@ class TrainingPlan:
 
 @dataclass(slots=True, kw_only=True)
 class RunOutcome:
-    """How a run ended."""
+    """The outcome of a run."""
 
     interrupted: bool = False
 
@@ -113,7 +113,7 @@ class Orchestrator:
     _trainer_free: asyncio.Lock = field(default_factory=asyncio.Lock)
     _failure: asyncio.Future[None] | None = None
     ended_early: str | None = None
-    """Why a metric ended the run before its last step; None if it did not."""
+    """The reason if a metric ended the run before its last step; else None."""
     _stopping: bool = False
     _checkpointed: Mapping[str, int] = field(default_factory=dict)
     _skipped: Counter[str] = field(default_factory=Counter)

@@ -1,7 +1,7 @@
 """Statistics of training episodes for the metrics of a step.
 
 `Counts` are sums over the episodes that ended; each policy's step reports the change since its previous step.
-`SelectionBias` compares the units a policy trained on with those that were dispatched. Both are folds of headers alone.
+`SelectionBias` compares the units that a policy trained on with those dispatched. Both are computed from headers alone.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class _Member:
     trained: bool | None = None
     """None: undecided."""
     is_absent: bool = False
-    """Its episode ended without a turn of the policy, so there is no such unit."""
+    """Whether its episode ended without a turn of the policy, so that there is no such unit."""
 
 
 @dataclass(slots=True)
@@ -268,7 +268,7 @@ class SelectionBias:
         self._overtaken: float | None = None
         self._settled: deque[_SettledGroup] = deque()
         self._units = 0
-        """In `_settled`."""
+        """Number of units in `_settled`."""
 
     def record_admission(self, spec: EpisodeSpec) -> None:
         """Record that an episode begins in which the policy has a seat."""

@@ -1,8 +1,8 @@
 """Scheduling: when a root group may be admitted, when a policy may step, and which units the step trains on.
 
-`BoundedStaleness` says how many units of a policy may be outstanding, `Phases` which policies learn now,
-`StarvationGuard` when a policy gets nothing to train on. `Scheduler` combines them; `SynchronousBatchScheduler` is the
-scheduler of a deterministic run. Scheduling never depends on the content of episodes. `why_not` says in words what
+`BoundedStaleness` limits the outstanding units of a policy, `Phases` decides which policies learn now,
+`StarvationGuard` notices a policy without anything to train on. `Scheduler` combines them; `SynchronousBatchScheduler`
+is the scheduler of a deterministic run. Scheduling never depends on the content of episodes. `why_not` explains what
 holds admission back.
 """
 
@@ -31,12 +31,12 @@ class BoundedStaleness:
     With full steps that is AReaL's bound on all that was ever admitted, (n + 1 + S) · step_size after n steps
     (arXiv:2505.24298); a step that is short of units leaves no credit behind.
 
-    So a full step overtakes at most S · step_size units. A unit's lag is how often that happens to it: the mean lag is
-    at most S, whoever is slow. S = 0 is synchronous training.
+    A full step therefore overtakes at most S · step_size units. A unit's lag is the number of times this happens to it:
+    the mean lag is at most S, whichever episodes are slow. S = 0 is synchronous training.
 
-    Where groups are released in parts, late members (those that run while others of their group are trained) are left
-    out of the count, up to half a step: they would otherwise keep out the work that fills the engine beside them. The
-    mean lag is then at most S + 1/2.
+    If groups are released in parts, late members (still running while others of their group are trained) are left out
+    of the count, up to half a step: they would otherwise keep out the work that fills the engine. The mean lag is then
+    at most S + 1/2.
 
     Window rule, if `max_lag` = L is set: outstanding units, late ones too, and those trained since the oldest of them
     began are together at most (1 + L) · step_size. Whatever overtakes a unit is trained after it began, and the unit
@@ -54,11 +54,13 @@ class BoundedStaleness:
     max_lag: int | None = None
 
     def capacity(self, *, outstanding: int, late: int = 0) -> int:
-        """How many more units may be admitted; `late` of the outstanding ones belong to groups already released."""
+        """Number of units that may still be admitted; `late` of the outstanding ones belong to groups already
+        released."""
         return (1 + self.max_staleness) * self.step_size - outstanding + min(late, self.step_size // 2)
 
     def window(self, *, outstanding: int, overtaken: int) -> float:
-        """How many more units `max_lag` admits; `overtaken`: units trained since the oldest outstanding one began."""
+        """Number of units that `max_lag` still admits; `overtaken`: units trained since the oldest outstanding one
+        began."""
         if self.max_lag is None:
             return float("inf")
         return (1 + self.max_lag) * self.step_size - outstanding - overtaken
@@ -74,10 +76,10 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
-    """Which policies learn now, where they are frozen in turn: a function of their steps alone, without state.
+    """The policies that learn now, if policies are frozen in turn: a pure function of their steps.
 
-    A phase freezes some policies until each of the others has taken its number of steps; after the last phase comes the
-    first again. Only policies that some phase freezes take part, the rest always learn. A policy that has taken all its
+    A phase freezes some policies until each of the others has taken its number of steps; the last phase is followed by
+    the first. Only policies that some phase freezes take part; the rest always learn. A policy that has taken all its
     steps is not waited for. Units of a frozen policy are dropped (`frozen`): their weights would be long outdated when
     it learns again.
 
@@ -212,7 +214,7 @@ class Scheduler:
         return self._outstanding(policy) >= self.phases.left(policy) * self._bounds[policy].step_size
 
     def max_lag(self, policy: str) -> int | None:
-        """The limit on the lag of a policy's tokens, where there is one."""
+        """The limit on the lag of a policy's tokens; None if there is none."""
         return self._bounds[policy].max_lag
 
     def pop_units(self, policy: str) -> Sequence[ReadyUnit]:
@@ -238,7 +240,7 @@ class Scheduler:
         return self._opponents.resumable(spec)
 
     def seen(self) -> Seen | None:
-        """Which proposals an episode sees; None: all that were made."""
+        """The proposals that an episode sees; None: all that were made."""
         return None
 
     def learning(self) -> Collection[str]:
@@ -264,7 +266,7 @@ class Scheduler:
         """Whether a policy may take its step: enough units are ready, or no more can come.
 
         The second case keeps a step size that groups, drops or fan-outs cannot fill exactly from waiting forever; at
-        staleness 0 it makes a step take all ready units. It applies only where nothing else can make progress.
+        staleness 0 it makes a step take all ready units. It applies only if nothing else can make progress.
         """
         if self._is_full(policy):
             return True
@@ -413,7 +415,7 @@ class SynchronousBatchScheduler(Scheduler):
         self._dispatcher = dispatcher
 
     def batch_of(self, episode_id: str) -> int:
-        """The batch of a training episode: that of its root."""
+        """The batch of a training episode's root."""
         return ids.root_number(episode_id) // self._roots
 
     # --- admission --------------------------------------------------------------------------------------------------
@@ -459,7 +461,7 @@ class SynchronousBatchScheduler(Scheduler):
         return max(batch - self._bounds[policy].max_staleness, 0)
 
     def seen(self) -> Seen:
-        """Which proposals an episode sees: those of the batches that had ended when its own began."""
+        """The proposals that an episode sees: those of the batches that had ended when its own began."""
         return self._seen
 
     def _seen(self, episode_id: str) -> tuple[int, int]:
@@ -477,9 +479,10 @@ class SynchronousBatchScheduler(Scheduler):
         return self._board.at(policy, step) if self.keeps(policy) and step >= 0 else None
 
     def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:
-        """The spec with which an episode of a previous attempt can go on; None: its weights are yet to be made again.
+        """The spec with which an episode of a previous attempt can continue now; None: its weights have yet to be
+        recomputed.
 
-        A version of a dead lineage is made again bit for bit, under an id of its own.
+        A version of a dead lineage is recomputed bit for bit, under a new id.
         """
         batch = self.batch_of(spec.episode_id)
         if any(self._pinned_step(policy, batch) > self._board.step(policy) for policy in self._bounds):

@@ -63,22 +63,22 @@ Seen = Callable[[str], tuple[int, int]]
 
 
 class ProposalMemory:
-    """The newest proposals of a run: which were made before, and how alike the newest are.
+    """The newest proposals of a run: detects repetitions and measures similarity.
 
-    They are a fold of the control log, where each is recorded before its episode can be committed. An unfinished
-    episode reports its own again when it is resumed.
+    The memory is a fold of the control log, which records each proposal before its episode can be committed. An
+    unfinished episode repeats its proposals when it is resumed.
 
     Invariants: a proposal counts once, by the call that made it, and never against itself. It is forgotten once its
     episode is dropped or starts again, since nobody learns from it. It does not count for the other episodes of its
     root group, which are compared with each other: a repetition would be the slower one's fault, and its penalty would
     enter the others' baselines.
 
-    An episode sees the proposals made before it asked. In a deterministic run that would depend on who is faster, so
-    `seen` limits it to the proposals of the batches that had ended when its own began.
+    An episode sees the proposals made before it asked. In a deterministic run that would depend on speed, so `seen`
+    limits it to the proposals of the batches that had ended when its own began.
 
     Args:
-        size: how many are remembered; the oldest are forgotten first.
-        group_size: of root groups.
+        size: number of remembered proposals; the oldest are forgotten first.
+        group_size: size of root groups.
         seen: see `Seen`; None: all.
     """
 
@@ -91,7 +91,7 @@ class ProposalMemory:
         self.next_number = 0
 
     def restore(self, proposals: Iterable[Proposal]) -> None:
-        """Take over the proposals of a previous attempt; those that a resumed episode reports again count once."""
+        """Take over the proposals of a previous attempt; resumed episodes that repeat theirs add nothing."""
         unfinished = set()
         for proposal in proposals:
             self._add(proposal)

@@ -82,7 +82,7 @@ class PolicyBoard:
         return lineage == version.lineage and version.step <= step
 
     def staleness(self, version: PolicyVersion) -> int:
-        """Steps between `version` and the current one; counted from the fork where it did not survive a rollback."""
+        """Steps between `version` and the current one; counted from the fork if it did not survive a rollback."""
         current = self._current[version.policy]
         if self.survives(version):
             return current.step - version.step
@@ -147,7 +147,8 @@ def joined_by(step: int, every: int, size: int) -> range:
 class OpponentPool:
     """A pool of earlier versions of a learning policy that one policy of the configuration stands for.
 
-    Every so many steps of the policy its newest version joins; opponents are drawn from the newest few that joined.
+    After every `every` steps of the policy its newest version joins; opponents are drawn from the newest few that
+    joined.
     """
 
     name: str
@@ -209,7 +210,7 @@ class Opponents:
     """Returns the versions that episodes in flight are pinned to."""
     counts: Counts
     checkpoints: int
-    """How many of the newest checkpoints a run may resume from."""
+    """Number of newest checkpoints that a run may resume from."""
     _saved: deque[Mapping[str, Sequence[PolicyVersion]]] = field(init=False)
     """The pools at the newest checkpoints."""
 
@@ -221,7 +222,8 @@ class Opponents:
         return {name: pool.draw(self.run_seed, group) for name, pool in self.pools.items()}
 
     def resumable(self, spec: EpisodeSpec) -> EpisodeSpec:
-        """The spec with which an episode of a previous attempt goes on: with the newest opponent if its own is gone."""
+        """The spec with which an episode of a previous attempt continues: with the newest opponent if its own is
+        gone."""
         gone = {
             name: pool.served[-1]
             for name, pool in self.pools.items()
@@ -250,12 +252,12 @@ class Opponents:
         return {name: pool.drawn_from() for name, pool in self.pools.items()}
 
     def record_checkpoint(self) -> None:
-        """Record that a checkpoint was written with the pools as they are now."""
+        """Record that a checkpoint was written with the present pools."""
         self._saved.append(self.drawn_from())
 
     def needed(self) -> set[PolicyVersion]:
-        """Versions whose files must stay: a replaced engine loads those that are served, and a resumed run those of its
-        checkpoint's pools.
+        """Versions whose files must stay: those that are served (a replaced engine loads them again) and those in the
+        pools of checkpoints (a resumed run loads them).
         """
         served = {version for pool in self.pools.values() for version in pool.served}
         return served.union(*(versions for pools in self._saved for versions in pools.values()))
@@ -272,7 +274,7 @@ class RunningBest:
     """The newest measurements of a metric, and its best running mean so far."""
 
     what: str = ""
-    """Metric, policy and window; a run that is resumed with other ones measures anew."""
+    """Metric, policy and window; a run that is resumed with different ones starts over."""
     newest: tuple[float, ...] = ()
     """Measurements within the window, oldest first; larger is better."""
     best: float = -math.inf
@@ -341,7 +343,7 @@ class BestCheckpointTracker:
     stop_fall: float | None = None
     """The run ends once the mean is worse than the best mean by more than this."""
     checkpoints: int = 1
-    """How many of the newest checkpoints a run may resume from."""
+    """Number of newest checkpoints that a run may resume from."""
     measured: RunningBest = NOT_MEASURED
     _saved: deque[RunningBest] = field(init=False)
 
@@ -364,7 +366,7 @@ class BestCheckpointTracker:
             self.measured = replace(self.measured, newest=newest)
 
     def why_stop(self) -> str | None:
-        """The reason to end the run, in words; None if there is none."""
+        """The reason to end the run, for people; None if there is none."""
         newest, best = self.measured.newest, self.measured.best
         if len(newest) < self.window or not self.metric:
             return None

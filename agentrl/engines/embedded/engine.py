@@ -51,8 +51,8 @@ _DELTA_SECONDS = 0.2
 class EmbeddedEngine:
     """See `agentrl.core.ports.Engine`. Make one with `load`; it belongs to one event loop.
 
-    Its memory is a row per slot, whatever a conversation has of it, so it states no `kv_tokens`: between two turns a
-    conversation keeps its row until another one needs a row.
+    Its memory is one row per slot regardless of length, so it states no `kv_tokens`: a conversation keeps its row
+    between turns until another one needs it.
 
     Arguments of `load`:
         model_path: a local Hugging Face causal LM directory.
@@ -70,9 +70,9 @@ class EmbeddedEngine:
         fixed_shapes: compute every token alone, in passes of one shape, so that it is the same bit for bit whoever else
             is there and however often the conversation was interrupted; several times slower.
         threads: torch threads of this process.
-        device: where the model lies; None: the first GPU if there is one, which has not been tried yet, else the CPU.
+        where the model lies; None: the first GPU (not yet tested), or the CPU if there is none.
         dtype: `float32`, `bfloat16`, or `auto`: the checkpoint's.
-        clock: where durations come from.
+        times durations.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ class EmbeddedEngine:
             call.deliver(self._columns)
 
     def _loop_ended(self, task: asyncio.Task[None]) -> None:
-        """A pass or a callback raised: the engine is dead, and says so to whoever waits."""
+        """A pass or a callback raised: the engine is dead, and every waiting call fails."""
         error = None if task.cancelled() else task.exception()
         if error is None and not task.cancelled():
             return
@@ -343,7 +343,7 @@ class EmbeddedEngine:
         self._updates.settle(serving)
 
     async def pause(self) -> None:
-        """Compute nothing more after the present pass, so that an update finds calls exactly where they are."""
+        """Compute nothing after the present pass, so that an update finds calls at a defined position."""
         self._updates.paused = True
         self._updates.wake()
         self._interrupt()

@@ -1,14 +1,15 @@
-"""Forward passes over slots: what the engine's worker thread runs, and the checks that a model can run so.
+"""Forward passes over slots, in the engine's worker thread, and the check that a model supports them.
 
-`PassRunner` turns slots into model inputs, runs the model, samples, and writes the outcome to the columns; which slots
-run and which weights serve them is the plan that the event loop hands it.
-Invariants: rows of a pass do not see one another; padding is written to a position that is never read; the n-th token
-of a request depends on (seed, n) and its distribution, never on the company in the batch; a logprob is that of the
-processed distribution (after temperature and filters, renormalised); a token outside the kept set is never sampled.
+`PassRunner` turns slots into model inputs, runs the model, samples, and writes the results to the columns. The event
+loop plans which slots run and which weights serve them.
 
-Models differ in how they use a cache, a mask and positions. Rather than keep a list of those that work, `check_slots`
-lets the model prefill two ragged contexts in pieces, decode, and compares with a plain forward pass: short contexts,
-and those that grow beyond a length at which the model may begin to compute otherwise.
+Invariants: rows of a pass do not affect one another; padding is written to a position that is never read; the n-th
+token of a request depends only on (seed, n) and its distribution, never on the rest of the batch; a logprob is that of
+the processed distribution (after temperature and filters, renormalised); a token outside the kept set is never sampled.
+
+Models differ in how they use a cache, a mask and positions. Instead of keeping a list of supported ones, `check_slots`
+lets the model prefill two ragged contexts in pieces and decode, and compares with a plain forward pass: for short
+contexts, and for contexts that grow beyond a length at which the model may change its computation.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from agentrl.engines.embedded.versions import AdapterBank
 
 _REPEAT_SECONDS = 0.1
-"""How long the worker stays with a plan; partials are delivered about every 0.2 s."""
+"""How long the worker executes one plan; partials are delivered about every 0.2 s."""
 _CONTEXTS = ((0, 5, 1, 3, 2, 4), (0, 2, 0, 1))
 _PIECES = ((4, 2), (1, 1), (1, 1))
 """Tokens of each context computed by each pass."""
@@ -47,7 +48,7 @@ _ROW_TOKENS = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One forward pass of one model: how many tokens each slot computes, and under which adapter."""
+    """One forward pass of one model: the number of tokens of each slot, and its adapter."""
 
     model: PreTrainedModel
     bank: AdapterBank | None
@@ -55,7 +56,7 @@ class Pass:
     counts: NDArray[np.int64]  # [B]; 0 only where `fixed`: the row keeps its place and computes nothing
     adapters: NDArray[np.int64]  # [B], place in the bank, -1: base weights
     fixed: bool = False
-    """One token per row over the whole capacity, whatever the rows hold: the same shapes in every pass."""
+    """Whether each row computes one token over the whole capacity, whatever it holds: equal shapes in every pass."""
 
 
 @dataclass(slots=True)
@@ -234,7 +235,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor
 def kept_set(
     scores: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32], min_p: NDArray[np.float32]
 ) -> Tensor:
-    """Which tokens survive top-k, then top-p (arXiv:1904.09751), then min-p (arXiv:2407.01082), as `[B, V]` bool.
+    """The tokens that survive top-k, then top-p (arXiv:1904.09751), then min-p (arXiv:2407.01082), as `[B, V]` bool.
 
     Each filter acts on the distribution renormalised after the one before. Ties are broken by token id; top-p keeps
     the smallest set whose mass reaches `top_p`; min-p keeps what has at least `min_p` of the likeliest token's mass.

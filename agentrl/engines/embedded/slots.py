@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """How each row of a pass samples, `[B]` each."""
+    """Sampling parameters of each row of a pass, `[B]` each."""
 
     uniforms: NDArray[np.float64]
     temperature: NDArray[np.float32]
@@ -94,7 +94,7 @@ class SlotColumns:
         self._stops[slot, : len(stops)] = stops
 
     def sampling(self, slots: Slots) -> SamplingBatch:
-        """How the next token of each of `slots` is drawn."""
+        """Sampling parameters for the next token of each of `slots`."""
         number = self._sampled_before[slots] + self.length[slots] - self.prompt[slots]
         return SamplingBatch(
             uniforms=uniform(self._seeds[slots], number),
@@ -125,7 +125,8 @@ class SlotColumns:
         return self.tokens[slot, first:last].astype(np.int32), self.logprobs[slot, first:last].copy()
 
     def common_prefix(self, slot: int, context: NDArray[np.int32]) -> int:
-        """How many leading tokens of `context` the slot has computed; at most all but the last, which is forwarded."""
+        """Number of leading tokens of `context` that the slot has computed, without its last token, which is always
+        forwarded."""
         limit = min(int(self.computed[slot]), len(context) - 1)
         differs = np.flatnonzero(self.tokens[slot, :limit] != context[:limit])
         return int(differs[0]) if len(differs) else limit
@@ -148,14 +149,14 @@ class SlotCache:
         self._length = 0
 
     def address(self, *, first: int, count: int, rows: Tensor | None, positions: Tensor | int, length: int) -> None:
-        """Say where the next pass reads and writes.
+        """Set the positions at which the next pass reads and writes.
 
         Args:
             first: first slot of the pass.
             count: number of slots, consecutive from `first` unless `rows` is given.
-            rows: `[B]` slots of the pass, ascending, where they are not consecutive.
+            rows: `[B]` slots of the pass, ascending, if they are not consecutive.
             positions: where each new token is written, `[B, t]`; an int where `t == 1` and all rows agree.
-            length: how many positions are read, from 0.
+            length: number of positions to read, from 0.
         """
         self._first, self._count, self._rows = first, count, rows
         self._positions, self._length = positions, length

@@ -1,1 +1,1 @@
-"""vLLM behind the Engine port, in a process of its own; nothing here is imported where vLLM is not installed."""
+"""vLLM behind the Engine port, in a process of its own; importing this needs no vLLM."""

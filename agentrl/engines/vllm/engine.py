@@ -45,12 +45,12 @@ _AT_ONCE = 8
 tokens it has are known to be the older version's."""
 _DELTA_SECONDS = 0.2
 VllmSession: TypeAlias = Session["VllmVersion"]
-"""One conversation: its pin or lease. Its keys and values are vLLM's to keep."""
+"""One conversation: its pin or lease. vLLM manages its KV cache."""
 
 
 @dataclass(slots=True, eq=False)
 class VllmCall:
-    """One request in flight, over as many requests to vLLM as its weights changed."""
+    """One request in flight; becomes several requests to vLLM if its weights change."""
 
     request: GenerateRequest
     session: VllmSession
@@ -59,11 +59,11 @@ class VllmCall:
     serving: VllmVersion
     """Whose weights sample it, or sampled it last."""
     name: str = ""
-    """Of vLLM's request."""
+    """Id of the request to vLLM."""
     asked: bool = False
     """vLLM works on it: it is counted among the calls of `serving`."""
     ending: bool = False
-    """Aborted: it returns what it has."""
+    """Whether it was aborted and returns its tokens so far."""
     moving: bool = False
     """Other weights sample it from here on, in a new request."""
     cached: int = 0
@@ -106,7 +106,7 @@ class VllmCall:
                 self.spans.append(VersionSpan(start, stop, version))
 
     def complete(self, reason: FinishReason) -> Completion:
-        """What was sampled, as the engine's reply."""
+        """The engine's reply with the sampled tokens."""
         return Completion(
             token_ids=np.array(self.tokens, np.int32),
             logprobs=np.array(self.logprobs, np.float32),
@@ -200,7 +200,7 @@ class VllmEngine:
         Args:
             model_path: a local Hugging Face causal LM directory.
             versions: for each policy, the version that the directory's weights are.
-            slots: conversations sampled at once (one more while no canary is asked); more wait.
+            slots: conversations sampled at once (one more if no canary check runs); others wait.
             max_context: longest context in tokens, completion included.
             refresh: when sessions move to newer weights, of all policies or by policy; see `versions.py`.
             keep_kv: full weights, refresh `token`: whether calls in flight keep the KV that older weights computed.
@@ -213,9 +213,9 @@ class VllmEngine:
 
         Raises:
             ModelError: the directory holds no such model.
-            EngineCapabilityError: what was asked for cannot be had together.
-            EngineError: vLLM does not start; it says why.
-            EngineLostError: it died while it was measured.
+            EngineCapabilityError: the arguments cannot be combined.
+            EngineError: vLLM does not start; the message says why.
+            EngineLostError: vLLM died during the measurement.
         """
         settings = VllmSettings(
             slots=slots,
@@ -304,7 +304,7 @@ class VllmEngine:
                 return reason
 
     async def _ask(self, call: VllmCall, limit: int) -> FinishReason:
-        """One request to vLLM, to its end."""
+        """One request to vLLM, up to its end."""
         self._requests += 1
         request, serving, before = call.request, call.serving, len(call.tokens)
         call.name = f"{request.request_id}/{self._requests}"
@@ -432,7 +432,7 @@ class VllmEngine:
                 return scores  # otherwise weights were replaced meanwhile, and some scores may be of either
 
     async def ping(self) -> None:
-        """See `agentrl.core.ports.Engine.ping`: vLLM's core is heard from between two steps of its worker."""
+        """See `agentrl.core.ports.Engine.ping`: vLLM's core responds between two steps of its worker."""
         try:
             await self._llm.is_sleeping()
         except EngineDeadError as error:

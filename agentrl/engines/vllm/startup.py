@@ -1,7 +1,7 @@
-"""How vLLM is started, and what one vLLM can do: asked and measured once, before it serves.
+"""Starts vLLM, and measures its capabilities once, before it serves.
 
-Owns the arguments of `AsyncLLM` (adapters, memory, the CPU). Nothing of the measurement stays in vLLM: neither its
-contexts nor its adapter. Imported in vLLM's own process only.
+Owns the arguments of `AsyncLLM` (adapters, memory, the CPU). The measurement leaves no context and no adapter in vLLM.
+Imported in vLLM's own process only.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ADAPTER = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
-    """How a vLLM engine works; see `VllmEngine.load`."""
+    """Settings of a vLLM engine; see `VllmEngine.load`."""
 
     slots: int
     max_context: int
