@@ -143,8 +143,8 @@ class EffectError(EpisodeError):
     """An effect or a call on a resource raised; re-execution of `run` raises the same error.
 
     Args:
-        message: what was called.
-        error: what it raised, `Type: message`.
+        message: the call.
+        error: the error that it raised, as `Type: message`.
     """
 
     def __init__(self, message: str, *, error: str) -> None:

@@ -133,7 +133,7 @@ class Disk(Protocol):
         ...
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a directory and its contents, as far as possible."""
+        """Remove a directory and its contents; ignores errors."""
         ...
 
     def names(self, directory: Path) -> list[str]:

@@ -52,7 +52,7 @@ class EngineCapabilities:
     """Longest context in tokens, including the completion."""
     exact_continuation: bool = True
     """Whether an interrupted turn, continued, samples the tokens it would have sampled uninterrupted. If not, its
-    tokens are kept, and those that follow are drawn anew."""
+    tokens are kept, and later ones are drawn with new random numbers."""
     kv_tokens: int | None = None
     """Capacity of the KV cache in tokens, shared by all conversations, also between their turns; None: what one
     conversation may keep does not depend on the others."""
@@ -167,7 +167,7 @@ class Engine(Sampler, Protocol):
         ...
 
     def release(self, version: PolicyVersion) -> None:
-        """Take one `keep` back; a version that is kept no more is forgotten once no session pins it."""
+        """Take one `keep` back; a version that nobody keeps is unloaded once no session pins it."""
         ...
 
     async def ping(self) -> None:
@@ -346,7 +346,7 @@ class Worker(Protocol):
     """The detail of the last dropped episode, for people."""
 
     def submit(self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None], *, resume: bool = False) -> None:
-        """Start an episode; never blocks. With `resume`, replay its recorded entries before it goes on."""
+        """Start an episode; never blocks. With `resume`, replay its recorded entries first."""
         ...
 
     def park(self, episode_id: str) -> bool:

@@ -223,7 +223,7 @@ class ForkPoint:
     them."""
 
     journal: str
-    """The parent's journal directory, relative to the fork's own; `.` where they are the same."""
+    """The parent's journal directory, relative to the fork's own; `.` if they are the same."""
     partition: str
     episode_id: str
     attempt: int
@@ -330,7 +330,7 @@ class DataLocation(NamedTuple):
     partition: str
     """File name of the turn database, relative to the run's journal directory."""
     entries: int
-    """How many journal entries the episode has there."""
+    """Number of the episode's journal entries there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -481,7 +481,7 @@ class Recollection(NamedTuple):
     """The run's memory at the time of a proposal."""
 
     times: int
-    """How often the same proposal had been made; 0: it is new."""
+    """Number of earlier proposals that are the same; 0: it is new."""
     share: float
     """Share of the newest remembered proposals of its environment (at most 100) with the same structure."""
 

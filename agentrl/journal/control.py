@@ -48,7 +48,7 @@ class ControlTable:
     def __init__(
         self, database: Database, name: str, columns: str, *, checksum: bool = False, once: bool = False
     ) -> None:
-        """`once`: a row whose key is there already is left as it is."""
+        """`once`: whether to leave an existing row with the same key unchanged."""
         self.database = database
         self.name = name
         self.checksum = checksum
@@ -137,7 +137,7 @@ def admission_row(spec: EpisodeSpec, now: float) -> Sequence[Any]:
 
 
 def not_data(episode_id: str, task: Task, error: Exception) -> InputError:
-    """What to raise where a task cannot be serialised."""
+    """The error for a task that cannot be serialised."""
     return InputError(
         f"episode {episode_id}: task {task.id!r} cannot be written to the journal ({error}); "
         "give Task.data JSON values only: strings, numbers, booleans, lists and dictionaries"
@@ -209,7 +209,7 @@ def trajectory_rows(header: EpisodeHeader) -> Iterable[Sequence[Any]]:
 
 
 def baselines_row(baselines: BaselineSet) -> Sequence[Any]:
-    """What a group's members are compared with."""
+    """The baselines of a group's members."""
     return (baselines.group_id, _JSON.encode(baselines.finishers).decode(), _JSON.encode(baselines.earlier).decode())
 
 
@@ -242,7 +242,7 @@ def step_row(row: StepRow, now: float) -> Sequence[Any]:
 
 
 def step_unit_rows(row: StepRow) -> Iterable[Sequence[Any]]:
-    """What the step was fed, a row per trajectory, in order."""
+    """The step's inputs: a row per trajectory, in order."""
     position = 0
     for unit in row.batch.units:
         for credit in unit.credits:
@@ -381,7 +381,7 @@ UNRESOLVED = (
     " AND l.lineage = s.lineage AND s.step > l.first AND s.step <= l.last"
     " WHERE s.episode = t.episode AND s.attempt = t.attempt AND s.policy = t.policy)"
 )
-"""Of a unit, as a row `t` of `trajectories`: neither dropped nor trained by a step of a `LINE`."""
+"""Condition on a unit, a row `t` of `trajectories`: neither dropped nor trained by a step of a `LINE`."""
 LINE = (
     "line AS (SELECT json_extract(value, '$[0]') AS policy, json_extract(value, '$[1]') AS lineage,"
     " json_extract(value, '$[2]') AS first, json_extract(value, '$[3]') AS last FROM json_each(?))"

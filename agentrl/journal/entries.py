@@ -44,14 +44,14 @@ class Pause(msgspec.Struct, frozen=True, array_like=True):
     """A turn stood still: its call was cut, and another one went on from its tokens later, or it could not begin."""
 
     start: int
-    """How many tokens it had."""
+    """Length of the old context in tokens."""
     seconds: float
     why: str
     """`parked`, `engine_lost`, or `no_room` in the engine's memory."""
 
 
 class PlayedUnder(msgspec.Struct, frozen=True, array_like=True):
-    """How a seat is sampled and limited, from the episode's first turn to its last."""
+    """The sampling settings and limits of a seat, fixed from the episode's first turn to its last."""
 
     temperature: float
     top_k: int
@@ -63,7 +63,7 @@ class PlayedUnder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
-    """What the episode is; always the entry at call id `begin`."""
+    """The episode's spec and settings; always the entry at call id `begin`."""
 
     environment: str
     code_hash: str
@@ -76,9 +76,9 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     group_size: int
     parent_id: str | None
     fork: ForkPoint | None = None
-    """Where its recorded prefix lies."""
+    """Location of its recorded prefix, if it is a fork."""
     own_random: bool = False
-    """Whether its code has global random generators of its own."""
+    """Whether its code has its own global random generators."""
     settings: dict[str, PlayedUnder] = {}
     """By seat; under "" those of seats not named, and of `ctx.limits`. Empty: not recorded, by an older version."""
 
@@ -102,7 +102,7 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     spans: tuple[Span, ...]
     text: str
     messages: tuple[dict[str, Any], ...]
-    """The new messages `context_ids` stands for, for readers."""
+    """The new messages of `context_ids`, for readers."""
     temperature: float
     seconds: float
     started: float
@@ -120,9 +120,9 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     routing_breaks: tuple[tuple[int, int], ...] = ()
     """(row of the routing, position) from which on the positions begin again; see `RoutingBreak`."""
     weights_of: str = ""
-    """The policy whose versions `spans` names, where it is not `policy`: a past version of it held the seat."""
+    """The policy whose versions `spans` names, if that is not `policy`: a past version of it held the seat."""
     pauses: tuple[Pause, ...] = ()
-    """In this process: what another one, that died, waited for before is not known."""
+    """Waits in this process; those in an earlier process that died are unknown."""
 
 
 class ToolEntry(msgspec.Struct, frozen=True, array_like=True, tag="tool"):
@@ -145,7 +145,7 @@ class EffectEntry(msgspec.Struct, frozen=True, array_like=True, tag="effect"):
     """`read`, `idempotent` or `once`."""
     value: Any
     error: str | None
-    """What it raised: `Type: message`."""
+    """The error that it raised, as `Type: message`."""
     seconds: float
     is_out_of_reach: bool = False
     """Whether the infrastructure failed it as often as was borne."""
@@ -168,9 +168,9 @@ class ResourceEntry(msgspec.Struct, frozen=True, array_like=True, tag="resource"
     seconds: float
     arguments: Any = None
     error: str | None = None
-    """What it raised: `Type: message`."""
+    """The error that it raised, as `Type: message`."""
     state: Any = None
-    """Of a `snapshot` resource after the call; None if it is as after the call before."""
+    """State of a `snapshot` resource after the call; None if the call did not change it."""
 
 
 class SpawnEntry(msgspec.Struct, frozen=True, array_like=True, tag="spawn"):
@@ -182,7 +182,7 @@ class SpawnEntry(msgspec.Struct, frozen=True, array_like=True, tag="spawn"):
 
 
 class GatherEntry(msgspec.Struct, frozen=True, array_like=True, tag="gather"):
-    """What waiting on one child returned."""
+    """The result of waiting for one child."""
 
     child: str
     drop_reason: str | None
@@ -226,7 +226,7 @@ class LimitEntry(msgspec.Struct, frozen=True, array_like=True, tag="limit"):
 
 
 class PatchEntry(msgspec.Struct, frozen=True, array_like=True, tag="patch"):
-    """The branch asked `ctx.patched(id)` where it was not replaying. Its call id: branch, `@`, `id`."""
+    """The branch called `ctx.patched(id)` while it was not replaying. Its call id: branch, `@`, `id`."""
 
     id: str
 

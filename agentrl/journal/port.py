@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """What the control log keeps of one optimizer step."""
+    """The control log's record of one optimizer step."""
 
     report: StepReport
     version: PolicyVersion
@@ -41,7 +41,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneRule:
-    """What may go, as far as checkpoints and steps decide."""
+    """The data that may be pruned, as far as checkpoints and steps decide."""
 
     keep: int
     """Optimizer steps of each policy, the newest before the newest checkpoint, whose tokens and columns stay."""
@@ -66,15 +66,15 @@ class PruneRule:
 
 @dataclass(slots=True, kw_only=True)
 class Pruned:
-    """What a pruning removed, or would remove."""
+    """Totals of a pruning, or of a dry run."""
 
     rule: str
     episodes: int = 0
     """Attempts."""
     files: int = 0
-    """Of step columns."""
+    """Files of step columns."""
     bytes: int = 0
-    """Of entries, partials and files; what the file system gets back differs by the pages' slack."""
+    """Bytes of entries, partials and files; the file system gets back slightly less, because of partly filled pages."""
     last: Mapping[str, int] = field(default_factory=dict)
     """See `PruneRule.last`."""
 
@@ -102,13 +102,13 @@ class TurnLog(Protocol):
         ...
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
-        """Copy what another partition holds of an attempt, where that is more than is here; on disk on return.
+        """Copy an attempt from another partition if it holds more of it than this one; on disk on return.
 
-        Only where the other's writer is dead, or does not run the attempt any more: it goes on here.
+        Call it only if the other's writer is dead, or no longer runs the attempt: it continues here.
 
         Raises:
-            JournalError: it cannot be read.
-            StorageError: the disk refused.
+            JournalError: the attempt cannot be read.
+            StorageError: the disk failed.
         """
         ...
 
@@ -189,7 +189,7 @@ class RunLog(Protocol):
     """Reading a run's control log back, for resume: a pure fold of what was written."""
 
     def verify(self) -> None:
-        """Check all of the log before a run goes on from it.
+        """Check the whole log before a run resumes from it.
 
         Raises:
             JournalError: something is damaged.
@@ -197,7 +197,7 @@ class RunLog(Protocol):
         ...
 
     def next_number(self, prefix: str) -> int:
-        """One more than the largest number any root episode `<prefix><number>` has in admissions or turn logs."""
+        """The largest number of any root episode `<prefix><number>` in admissions or turn logs, plus one."""
         ...
 
     def lost_numbers(self, prefix: str, stop: int) -> Sequence[int]:
@@ -205,7 +205,7 @@ class RunLog(Protocol):
         ...
 
     def published(self, version: PolicyVersion) -> WeightsRef | None:
-        """Where the weights of a version were published; None if it never was."""
+        """Location of a version's weights; None if it was never published."""
         ...
 
     def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
@@ -222,7 +222,7 @@ class RunLog(Protocol):
         ...
 
     def baselines(self) -> Mapping[str, BaselineSet]:
-        """What the members of groups are compared with, by group."""
+        """Baselines of the members of groups, by group."""
         ...
 
     def against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
@@ -245,7 +245,7 @@ class RunLog(Protocol):
         ...
 
     def parents(self) -> Mapping[tuple[str, int], PolicyVersion]:
-        """What each (policy, lineage) but the first started from."""
+        """The version that each (policy, lineage) except the first started from."""
         ...
 
     def unfinished(self) -> Sequence[EpisodeSpec]:
@@ -253,7 +253,7 @@ class RunLog(Protocol):
         ...
 
     def ended_children(self, parents: Collection[str]) -> Mapping[str, EpisodeHeader]:
-        """How the children of some episodes ended, by id; those still unfinished are left out."""
+        """Headers of the ended children of some episodes, by id; unfinished ones are left out."""
         ...
 
     def proposals(self, newest: int | None = None) -> Sequence[Proposal]:

@@ -1,9 +1,9 @@
-"""Which process leads a run, and how the last one ended: a lock while it lives, and a record that outlives it.
+"""The process that leads a run: a lock while it lives, and a record of how it ended.
 
-There is one writer per run, and per partition of its turns: it holds an advisory lock, which ends with its process,
-however that ends. `process.json` in the run's directory is written when a process begins to lead the run, when episodes
-begin to run in it, and when it ends. After `kill -9` it says what was true until then: `running` without a holder of
-the lock is a run that was killed, and `is_playing` without one is a death among its episodes. `standing` reads both for
+Each run, and each partition of its turns, has one writer, which holds an advisory lock that ends with its process,
+however it ends. `process.json` in the run's directory is written when a process begins to lead the run, when episodes
+begin to run in it, and when it ends. After `kill -9` it still has its last state: `running` without a holder of the
+lock is a run that was killed, and `is_playing` without one is a death among its episodes. `standing` reads both for
 displays; a resume reads the whole record.
 """
 
@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 LOCK_FILE = "run.lock"
 LET_GO_S = 30
-"""How long a process may take to let go of a partition: a worker that Ray started outlives a run that was killed by
-some seconds, plays on and writes."""
+"""How long a process may take to release a partition: a worker that Ray started survives a killed run by some seconds,
+in which it plays and writes on."""
 _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 PROCESS_FILE = "process.json"
@@ -42,8 +42,8 @@ _BOOT = os.urandom(4).hex()
 """Process ids are used again, in containers by the very next process."""
 
 State = Literal["", "running", "finished", "stopped", "failed"]
-"""How a process leads a run, or ended: `stopped` by Ctrl-C or SIGTERM, `failed` with an error. Empty: no process ever
-led it, as of an import."""
+"""The state of the process: `stopped` by Ctrl-C or SIGTERM, `failed` with an error. Empty: no process ever led the run,
+as after an import."""
 
 
 class RunLock:
@@ -111,15 +111,15 @@ def check_partitions(directory: Path) -> None:
 
 
 async def let_go(take: Callable[[], T], tell: Callable[[str], None], clock: Clock) -> T:
-    """What `take` returns, once whoever holds the lock that it wants has let go of it.
+    """The result of `take`, once the holder of the lock has released it.
 
     Args:
         take: raises `RunDirectoryError` until then.
-        tell: takes a line for people, when there is something to wait for.
-        clock: for the waits.
+        tell: receives a line for people if there is a wait.
+        clock: times the waits.
 
     Raises:
-        RunDirectoryError: it is held for longer than a process that ends takes.
+        RunDirectoryError: the lock is held for longer than an ending process needs.
     """
     for waited in range(LET_GO_S):
         try:
@@ -144,23 +144,23 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class PlayedJournal(Protocol):
-    """What a record reads of the run's journal."""
+    """The parts of a run's journal that a record reads."""
 
     def unfinished(self, purpose: Purpose) -> Sequence[EpisodeSpec]:
         """Episodes of a purpose whose newest attempt has not ended."""
         ...
 
     def progress(self, episode_id: str, attempt: int) -> tuple[int, int]:
-        """How many entries and partials of an attempt are on disk."""
+        """Number of entries and of partials of an attempt on disk."""
         ...
 
     def next_number(self, prefix: str) -> int:
-        """One more than the largest number of a root episode `<prefix><number>`."""
+        """The largest number of a root episode `<prefix><number>`, plus one."""
         ...
 
 
 class EpisodeProgress(msgspec.Struct, frozen=True, array_like=True):
-    """How much of an unfinished episode is on disk, and how many deaths of the process in a row added nothing."""
+    """An unfinished episode's progress on disk, and the number of consecutive deaths of the process without any."""
 
     attempt: int
     entries: int
@@ -177,16 +177,16 @@ class EpisodeProgress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProcessRecord(msgspec.Struct, kw_only=True):
-    """How the process that leads a run stands, and the episodes it went on with: `process.json`."""
+    """`process.json`: the state of the process that leads a run, and the episodes it resumed."""
 
     state: State = ""
-    """Of the newest process; `running` after it was killed, too."""
+    """State of the newest process; still `running` after it was killed."""
     process: str = ""
     """The newest process in which episodes ran; all that follows is of it."""
     is_playing: bool = False
     """Whether episodes run in it. Where it has ended, it died under them."""
     fault: str = ""
-    """What an environment did to break it, in words, where that is known."""
+    """How an environment broke the process, if known; a sentence."""
     workers: int = 1
     """Worker processes of the run; 1: episodes ran in the process itself."""
     has_killer: bool = False
@@ -194,13 +194,13 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
     episodes: dict[str, EpisodeProgress] = {}
     """Unfinished training episodes, by id."""
     evaluated: dict[str, int] = {}
-    """Deaths in a row, by the id of a held-out task; evaluations begin anew at each start."""
+    """Consecutive deaths by id of a held-out task; evaluations start over at each start."""
     next_evaluation: int = 0
     """Number of the first evaluation episode since this start."""
 
     @staticmethod
     def read(run: Path) -> ProcessRecord:
-        """The record of a run; an empty one where there is none to read."""
+        """Read the record of a run; an empty one if there is none."""
         try:
             with open_regular(run / PROCESS_FILE) as file:
                 return msgspec.json.decode(read_at_most(file, MAX_RECORD_BYTES), type=ProcessRecord)
@@ -239,7 +239,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
         ]
 
     def next(self, journal: PlayedJournal) -> ProcessRecord:
-        """The record of a process that goes on with the run; it is written when its episodes start."""
+        """The record of a process that resumes the run; it is written when its episodes start."""
         is_death = self.is_playing and self.workers == 1
         episodes, evaluated = dict[str, EpisodeProgress](), dict[str, int]()
         for spec in self.running(journal.unfinished):
@@ -261,7 +261,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
         )
 
     def deaths(self, spec: EpisodeSpec) -> int:
-        """How many processes in a row died while an unfinished episode ran in them and got nowhere."""
+        """Number of consecutive processes that died while an unfinished episode ran in them without progress."""
         if spec.purpose == "evaluate":
             return self.evaluated.get(spec.task.id, 0)
         progress = self.episodes.get(spec.episode_id)
@@ -269,10 +269,10 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
 
 
 def record_state(run: Path, state: State) -> None:
-    """Record how the process that leads a run stands; the rest of the record stays.
+    """Record the state of the process that leads a run; the rest of the record stays.
 
     Raises:
-        StorageError: the disk refused.
+        StorageError: writing failed.
     """
     msgspec.structs.replace(ProcessRecord.read(run), state=state).write(run)
 
@@ -294,7 +294,7 @@ def leading(run: Path) -> Iterator[None]:
 
 
 def standing(run: Path) -> str:
-    """How a run stands: a `State`, or `killed`. Reads the kernel's locks and a small file."""
+    """The state of a run: a `State`, or `killed`. Reads the kernel's locks and a small file."""
     if writer_of(run / "journal") is not None:
         return "running"
     state = ProcessRecord.read(run).state

@@ -1,17 +1,17 @@
-"""Pruning: what of a run's past its journal gives up, in which order, and how a reader learns of it.
+"""Pruning: which data of a run's past its journal removes, in which order, and how readers learn of it.
 
-Control rows always stay: admissions, ends, rewards, steps, credits, so ledger and exactly-once do not depend on what is
-pruned. What may go are entries and partials of training attempts, and files of step columns. An attempt goes when it
+Control rows always stay (admissions, ends, rewards, steps, credits), so ledger and exactly-once do not depend on pruned
+data. Entries and partials of training attempts, and files of step columns, may go. An attempt goes when it
 
 * is settled: it was dropped or replaced by a later attempt, or each of its units was dropped, or trained by a step that
-  every checkpoint that can be resumed from counts as taken; so no rollback makes it ready again;
-* was fed to no step that is kept, the newest `keep` before the newest checkpoint and all after the oldest one;
+  every resumable checkpoint counts as taken; so no rollback makes it ready again;
+* was an input of no step that is kept: the newest `keep` before the newest checkpoint and all after the oldest one;
 * is referred to by no fork in `RUN/forks`.
 
-Invariant: a row in `pruned` or `pruned_files` is on disk before what it names is removed, and the entries of an attempt
-are removed in one transaction. So a kill leaves them whole or gone, and a reader that finds none says why; the next
-pruning removes what a killed one recorded. Space goes back to the file system by incremental vacuum, in small
-transactions that leave the other writer of the partition half of the time.
+Invariant: a row in `pruned` or `pruned_files` is on disk before its data is removed, and the entries of an attempt are
+removed in one transaction. A kill therefore leaves them complete or gone, and a reader that finds none can say why; the
+next pruning removes what a killed one recorded. Incremental vacuum returns space to the file system, in small
+transactions that leave half of the time to the partition's other writer.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def prune(
 
 
 class _Settled:
-    """Which attempts and files a rule lets go."""
+    """The attempts and files that a rule removes."""
 
     def __init__(self, log: SqliteRunLog, rule: PruneRule, forked: frozenset[AttemptKey]) -> None:
         self._log = log
@@ -198,7 +198,7 @@ _SIZES = (
 
 
 def _batches(connection: sqlite3.Connection, settled: _Settled) -> Iterator[dict[AttemptKey, int]]:
-    """What of a partition may go, with its bytes, as much at a time as one transaction removes."""
+    """Batches of attempts in a partition that may go, with their bytes; one batch per transaction."""
     statement = "SELECT DISTINCT episode FROM entries UNION SELECT DISTINCT episode FROM partials"
     there = [str(episode) for (episode,) in connection.execute(statement)]
     batch: dict[AttemptKey, int] = {}

@@ -1,8 +1,8 @@
-"""Reading entries back: verified against their checksums, also from another process while they are written.
+"""Reads entries, verified against their checksums, also from another process while they are written.
 
-The recorded prefix of a fork is read where it was written: nothing of an episode is copied into its forks. A fork of a
-fork refers to its parent's own entries, which refer to theirs. A reference names the parent's journal directory
-relative to its own, so that directories may be moved together.
+A fork's recorded prefix is read from the parent's journal: nothing is copied. A fork of a fork refers to its parent's
+own entries, which refer to theirs. A reference gives the parent's journal directory relative to its own, so both may be
+moved together.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ MAX_FORK_DEPTH = 64
 
 
 class EntryKey(NamedTuple):
-    """Which episode's entries to read, and what its commit says of them, where it is known."""
+    """The episode whose entries are read, and its commit's figures, if known."""
 
     partition: str
     episode_id: str
     attempt: int
     entries: int | None = None
-    """How many there are; None: as many as are found."""
+    """Number of entries; None: as many as are found."""
     digest: bytes = b""
     """Their `episode_digest`; empty: not known."""
 
@@ -92,7 +92,7 @@ class TurnReader:
         return answer
 
     def beginnings(self, keys: Sequence[EntryKey]) -> list[JournalEntry]:
-        """The first entries of episodes, as far as they can be read; in no order."""
+        """The first entries of episodes, as far as they can be read; unordered."""
         wanted = {(key.partition, key.episode_id): key.attempt for key in keys}
         found = []
         for (partition, episode_id), attempt in wanted.items():
@@ -115,9 +115,9 @@ class TurnReader:
         return found
 
     def partition_of(self, episode_id: str, attempt: int) -> str | None:
-        """The partition that holds most of an attempt; None: none holds any of it.
+        """The partition that holds most of an attempt; None if none holds any of it.
 
-        It may lie in several: who goes on with what another worker has begun copies it first (`TurnLog.take_over`).
+        Several may hold parts: a worker that continues an attempt of another copies it first (`TurnLog.take_over`).
         Each holds a beginning of the same attempt, so the longest is all of it.
 
         Raises:
@@ -127,7 +127,7 @@ class TurnReader:
         return best[2] if best[0] or best[1] else None
 
     def progress(self, episode_id: str, attempt: int) -> tuple[int, int]:
-        """How many entries and partials of an attempt are on disk.
+        """Number of entries and of partials of an attempt on disk.
 
         Raises:
             JournalError: a partition cannot be read.
@@ -188,7 +188,7 @@ class TurnReader:
 
 
 def whole_partition(path: Path, run: str) -> Iterator[JournalEntry]:
-    """Every entry of a partition of a run in the order they were appended, read as they are asked for.
+    """Iterate over every entry of a partition of a run, in the order they were appended.
 
     Raises:
         JournalError: the partition cannot be read, or an entry does not match its checksum.
@@ -278,7 +278,7 @@ def verified_entry(path: Path, row: tuple[str, int, str, bytes, bytes, int]) -> 
 
 
 def pruned_attempt(journal: Path, episode_id: str, attempt: int) -> PrunedError | None:
-    """What to raise where an attempt has no entries, if it is because they were pruned.
+    """The error for an attempt without entries, if they were pruned; else None.
 
     Raises:
         JournalError: the control log cannot be read.

@@ -22,11 +22,11 @@ AgentKey = tuple[str, int]
 
 
 def trajectories(entries: Iterable[JournalEntry], policy: str | None = None) -> tuple[Trajectory, ...]:
-    """One episode's trajectories, a row per context, in the order the agents first acted or were rewarded.
+    """The trajectories of one episode, a row per context, in the order the agents first acted or were rewarded.
 
     Args:
-        entries: of the episode.
-        policy: whose; None: everybody's.
+        entries: entries of the episode.
+        policy: policy whose trajectories are returned; None: all.
 
     Raises:
         EntriesError: the entries are not those of one whole episode: no beginning, a turn twice, tokens missing.
@@ -130,11 +130,11 @@ def _int32(parts: Sequence[Int32Array]) -> Int32Array:
 
 
 def _routing(turns: Sequence[TurnEntry], length: int) -> tuple[RoutingSpan, ...]:
-    """Which experts the row's tokens were sampled with: a span per stretch of tokens that share them.
+    """The experts that the row's tokens were sampled with: a span per run of tokens that share them.
 
-    A position that was computed again through other experts (the KV was lost, or newer weights took over) has two
-    routings: tokens predicted before that were sampled with the first, those after with the second. No span is longer
-    than the row, and there is one unless a prefix's routing changed.
+    A position that was recomputed through other experts (the KV was lost, or newer weights took over) has two routings:
+    tokens predicted before it were sampled with the first, later ones with the second. No span is longer than the row,
+    and there is only one unless a prefix's routing changed.
     """
     import numpy as np
 

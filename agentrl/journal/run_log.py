@@ -56,9 +56,9 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     began_at: float
     """Seconds since the epoch."""
     checkpoint: str = ""
-    """Its name; empty: it began with the weights the run was given."""
+    """Name of the checkpoint; empty: the run started with the weights it was given."""
     steps: dict[str, int] = {}
-    """Where each policy stood."""
+    """Step of each policy."""
     again: dict[str, int] = {}
     """The newest step that had been taken before, of policies that had taken more."""
     changed: tuple[Change, ...] = ()
@@ -66,11 +66,11 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     code: dict[str, str] = {}
     """Digest of the source of environments and bots, by file."""
     code_changed: tuple[str, ...] = ()
-    """Files whose code differs from that of the start before."""
+    """Files whose code differs from that of the previous start."""
 
     @property
     def words(self) -> str:
-        """What it changed, for a curve's mark."""
+        """The changes, for a curve's mark."""
         where = f"resumed from {self.checkpoint}" if self.checkpoint else "begun again without a checkpoint"
         code = [f"code changed: {', '.join(self.code_changed)}"] if self.code_changed else []
         return "; ".join([where, *code, *map(str, self.changed)])
@@ -123,7 +123,7 @@ class SqliteRunLog:
         return all_rows(self.connection, self.path, statement, *parameters)
 
     def verify(self) -> None:
-        """Check every row against its checksum, before a run goes on from them.
+        """Check every row against its checksum before a run resumes from them.
 
         Raises:
             JournalError: a row, or the structure of the file, is damaged.
@@ -131,7 +131,7 @@ class SqliteRunLog:
         verify_tables(self.connection, self.path)
 
     def check_partition(self, name: str) -> None:
-        """Refuse to make a partition anew that is missing.
+        """Refuse to re-create a missing partition that committed episodes lie in.
 
         Raises:
             JournalError: committed episodes lie in it.
@@ -143,7 +143,7 @@ class SqliteRunLog:
                 raise JournalError(f"{path} is missing, and {lost} committed episodes lie in it; put it back")
 
     def next_number(self, prefix: str) -> int:
-        """One more than the largest number any root episode `<prefix><number>` has in admissions or turn logs.
+        """The largest number of any root episode `<prefix><number>` in admissions or turn logs, plus one.
 
         Turn logs count because a kill may leave entries of an episode whose admission was not yet on disk.
         """
@@ -173,8 +173,8 @@ class SqliteRunLog:
         return [number for number in range(stop) if number not in admitted]
 
     def published(self, version: PolicyVersion) -> WeightsRef | None:
-        """Where the weights of a version lie: in the run, also after it was moved, or where they were given by hand
-        (lineages below 0); None if it was never published.
+        """Location of a version's weights: in the run, even after it was moved, or wherever the user gave them
+        (lineages below 0); None if the version was never published.
 
         Raises:
             JournalError: the record was altered, or what it names leads out of the run.
@@ -203,7 +203,7 @@ class SqliteRunLog:
         return [read_spec(row) for row in self.rows(statement, purpose)]
 
     def ended_children(self, parents: Collection[str]) -> dict[str, EpisodeHeader]:
-        """How the children of some episodes ended, by id; those still unfinished are left out."""
+        """Headers of the ended children of some episodes, by id; unfinished ones are left out."""
         if not parents:
             return {}
         statement = (
@@ -262,7 +262,7 @@ class SqliteRunLog:
                 yield spec, ended.get((spec.episode_id, spec.attempt))
 
     def baselines(self) -> dict[str, BaselineSet]:
-        """What the members of groups are compared with, by group."""
+        """Baselines of the members of groups, by group."""
         rows = self.rows("SELECT group_id, finishers, earlier, checksum FROM baselines")
         return {row[0]: read_baselines(row) for row in rows}
 
@@ -279,7 +279,7 @@ class SqliteRunLog:
                 yield header
 
     def _specs(self, keys: Sequence[tuple[str, int]]) -> list[EpisodeSpec]:
-        """What was admitted, in the order of some attempts' keys; no more than `_CHUNK`."""
+        """Specs of admitted attempts, in the order of the keys; at most `_CHUNK`."""
         statement = f"SELECT {_ADMISSION} FROM json_each(?) asked JOIN admissions a ON {_ASKED.format('a')}"
         found = {(row[0], row[1]): row for row in self.rows(statement, json.dumps(keys))}
         if len(found) < len(keys):
@@ -289,7 +289,7 @@ class SqliteRunLog:
     def _ended(
         self, keys: Sequence[tuple[str, int]], *, ordered: bool = False
     ) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Those of some attempts that ended, in order of commit; `ordered`: the keys are."""
+        """Those of some attempts that ended, in order of commit; `ordered`: whether the keys have that order."""
         parts = (keys[start : start + _CHUNK] for start in range(0, len(keys), _CHUNK))
         if not ordered and len(keys) > _CHUNK:
             statement = f"SELECT e.episode, e.attempt FROM json_each(?) asked JOIN episodes e ON {_ASKED.format('e')}"
@@ -381,7 +381,7 @@ class SqliteRunLog:
             lineage, last = parent_lineage, parent_step
 
     def parents(self) -> dict[tuple[str, int], PolicyVersion]:
-        """What each (policy, lineage) but the first started from."""
+        """The version that each (policy, lineage) except the first started from."""
         statement = (
             "SELECT policy, lineage, parent_lineage, parent_step FROM versions"
             " WHERE parent_lineage IS NOT NULL AND parent_lineage < lineage"

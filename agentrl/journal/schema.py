@@ -1,4 +1,4 @@
-"""The two databases: their tables, how they are opened to write and to read, and how rows are put in and taken out.
+"""The two kinds of databases: their tables, how they are opened, and how rows are written and read.
 
 Invariants: a database this module opens has exactly the tables below, byte for byte, in this format, or opening it is
 a `JournalError`; so a hostile file brings no view, trigger or virtual table of its own. Neither it nor its directory is
@@ -29,7 +29,7 @@ CONTROL_FILE = "control.db"
 MAX_VALUE_BYTES = 64 << 20
 """Longest text or blob of a row, written or read."""
 DAMAGE = (sqlite3.Error, UnicodeDecodeError)
-"""What reading a damaged database raises; the latter where SQLite's own message quotes text that is none."""
+"""Errors of reading a damaged database; the second if SQLite's own message quotes invalid text."""
 _ENCODER = msgspec.msgpack.Encoder()
 _CHUNK = 32
 """Rows of one INSERT, at most."""
@@ -187,7 +187,7 @@ def meta(connection: sqlite3.Connection) -> dict[str, str]:
 
 
 def _files(path: Path) -> list[Path]:
-    """A database and what SQLite keeps beside it."""
+    """The files of a database: its own, and those SQLite keeps beside it."""
     return [path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")]
 
 
@@ -275,7 +275,7 @@ def _check(connection: sqlite3.Connection, path: Path, kind: Kind, run: str | No
 def database_error(
     path: Path, error: sqlite3.Error | UnicodeDecodeError, *, damage: type[JournalError] = JournalError
 ) -> JournalError:
-    """What to raise where reading `path` failed; `damage` where it was neither the disk nor a permission."""
+    """The error for a failure to read `path`; `damage` if neither the disk nor a permission caused it."""
     if path.exists() and not os.access(path, os.R_OK):  # which SQLite does not say
         return JournalError(f"{path}: cannot be read (Permission denied); let your user read it")
     if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 FLUSH_SECONDS = 0.2
 """Longest time a queued row waits for a round when nobody waits for it."""
 LINGER_SECONDS = 0.004
-"""How long a round waits for company once somebody waits for it."""
+"""How long a round waits for more rows once somebody waits for it."""
 
 Row = Sequence[Any]
 
 
 class Waiter(NamedTuple):
-    """Who waits for a round, and in which event loop."""
+    """A caller that waits for a round, and its event loop."""
 
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[None]
@@ -59,7 +59,7 @@ class Database:
         self._identity = _identity(self.path)
 
     def check_not_moved(self) -> None:
-        """Raise `FileNotFoundError` unless the file is where it was: SQLite goes on with one that was moved."""
+        """Raise `FileNotFoundError` if the file was moved: SQLite would continue to write to it."""
         if _identity(self.path) != self._identity:
             raise FileNotFoundError(f"{self.path}: it was moved, removed or replaced while it was written to")
 
@@ -186,7 +186,7 @@ class GroupCommitWriter:
         return rows, waiters
 
     def _commit(self, database: Database, rows: dict[Target, list[Any]]) -> str | None:
-        """One transaction; the reason if it failed."""
+        """Commit one transaction; returns the reason if it failed."""
         connection = database.connection
         try:
             connection.execute("BEGIN IMMEDIATE")

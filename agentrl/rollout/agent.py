@@ -1,13 +1,13 @@
-"""One agent of a running episode: every turn is sampled by the engine, or recalled from the journal.
+"""One agent of a running episode: the engine samples its turns, or the journal replays them.
 
-`LiveAgent.act` is the way of a turn: new messages become tokens (`TokenRows`), the call gets its id in the journal,
-and where the journal does not hold the reply, the engine samples it, in as many calls as interruptions make of it: an
-abort, a park, the loss of the engine, the death of the process before.
+`LiveAgent.act` handles a turn: it turns new messages into tokens (`TokenRows`), gets the call's id in the journal and,
+if the journal does not hold the reply, has the engine sample it, with one call more for each interruption: an abort, a
+park, the loss of the engine, the death of the previous process.
 
 Invariants
 1. A turn is in the journal before the environment sees it, with the tokens exactly as they were sampled.
-2. All engine calls of a turn have one seed and count their tokens through, so an interrupted turn is the turn it would
-   have been.
+2. All engine calls of a turn share one seed and continue its token count, so an interrupted turn has the same tokens
+   as an uninterrupted one.
 3. No engine session is held after the engine's loss or while the episode is parked. A call begins once its
    conversation holds a reservation in the KV-cache budget (`kv_budget.py`).
 """
@@ -113,7 +113,7 @@ class LiveAgent(Agent):
         self._messages: list[Message] = []
         self._pending: tuple[Message, ...] = ()
         self._number = len(episode.agents)
-        """Its place in `LiveEpisode.agents`."""
+        """Index in `LiveEpisode.agents`."""
 
     @property
     def turns(self) -> Sequence[Turn]:
@@ -331,7 +331,7 @@ class LiveAgent(Agent):
             given[turn] = finite_reward(given.get(turn, 0.0) + number, where)
 
     def gate(self, accepted: bool, *, penalty: float) -> bool:
-        """Count the decision; journal the penalty as a reward where it refuses."""
+        """Count the decision; if it is a refusal, journal the penalty as a reward."""
         self._episode.metric(GATE_PASSED if accepted else GATE_REFUSED, 1.0, self)
         if not accepted:
             self.reward(penalty)
@@ -415,7 +415,7 @@ class LiveAgent(Agent):
         )
 
     def _sampling(self, max_tokens: int | None) -> SamplingParams:
-        """The policy's sampling parameters, with a shorter turn where one is asked for."""
+        """The policy's sampling parameters, limited to `max_tokens`."""
         sampling = self._settings.sampling
         if max_tokens is None or max_tokens >= sampling.max_tokens:
             return sampling
@@ -529,10 +529,11 @@ class TokenRows:
 
 
 def rank(spec: EpisodeSpec, sampled: int) -> int:
-    """The priority of an agent's call among those that wait; lower is served first.
+    """The scheduling priority of an agent's call; lower runs first.
 
-    By deadline; then those with children to come before their children; then by the tokens sampled so far, most first:
-    where some episodes are very long, who has worked most has most left. It tells no sibling from any other episode.
+    Ordered by deadline; then parents that still have children to spawn before their children; then by tokens sampled so
+    far, most first: if some episodes are very long, the one that has sampled most has most left. All siblings are
+    treated like other episodes.
     """
     depth = min(spec.episode_id.count("~"), DEEPEST)
     return (spec.deadline * (DEEPEST + 1) + depth) * (MOST_WORK + 1) + MOST_WORK - min(sampled, MOST_WORK)

@@ -81,13 +81,13 @@ class Branch:
         self.calls = 0
         self.resources = 0
         self.memoised: str | None = None
-        """The effect or external tool the branch is in the middle of: it may make no calls of its own."""
+        """The effect or external tool that is running on the branch, which may make no calls meanwhile."""
         self.is_blocked = False
         """Only another branch of the episode can wake it."""
         self.awaits_cancellation = False
-        """It waits at a call that is recorded as cancelled."""
+        """Whether it waits at a call that is recorded as cancelled."""
         self.is_dismissed = False
-        """Its gather has cancelled it: it ends where the journal says it did, else now."""
+        """Whether its gather has cancelled it: it ends where the journal says, or else now."""
         self.children: Sequence[Branch] = ()
         """Branches of the gather it is in, unless that gather is recorded."""
         self.task: asyncio.Task[object] | None = None
@@ -186,7 +186,7 @@ class RecordedCalls:
         return self.key if entry is None else self._keys.get(entry.episode_id, self.key)
 
     def body(self, entry: JournalEntry) -> EntryBody:
-        """The body of an entry, decoded once by whoever looks ahead and then makes the call."""
+        """The body of an entry, decoded only once for looking ahead and for the call."""
         if self._decoded is None or self._decoded[0] is not entry:
             self._decoded = (entry, entry.decode())
         return self._decoded[1]
@@ -262,7 +262,7 @@ class ReplayOrder:
         self._stray = ReplayMismatchError
 
     def abandon(self) -> None:
-        """End the code of every open branch where it stands; the root's task is cancelled by its owner."""
+        """End the code of every open branch immediately; the owner of the root's task cancels that."""
         for branch in self.branches:
             if branch.steps is not None:
                 branch.steps.abandon()

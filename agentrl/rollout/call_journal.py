@@ -204,7 +204,7 @@ class CallJournal:
         self.code_hash = self.code_hash_then = ""
         """Hash of the code that runs now, and of the code that wrote the recorded entries."""
         self.own_random = False
-        """Whether the episode's code has global random generators of its own."""
+        """Whether the episode's code has its own global random generators."""
         self.written = 0
         own = list(recorded)
         self._recorded = RecordedCalls(episode_id, (seed, attempt), own, inherited, edits, answers)
@@ -274,9 +274,9 @@ class CallJournal:
         return self._recorded.edits.get(ids.call_id(branch.path, branch.calls), ())
 
     async def reach(self, call: Call, *, cancelled: bool = False) -> None:
-        """Wait until it is the call's turn: replay has come to it or, where it is new, has come to its end.
+        """Wait until it is the call's turn: replay has come to it or, if it is new, has finished.
 
-        `cancelled`: the caller was cancelled in the middle of the call; it comes here to have that recorded.
+        `cancelled`: the caller was cancelled during the call, which is recorded here.
 
         Raises:
             asyncio.CancelledError: the call is cancelled, now or in the journal.
@@ -334,7 +334,7 @@ class CallJournal:
         return call.recorded
 
     def performing(self, call: Call, memoised: str | None = None) -> _Performing:
-        """Around an act performed now: notes its cancellation; a `memoised` one may make no calls of its own.
+        """Surround an act that is performed now and record its cancellation; a `memoised` one may make no calls.
 
         Raises:
             LimitReachedError: the time limit ended it.
@@ -467,9 +467,9 @@ class CallJournal:
         self._order.end_branch(branch)
 
     def begin_steps(self, branch: Branch, program: Callable[[], Awaitable[Any]]) -> Steps:
-        """The code of a branch, which `program` begins, to be awaited; call `end_steps` afterwards.
+        """The code of a branch, begun by `program`, as an awaitable; call `end_steps` afterwards.
 
-        It has global random generators of its own, or must not draw from them: then the episode fails.
+        The code has its own global random generators, or must not draw from them: then the episode fails.
         """
         guard = GlobalRandom(ids.key64("branch", *branch.key, branch.path)) if self.own_random else NoDraws()
         branch.steps = Steps(guard, program, self.drew)
@@ -482,7 +482,7 @@ class CallJournal:
             branch.steps = None
 
     def abandon(self) -> None:
-        """End the code of all branches where it stands; the root's task is cancelled by its owner."""
+        """End the code of all branches immediately; the owner of the root's task cancels that."""
         self._order.abandon()
 
     # --- cancellation and the end -------------------------------------------------------------------------------------
@@ -525,7 +525,7 @@ class CallJournal:
         raise _time_limit(entry)
 
     def settle(self) -> None:
-        """Record the calls that were cancelled: the episode goes on, so it cancelled them itself."""
+        """Record the calls that were cancelled: the episode continues, so it cancelled them itself."""
         cancelled, self._cancelled = self._cancelled, ()
         for call in cancelled:
             self.write(call, CancelEntry())

@@ -99,7 +99,7 @@ class TemplateFormat:
         self._openings: dict[object, tuple[_Frame | None, Sequence[ToolSpec]]] = {}
         self._replies: dict[str, _Frame] = {}
         self._decoded: tuple[list[int], str] = ([], "")
-        """The last decoded tokens and their text: a turn's text is asked for several times in a row."""
+        """Cache of the last decoded tokens and their text: a turn's text is read several times in a row."""
         roles: tuple[Role, ...] = ("user", "tool")
         for role in roles:
             frame = self._reply_frame(role)
@@ -199,7 +199,8 @@ class TemplateFormat:
         return ids
 
     def drift(self, token_ids: Sequence[int]) -> DriftCause | None:
-        """Why the text of `token_ids` would be tokenised differently: invalid UTF-8 or other merges; else None."""
+        """Why the text of `token_ids` would be tokenised differently: invalid UTF-8 or other merges; None if it would
+        not."""
         ids = _as_list(token_ids)
         text = self.decode(ids)
         if self.encode(text) == ids:
@@ -422,7 +423,7 @@ def _without_control(tokenizer: Tokenizer, control: ControlTokens, *, anchor: bo
 
 
 def _renumbered(plain: Tokenizer, tokenizer: Tokenizer) -> dict[int, int]:
-    """The ids of added tokens by what they are called in a copy without control tokens, which counts them anew."""
+    """Ids of added tokens by their ids in a copy without control tokens, which numbers them differently."""
     ids = {number: tokenizer.token_to_id(token.content) for number, token in plain.get_added_tokens_decoder().items()}
     return {number: token_id for number, token_id in ids.items() if token_id not in (None, number)}
 

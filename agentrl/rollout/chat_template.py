@@ -89,7 +89,7 @@ _ITEM_FILTERS = frozenset(
     {"count", "d", "default", "dictsort", "first", "groupby", "items", "last", "length", "list", "map", "max", "min"}
     | {"reject", "rejectattr", "reverse", "select", "selectattr", "sort", "sum", "unique"}
 )
-"""Filters of jinja2 whose result has no more items than what they are given."""
+"""Filters of jinja2 whose result has no more items than their input."""
 _TEXT_FILTERS = frozenset(
     {"abs", "capitalize", "e", "escape", "float", "forceescape", "indent", "int", "join", "lower", "replace", "round"}
     | {"safe", "string", "title", "tojson", "trim", "truncate", "upper", "urlencode"}
@@ -127,7 +127,7 @@ class GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012 - so declared by jinja2
 
     def parse(self, parser: Parser) -> Node:
-        """The body as it is."""
+        """The body, unchanged."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
@@ -153,15 +153,15 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox with a bound on what one rendering may do and build.
+    """jinja2's sandbox with bounds on the work and the memory of one rendering.
 
-    Loop rounds and calls are counted against `MAX_STEPS`. Every value that an operation builds is charged, in bytes and
-    before it is built where it can be larger than what it is built from, so memory is bounded whatever a template does.
-    What is compared, searched, sorted or hashed is charged likewise, before, so no single operation takes long.
-    Filters and string methods without a known bound do not exist here.
+    Loop rounds and calls count against `MAX_STEPS`. Every value that an operation builds is charged in bytes, before it
+    is built if it can be larger than its inputs, so memory stays bounded. Comparisons, searches, sorts and hashes are
+    also charged in advance, so no single operation takes long. Filters and string methods without a known bound do not
+    exist here.
 
     Raises:
-        SecurityError: while rendering: a bound is exceeded, or the template calls what is left out.
+        SecurityError: a bound is exceeded during rendering, or the template uses something that does not exist here.
     """
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
@@ -207,7 +207,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def size(self, value: Any, most: int | None = None) -> int:
-        """The bytes of a value as text, at most; stops counting where they exceed `most`, or else the rendering's
+        """Upper bound on the bytes of a value as text; stops counting above `most`, or else above the rendering's
         budget."""
         if isinstance(value, str):
             return _bytes(value)
@@ -332,8 +332,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Charged(NodeTransformer):
-    """Wraps, in a parsed template, all that builds, counts or compares without a call, a filter or an arithmetic
-    operator of its own."""
+    """Wraps the expressions of a parsed template that build, count or compare without a call, a filter or an arithmetic
+    operator."""
 
     def visit_For(self, node: For) -> Node:
         self.generic_visit(node)
@@ -411,7 +411,7 @@ def _through(name: str, value: Any) -> Filter:
 
 
 def _charging(sandbox: _Sandbox, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter `function` of jinja2, charging what it builds."""
+    """The filter `function` of jinja2, charged for its result."""
     passed = getattr(getattr(function, "jinja_pass_arg", None), "name", "")
 
     @pass_context
@@ -453,7 +453,7 @@ def _argument(at: int, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _reading(sandbox: _Sandbox, name: str, function: Any) -> Callable[..., bool]:
-    """The test `function` of jinja2, charging what it looks through."""
+    """The test `function` of jinja2, charged for its input."""
 
     @pass_context
     def read(_context: Any, value: Any, *args: Any) -> bool:
@@ -533,7 +533,7 @@ class ChatTemplate:
             key: text for key, value in named.items() if key.endswith("_token") and (text := _literal(value))
         }
         self.fingerprint = json.dumps([self.source, self._tokens], sort_keys=True).encode()
-        """Everything a rendering depends on besides the conversation."""
+        """Everything that a rendering depends on, except the conversation."""
         environment = self._environment = _Sandbox()
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime

@@ -117,7 +117,7 @@ class LiveContext(EpisodeContext):
         self.task = episode.spec.task
         self.limits = episode.limits
         episode.agents = self.agents = list[LiveAgent]()
-        """In the order in which the program first asked for them."""
+        """Agents in the order in which the program first asked for them."""
         self.measured_against: dict[str, PolicyVersion] | None = None
         """See `EpisodeHeader.measured_against`; None until there are children."""
         self._spec = episode.spec
@@ -574,8 +574,8 @@ async def _awaited(value: Any) -> Any:
 class LiveResource(Resource):
     """A stateful object called through the journal; its declared level is recorded with each call.
 
-    Every call runs under global random states of its own, keyed by the call, so no random state has to be kept and
-    nobody else's draws count.
+    Every call runs under global random states keyed by the call, so none has to be stored, and draws of other code do
+    not count.
     """
 
     __slots__ = ("_calls", "_episode", "_level", "_object", "_restore", "_seed", "_state", "name")

@@ -1,4 +1,4 @@
-"""One attempt of an episode while it runs, the settings and services it runs with, and the parking of episodes.
+"""One running attempt of an episode, its settings and services, and the parking of episodes.
 
 `runner.py` makes a `LiveEpisode` per attempt; its agents, resources and context share it. It adds up the episode's
 `metrics`, and pauses its `TimeLimit` while it is parked or its engine is gone. `Parking` holds up the calls of parked
@@ -34,7 +34,7 @@ GRACE_S = 5.0
 """Seconds a cancelled program may take to end before it is left behind."""
 
 OnCodeChange = Literal["try", "restart", "drop"]
-"""How an episode continues whose environment was edited since it was recorded."""
+"""How an episode continues whose environment was edited after it was recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class Services:
 
 
 class EpisodeAgent(Protocol):
-    """What an episode asks of its agents; see `agent.LiveAgent`."""
+    """The interface of an episode's agents; see `agent.LiveAgent`."""
 
     seat: str
     policy: str
@@ -233,14 +233,14 @@ class LiveEpisode:
 
 
 class TimeLimit:
-    """Ends a program that takes too many seconds of its own without a turn.
+    """Ends a program that spends too many seconds without a turn.
 
-    Where its agents have acted, the act in flight raises `LimitReachedError`, and the episode is truncated as if it had
-    no turn left. Where none has, or where the program hangs in code of its own, the episode has failed. A program that
-    swallows its cancellation is left behind.
+    If its agents have acted, the act in flight raises `LimitReachedError`, and the episode is truncated as if it had no
+    turn left. If none has, or if the program hangs in its own code, the episode fails. A program that swallows its
+    cancellation is abandoned.
 
-    Time in which it is paused, also by a `with` statement, does not count. There is one timer per episode: when it
-    fires before the deadline, since that was put off, it is set again.
+    Paused time, also within a `with` statement, does not count. There is one timer per episode; if the deadline was
+    postponed when it fires, it is set again.
     """
 
     __slots__ = (
@@ -384,7 +384,7 @@ class Parking:
             attempt.suspend()
 
     def forget(self, episode_id: str) -> None:
-        """The episode is in flight no more."""
+        """Forget an episode that is no longer in flight."""
         self._in_flight.pop(episode_id, None)
         self.waiting.pop(episode_id, None)
 

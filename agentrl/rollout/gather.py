@@ -1,4 +1,4 @@
-"""`ctx.gather`: branches of an episode's code as they run, and the entry that records in which order they ended.
+"""`ctx.gather`: runs branches of an episode's code, and records the order in which they ended.
 
 1. Nothing is delivered to a branch before all have begun, so what a branch does before its first call must not depend
    on the others.
@@ -76,7 +76,7 @@ class _Gathering:
 
     @property
     def is_answered(self) -> bool:
-        """Whether every branch has returned, or one has raised an error of its own."""
+        """Whether every branch has returned, or one has raised its own error."""
         return self.error is not None or not any(task.cancelled() for task in self.tasks)
 
     async def settled(self) -> bool:

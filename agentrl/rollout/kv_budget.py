@@ -158,7 +158,7 @@ class KVBudget:
         self._tokens.make_evictable(reservation)
 
     def _pin(self, reservation: Reservation) -> None:
-        """The conversation is idle no more: its memory cannot be taken."""
+        """Pin a conversation, so that its memory cannot be evicted."""
         self._kept.pop(reservation, None)
         if reservation in self._evictable:
             del self._evictable[reservation]
@@ -183,7 +183,7 @@ class KVBudget:
         return True
 
     def _admit_waiting(self) -> None:
-        """Admit waiting calls as far as they fit; look again when the next idle reservation becomes evictable."""
+        """Admit waiting calls as far as they fit; try again when the next idle reservation becomes evictable."""
         while self._waiting:
             _, _, reservation, admitted = self._waiting[0]
             if not admitted.done():  # else it waits no more

@@ -82,7 +82,7 @@ class ReplayJournal(CallJournal):
         self.reached = 0
         """Numbered calls that came back."""
         self.given: list[RewardEntry] | None = [] if rescoring else None
-        """Rewards the code gave, where they are not compared."""
+        """Rewards that the code gave, if they are not compared with the recorded ones."""
 
     def open(self, asked: bytes = b"", describe: Callable[[], str] | None = None) -> Call:
         """See `CallJournal.open`; the numbers of recorded rewards are passed over where they are left out."""

@@ -1,7 +1,7 @@
-"""One attempt of one episode: make the environment, run its program over the journal, commit what happened.
+"""Runs one attempt of one episode: makes the environment, runs its program over the journal, commits the result.
 
-`EpisodeRunner.run` owns an attempt from the first entry to the committed header; `agent.py` beside it is the engine
-call every turn goes through. Neither knows who scheduled the episode or who will train on it.
+`EpisodeRunner.run` owns an attempt from the first entry to the committed header; `agent.py` makes the engine calls of
+its turns. Neither knows who scheduled the episode or who trains on it.
 
 Invariants:
 1. Each act passes through `CallJournal`: recorded acts are compared, new ones performed and appended.
@@ -88,15 +88,15 @@ class EpisodeRunner:
         answers: Iterable[JournalEntry] = (),
         on_stuck: Callable[[asyncio.Task[Any]], None] | None = None,
     ) -> EpisodeHeader:
-        """Run one attempt to its commit; `recorded` entries of an earlier execution are replayed first.
+        """Run one attempt to its commit, after replaying the `recorded` entries of an earlier execution.
 
-        `answers` are what the outside world would say if it were asked again; see `CallJournal`. `on_stuck` is called
-        with the task when the program swallows the cancellation at its deadline and goes on.
+        `answers` are recorded answers of the outside world; see `CallJournal`. `on_stuck` is called with the task if
+        the program swallows the cancellation at its deadline and continues.
 
-        Must be called in a task of its own: the task owns the episode's root branch.
+        Call it in a new task, which becomes the owner of the episode's root branch.
 
         Raises:
-            EpisodeError: the episode cannot go on, with its drop reason. Other exceptions are the environment's.
+            EpisodeError: the episode cannot continue; has its drop reason. Other exceptions are the environment's.
         """
         started = self.clock.monotonic()
         missing = [seat for seat in environment.seats if seat not in spec.seats]
@@ -317,7 +317,7 @@ class EpisodeRunner:
 
 
 def _inherited(now: Mapping[str, PlayedUnder], begin: Begin, spec: EpisodeSpec) -> dict[str, PlayedUnder]:
-    """The settings of a fork: in seats that the same policy holds, those of what it was forked from."""
+    """The settings of a fork: in seats held by the same policy, those of its parent."""
     recorded = begin.settings
     kept = {
         seat: recorded.get(seat, recorded[""]) if begin.seats.get(seat) == binding.policy else now.get(seat, now[""])
@@ -350,7 +350,7 @@ def _ended_with(error: BaseException, journal: CallJournal, limit: TimeLimit) ->
 
 
 async def _whatever_happens(commit: Coroutine[Any, Any, None]) -> None:
-    """Wait for a commit through a cancellation: an episode that reached the disk is reported as it is there."""
+    """Wait for a commit even if cancelled: an episode that reached the disk is reported as it is there."""
     writing = asyncio.get_running_loop().create_task(commit)
     while not writing.done():
         try:

@@ -154,7 +154,7 @@ def parse_llama(text: str) -> Parsed:
 
 
 def _split(raw: str) -> list[tuple[str, Any]]:
-    """Calls separated by `;`; one malformed part where they do not parse."""
+    """Calls separated by `;`; one malformed part if they do not parse."""
     parts = raw.split(";", MAX_CALLS) if len(raw) <= MAX_CALL_CHARACTERS else [raw]
     values = [json_value(part.strip()) for part in parts]
     if len(parts) == 1 or len(parts) > MAX_CALLS or any(value is None for value in values):

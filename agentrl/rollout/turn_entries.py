@@ -108,11 +108,11 @@ class EpisodePartials:
     """The partials of one attempt.
 
     Args:
-        log: where they are written.
-        episode_id: of the episode.
-        attempt: of the episode.
-        clock: for `FIRST_SECONDS`.
-        kept: whether they are written at all: evaluations are never resumed.
+        log: log that stores them.
+        episode_id: the episode's id.
+        attempt: the attempt's number.
+        clock: times `FIRST_SECONDS`.
+        kept: whether to write them at all: evaluations are never resumed.
         resumed: whether an earlier process may have left some.
     """
 
@@ -178,7 +178,7 @@ class EpisodePartials:
 
 
 class PartialTurn:
-    """One turn while it is sampled: the pieces of calls that were cut, and the deltas of the running call."""
+    """One turn while it is sampled: the tokens of interrupted calls, and the deltas of the running call."""
 
     __slots__ = (
         "_call",
@@ -249,7 +249,7 @@ class PartialTurn:
         return bool(delivered)
 
     def finish_reason(self, sampling: SamplingParams) -> FinishReason | None:
-        """Why the turn has ended; None while it has not."""
+        """The reason if the turn has ended; else None."""
         if not self.pieces:
             return None
         last = self.pieces[-1]
@@ -261,7 +261,8 @@ class PartialTurn:
         return "length" if self.sampled >= sampling.max_tokens else None
 
     def completion(self, sampling: SamplingParams, *, routed: bool) -> Completion | None:
-        """The turn as one completion, where it has ended; `routed` ones need the routing of all tokens before."""
+        """The turn as one completion if it has ended, else None; `routed` ones need the routing of all tokens
+        before."""
         if not self.pieces:
             return None
         reason = self.finish_reason(sampling)

@@ -31,7 +31,7 @@ from agentrl.rollout.kv_budget import KVBudget
 from agentrl.rollout.runner import EpisodeRunner
 
 MAX_ATTEMPTS = 8
-"""Attempts of an episode over all restarts of a run, where they end by no fault of its environment: a resource died
+"""Attempts of an episode over all restarts of a run, if they end through no fault of its environment: a resource died
 with its process, or the code changed."""
 
 MAX_STRAYS = 3
@@ -41,7 +41,7 @@ OnEnd = Callable[[EpisodeHeader], None]
 
 
 DATA_ATTEMPTS = 2
-"""An environment that raises for a reason of its own is tried once more: an accident passes, a defect does not."""
+"""Attempts of an environment that raises: one retry gets over an accident; a defect fails again."""
 
 
 class AsyncioWorker:
@@ -87,7 +87,7 @@ class AsyncioWorker:
         return self._runner.kv_budget
 
     def submit(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool = False) -> None:
-        """Start an episode in a task of its own."""
+        """Start an episode in its own task."""
         self._start(spec, on_end, self._run(spec, on_end, resume=resume))
 
     def park(self, episode_id: str) -> bool:
