@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import transformers
+from torch import Tensor
 from torch.nn import functional
 
 from agentrl.config.policies import AnyPolicy
@@ -257,23 +258,45 @@ def family_rows(*, seed: int = 3) -> list[TrainingSample]:
     return rows
 
 
-def plain_logprobs(directory: Path, rows: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
+def _plain_logprobs(model: PreTrainedModel, rows: Sequence[TrainingSample]) -> list[Tensor]:
     """Log-probabilities that transformers gives to the tokens behind the first of each row, forwarded alone.
 
     Positions of some models depend on how long the context is; a run computes all as in a context of `MAX_CONTEXT`, so
     there the row goes on to that length. What comes after a token does not change its probability otherwise.
     """
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     ropes = getattr(model.config, "rope_parameters", None) or {}
     continued = ropes.get("rope_type") in ("dynamic", "longrope")
     found = []
-    with torch.no_grad():
-        for row in rows:
-            ids = torch.from_numpy(row.token_ids.astype(np.int64))
-            whole = functional.pad(ids, (0, MAX_CONTEXT - len(ids)), value=5) if continued else ids
-            logits = model(input_ids=whole[None], use_cache=False).logits[0, : len(ids) - 1].float()
-            found.append(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].numpy())
+    for row in rows:
+        ids = torch.from_numpy(row.token_ids.astype(np.int64))
+        whole = functional.pad(ids, (0, MAX_CONTEXT - len(ids)), value=5) if continued else ids
+        logits = model(input_ids=whole[None], use_cache=False).logits[0, : len(ids) - 1].float()
+        found.append(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0])
     return found
+
+
+def plain_logprobs(directory: Path, rows: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
+    """Log-probabilities that transformers gives to the tokens behind the first of each row, forwarded alone."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        return [each.numpy() for each in _plain_logprobs(model, rows)]
+
+
+def gradient_error(directory: Path, policy: PolicyModel, rows: Sequence[TrainingSample]) -> float:
+    """Difference of the gradient of the summed log-probabilities from that of transformers, over its norm."""
+    plain = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    torch.cat(_plain_logprobs(plain, rows)).sum().backward()
+    policy.model.zero_grad()
+    for batch in pack(rows, max_tokens=1 << 20, share=policy.shared_prefixes):
+        token_logprobs(policy.model, batch, shared=policy.shared_prefixes).logprob.sum().backward()
+    pairs = [
+        (mine.grad, other.grad)
+        for mine, other in zip(policy.model.parameters(), plain.parameters(), strict=True)
+        if mine.grad is not None or other.grad is not None
+    ]
+    assert all(mine is not None and other is not None for mine, other in pairs)
+    error = sum(float((mine - other).square().sum()) for mine, other in pairs)
+    return math.sqrt(error / sum(float(other.square().sum()) for _, other in pairs))
 
 
 def trained_logprobs(policy: PolicyModel, rows: Sequence[TrainingSample], *, way: str) -> list[NDArray[np.float32]]:

@@ -1,0 +1,23 @@
+"""From a checkpoint to a trained policy, measured part by part.
+
+    python -m benchmarks.real_models [--quick] [--part NAME]
+
+Each part is a module `benchmarks.real_models_NAME` with one function, `figures(quick) -> {name: number or null}`. What
+no part measures is null. `--part` runs one of them.
+"""
+
+from __future__ import annotations
+
+from benchmarks.parts import run_parts
+
+FIGURES = (
+    "families",
+    "families_wrong",
+    "families_refused",
+    "max_dlogp",
+    "max_gradient_error",
+    "planted_errors_found",
+)
+
+if __name__ == "__main__":
+    run_parts("real_models", FIGURES, description=__doc__)
