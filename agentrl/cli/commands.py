@@ -337,10 +337,15 @@ def parser() -> argparse.ArgumentParser:
     for noun in READING:
         _add_reading(commands, noun)
     _add_env(commands)
-    _add_command(
-        commands, "doctor", "report what this machine has, what a run will use, and what is missing", "doctor:doctor"
-    )
+    _add_doctor(commands)
     return top
+
+
+def _add_doctor(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    text = "report what this machine has, what a run will use and hold in memory, and what is missing"
+    parser = _add_command(commands, "doctor", text, "doctor:doctor")
+    parser.add_argument("file", type=Path, nargs="?", help=f"{_FILE}; default: the demo's")
+    parser.set_defaults(takes_overrides=True)
 
 
 def _add_command(

@@ -1,7 +1,7 @@
-"""`agentrl doctor`: what this machine has, what a run will use, what is missing, and the command that installs it.
+"""`agentrl doctor [FILE]`: what this machine has, what a run will use, what is missing, and the command that installs it.
 
-Checks are independent: an exception in one becomes a line of the report. Exit code 1 if the default run (`agentrl
-demo`) cannot work.
+Checks are independent: an exception in one becomes a line of the report. Exit code 1 if the run of FILE (without one:
+`agentrl demo`) cannot work or does not fit into memory.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from agentrl.cli.output import print_json
+from agentrl.config.load import load
+from agentrl.core.errors import InputError
 from agentrl.core.machine import broken_builds, install_command
 from agentrl.core.machine import memory as memory_here
 from agentrl.core.text import safe_line
@@ -29,9 +31,12 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
+    from agentrl.config.run import RunConfig
+
 Level = Literal["ok", "note", "missing"]
 """`note`: the default run works without it; `missing`: it does not."""
 
+_DEMO = "the demo will use"
 _MARKS = {"ok": " ", "note": "·", "missing": "✗"}
 GIB = 1 << 30
 _FLOOR = re.compile(r"^([A-Za-z0-9._-]+)>=([0-9.]+)")
@@ -54,13 +59,21 @@ class Check:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """`agentrl doctor`; exit code 1 where something the default run needs is missing."""
+    """`agentrl doctor [FILE] [--section.field=value …]`; exit code 1 where something the run needs is missing."""
+    sections = SECTIONS
+    if options.file is not None:
+        config = load(options.file, options.overrides)
+        sections = {
+            **{title: probes for title, probes in SECTIONS.items() if title != _DEMO},
+            f"{options.file} will use": (partial(plan, config),),
+            "memory": (partial(memory_of, config),),
+        }
     with waiting("looking at this machine", sys.stderr):  # importing torch takes seconds
-        report = {title: [check for probe in section for check in _run(probe)] for title, section in SECTIONS.items()}
+        report = {title: [check for probe in section for check in _run(probe)] for title, section in sections.items()}
     missing = [check for checks in report.values() for check in checks if check.level == "missing"]
     if options.json:
-        sections = {title: [asdict(check) for check in checks] for title, checks in report.items()}
-        print_json({"ready": not missing, "sections": sections})
+        checked = {title: [asdict(check) for check in checks] for title, checks in report.items()}
+        print_json({"ready": not missing, "sections": checked})
         return 1 if missing else 0
     for title, checks in report.items():
         sys.stdout.write(f"{title}\n")
@@ -68,7 +81,10 @@ def doctor(options: argparse.Namespace) -> int:
             sys.stdout.write(f"  {_MARKS[check.level]} {check.name:<25} {safe_line(check.found)}\n")
             if check.fix:
                 sys.stdout.write(f"    {'':<25} → {safe_line(check.fix)}\n")
-    ready = "ready: try `agentrl demo`" if not missing else f"not ready: {len(missing)} thing(s) marked ✗ to mend"
+    command = "agentrl demo" if options.file is None else f"agentrl train {options.file}"
+    ready = (
+        f"ready: try `{safe_line(command)}`" if not missing else f"not ready: {len(missing)} thing(s) marked ✗ to mend"
+    )
     sys.stdout.write(f"{ready}\n")
     return 1 if missing else 0
 
@@ -77,7 +93,8 @@ def _run(probe: Callable[[], list[Check]]) -> list[Check]:
     try:
         return probe()
     except Exception as error:  # noqa: BLE001 - a probe that fails must not hide what the others found
-        return [Check(name=probe.__name__, found=f"cannot be told ({type(error).__name__}: {error})", level="note")]
+        name = getattr(probe, "func", probe).__name__
+        return [Check(name=name, found=f"cannot be told ({type(error).__name__}: {error})", level="note")]
 
 
 def version(options: argparse.Namespace) -> int:
@@ -235,7 +252,6 @@ def _disk_space(name: str, place: Path, *, needed: float, setting: str) -> Check
 
 def model() -> list[Check]:
     """The model and the environment of the demo."""
-    from agentrl.config.load import load
     from agentrl.config.section import shipped_example
 
     config = load(shipped_example("01_tool_use"))
@@ -246,12 +262,11 @@ def model() -> list[Check]:
     return [Check(name="demo model", found=config.model.path)]
 
 
-def plan() -> list[Check]:
-    """Engine, trainer and directories that `agentrl demo` will use here."""
-    from agentrl.config.load import load
+def plan(config: RunConfig | None = None) -> list[Check]:
+    """Engine, trainer and directories that a run will use here; None: that of `agentrl demo`."""
     from agentrl.config.section import shipped_example
 
-    config = load(shipped_example("01_tool_use"))
+    config = config or load(shipped_example("01_tool_use"))
     has_gpu = _version("torch") is not None and _asked_torch().stdout.split()[1:] not in ([], ["0"])
     device = "GPU" if has_gpu else "CPU"
     engine = f"{config.engine.kind}, in this process, {config.threads} thread(s), on the {device}"
@@ -269,6 +284,29 @@ def plan() -> list[Check]:
     checks.append(Check(name="temporary files", found=short))
     checks.append(Check(name="runs", found=str(Path(config.directory).resolve())))
     return checks
+
+
+def memory_of(config: RunConfig) -> list[Check]:
+    """What each process of a run will hold at its peak, and whether there is so much."""
+    from agentrl.app.memory import memory_plan
+
+    try:
+        found = memory_plan(config)
+    except InputError as error:
+        return [Check(name="model", found=str(error), level="missing")]
+    checks = []
+    for part in found.parts:
+        process = part.process if part.processes == 1 else f"{part.processes} × {part.process}"
+        checks.append(Check(name=process, found=f"{_gibibytes(part.bytes):>10}  {part.name}"))
+    text = f"{_gibibytes(found.total):>10}  of {_gibibytes(found.free)} free"
+    if found.fits:
+        return [*checks, Check(name="together", found=text)]
+    fix = "; or ".join(found.settings_to_turn())
+    return [*checks, Check(name="together", found=f"{text}: it does not fit", level="missing", fix=fix)]
+
+
+def _gibibytes(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / (1 << 20):.1f} MiB"
 
 
 def package(name: str, floors: dict[str, str], *, extra: str, needed: bool) -> Check:
@@ -320,5 +358,5 @@ def _cgroup_cores() -> float | None:
 SECTIONS: dict[str, tuple[Callable[[], list[Check]], ...]] = {
     "this machine": (python, processor, memory, gpu, disk, shadows),
     "installed": (packages, torch_runs, ray_runs, vllm, model),
-    "the demo will use": (plan,),
+    _DEMO: (plan,),
 }

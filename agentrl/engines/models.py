@@ -18,6 +18,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -165,7 +166,7 @@ def read_shapes(path: str | Path, *, max_context: int, dtype: torch.dtype | None
     Args:
         path: the directory.
         max_context: the longest context it is to compute.
-        dtype: what it will compute in, for its configuration to say; None: what the directory says.
+        dtype: of its parameters, which its configuration then says; None: what the directory says.
 
     Raises:
         ModelError: the directory holds no such model, one with fewer positions than `max_context`, or weights that
@@ -177,7 +178,8 @@ def read_shapes(path: str | Path, *, max_context: int, dtype: torch.dtype | None
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
-            model: PreTrainedModel = make(config, trust_remote_code=False)
+            made = {} if dtype is None else {"dtype": dtype}
+            model: PreTrainedModel = make(config, trust_remote_code=False, **made)
         if dtype is not None:
             model.config.dtype = dtype
     except _LOAD_ERRORS as error:
@@ -221,6 +223,37 @@ def in_float32(model: PreTrainedModel) -> Iterator[None]:
             hook.remove()
         for parameter, data in stored.items():
             parameter.data = data
+
+
+@contextmanager
+def computable(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model on the meta device be called inside: on the CPU, with tensors that have shapes and no data.
+
+    Other models are as they are. Inside, all tensors that are made are without data, so nothing can be read from them.
+    """
+    if model.device.type != "meta":
+        yield
+        return
+    modules: list[nn.Module] = list(model.modules())
+    stored = [dict(tensors) for module in modules for tensors in (module._parameters, module._buffers)]
+    made: dict[Tensor, Tensor] = {}  # tied parameters stay tied
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for tensor in {each: None for tensors in stored for each in tensors.values() if each is not None}:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[tensor] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        try:
+            _put(modules, [{name: each if each is None else made[each] for name, each in t.items()} for t in stored])
+            yield
+        finally:
+            _put(modules, stored)
+
+
+def _put(modules: Iterable[nn.Module], tensors: Iterable[Mapping[str, Any]]) -> None:
+    """Give modules their parameters and buffers, by turns."""
+    places = (place for module in modules for place in (module._parameters, module._buffers))
+    for place, named in zip(places, tensors, strict=True):
+        place.update(named)
 
 
 def kv_bytes_per_token(config: PretrainedConfig) -> int:

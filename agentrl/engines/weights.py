@@ -27,7 +27,7 @@ from torch import nn
 from agentrl.core.errors import EngineError
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.engines.child_process import MAKE_ROOM
-from agentrl.engines.models import ONE_LOAD_AT_A_TIME, first_names
+from agentrl.engines.models import ONE_LOAD_AT_A_TIME, computable, first_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -291,10 +291,9 @@ def adaptable_layers(model: PreTrainedModel) -> list[str]:
                 seen.setdefault(name, []).append(tuple(inputs[0].shape[:-1]))
 
             hooks.append(module.register_forward_pre_hook(note))
-    ids = torch.arange(rows * width, device=model.device).view(rows, width) % int(
-        model.config.get_text_config().vocab_size
-    )
-    with torch.inference_mode():
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    with computable(model), torch.inference_mode():
+        ids = torch.arange(rows * width, device=model.device).view(rows, width) % vocabulary
         model(input_ids=ids, use_cache=False)
     for hook in hooks:
         hook.remove()

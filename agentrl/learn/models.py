@@ -30,7 +30,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.ids import key64
 from agentrl.core.records import TrainingSample
-from agentrl.engines.models import in_float32, model_dtype, read_model, special_lengths
+from agentrl.engines.models import in_float32, model_dtype, read_model, read_shapes, special_lengths
 from agentrl.engines.weights import adaptable_layers, match_full_weights, read_matrices, read_weights
 from agentrl.learn.forward import ATTENTION, device_tensor, token_logprobs
 from agentrl.learn.packing import pack
@@ -163,6 +163,10 @@ class PolicyModel:
 def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyModel]:
     """A model for every policy of the run that learns.
 
+    Args:
+        config: of the run.
+        device: where the models compute. On `meta` they have shapes and no weights, and are taken to share prefixes.
+
     Raises:
         ModelError: the directory is not a causal LM that can be trained, or has no routers that can follow the routing
             that is to be recorded.
@@ -176,7 +180,7 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
         base = _load(path, device, dtype, config.engine.max_context)
         replay = _replay(base, config)
         matrices, can = _matrices(base), _adaptable(base)
-        shared = shares_prefixes(base, config.engine.max_context)
+        shared = _shares_prefixes(base, config.engine.max_context)
         base.requires_grad_(False)
         peft_model: peft.PeftModel | None = None
         adapters: dict[str, str] = {}
@@ -203,7 +207,7 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
         if name not in result:
             model = _load(path, device, dtype, config.engine.max_context)
             replay = _replay(model, config)
-            shared = shares_prefixes(model, config.engine.max_context)
+            shared = _shares_prefixes(model, config.engine.max_context)
             result[name] = PolicyModel(model=model, peft_model=None, adapter=None, shared=shared, replay=replay)
     for policy_model in result.values():
         policy_model.train()
@@ -211,12 +215,23 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
 
 
 def _load(path: Path, device: torch.device, dtype: torch.dtype, max_context: int) -> PreTrainedModel:
-    model = read_model(path, dtype=dtype, max_context=max_context, to_sample=False)
+    if device.type == "meta":
+        model = read_shapes(path, max_context=max_context, dtype=dtype)
+    else:
+        model = read_model(path, dtype=dtype, max_context=max_context, to_sample=False)
     module: nn.Module = model
     # No dropout: the ratio to the recorded log-probabilities must not be noise.
     module.train(False)
     module.to(device)
     return model
+
+
+def _shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:
+    """`shares_prefixes`, and True for a model without weights."""
+    if model.device.type != "meta":
+        return shares_prefixes(model, max_context)
+    model.set_attn_implementation(ATTENTION)
+    return True
 
 
 @torch.no_grad()

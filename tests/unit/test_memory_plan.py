@@ -1,0 +1,91 @@
+"""The memory plan of a run: what is computed without data is what a real step allocates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentrl.app import memory as memory_module
+from agentrl.app.memory import AllocationCounter, longest_rows, memory_plan
+from agentrl.cli.main import main
+from agentrl.config.load import load
+from agentrl.config.run import RunConfig
+from agentrl.core.machine import Memory
+from agentrl.learn.forward import token_logprobs
+from agentrl.learn.models import load_models
+from agentrl.learn.packing import pack
+
+OVERRIDES = ("--trainer.kind=in_process", "--trainer.micro_batch_tokens=600", "--policies.solver.step_size=8")
+
+
+def configured(repository: Path, *overrides: str) -> RunConfig:
+    return load(repository / "examples/01_tool_use.toml", [*OVERRIDES, *overrides])
+
+
+def allocated(config: RunConfig) -> int:
+    """Bytes that a real step on the longest rows allocates at its peak, without gradients."""
+    (model,) = load_models(config, torch.device("cpu")).values()
+    (batch,) = pack(longest_rows(config, "solver", model), max_tokens=1 << 30, share=model.shared_prefixes)
+    parameters = [*model.model.parameters(), *model.model.buffers(), *model.parameters.values()]
+    with AllocationCounter(parameters) as counted:
+        output = token_logprobs(model.model, batch, shared=model.shared_prefixes)
+        (output.logprob.sum() + output.entropy.sum()).backward()
+    return counted.peak - sum(each.grad.nbytes for each in model.parameters.values() if each.grad is not None)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param([], id="all weights"),
+        pytest.param(["--policies.solver.lora.rank=4"], id="adapter"),
+        pytest.param(["--policies.solver.lora.rank=4", "--model.dtype=bfloat16"], id="adapter, bfloat16"),
+    ],
+)
+def test_the_activations_of_the_plan_are_those_of_a_real_step(repository: Path, overrides: list[str]) -> None:
+    config = configured(repository, *overrides)
+    (planned,) = (part.bytes for part in memory_plan(config).parts if part.name.startswith("activations"))
+    assert planned == allocated(config)
+
+
+def test_each_part_is_its_arithmetic(repository: Path) -> None:
+    parts = {part.name: part for part in memory_plan(configured(repository)).parts if part.bytes}
+    (trained,) = (part.bytes for name, part in parts.items() if name.startswith("trained weights"))
+    weights = json.loads((repository / "environments/calculator/model/config.json").read_text())
+    kept = 2 * weights["num_key_value_heads"] * weights["head_dim"] * weights["num_hidden_layers"] * 4
+    assert parts["keys and values of 96 contexts of 192 tokens"].bytes == 96 * 193 * kept
+    assert trained == 4 * parts["weights in float32"].bytes, "weights, gradients, and the two moments of AdamW"
+
+
+def test_bfloat16_halves_the_weights_of_an_engine(repository: Path) -> None:
+    def weights(*overrides: str) -> int:
+        plan = memory_plan(configured(repository, "--policies.solver.lora.rank=4", *overrides))
+        return sum(part.bytes for part in plan.parts if part.name.startswith("weights in"))
+
+    assert weights("--model.dtype=float32") == 2 * weights("--model.dtype=bfloat16")
+
+
+def test_doctor_says_what_a_run_will_hold(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(repository / "examples/01_tool_use.toml"), "--trainer.workers=3", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = [(check["name"], check["found"]) for check in report["sections"]["memory"]]
+    assert any(name == "3 × trainer rank" and "activations of 8,192 tokens" in text for name, text in found)
+    assert any(name == "this process" and "keys and values" in text for name, text in found)
+    assert found[-1][0] == "together"
+
+
+def test_doctor_says_what_does_not_fit_and_what_to_turn(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory_module, "memory", lambda: Memory(free=1 << 28, total=1 << 30))
+    assert main(["doctor", str(repository / "examples/01_tool_use.toml")]) == 1
+    said = capsys.readouterr().out
+    assert "it does not fit" in said
+    assert "→ a smaller trainer.micro_batch_tokens" in said
+
+
+def test_a_context_beyond_the_positions_is_named(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(repository / "examples/01_tool_use.toml"), "--engine.max_context=100000"]) == 1
+    assert "max_context is 100000, but the model has 1024 positions" in capsys.readouterr().out
