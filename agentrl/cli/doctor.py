@@ -1,4 +1,4 @@
-"""`agentrl doctor [FILE]`: what this machine has, what a run will use, what is missing, and the command that installs it.
+"""`agentrl doctor [FILE]`: what this machine has, what a run will use, what is missing, and how to install it.
 
 Checks are independent: an exception in one becomes a line of the report. Exit code 1 if the run of FILE (without one:
 `agentrl demo`) cannot work or does not fit into memory.

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentrl.app import memory as memory_module
-from agentrl.app.memory import AllocationCounter, longest_rows, memory_plan
+from agentrl.app.memory import memory_plan
 from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.core.machine import Memory
+from agentrl.engines import memory as engine_memory
 from agentrl.learn.forward import token_logprobs
+from agentrl.learn.memory import AllocationCounter, longest_rows
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 
@@ -50,9 +51,20 @@ def test_the_activations_of_the_plan_are_those_of_a_real_step(repository: Path, 
     assert planned == allocated(config)
 
 
+def test_rounded_copies_of_all_weights_change_the_activations_by_little(repository: Path) -> None:
+    config = configured(repository, "--model.dtype=bfloat16")
+    plan = {part.name: part.bytes for part in memory_plan(config).parts if part.bytes}
+    (planned,) = (size for name, size in plan.items() if name.startswith("activations"))
+    (trained,) = (size for name, size in plan.items() if name.startswith("trained parameters"))
+    assert planned == pytest.approx(allocated(config), rel=0.1), (
+        "bfloat16 gradients are moved to the masters one by one"
+    )
+    assert trained == 8 * plan["weights in bfloat16"], "masters, gradients and moments: 16 bytes beside 2"
+
+
 def test_each_part_is_its_arithmetic(repository: Path) -> None:
     parts = {part.name: part for part in memory_plan(configured(repository)).parts if part.bytes}
-    (trained,) = (part.bytes for name, part in parts.items() if name.startswith("trained weights"))
+    (trained,) = (part.bytes for name, part in parts.items() if name.startswith("trained parameters"))
     weights = json.loads((repository / "environments/calculator/model/config.json").read_text())
     kept = 2 * weights["num_key_value_heads"] * weights["head_dim"] * weights["num_hidden_layers"] * 4
     assert parts["keys and values of 96 contexts of 192 tokens"].bytes == 96 * 193 * kept
@@ -79,7 +91,7 @@ def test_doctor_says_what_a_run_will_hold(repository: Path, capsys: pytest.Captu
 def test_doctor_says_what_does_not_fit_and_what_to_turn(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(memory_module, "memory", lambda: Memory(free=1 << 28, total=1 << 30))
+    monkeypatch.setattr(engine_memory, "memory", lambda: Memory(free=1 << 28, total=1 << 30))
     assert main(["doctor", str(repository / "examples/01_tool_use.toml")]) == 1
     said = capsys.readouterr().out
     assert "it does not fit" in said

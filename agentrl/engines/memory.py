@@ -1,0 +1,72 @@
+"""What an engine takes in memory, without a weight: arithmetic over the shapes in a model directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from agentrl.core.machine import Memory, memory
+from agentrl.engines.models import kv_bytes_per_token, model_dtype, read_shapes
+from agentrl.engines.weights import adaptable_layers
+
+VLLM_SHARE = 0.92
+"""Of a GPU's memory, which vLLM reserves when it starts."""
+_LOGIT_COPIES = 3
+"""Of a pass's logits, in float32, that exist at once while tokens are sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """What one engine holds, in bytes."""
+
+    dtype: str
+    """What the model computes in, such as `bfloat16`."""
+    weights: int
+    adapters: int
+    """All places for adapters, filled."""
+    keys_and_values: int
+    """Of every slot with a context of full length."""
+    logits: int
+    """Of a pass over every slot."""
+
+
+def engine_memory(
+    path: Path, *, dtype: str, slots: int, max_context: int, adapter_slots: int, max_rank: int
+) -> EngineMemory:
+    """The memory of an engine that serves the model of a directory.
+
+    Args:
+        path: the directory.
+        dtype: `model.dtype` of the configuration.
+        slots: contexts at once.
+        max_context: tokens of the longest.
+        adapter_slots: adapters at once; 0: none.
+        max_rank: the largest of their ranks.
+
+    Raises:
+        ModelError: the directory holds no model, or one with fewer positions.
+    """
+    computed = model_dtype(path, dtype, torch.device("cpu"))
+    shapes = read_shapes(path, max_context=max_context, dtype=computed)
+    sizes = 0
+    if adapter_slots:
+        named = dict(shapes.named_modules())
+        sizes = sum(sum(named[name].weight.shape) for name in adaptable_layers(shapes))
+    vocabulary = int(shapes.config.get_text_config().vocab_size)
+    return EngineMemory(
+        dtype=str(computed).removeprefix("torch."),
+        weights=sum(parameter.nbytes for parameter in shapes.parameters()),
+        adapters=adapter_slots * max_rank * sizes * computed.itemsize,
+        keys_and_values=slots * (max_context + 1) * kv_bytes_per_token(shapes.config),
+        logits=_LOGIT_COPIES * slots * vocabulary * torch.float32.itemsize,
+    )
+
+
+def device_memory() -> tuple[Memory, bool]:
+    """What the device that a run computes on has, and whether that is a GPU."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return Memory(free, total), True
+    return memory(), False

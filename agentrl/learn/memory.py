@@ -1,0 +1,146 @@
+"""What training takes in memory, without a weight: shapes are read, and a step is computed without data.
+
+A forward and backward pass over the longest rows runs on tensors that have shapes and no data, and every allocation and
+release is counted. A test holds the result equal to that of a real step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from agentrl.config.run import RunConfig
+from agentrl.core.records import TrainingSample
+from agentrl.engines.models import computable
+from agentrl.learn.forward import token_logprobs
+from agentrl.learn.models import PolicyModel, load_models
+from agentrl.learn.packing import pack
+
+_OPTIMIZER_STATES = 2
+"""AdamW's moments, float32 as the parameters they belong to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerMemory:
+    """What one trainer process holds, in bytes."""
+
+    dtype: str
+    """What the models compute in, such as `bfloat16`."""
+    weights: int
+    """Parameters that no optimizer changes, and the rounded copies of those that one does."""
+    trained: int
+    """Parameters that an optimizer changes, their gradients and the optimizer's state, all float32."""
+    activations: int
+    """The most that a step allocates besides these."""
+    tokens: int
+    """Of the micro-batch that takes so much."""
+
+
+def trainer_memory(config: RunConfig) -> TrainerMemory:
+    """The memory of a trainer process at its peak; for a run with at least one policy that learns.
+
+    Raises:
+        ModelError: the directory holds no model that can be trained.
+        ConfigError: an adapter is to be on what cannot be both trained and served.
+    """
+    models = load_models(config, torch.device("meta"))
+    trained = {parameter for model in models.values() for parameter in model.parameters.values()}
+    computed = {parameter for model in models.values() for parameter in model.model.parameters()}
+    return TrainerMemory(
+        dtype=str(next(iter(models.values())).model.dtype).removeprefix("torch."),
+        weights=_bytes(computed - trained),
+        trained=_bytes(trained) * (2 + _OPTIMIZER_STATES),
+        activations=max(_activations(config, name, model) for name, model in models.items()),
+        tokens=_micro_batch_tokens(config),
+    )
+
+
+def _micro_batch_tokens(config: RunConfig) -> int:
+    """Tokens of the largest micro-batch: full, or one row that is longer."""
+    return max(config.trainer.micro_batch_tokens, config.engine.max_context)
+
+
+def _activations(config: RunConfig, policy: str, model: PolicyModel) -> int:
+    """Bytes that a step of a policy allocates beyond weights and gradients, at its peak."""
+    (batch,) = pack(longest_rows(config, policy, model), max_tokens=_micro_batch_tokens(config), share=False)
+    module: nn.Module = model.model
+    model.activate()
+    with computable(model.model), AllocationCounter([*module.parameters(), *module.buffers()]) as counted:
+        output = token_logprobs(
+            model.model,
+            batch,
+            shared=model.shared_prefixes,
+            entropy_gradient=bool(config.trainer.entropy_bonus),
+            replay=model.replay,
+        )
+        (output.logprob.sum() + output.entropy.sum()).backward()
+        gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    peak: int = counted.peak
+    return peak - _bytes(gradients)
+
+
+def longest_rows(config: RunConfig, policy: str, model: PolicyModel) -> list[TrainingSample]:
+    """As many rows of `engine.max_context` random tokens as fit into a micro-batch of a step of a policy.
+
+    As many tokens as an episode can sample are trained, at the end of each row.
+    """
+    context = config.engine.max_context
+    count = min(max(1, config.trainer.micro_batch_tokens // context), config.trained[policy].step_size)
+    sampled = min(context - 1, config.sampling.max_tokens * config.sampling.max_turns)
+    vocabulary = int(model.model.config.get_text_config().vocab_size)
+    drawn = np.random.default_rng(0).integers(0, vocabulary, (count, context)).astype(np.int32)
+    mask, nothing = np.arange(context) >= context - sampled, np.zeros(context, np.float32)
+    return [
+        TrainingSample(token_ids=row, loss_mask=mask, behavior_logprobs=nothing, advantages=nothing) for row in drawn
+    ]
+
+
+class AllocationCounter(TorchDispatchMode):
+    """Counts the bytes of all storages that operations inside it allocate, until each is released.
+
+    Args:
+        known: tensors whose storages are not counted.
+    """
+
+    def __init__(self, known: Sequence[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        """Bytes allocated and not yet released."""
+        self.peak = 0
+        """The most there were."""
+        self._counted: dict[int, int] = {}
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and count what it allocated."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known or key in self._counted:
+            return
+        self._counted[key] = storage.nbytes()
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._release, key)
+
+    def _release(self, key: int) -> None:
+        self.live -= self._counted.pop(key, 0)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
