@@ -335,7 +335,8 @@ class Environment(ABC):
     """Reward of an agent that has none when a limit ends the episode; None drops such episodes."""
     own_random: ClassVar[bool] = False
     """Whether the code draws from `random` or `numpy.random`, so that each episode needs its own state of them. If not
-    declared, the first draw is detected, and the episode begins again."""
+    declared, a draw in the first 32 episodes of a process, or in one that is executed again, is detected: that episode
+    begins again, and the later ones of the process have their own state."""
 
     @abstractmethod
     async def run(self, ctx: EpisodeContext) -> None:

@@ -2,7 +2,8 @@
 
 Global random generators: games and programs draw from `random` and `numpy.random` while other episodes run in the same
 process. `GlobalRandom` gives each a state of its own, swapped in for its steps and out again, so that re-execution
-draws the same (60 us a step). `NoDraws` only detects whether a step draws (under a microsecond).
+draws the same (80 us a step). `DrawDetector` only detects whether a step draws (150 us a step; `EpisodeRunner` chooses
+the episodes that are checked).
 
 Process ends: `sys.exit` and bare `BaseException`s of a program become errors of its episode. A process that an
 environment forked ends once it leaves the environment's code: the files and connections of the event loop belong to its
@@ -11,11 +12,8 @@ parent. `os._exit`, a signal or a crash does end the process; the resumed run na
 
 from __future__ import annotations
 
-import _random
 import asyncio
 import contextlib
-import ctypes
-import functools
 import inspect
 import os
 import random
@@ -33,23 +31,27 @@ _spare: list[Any] = []
 
 
 class Guard(Protocol):
-    """Around each step of some code."""
+    """Runs before and after each step of some code."""
 
     def enter(self) -> None:
-        """The step begins."""
+        """Begin a step."""
         ...
 
     def exit(self) -> bool:
-        """End the step; return whether it drew although it must not."""
+        """End a step; returns whether it made a draw that is forbidden to it."""
         ...
 
     def close(self) -> None:
-        """There are no further steps."""
+        """End the last step."""
         ...
 
 
 class GlobalRandom:
-    """A private state of `random` and `numpy.random`, swapped in for the steps of one object."""
+    """The state of `random` and `numpy.random` as one object sees it; everyone else's stays as it was.
+
+    Except for one number: numpy draws normal variates in pairs and keeps the second for the next call. If others have
+    one pending when the state is swapped in, it is discarded.
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -57,21 +59,18 @@ class GlobalRandom:
         """State of `random`, once it was swapped out."""
         self._numpy: Any = None
         """Generator of `numpy.random`, from the first use on."""
-        self._half: Any = None
-        """State of `numpy.random` if it holds the second half of a normal draw, which the generator itself does not
-        store."""
+        self._pending: Any = None
+        """State of `numpy.random` while it holds the second variate of a pair, which no generator remembers."""
         self._others: Any = None
-        """The process's state, while this one is swapped in."""
-        self._entered: tuple[int, int] = (0, 0)
+        """What was there before, while it is swapped in."""
 
     def enter(self) -> None:
         """Swap the object's own state in."""
-        from numpy.random import MT19937, get_state, set_state
+        from numpy.random import MT19937, set_state
         from numpy.random import seed as seed_numpy
         from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-        numpy = get_state(legacy=False)
-        self._others = random.getstate(), numpy if numpy["has_gauss"] else None, get_bit_generator()
+        self._others = random.getstate(), get_bit_generator()
         if self._numpy is None:
             self._numpy = _spare.pop() if _spare else MT19937()
             set_bit_generator(self._numpy)  # a hundred times cheaper than setting a state
@@ -79,25 +78,21 @@ class GlobalRandom:
             random.setstate(random.Random(self._seed).getstate())
         else:
             set_bit_generator(self._numpy)
-            if self._half is not None:
-                set_state(self._half)
+            if self._pending is not None:
+                set_state(self._pending)
             random.setstate(self._python)
-        self._entered = _position(self._numpy)
 
     def exit(self) -> bool:
-        """Swap it out."""
-        from numpy.random import get_state, set_state
+        """Swap it out; nothing is forbidden."""
+        from numpy.random import get_state
         from numpy.random.mtrand import set_bit_generator
 
         self._python = random.getstate()
-        if self._half is not None or _position(self._numpy) != self._entered:
-            state = get_state(legacy=False)
-            self._half = state if state["has_gauss"] else None
-        python, half, generator = self._others
+        numpy = get_state(legacy=False)
+        self._pending = numpy if numpy["has_gauss"] else None
+        python, generator = self._others
         random.setstate(python)
         set_bit_generator(generator)
-        if half is not None:
-            set_state(half)
         return False
 
     @contextlib.contextmanager
@@ -110,66 +105,41 @@ class GlobalRandom:
             self.exit()
 
     def close(self) -> None:
-        """Nobody draws from it any more."""
+        """Return numpy's generator for reuse; the object must not be entered again."""
         if self._numpy is not None:
             _spare.append(self._numpy)
             self._numpy = None
 
 
-class NoDraws:
-    """Detects whether a step drew from `random` or `numpy.random`.
+class DrawDetector:
+    """Detects steps that draw from `random` or `numpy.random`.
 
-    Misses one case: a normal draw of numpy whose other half other code drew before.
+    Except for a normal variate of numpy's that others had pending: a swap of states inside the step discards it too.
     """
 
-    __slots__ = ("_before", "_positions")
+    __slots__ = ("_before",)
 
     def __init__(self) -> None:
-        self._positions = _generator_positions()
         self._before: tuple[object, ...] = ()
 
     def enter(self) -> None:
-        """Remember where the generators are."""
-        self._before = self._positions()
+        """Note the generators' states."""
+        self._before = _generator_states()
 
     def exit(self) -> bool:
-        """Whether they have moved."""
+        """Whether a state has changed."""
         before, self._before = self._before, ()
-        return self._positions() != before
+        return _generator_states() != before
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
-@functools.cache
-def _generator_positions() -> Callable[[], tuple[object, ...]]:
-    """A function that returns the positions of the process's generators: `random.getstate()` would take 25 us.
+def _generator_states() -> tuple[object, ...]:
+    from numpy.random import get_state
 
-    Both are Mersenne twisters: 624 words and the number of used ones. The words change when all are used. (The first
-    word is the same after every seed.)
-    """
-    from numpy.random.mtrand import get_bit_generator
-
-    generator = get_bit_generator()
-    own = random._inst
-    if _random.Random.__basicsize__ >= object.__basicsize__ + ctypes.sizeof(_Words):
-        python, numpy = _Words.from_address(id(own) + object.__basicsize__), _words(generator)
-        if (*python[1:], python[0]) == own.getstate()[1]:
-            return lambda: (python[0], python[2], numpy[624], numpy[1], own, generator)
-    return lambda: (own.getstate(), _position(generator))
-
-
-_Words = ctypes.c_uint32 * 625
-
-
-def _words(generator: Any) -> Any:
-    return _Words.from_address(generator.ctypes.state_address)
-
-
-def _position(generator: Any) -> tuple[int, int]:
-    """Number of used words of a Mersenne twister of numpy, and one of the words."""
-    words = _words(generator)
-    return words[624], words[1]
+    twister = get_state(legacy=False)["state"]
+    return random.getstate(), twister["pos"], twister["key"].tobytes()
 
 
 async def awaited_under(own: GlobalRandom, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -183,7 +153,7 @@ class Steps:
     """An awaitable each of whose steps runs under a guard. A process that was forked in one of them ends with it.
 
     Args:
-        guard: surrounds each step.
+        guard: surrounds each step; None for no guard.
         begin: called in the first step; returns the awaitable.
         on_draw: called after a step that drew although it must not; the awaitable is then cancelled.
     """
@@ -191,7 +161,7 @@ class Steps:
     __slots__ = ("_begin", "_guard", "_is_abandoned", "_is_suspended", "_on_draw")
 
     def __init__(
-        self, guard: Guard, begin: Callable[[], Awaitable[Any]], on_draw: Callable[[], None] | None = None
+        self, guard: Guard | None, begin: Callable[[], Awaitable[Any]], on_draw: Callable[[], None] | None = None
     ) -> None:
         self._guard = guard
         self._begin = begin
@@ -203,7 +173,7 @@ class Steps:
         steps: Any = None
         thrown: BaseException | None = None
         while True:
-            if not self._is_suspended:
+            if self._guard is not None and not self._is_suspended:
                 self._guard.enter()
             try:
                 if steps is None:
@@ -227,7 +197,8 @@ class Steps:
 
     def close(self) -> None:
         """There are no further steps."""
-        self._guard.close()
+        if self._guard is not None:
+            self._guard.close()
 
     def abandon(self) -> None:
         """From now on a cancellation of the awaiting task ends the steps without being thrown into the code."""
@@ -254,13 +225,14 @@ class Steps:
     def resume_guard(self) -> None:
         """Resume the guard within the step."""
         self._is_suspended = False
-        self._guard.enter()
+        if self._guard is not None:
+            self._guard.enter()
 
     def end_step(self) -> bool:
         """Called after each step; whether it drew what it must not."""
         if _is_child:
             end_if_forked()
-        if self._is_suspended or not self._guard.exit():
+        if self._guard is None or self._is_suspended or not self._guard.exit():
             return False
         self._is_suspended = True  # once is enough
         if self._on_draw is not None:

@@ -32,7 +32,7 @@ from agentrl.core.errors import (
     UnstructuredConcurrencyError,
 )
 from agentrl.environment.base import LimitReachedError, valid_unicode
-from agentrl.environment.containment import GlobalRandom, NoDraws, Steps
+from agentrl.environment.containment import DrawDetector, GlobalRandom, Guard, Steps
 from agentrl.journal.entries import (
     Begin,
     CancelEntry,
@@ -169,6 +169,7 @@ class CallJournal:
         "_stopped",
         "code_hash",
         "code_hash_then",
+        "detects_draws",
         "failure",
         "is_new",
         "is_over_time",
@@ -205,6 +206,8 @@ class CallJournal:
         """Hash of the code that runs now, and of the code that wrote the recorded entries."""
         self.own_random = False
         """Whether the episode's code has its own global random generators."""
+        self.detects_draws = True
+        """Whether the episode fails if its code draws from global random generators that are not its own."""
         self.written = 0
         own = list(recorded)
         self._recorded = RecordedCalls(episode_id, (seed, attempt), own, inherited, edits, answers)
@@ -469,9 +472,13 @@ class CallJournal:
     def begin_steps(self, branch: Branch, program: Callable[[], Awaitable[Any]]) -> Steps:
         """The code of a branch, begun by `program`, as an awaitable; call `end_steps` afterwards.
 
-        The code has its own global random generators, or must not draw from them: then the episode fails.
+        The code has its own global random generators, or must not draw from them; a detected draw fails the episode.
         """
-        guard = GlobalRandom(ids.key64("branch", *branch.key, branch.path)) if self.own_random else NoDraws()
+        guard: Guard | None = None
+        if self.own_random:
+            guard = GlobalRandom(ids.key64("branch", *branch.key, branch.path))
+        elif self.detects_draws:
+            guard = DrawDetector()
         branch.steps = Steps(guard, program, self.drew)
         return branch.steps
 

@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -36,6 +37,10 @@ from agentrl.rollout.context import LiveContext
 from agentrl.rollout.episode import LiveEpisode, Parking, PolicySettings, RolloutSettings, Services, TimeLimit
 from agentrl.rollout.kv_budget import kv_budget_of
 from agentrl.rollout.turn_entries import EpisodePartials
+
+CHECKED_EPISODES = 32
+"""New episodes of each environment whose steps a runner checks for draws from the global random generators. Executing
+an episode again checks it too, so that a draw nobody saw does not go unnoticed where it matters."""
 
 
 class EpisodeRunner:
@@ -68,6 +73,8 @@ class EpisodeRunner:
         self._store = store
         self._log = log
         self._code_hashes: dict[type[Environment], str] = {}
+        self._checked: Counter[type[Environment]] = Counter()
+        """New episodes that were checked for draws."""
         self._run_settings = {"": self._services.policy_settings("").recorded}
         self._own_settings = {policy: own.recorded for policy, own in settings.policies.items()}
         self._running: dict[str, LiveContext] = {}
@@ -106,6 +113,8 @@ class EpisodeRunner:
             )
         journal = self._journal_of(spec, recorded, answers)
         resumed = journal.written > 0
+        journal.detects_draws = not journal.is_new or self._checked[environment] < CHECKED_EPISODES
+        self._checked[environment] += journal.is_new and journal.detects_draws
         begin_branch(journal.enter(ids.ROOT_BRANCH))
         began_under = self._begin(journal, spec, environment)
         partials = EpisodePartials(

@@ -1,9 +1,11 @@
-"""Code that draws from `random` and `numpy.random`: seen at the first draw, and the same from every prefix after it."""
+"""Code that draws from `random` and `numpy.random`: detected, and then the same from every prefix."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -11,9 +13,14 @@ import pytest
 
 import agentrl
 from agentrl.core.errors import GlobalRandomError
+from agentrl.core.records import PolicyVersion
+from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.base import Split, TaskSource
-from agentrl.environment.containment import NoDraws
+from agentrl.environment.containment import DrawDetector
 from agentrl.journal.entries import EffectEntry
+from agentrl.simulation.virtual_time import simulate
+from agentrl.testing.execution import settings_of, wired
+from agentrl.testing.memory_journal import MemoryJournal
 from tests.replay.executions import Stage, digits_among_draws, resumed_everywhere
 from tests.unit.episodes import play
 
@@ -81,6 +88,40 @@ def test_a_draw_is_seen_wherever_it_is_made_whatever_the_program_catches(where: 
     assert any(isinstance(body, EffectEntry) for body in played.bodies.values())
 
 
+def test_an_unseen_draw_is_detected_when_it_is_executed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.rollout.runner.CHECKED_EPISODES", 0)
+    Watched.own_random = False
+    stage = Stage(environment=Watched, data={"where": "own"}, script=digits_among_draws)
+    unseen = stage.play()
+    assert unseen.error is None
+    assert not Watched.own_random
+    assert isinstance(stage.play(unseen.entries).error, GlobalRandomError)
+    assert Watched.own_random
+
+
+def test_each_environment_is_checked_in_its_first_new_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.rollout.runner.CHECKED_EPISODES", 2)
+    Watched.own_random = False
+    stage = Stage(environment=Watched, script=digits_among_draws)
+
+    async def detected(*wheres: str) -> list[bool]:
+        settings = settings_of(max_turns=9, max_context=1 << 16, tool_timeout_s=60.0, episode_timeout_s=3600.0)
+        engine = ScriptedEngine(digits_among_draws, versions={"policy": PolicyVersion("policy", 0, 0)})
+        _, runner = wired(Watched, engine, MemoryJournal(), settings, [], policy="policy")
+        found = []
+        for number, where in enumerate(wheres):
+            spec = replace(stage.spec, episode_id=f"e{number}", task=agentrl.Task(id="t", data={"where": where}))
+            try:
+                await asyncio.get_running_loop().create_task(runner.run(spec, Watched))
+                found.append(False)
+            except GlobalRandomError:
+                found.append(True)
+        return found
+
+    assert simulate(lambda: detected("nowhere", "nowhere", "own")) == [False, False, False]
+    assert simulate(lambda: detected("nowhere", "own")) == [False, True]
+
+
 class Dice(agentrl.ToolEnvironment):
     """A plain tool that draws."""
 
@@ -135,7 +176,7 @@ WAYS: list[Callable[[int], object]] = [
 
 @pytest.mark.parametrize("move", WAYS)
 def test_every_way_to_move_a_global_generator_is_seen(move: Callable[[int], object]) -> None:
-    kept, numpy, watch = random.getstate(), np.random.get_state(), NoDraws()
+    kept, numpy, watch = random.getstate(), np.random.get_state(), DrawDetector()
     try:
         for number in range(3):
             watch.enter()

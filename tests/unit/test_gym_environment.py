@@ -232,7 +232,7 @@ def draw(seed: int, between: Callable[[], object]) -> list[float]:
     np.random.seed(seed)
     drawn = []
     for _ in range(4):
-        drawn += [random.random(), float(np.random.randn())]
+        drawn += [random.random(), *np.random.randn(2)]  # a pair: a single second variate would be discarded
         between()
     return drawn
 
