@@ -118,8 +118,8 @@ def test_each_environment_is_checked_in_its_first_new_episodes(monkeypatch: pyte
                 found.append(True)
         return found
 
-    assert simulate(lambda: detected("nowhere", "nowhere", "own")) == [False, False, False]
-    assert simulate(lambda: detected("nowhere", "own")) == [False, True]
+    assert simulate(lambda: detected("nowhere", "nowhere", "own"), seed=0) == [False, False, False]
+    assert simulate(lambda: detected("nowhere", "own"), seed=0) == [False, True]
 
 
 class Dice(agentrl.ToolEnvironment):
