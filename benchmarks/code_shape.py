@@ -19,8 +19,8 @@ use of the tool, does not: what a reader has to know besides to follow a resume.
 Read from the source of `agentrl/`:
 `modules`, `code_lines` (without comments, docstrings and blank lines), `single_importer_modules` (imported by exactly
 one other module), `duplicate_class_names` (names that classes of several modules share), `config_fields`.
-`private_words`: definitions (modules, classes, functions, methods) named with a word of `PRIVATE_WORDS`, and methods
-of `OVERLOADED` where more than three classes have them.
+`private_words`: definitions (modules, classes, functions, methods) named with a word of `PRIVATE_WORDS`, without
+`FIELD_TERMS`; and methods of `OVERLOADED` where more than three classes have them.
 `glossary_mismatches`: words of docs/glossary.md without a name in the code, and public names without a word there.
 
 `--quick` traces nothing; `--list` prints what each figure counts, before the last line.
@@ -83,6 +83,11 @@ PRIVATE_WORDS = (
     *("forsaken", "trial", "probe", "choice", "composition", "under_way", "wave", "past"),
 )
 """Words of this project alone, or used for something else than the field uses them for: parts of names."""
+FIELD_TERMS: Mapping[str, str] = {
+    "ServedModel": "the copy of the model that an engine serves, as in vLLM's `served_model_name`",
+    "ServedVersions": "the versions that an engine serves",
+}
+"""Names that hold such a word in the field's own sense, and that sense."""
 OVERLOADED = ("take", "release", "leave", "ended")
 """Verbs that were the name of a method in sixteen to nineteen classes each."""
 
@@ -449,7 +454,8 @@ def private_words(modules: Sequence[Module]) -> list[str]:
     verbs: dict[str, list[str]] = defaultdict(list)
     for module in modules:
         definitions = [node for node in ast.walk(module.tree) if isinstance(node, _DEFINITIONS)]
-        for name in (module.name.rpartition(".")[2], *(node.name for node in definitions)):
+        names = (module.name.rpartition(".")[2], *(node.name for node in definitions))
+        for name in (name for name in names if name not in FIELD_TERMS):
             found += [f"{module.name}: {name}"] * any(holds_words(words_of(name), word) for word in sought)
         for owner in definitions:
             methods = (node.name for node in owner.body if isinstance(node, _DEFINITIONS))

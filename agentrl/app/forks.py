@@ -37,7 +37,7 @@ from agentrl.journal.entries import Begin, JournalEntry, TurnEntry, decode_entri
 from agentrl.journal.reader import TurnReader, read_prefix
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.run_directory import ENGINE_LOG
-from agentrl.rollout.turn_entries import message_of
+from agentrl.rollout.turn_entries import decode_message
 
 _VERSION = re.compile(r"(?P<policy>[^@/]+)@(?P<lineage>\d{1,9})\.(?P<step>\d{1,9})")
 
@@ -168,7 +168,7 @@ def edited(parent: Parent, edit: str | Sequence[Mapping[str, Any]] | None) -> Pa
         messages = [dict(message) for message in edit]
     try:
         for message in messages:
-            message_of(message)
+            decode_message(message)
     except JournalError as error:
         raise InputError(f'{error}; write [{{"role": "user", "content": "…"}}]') from error
     return replace(parent, point=replace(parent.point, messages=tuple(messages)))

@@ -34,7 +34,7 @@ from agentrl.environment.registry import load_function, name_of
 from agentrl.journal.entries import Begin, code_digest, decode_entries
 from agentrl.journal.port import JournalStore, RunLog
 from agentrl.journal.reader import EntryKey, TurnReader
-from agentrl.journal.run_log import Change, RunStart
+from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.orchestrator.checkpoints import Manifest, newest, versions_in
 from agentrl.orchestrator.tasks import MEMORY_SIZE
 from agentrl.orchestrator.versions import NOT_MEASURED, PolicyBoard, RunningBest, joined_by, publish
@@ -205,7 +205,7 @@ def describe_start(
         checkpoint="" if recovery.manifest is None else recovery.manifest.directory.name,
         steps=steps,
         again={name: newest[name] for name, step in steps.items() if newest.get(name, 0) > step},
-        changed=tuple(Change(each.path, each.before, each.now) for each in changed),
+        changed=tuple(SettingChange(each.path, each.before, each.now) for each in changed),
         code=dict(code.files),
         code_changed=tuple(sorted(files)),
     )

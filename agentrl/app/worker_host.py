@@ -54,7 +54,7 @@ ALIVE_S = 1.0
 
 
 class RunConnection:
-    """The connection of this process's episodes to the run: implements `EpisodeHost` and `Commits`."""
+    """The connection of this process's episodes to the run: implements `EpisodeHost` and `CommitLog`."""
 
     def __init__(self, writer: asyncio.StreamWriter, log: TurnLog, policy_of: Callable[[str, int], str]) -> None:
         self.numbers: dict[str, int] = {}
@@ -130,7 +130,7 @@ class RunConnection:
     async def commit_episode(
         self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
     ) -> None:
-        """See `Commits`: the entries are on disk; the run commits them when it hears of the end."""
+        """See `CommitLog`: the entries are on disk; the run commits them when it receives the end."""
         if header.committed:
             await self._log.flush()
         self._ends[spec.episode_id] = (digest, dict(metrics), detail)

@@ -31,7 +31,7 @@ from agentrl.core.text import plural
 
 if TYPE_CHECKING:
     from agentrl.core.clock import Clock
-    from agentrl.core.ports import Commits, Counted, EpisodeHost
+    from agentrl.core.ports import CommitLog, Counted, EpisodeHost
     from agentrl.engines.child_process import Placement
     from agentrl.engines.client import SharedEngine
 
@@ -134,10 +134,10 @@ class WorkerPool:
         """Set whenever nothing is in flight."""
         self._is_cancelling = False
         self._host: EpisodeHost
-        self._store: Commits
+        self._store: CommitLog
         self._on_failure: Callable[[BaseException], None]
 
-    def attach(self, host: EpisodeHost, store: Commits, on_failure: Callable[[BaseException], None]) -> None:
+    def attach(self, host: EpisodeHost, store: CommitLog, on_failure: Callable[[BaseException], None]) -> None:
         """Connect the pool: the host that episodes ask, the store of commits, and the handler of failures no episode
         caused."""
         self._host, self._store, self._on_failure = host, store, on_failure

@@ -219,7 +219,7 @@ def _validated(data: dict[str, Any], raw: Mapping[tuple[str, ...], str], source:
 def _wanted_text(error: ValidationError) -> Iterator[tuple[str, ...]]:
     for detail in error.errors(include_url=False):
         if detail["type"] == "string_type":
-            yield tuple(str(part) for part in path_of(detail["loc"], RunConfig))
+            yield tuple(str(part) for part in keys_of_error(detail["loc"], RunConfig))
 
 
 def _choose_default_members(model: type[BaseModel], data: dict[str, Any]) -> None:
@@ -335,7 +335,7 @@ def misread(data: Any, read: Any, path: str = "") -> Iterator[str]:
         yield f"{path} = {short(data)}: expected true or false: write {short(read)}"
 
 
-def path_of(location: Sequence[str | int], top: type[BaseModel]) -> list[str]:
+def keys_of_error(location: Sequence[str | int], top: type[BaseModel]) -> list[str]:
     """The keys of an error's location."""
     return _locate(location, top).path
 

@@ -309,7 +309,7 @@ class EpisodeHost(Protocol):
         ...
 
 
-class Commits(Protocol):
+class CommitLog(Protocol):
     """Records the end of an episode."""
 
     async def commit_episode(

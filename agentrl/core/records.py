@@ -132,7 +132,7 @@ class ToolSpec:
 # --- completions and turns --------------------------------------------------------------------------------------------
 
 
-class MaskKind(enum.IntEnum):
+class MaskStatus(enum.IntEnum):
     """Values of `SamplingMask.counts` that are not the size of a kept set."""
 
     NONE = 0
@@ -145,7 +145,7 @@ class MaskKind(enum.IntEnum):
 class SamplingMask:
     """The kept set K_t of each token after top-k, top-p and min-p, as a ragged array.
 
-    `counts[t]` ids of `token_ids` belong to token t; a forced token has the set `{token}` (count 1); see `MaskKind`.
+    `counts[t]` ids of `token_ids` belong to token t; a forced token has the set `{token}` (count 1); see `MaskStatus`.
     """
 
     counts: Int32Array  # [n]

@@ -142,7 +142,7 @@ def _generator_states() -> tuple[object, ...]:
     return random.getstate(), twister["pos"], twister["key"].tobytes()
 
 
-async def awaited_under(own: GlobalRandom, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+async def call_with_random(own: GlobalRandom, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """The result of a function or of its coroutine; `own` is swapped out while the coroutine waits."""
     with own.swapped_in():
         value = function(*arguments, **named)

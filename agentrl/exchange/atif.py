@@ -26,7 +26,7 @@ import msgspec
 
 from agentrl.core.errors import InputError, JournalError
 from agentrl.exchange.episodes import encoded
-from agentrl.exchange.files import decoded, directories, whole_file
+from agentrl.exchange.files import decode_json, directories, whole_file
 from agentrl.exchange.played import (
     NOT_RECORDED,
     MessageRow,
@@ -368,7 +368,7 @@ def read(source: Path) -> Iterator[PlayedEpisode]:
         raise InputError(f"{source}: {len(files):,} files of trajectories are there")
     for file in files:
         where = str(file)
-        trajectory = decoded(whole_file(file), _Trajectory, where)
+        trajectory = decode_json(whole_file(file), _Trajectory, where)
         yield _episode(trajectory, where, file.stem)
 
 

@@ -95,7 +95,7 @@ def whole_file(path: Path) -> bytes:
     return content.removeprefix(BOM_UTF8)
 
 
-def decoded(content: bytes, kind: type[T], where: str) -> T:
+def decode_json(content: bytes, kind: type[T], where: str) -> T:
     """JSON as a value of a type.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from agentrl.core.errors import InputError
-from agentrl.exchange.files import decoded, directories, json_lines
+from agentrl.exchange.files import decode_json, directories, json_lines
 from agentrl.exchange.played import (
     UNKNOWN,
     MessageRow,
@@ -188,15 +188,15 @@ def read(source: Path) -> Iterator[PlayedEpisode]:
             raise InputError(f"{source}: neither {' nor '.join(FILES)} is there")
         source = found[0]
     for where, line in json_lines(source):
-        shape = decoded(line, _Shape, where)
+        shape = decode_json(line, _Shape, where)
         if bytes(shape.traces):
-            yield _episode(decoded(line, _TraceEpisode, where), where)
+            yield _episode(decode_json(line, _TraceEpisode, where), where)
         elif bytes(shape.nodes):
-            trace = decoded(line, _Trace, where)
+            trace = decode_json(line, _Trace, where)
             alone = _TraceEpisode(traces=[trace], id=trace.id, task=trace.task, ok=trace.ok, errors=trace.errors)
             yield _episode(alone, where)
         elif bytes(shape.completion):
-            yield _rollout(decoded(line, _Rollout, where), where)
+            yield _rollout(decode_json(line, _Rollout, where), where)
         else:
             raise InputError(f"{where}: neither an episode, nor a trace, nor a rollout of verifiers: no `traces`")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agentrl.core.ports import Commits
+from agentrl.core.ports import CommitLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -133,7 +133,7 @@ class TurnLog(Protocol):
         ...
 
 
-class JournalStore(Commits, Protocol):
+class JournalStore(CommitLog, Protocol):
     """The run's durable log, as the orchestrator sees it."""
 
     def turn_log(self, worker: str) -> TurnLog:

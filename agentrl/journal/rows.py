@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import EntriesError
-from agentrl.core.records import MaskKind, PolicyVersion, RoutingSpan, Row, SamplingMask, Trajectory, VersionSpan
+from agentrl.core.records import MaskStatus, PolicyVersion, RoutingSpan, Row, SamplingMask, Trajectory, VersionSpan
 from agentrl.journal.entries import Begin, JournalEntry, RewardEntry, TurnEntry, decode_entries
 
 if TYPE_CHECKING:
@@ -98,12 +98,12 @@ def _row(turns: Sequence[TurnEntry]) -> Row:
             raise EntriesError(f"{_name(turn)}: its token columns cannot be read ({error})") from error
         if len(behavior) != len(sampled) or (mask_counts is not None and len(mask_counts) != len(sampled)):
             raise EntriesError(f"{_name(turn)}: its token columns differ in length")
-        none = np.full(len(context), MaskKind.NONE, dtype=np.int32)
+        none = np.full(len(context), MaskStatus.NONE, dtype=np.int32)
         tokens += [context, sampled]
         masks += [np.zeros(len(context), dtype=np.bool_), np.ones(len(sampled), dtype=np.bool_)]
         logprobs += [np.zeros(len(context), dtype=np.float32), behavior]
         indices += [np.full(len(context), -1, dtype=np.int32), np.full(len(sampled), turn.turn, dtype=np.int32)]
-        counts += [none, np.full(len(sampled), MaskKind.NONE, dtype=np.int32) if mask_counts is None else mask_counts]
+        counts += [none, np.full(len(sampled), MaskStatus.NONE, dtype=np.int32) if mask_counts is None else mask_counts]
         kept.append(mask_ids)
         start = at + len(context)
         for span in turn.spans:

@@ -38,7 +38,7 @@ START_KEY = "life."
 """Prefix of the keys of `meta` that record a start of the run; the lineage follows."""
 
 
-class Change(msgspec.Struct, frozen=True):
+class SettingChange(msgspec.Struct, frozen=True):
     """A setting that differs between a start of the run and the start before it."""
 
     path: tuple[str, ...]
@@ -61,7 +61,7 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     """Step of each policy."""
     again: dict[str, int] = {}
     """The newest step that had been taken before, of policies that had taken more."""
-    changed: tuple[Change, ...] = ()
+    changed: tuple[SettingChange, ...] = ()
     """Settings that differ from those of the start before."""
     code: dict[str, str] = {}
     """Digest of the source of environments and bots, by file."""

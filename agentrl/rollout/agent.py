@@ -36,7 +36,7 @@ from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.branches import shortened
 from agentrl.rollout.byte_formats import JsonFormat
 from agentrl.rollout.call_journal import encode, encode_arguments
-from agentrl.rollout.turn_entries import completion_of, message_data, message_of
+from agentrl.rollout.turn_entries import completion_of, decode_message, message_data
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, EngineSession
@@ -136,7 +136,7 @@ class LiveAgent(Agent):
         messages, self._pending = tuple(map(_valid, (*self._pending, *messages))), ()
         journal = self._episode.journal
         if not journal.is_new:
-            messages = tuple(map(message_of, journal.fork_edits())) or messages
+            messages = tuple(map(decode_message, journal.fork_edits())) or messages
         sampling = self._sampling(max_tokens)
         asked = asked_hash(sampling.max_tokens.to_bytes(4, "little"), *self._rows.question(messages))
         before, known = len(self._rows), None if journal.is_new else journal.peek(asked)

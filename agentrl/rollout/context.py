@@ -48,7 +48,7 @@ from agentrl.environment.base import (
     ToolCallError,
     valid_unicode,
 )
-from agentrl.environment.containment import GlobalRandom, awaited_under
+from agentrl.environment.containment import GlobalRandom, call_with_random
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import (
     EffectEntry,
@@ -640,7 +640,7 @@ class LiveResource(Resource):
                 if self._restore is not None:
                     with own.swapped_in():
                         self._restored()
-                value = journaled(await awaited_under(own, getattr(self._object, method), *arguments), where)
+                value = journaled(await call_with_random(own, getattr(self._object, method), *arguments), where)
             except AgentRLError:
                 raise
             except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is what happened

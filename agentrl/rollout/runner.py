@@ -20,7 +20,7 @@ from typing import Any
 from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, GlobalRandomError, JournalError
-from agentrl.core.ports import ChatFormat, Commits, EpisodeHost, Sampler
+from agentrl.core.ports import ChatFormat, CommitLog, EpisodeHost, Sampler
 from agentrl.core.records import (
     DataLocation,
     EpisodeHeader,
@@ -51,7 +51,7 @@ class EpisodeRunner:
         *,
         engine: Sampler,
         chat_format: ChatFormat,
-        store: Commits,
+        store: CommitLog,
         log: TurnLog,
         host: EpisodeHost,
         clock: Clock,

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from agentrl.core.errors import EngineError, JournalError
-from agentrl.core.records import Completion, MaskKind, Message, PolicyVersion, RoutingBreak, SamplingMask, VersionSpan
+from agentrl.core.records import Completion, MaskStatus, Message, PolicyVersion, RoutingBreak, SamplingMask, VersionSpan
 from agentrl.journal.entries import JournalEntry, Partial, Span, TurnEntry, decode_partial, encode_partial
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def message_data(message: Message) -> dict[str, Any]:
     return data
 
 
-def message_of(data: Mapping[str, Any]) -> Message:
+def decode_message(data: Mapping[str, Any]) -> Message:
     """The message that `message_data` wrote.
 
     Raises:
@@ -307,7 +307,7 @@ class PartialTurn:
         """Kept sets are lost with the call that sampled: such tokens are not trained."""
         if not self._masked:
             return piece
-        missing = np.full(len(piece.token_ids), MaskKind.MISSING, dtype=np.int32)
+        missing = np.full(len(piece.token_ids), MaskStatus.MISSING, dtype=np.int32)
         return dataclasses.replace(piece, sampling_mask=SamplingMask(counts=missing, token_ids=np.zeros(0, np.int32)))
 
 
@@ -383,7 +383,7 @@ def _joined_masks(pieces: Sequence[Completion]) -> SamplingMask | None:
     counts, ids = [], []
     for piece in pieces:
         mask = piece.sampling_mask
-        unfiltered = np.full(len(piece.token_ids), MaskKind.NONE, dtype=np.int32)
+        unfiltered = np.full(len(piece.token_ids), MaskStatus.NONE, dtype=np.int32)
         counts.append(unfiltered if mask is None else mask.counts)
         ids.append(none if mask is None else mask.token_ids)
     return SamplingMask(counts=np.concatenate(counts), token_ids=np.concatenate(ids))

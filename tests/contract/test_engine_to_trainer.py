@@ -16,7 +16,7 @@ from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, Run
 from agentrl.core.errors import ConfigError
 from agentrl.core.records import (
     DataLocation,
-    MaskKind,
+    MaskStatus,
     RoutingSpan,
     Row,
     SamplingMask,
@@ -106,7 +106,7 @@ def test_a_set_may_be_none_forced_or_missing(zoo: ModelZoo) -> None:
     assert mask is not None
     sets = np.split(mask.token_ids, np.cumsum(mask.counts)[:-1])
     counts = mask.counts.copy()
-    counts[12:15] = MaskKind.NONE, 1, MaskKind.MISSING
+    counts[12:15] = MaskStatus.NONE, 1, MaskStatus.MISSING
     sets[12:15] = [np.zeros(0, np.int32), row.token_ids[13:14], np.zeros(0, np.int32)]
     behavior = row.behavior_logprobs.copy()
     behavior[13] = 0.0

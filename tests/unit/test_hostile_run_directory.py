@@ -21,7 +21,7 @@ from agentrl.core.files import replace_file
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
 from agentrl.journal.reader import TurnReader
-from agentrl.journal.run_log import Change, RunStart, SqliteRunLog
+from agentrl.journal.run_log import RunStart, SettingChange, SqliteRunLog
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.alarms import Alarm, write_alarm
 from agentrl.observe.progress import waiting
@@ -143,7 +143,7 @@ def test_a_rule_that_a_journal_records_and_that_is_none_prunes_nothing(
 def test_a_start_that_changed_a_setting_without_a_name_is_damaged(tmp_path: Path) -> None:
     async def write() -> None:
         journal = SqliteJournal(tmp_path / "journal", info={"config": {"steps": 1}})
-        journal.record_start(RunStart(lineage=1, began_at=0.0, changed=(Change((), 1, 2),)))
+        journal.record_start(RunStart(lineage=1, began_at=0.0, changed=(SettingChange((), 1, 2),)))
         await journal.close()
 
     asyncio.run(write())

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.ports import SamplingParams
-from agentrl.core.records import Completion, MaskKind, PolicyVersion, RoutingBreak, SamplingMask, VersionSpan
+from agentrl.core.records import Completion, MaskStatus, PolicyVersion, RoutingBreak, SamplingMask, VersionSpan
 from agentrl.journal.entries import JournalEntry, Partial, Span, encode_partial
 from agentrl.rollout.call_journal import Call
 from agentrl.rollout.turn_entries import EpisodePartials, PartialTurn, joined, part
@@ -59,7 +59,7 @@ def test_kept_sets_are_concatenated_and_a_piece_without_had_none() -> None:
     other = SamplingMask(counts=np.array([1], np.int32), token_ids=np.array([7], np.int32))
     whole = joined([piece([5, 6], sampling_mask=mask), piece([9]), piece([7], sampling_mask=other)])
     assert whole.sampling_mask is not None
-    assert whole.sampling_mask.counts.tolist() == [2, MaskKind.MISSING, MaskKind.NONE, 1]
+    assert whole.sampling_mask.counts.tolist() == [2, MaskStatus.MISSING, MaskStatus.NONE, 1]
     assert whole.sampling_mask.token_ids.tolist() == [5, 6, 7]
 
 
@@ -122,7 +122,7 @@ def test_a_resumed_turn_goes_on_from_what_is_whole_and_follows_on(rows: list[Jou
 def test_tokens_read_back_are_not_trained_where_kept_sets_are_recorded() -> None:
     (whole,) = recalled(row(0, [5, 6]), masked=True).pieces
     assert whole.sampling_mask is not None
-    assert whole.sampling_mask.counts.tolist() == [MaskKind.MISSING] * 2
+    assert whole.sampling_mask.counts.tolist() == [MaskStatus.MISSING] * 2
 
 
 def test_a_turn_that_was_all_on_disk_is_not_asked_for_again() -> None:

@@ -36,7 +36,7 @@ from agentrl.core.records import EpisodeSpec, PolicyVersion, StepReport
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import EntryBody, JournalEntry, Span, TurnEntry
 from agentrl.journal.process import ProcessRecord, RunLock
-from agentrl.journal.run_log import Change, RunStart
+from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.rollout.byte_formats import PlainFormat
@@ -374,7 +374,9 @@ def test_a_life_that_died_before_it_published_anything_keeps_its_lineage(tmp_pat
     for lineage in range(3):
         store = SqliteJournal(tmp_path / "journal")
         assert store.highest_lineage() == lineage - 1
-        store.record_start(RunStart(lineage=lineage, began_at=0.0, changed=(Change(("steps",), lineage, lineage + 1),)))
+        store.record_start(
+            RunStart(lineage=lineage, began_at=0.0, changed=(SettingChange(("steps",), lineage, lineage + 1),))
+        )
         asyncio.run(store.close())
     store = SqliteJournal(tmp_path / "journal")
     assert [life.changed[0].now for life in store.starts()] == [1, 2, 3]
