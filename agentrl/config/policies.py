@@ -35,6 +35,9 @@ class LoraConfig(Section):
     """Inner dimension of the adapter: more can express more, and makes published versions larger."""
     alpha: Fixed[Rate] = 32.0
     """The adapter's output is scaled by alpha / rank."""
+    rank_stabilized: Fixed[bool] = False
+    """Scale by alpha / √rank instead, so that gradients do not shrink as the rank grows (rsLoRA: Kalajdzievski, 2023,
+    arXiv:2312.03732)."""
     target_modules: Fixed[tuple[str, ...]] = ()
     """Linear layers that get an adapter, by full name or its last part; empty: all layers of the decoder that can be
     both trained and served. A run lists them, with their share of the weights, when it starts."""

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 _COMPARED = 11
 """Tokens at the end of each row of the check whose log-probabilities are compared."""
 
+_ROUTERS = ("router", "gate", "shared_expert_gate")
+"""Linear layers that choose and weigh experts, by the last part of their names; an adapter is on them only if named."""
+
 _FORWARD_ERRORS = (ModelError, TypeError, ValueError, LookupError, AttributeError, RuntimeError, AssertionError)
 """Errors of a model in a forward pass that it does not support."""
 
@@ -272,7 +275,13 @@ def _adaptable(model: PreTrainedModel) -> list[str]:
             mistaken[last] = True
         else:
             mistaken[last] = set(asked.target_modules or ()) != {last}
-    return [name for name in found if not mistaken[_last(name)]]
+    return [name for name in found if not (mistaken[_last(name)] or _read_by_kernel(model, name))]
+
+
+def _read_by_kernel(model: PreTrainedModel, name: str) -> bool:
+    """Whether a fused state-space kernel reads a layer's weight itself, past an adapter on it; PEFT refuses those."""
+    parent, _, last = name.rpartition(".")
+    return last == "out_proj" and hasattr(model.get_submodule(parent), "ssm_state_size")
 
 
 def _targets(key: str, lora: LoraConfig, can: Sequence[str], model: PreTrainedModel) -> list[str]:
@@ -299,7 +308,9 @@ def _targets(key: str, lora: LoraConfig, can: Sequence[str], model: PreTrainedMo
                 f"{key}.target_modules: {target!r} {what} of {kind}; those that can: "
                 f"{', '.join(dict.fromkeys(map(_last, can)))}. Leave target_modules out for all of them"
             )
-    chosen = {name for found in wanted.values() for name in found} if wanted else set(can)
+    chosen = {name for found in wanted.values() for name in found}
+    if not wanted:
+        chosen = {name for name in can if _last(name) not in _ROUTERS}
     return [name for name in can if name in chosen]
 
 
@@ -332,6 +343,7 @@ def _add_adapter(
 ) -> peft.PeftModel:
     config = peft.LoraConfig(
         r=lora.rank,
+        use_rslora=lora.rank_stabilized,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT divides it by the rank; fractions are fine
         target_modules=targets,
         lora_dropout=0.0,

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 
+from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.learn.models import load_models
 from tests.model_families import (
     MAX_CONTEXT,
@@ -40,3 +42,21 @@ def test_the_check_at_start_finds_planted_errors(tmp_path: Path, name: str) -> N
     model = load_models(long_run(write_family(name, tmp_path)), torch.device("cpu"))["policy"].model
     assert len(PlantedErrors(model).possible()) == 3
     assert missed(model, MAX_CONTEXT) == []
+
+
+def test_rank_stabilised_adapters_are_trained_and_read_at_the_same_scale(tmp_path: Path) -> None:
+    """alpha / √rank, in the trainer's model and in the file's configuration, which engines read."""
+    lora = LoraConfig(rank=4, alpha=6.0, rank_stabilized=True)
+    run = long_run(write_family("Phi-3", tmp_path), policies={"policy": PolicyConfig(lora=lora)})
+    policy = load_models(run, torch.device("cpu"))["policy"]
+    layers = [module for module in policy.model.modules() if isinstance(module, LoraLayer)]
+    assert [list(layer.scaling.values()) for layer in layers] == [[3.0]] * 8
+    assert policy.adapter_config()["use_rslora"] is True
+
+
+def test_routers_get_an_adapter_only_if_they_are_named(tmp_path: Path) -> None:
+    path = write_family("Llama 4", tmp_path)
+    for targets, expected in (((), False), (("q_proj", "router"), True)):
+        run = long_run(path, policies={"policy": PolicyConfig(lora=LoraConfig(target_modules=targets))})
+        policy = load_models(run, torch.device("cpu"))["policy"]
+        assert any("router" in name for name in policy.published()) is expected
