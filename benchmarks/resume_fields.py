@@ -67,7 +67,6 @@ KINDS: dict[type[Section], str] = {
 CHANGED: dict[str, Any] = {
     "environment.options": {"split": "other"},
     "policies.guesser.lora": None,
-    "policies.guesser.lora.rank_stabilized": True,
     "policies.guesser.lora.target_modules": ["q_proj"],
     "policies.guesser.sampling": {"temperature": 0.5},
     "policies.frozen.sampling": {"temperature": 0.5},

@@ -143,8 +143,8 @@ _SAID = {
     "not on mlp.gate, experts.gate_up_proj, experts.down_proj",
     "qwen3_moe": f"{_ATTENTION}: 49,152 of 148,480 linear parameters, 33.1%; "
     "not on experts.gate_up_proj, experts.down_proj, mlp.gate",
-    "qwen2_moe": f"{_ATTENTION}, gate_proj, up_proj, down_proj, shared_expert_gate: "
-    "61,568 of 111,232 linear parameters, 55.4%; not on mlp.gate, experts.gate_up_proj, experts.down_proj",
+    "qwen2_moe": f"{_ATTENTION}, gate_proj, up_proj, down_proj: 61,440 of 111,232 linear parameters, 55.2%; "
+    "not on mlp.gate, experts.gate_up_proj, experts.down_proj, mlp.shared_expert_gate",
 }
 
 
