@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.app.assemble import Parts, assemble, read_resume_state
+from agentrl.app.assemble import Parts, assemble
+from agentrl.app.recovery import read_resume_state
 from agentrl.core.clock import SystemClock
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, StepReport

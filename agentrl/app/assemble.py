@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agentrl.app.policies import check_capabilities, demands_of, policy_binding, rollout_settings
+from agentrl.app.policies import check_capabilities, demands_of, pinned_policies, policy_binding, rollout_settings
+from agentrl.app.recovery import ResumeState
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.config.policies import OpponentPoolPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock
-from agentrl.core.errors import StorageError
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
-from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, PolicyVersion, Proposal, Task, WeightsRef
-from agentrl.core.text import plural
+from agentrl.core.records import PolicyVersion, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES, ReleaseRule
-from agentrl.credit.baselines import Mean, RewardHistory, Role, RoleMeans
+from agentrl.credit.baselines import Mean, Role, RoleMeans
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import name_of
-from agentrl.journal.port import JournalStore, RunLog
-from agentrl.observe.alarms import LENGTH_STEPS
-from agentrl.orchestrator.buffer import EpisodeBuffer, FirstFinishers, ReleasePolicy, WholeGroups, history_of
+from agentrl.journal.port import JournalStore
+from agentrl.orchestrator.buffer import EpisodeBuffer, FirstFinishers, ReleasePolicy, WholeGroups
 from agentrl.orchestrator.checkpoints import KEPT_CHECKPOINTS, CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.orchestrator.dispatch import Dispatcher, Signal
 from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.loop import Orchestrator, TrainingPlan
-from agentrl.orchestrator.metrics import SelectionBias, selection_bias_by_policy, selection_bias_from_journal
+from agentrl.orchestrator.metrics import selection_bias_by_policy
 from agentrl.orchestrator.scheduler import BoundedStaleness, Demand, Phase, Phases, Scheduler, SynchronousBatchScheduler
 from agentrl.orchestrator.tasks import Curriculum
 from agentrl.orchestrator.versions import (
@@ -40,39 +38,8 @@ from agentrl.orchestrator.versions import (
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
 
-COMPOSED_STEPS = 4 * LENGTH_STEPS
-"""Steps' worth of the newest episodes from which a resumed run rebuilds its selection bias: more than are compared,
-since those that are held back are among them."""
 TURN_LOG = "0"
 """Name of the turn log of a worker in this process."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeState:
-    """The state of a resumed run, folded from its journal."""
-
-    ended: Sequence[tuple[EpisodeSpec, EpisodeHeader]] = ()
-    """Committed episodes of groups of which something is still to be trained."""
-    resolved: Mapping[tuple[str, str], str | None] = field(default_factory=dict)
-    """Drop reasons of units among them, by (policy, episode id); None for trained units."""
-    unfinished: Sequence[EpisodeSpec] = ()
-    ended_children: Mapping[str, EpisodeHeader] = field(default_factory=dict)
-    """Headers of the ended children of unfinished parents, by episode id."""
-    next_number: int = 0
-    """Number of the next root training episode: a multiple of the group size."""
-    lost: Sequence[int] = ()
-    """Numbers below that of root episodes whose admission never reached the disk."""
-    next_evaluation: int = 0
-    against: Sequence[EpisodeHeader] = ()
-    """Headers of committed episodes against past versions."""
-    proposals: Sequence[Proposal] = ()
-    """The newest proposals that the run remembers, in order."""
-    baselines: Mapping[str, BaselineSet] = field(default_factory=dict)
-    """Baselines by group, for groups with units that are still to be trained."""
-    history: RewardHistory = field(default_factory=RewardHistory)
-    """Rewards of the groups that are wholly trained or dropped."""
-    selection_bias: Mapping[str, SelectionBias] = field(default_factory=dict)
-    """Selection bias of the newest steps, by policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,70 +78,6 @@ class Parts:
     """Takes a line for people."""
     code_changes: int = 0
     """How often a resume met changed environment code."""
-
-
-def read_resume_state(
-    log: RunLog,
-    consumed_through: Mapping[str, PolicyVersion],
-    *,
-    group_size: int,
-    opponents: Collection[str] = (),
-    remembered: int | None = None,
-    step_sizes: Mapping[str, int] | None = None,
-) -> ResumeState:
-    """The state that a resumed run continues from.
-
-    Args:
-        log: the run's control log.
-        consumed_through: the manifest's version of each trainable policy; empty if there is no manifest.
-        group_size: of root groups, `credit.group_size`.
-        opponents: policies that stand for past versions.
-        remembered: how many proposals to read back; None: all.
-        step_sizes: of the policies that learn.
-    """
-    log.verify()
-    next_number = -(-log.next_number("e") // group_size) * group_size
-    unfinished = log.unfinished()
-    ready = list(log.ready_units(consumed_through))
-    check_not_pruned(log, ready)
-    open_groups = {spec.group_id for spec, _ in ready} | {spec.group_id for spec in unfinished}
-    ended = tuple(log.members(open_groups))
-    baselines = log.baselines()
-    sizes = step_sizes or {}
-    dispatched = list(log.dispatched(COMPOSED_STEPS * sum(sizes.values())))
-    named = {spec.episode_id for spec, _ in (*ended, *dispatched)}
-    found = log.resolved_units(consumed_through, named)
-    resolved = {(policy, name): why for (name, _, policy), why in found.items()}
-    return ResumeState(
-        ended=ended,
-        resolved=resolved,
-        unfinished=unfinished,
-        ended_children=log.ended_children({spec.episode_id for spec in unfinished}),
-        next_number=next_number,
-        lost=log.lost_numbers("e", next_number),
-        next_evaluation=log.next_number("v"),
-        against=tuple(log.against(opponents)),
-        proposals=log.proposals(remembered),
-        baselines={name: baselines[name] for name in open_groups & baselines.keys()},
-        history=history_of(log.members(), open_groups) if baselines else RewardHistory(),
-        selection_bias=selection_bias_from_journal(sizes, dispatched, resolved),
-    )
-
-
-def check_not_pruned(log: RunLog, ready: Sequence[tuple[EpisodeSpec, EpisodeHeader]]) -> None:
-    """Refuse to go on from where episodes are to be trained whose tokens were given up: a checkpoint is missing.
-
-    Raises:
-        StorageError: some were.
-    """
-    pruned = log.pruned({spec.episode_id for spec, _ in ready})
-    gone = sorted(spec.episode_id for spec, _ in ready if (spec.episode_id, spec.attempt) in pruned)
-    if gone:
-        raise StorageError(
-            f"{plural(len(gone), 'episode')} ({', '.join(gone[:3])}{' …' if len(gone) > 3 else ''}) would be trained "
-            "again from here, and their tokens were pruned after a newer checkpoint, which is missing: put back what "
-            "was removed from checkpoints/, or begin a new run"
-        )
 
 
 def assemble(config: RunConfig, environment: type[Environment], parts: Parts) -> Orchestrator:
@@ -370,11 +273,6 @@ def _scheduler(
         phases=phases,
         max_in_flight=config.max_in_flight,
     )
-
-
-def pinned_policies(config: RunConfig) -> list[str]:
-    """The policies whose episodes are pinned to versions: adapters of a deterministic run, which live side by side."""
-    return [name for name, policy in config.trained.items() if config.deterministic and policy.lora is not None]
 
 
 def make_dispatcher(

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.app.assemble import ResumeState, attach_worker, make_dispatcher
+from agentrl.app.assemble import attach_worker, make_dispatcher
 from agentrl.app.parts import held_out, load_config, make_chat_format, make_engine
 from agentrl.app.policies import given_weights, load_weights, weights_in
+from agentrl.app.recovery import ResumeState
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock

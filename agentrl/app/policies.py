@@ -60,6 +60,11 @@ def policy_binding(config: RunConfig) -> Callable[[str, int], str]:
     return policy_of
 
 
+def pinned_policies(config: RunConfig) -> list[str]:
+    """The policies whose episodes are pinned to versions: adapters of a deterministic run, which live side by side."""
+    return [name for name, policy in config.trained.items() if config.deterministic and policy.lora is not None]
+
+
 class Casting(NamedTuple):
     """The seats of a root episode, or of a kind of child episode (then as `Env.seat`)."""
 

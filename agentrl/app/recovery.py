@@ -1,8 +1,8 @@
-"""Starts a run: from its newest checkpoint, in a new lineage, with the work that its journal says is left.
+"""Where a start of a run begins, and what it takes over: the newest checkpoint, and the work the journal says is left.
 
-`agentrl.app.supervisor` and the crash tests start every run here, in this order: `Recovery.find` chooses the
-checkpoint; the trainer starts from it; `first_versions` names the weights of this start; `serve` publishes them and
-loads them into the engine. Only then does an episode run.
+A first start and a resume are the same: `find_start` reads what is on disk, and finds nothing in a new run. Then the
+trainer starts from the checkpoint, and `Recovery.serve` publishes the first versions of this start and loads them into
+the engine. Only then does an episode run. `agentrl.app.supervisor` and the crash tests go this way.
 
 Invariant: a version id never names other weights. A new lineage is larger than any in the journal and any on disk,
 where a start that died before it was recorded may have left files.
@@ -10,41 +10,113 @@ where a start that died before it was recorded may have left files.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from agentrl.app.assemble import ResumeState, pinned_policies, read_resume_state
-from agentrl.app.policies import SPARE
+from agentrl.app.policies import SPARE, pinned_policies
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy
 from agentrl.config.run import Difference, RunConfig
 from agentrl.core.clock import Clock
 from agentrl.core.errors import EngineError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_leftovers
 from agentrl.core.ports import Engine, Trainer
-from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, PolicyVersion, Proposal, WeightsRef
 from agentrl.core.text import plural
-from agentrl.credit.baselines import Mean, Role
+from agentrl.credit.baselines import Mean, RewardHistory, Role
 from agentrl.environment.base import Environment, children_of
 from agentrl.environment.registry import load_function, name_of
 from agentrl.journal.entries import Begin, code_digest, decode_entries
 from agentrl.journal.port import JournalStore, RunLog
 from agentrl.journal.reader import EntryKey, TurnReader
 from agentrl.journal.run_log import RunStart, SettingChange
+from agentrl.observe.alarms import LENGTH_STEPS
+from agentrl.orchestrator.buffer import history_of
 from agentrl.orchestrator.checkpoints import Manifest, newest, versions_in
+from agentrl.orchestrator.metrics import SelectionBias, selection_bias_from_journal
 from agentrl.orchestrator.tasks import MEMORY_SIZE
 from agentrl.orchestrator.versions import NOT_MEASURED, PolicyBoard, RunningBest, joined_by, publish
 
 if TYPE_CHECKING:
     from agentrl.journal.store import SqliteJournal
+    from agentrl.observe.run_directory import RunDirectory
+
+
+COMPOSED_STEPS = 4 * LENGTH_STEPS
+"""Steps' worth of the newest episodes from which a resumed run rebuilds its selection bias: more than are compared,
+since those that are held back are among them."""
 
 
 class RunJournal(JournalStore, RunLog, Protocol):
     """A journal that is written and read back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartPoint:
+    """Where a start of a run begins."""
+
+    recovery: Recovery
+    versions: Mapping[str, PolicyVersion]
+    """First version of each policy."""
+    resume_state: ResumeState
+    record: RunStart
+    """To be written to the journal before the first version is published."""
+    sentences: Sequence[str]
+    """What the start takes over and what has changed, for the user."""
+
+
+async def find_start(
+    config: RunConfig,
+    directory: RunDirectory,
+    store: SqliteJournal,
+    *,
+    code: Code,
+    changed: Sequence[Difference],
+    clock: Clock,
+    tell: Callable[[str], None],
+) -> StartPoint:
+    """Read what is on disk, and decide where the run goes on. In this order:
+
+    1. `checkpoints/`: the newest checkpoint whose files all have the digests of its manifest. Newer ones are left out,
+       each with its reason. What dead processes left half built is removed; nothing else is written here.
+    2. `control.db` and `versions/`: a lineage above every lineage used so far. Each policy that learns starts in it at
+       the checkpoint's step, which the journal must know as published.
+    3. `control.db`: every row against its checksum, then what is left by the checkpoint's count. A unit is still to be
+       trained if no step on the line of versions up to the checkpoint consumed it and it was not dropped; an episode is
+       unfinished if its newest attempt has no end. Steps after the checkpoint are taken again.
+    4. `turns-*.db`: the code that played the episodes still to be trained, compared with the code of today.
+
+    Args:
+        config: of the run.
+        directory: of the run.
+        store: the run's journal.
+        code: of the environments and bots that will run.
+        changed: the settings that differ from those of the start before.
+        clock: for the label of the moment.
+        tell: takes a sentence about each checkpoint that was left out.
+
+    Raises:
+        RunDirectoryError: the checkpoint lacks a policy.
+        StorageError: no checkpoint can be used, or the one that can is not this run's, or tokens it needs were pruned.
+        JournalError: the journal is damaged.
+    """
+    recovery = await asyncio.to_thread(Recovery.find, directory.checkpoints)
+    for reason in recovery.rejected:
+        tell(f"left out: {reason}")
+    await asyncio.to_thread(clear_leftovers, directory.checkpoints, directory.versions)
+    versions = recovery.first_versions(config, store, directory.versions)
+    resume_state = recovery.resume_state(config, store)
+    record, sentences = describe_start(
+        recovery, config, versions, resume_state, store, code=code, changed=changed, clock=clock
+    )
+    return StartPoint(
+        recovery=recovery, versions=versions, resume_state=resume_state, record=record, sentences=sentences
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +243,104 @@ class Recovery:
         )
 
 
+# --- what the journal says is left ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeState:
+    """The state of a resumed run, folded from its journal."""
+
+    ended: Sequence[tuple[EpisodeSpec, EpisodeHeader]] = ()
+    """Committed episodes of groups of which something is still to be trained."""
+    resolved: Mapping[tuple[str, str], str | None] = field(default_factory=dict)
+    """Drop reasons of units among them, by (policy, episode id); None for trained units."""
+    unfinished: Sequence[EpisodeSpec] = ()
+    ended_children: Mapping[str, EpisodeHeader] = field(default_factory=dict)
+    """Headers of the ended children of unfinished parents, by episode id."""
+    next_number: int = 0
+    """Number of the next root training episode: a multiple of the group size."""
+    lost: Sequence[int] = ()
+    """Numbers below that of root episodes whose admission never reached the disk."""
+    next_evaluation: int = 0
+    against: Sequence[EpisodeHeader] = ()
+    """Headers of committed episodes against past versions."""
+    proposals: Sequence[Proposal] = ()
+    """The newest proposals that the run remembers, in order."""
+    baselines: Mapping[str, BaselineSet] = field(default_factory=dict)
+    """Baselines by group, for groups with units that are still to be trained."""
+    history: RewardHistory = field(default_factory=RewardHistory)
+    """Rewards of the groups that are wholly trained or dropped."""
+    selection_bias: Mapping[str, SelectionBias] = field(default_factory=dict)
+    """Selection bias of the newest steps, by policy."""
+
+
+def read_resume_state(
+    log: RunLog,
+    consumed_through: Mapping[str, PolicyVersion],
+    *,
+    group_size: int,
+    opponents: Collection[str] = (),
+    remembered: int | None = None,
+    step_sizes: Mapping[str, int] | None = None,
+) -> ResumeState:
+    """The state that a resumed run continues from.
+
+    Args:
+        log: the run's control log.
+        consumed_through: the manifest's version of each trainable policy; empty if there is no manifest.
+        group_size: of root groups, `credit.group_size`.
+        opponents: policies that stand for past versions.
+        remembered: how many proposals to read back; None: all.
+        step_sizes: of the policies that learn.
+    """
+    log.verify()
+    next_number = -(-log.next_number("e") // group_size) * group_size
+    unfinished = log.unfinished()
+    ready = list(log.ready_units(consumed_through))
+    check_not_pruned(log, ready)
+    open_groups = {spec.group_id for spec, _ in ready} | {spec.group_id for spec in unfinished}
+    ended = tuple(log.members(open_groups))
+    baselines = log.baselines()
+    sizes = step_sizes or {}
+    dispatched = list(log.dispatched(COMPOSED_STEPS * sum(sizes.values())))
+    named = {spec.episode_id for spec, _ in (*ended, *dispatched)}
+    found = log.resolved_units(consumed_through, named)
+    resolved = {(policy, name): why for (name, _, policy), why in found.items()}
+    return ResumeState(
+        ended=ended,
+        resolved=resolved,
+        unfinished=unfinished,
+        ended_children=log.ended_children({spec.episode_id for spec in unfinished}),
+        next_number=next_number,
+        lost=log.lost_numbers("e", next_number),
+        next_evaluation=log.next_number("v"),
+        against=tuple(log.against(opponents)),
+        proposals=log.proposals(remembered),
+        baselines={name: baselines[name] for name in open_groups & baselines.keys()},
+        history=history_of(log.members(), open_groups) if baselines else RewardHistory(),
+        selection_bias=selection_bias_from_journal(sizes, dispatched, resolved),
+    )
+
+
+def check_not_pruned(log: RunLog, ready: Sequence[tuple[EpisodeSpec, EpisodeHeader]]) -> None:
+    """Refuse to go on from where episodes are to be trained whose tokens were given up: a checkpoint is missing.
+
+    Raises:
+        StorageError: some were.
+    """
+    pruned = log.pruned({spec.episode_id for spec, _ in ready})
+    gone = sorted(spec.episode_id for spec, _ in ready if (spec.episode_id, spec.attempt) in pruned)
+    if gone:
+        raise StorageError(
+            f"{plural(len(gone), 'episode')} ({', '.join(gone[:3])}{' …' if len(gone) > 3 else ''}) would be trained "
+            "again from here, and their tokens were pruned after a newer checkpoint, which is missing: put back what "
+            "was removed from checkpoints/, or begin a new run"
+        )
+
+
+# --- what a start records and says ------------------------------------------------------------------------------------
+
+
 def describe_start(
     recovery: Recovery,
     config: RunConfig,
@@ -290,6 +460,9 @@ def _file_of(made: Any) -> str:
         return os.path.abspath(inspect.getsourcefile(made) or "")
     except TypeError:
         return f"{made.__module__}:{made.__qualname__}"
+
+
+# --- versions that play besides the newest ----------------------------------------------------------------------------
 
 
 async def serve_older(

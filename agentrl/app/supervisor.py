@@ -28,7 +28,7 @@ import msgspec
 from agentrl.app.assemble import Parts, assemble
 from agentrl.app.parts import Adapters, make_chat_format, make_workers
 from agentrl.app.policies import given_weights, load_weights
-from agentrl.app.recovery import Code, Recovery, clear_leftovers, describe_start
+from agentrl.app.recovery import Code, find_start
 from agentrl.cluster.worker_pool import NAMED, SUSPECTED
 from agentrl.config.run import Difference, RunConfig
 from agentrl.core.clock import RetryBudget, SteadyLoop
@@ -56,12 +56,14 @@ from agentrl.orchestrator.loop import Orchestrator
 if TYPE_CHECKING:
     from types import FrameType
 
+    from agentrl.app.recovery import StartingVersions, StartPoint
     from agentrl.cluster.worker_pool import WorkerPool
     from agentrl.core.ports import Engine
     from agentrl.journal.run_log import RunStart
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_directory import RunDirectory
     from agentrl.observe.run_observer import RunObserver
+    from agentrl.orchestrator.versions import RunningBest
 
 T = TypeVar("T")
 
@@ -216,32 +218,35 @@ async def supervise(setup: RunSetup) -> Orchestrator:
 
 
 async def _run_once(setup: RunSetup) -> Orchestrator:
-    store, observer, directory = setup.store, setup.observer, setup.directory
+    """Start the run from what is on disk, and run it until it ends or a process of it is lost.
+
+    1. `process.json` says how the process before ended, and which episodes ran in it. Where one of them got nowhere at
+       two deaths in a row, episodes are played in worker processes (`_new_record`).
+    2. Checkpoints and journal say where the run goes on, and what is left to do (`find_start`).
+    3. The trainer starts from the checkpoint, then the engine and the workers. The start is in the journal before its
+       first versions are published, and they are before the engine serves them (`Recovery.serve`).
+    4. The loop takes over what is left (`Dispatcher.restore`): units still to be trained return to the buffer, and
+       unfinished episodes to their workers, which replay their recorded acts and go on.
+    """
+    store, observer, directory, clock = setup.store, setup.observer, setup.directory, setup.adapters.clock
     await store.flush()
     record = _new_record(setup)
     config = setup.config.model_copy(update={"workers": record.workers})
-    recovery = await asyncio.to_thread(Recovery.find, directory.checkpoints)
-    await asyncio.to_thread(clear_leftovers, directory.checkpoints, directory.versions)
-    for reason in recovery.rejected:
-        observer.phase(f"left out: {reason}")
-    versions = recovery.first_versions(config, store, directory.versions)
-    resume_state = recovery.resume_state(config, store)
     changed = () if setup.began else setup.changed
-    clock = setup.adapters.clock
-    start, told = describe_start(
-        recovery, config, versions, resume_state, store, code=setup.code, changed=changed, clock=clock
+    point = await find_start(
+        config, directory, store, code=setup.code, changed=changed, clock=clock, tell=observer.phase
     )
-    setup.began.append(start)
-    if start.lineage:
-        observer.say(". ".join(f"{each[0].upper()}{each[1:]}" for each in told) + ".")
+    setup.began.append(point.record)
+    if point.record.lineage:
+        observer.say(". ".join(f"{each[0].upper()}{each[1:]}" for each in point.sentences) + ".")
     async with contextlib.AsyncExitStack() as stack:
         trainer = setup.adapters.trainer(config, directory.path)
         stack.push_async_callback(_close, trainer, observer)
         observer.phase("starting the trainer")
-        for line in await trainer.start(recovery.start_from):
+        for line in await trainer.start(point.recovery.start_from):
             observer.say(line)
         observer.phase("loading the engine")
-        engine = await setup.adapters.engine(config, versions, observer.warn, directory.engine_log)
+        engine = await setup.adapters.engine(config, point.versions, observer.warn, directory.engine_log)
         stack.push_async_callback(engine.close)
         workers = _workers(config, setup, engine)
         if workers is not None:
@@ -249,31 +254,11 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         else:
             record.workers = 1
         await load_weights(config, engine, store, await asyncio.to_thread(given_weights, config))
-        trainable = {name: versions[name] for name in config.trained}
-        store.record_start(start)
-        served = await recovery.serve(config, trainable, trainer, engine, store)
-        parts = Parts(
-            engine=engine,
-            trainer=trainer,
-            chat_format=setup.chat_format,
-            store=store,
-            observer=observer,
-            clock=setup.adapters.clock,
-            tasks=setup.tasks,
-            held_out=setup.held_out,
-            checkpoints=CheckpointWriter(directory.checkpoints),
-            versions=versions,
-            weights=served.weights,
-            opponents=served.opponents,
-            parents=store.parents(),
-            resume_state=resume_state,
-            role_means=recovery.role_means,
-            workers=workers,
-            tell=observer.warn,
-            code_changes=sum(bool(each.code_changed) for each in store.starts()),
-            journal_size=directory.journal_size,
-            measured=await asyncio.to_thread(recovery.measured, directory.versions),
-        )
+        store.record_start(point.record)
+        trainable = {name: point.versions[name] for name in config.trained}
+        served = await point.recovery.serve(config, trainable, trainer, engine, store)
+        measured = await asyncio.to_thread(point.recovery.measured, directory.versions)
+        parts = _parts(setup, point, served, measured, engine=engine, trainer=trainer, workers=workers)
         orchestrator = assemble(config, setup.environment, parts)
         setup.adapters.assembled(orchestrator)
         observer.watch(orchestrator.status)
@@ -290,6 +275,41 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
                     raise TrainerError(f"{error}, while the run was stopping; its newest checkpoint stays") from error
                 raise
         return orchestrator
+
+
+def _parts(
+    setup: RunSetup,
+    point: StartPoint,
+    served: StartingVersions,
+    measured: RunningBest,
+    *,
+    engine: Engine,
+    trainer: Trainer,
+    workers: WorkerPool | None,
+) -> Parts:
+    store, directory = setup.store, setup.directory
+    return Parts(
+        engine=engine,
+        trainer=trainer,
+        chat_format=setup.chat_format,
+        store=store,
+        observer=setup.observer,
+        clock=setup.adapters.clock,
+        tasks=setup.tasks,
+        held_out=setup.held_out,
+        checkpoints=CheckpointWriter(directory.checkpoints),
+        versions=point.versions,
+        weights=served.weights,
+        opponents=served.opponents,
+        parents=store.parents(),
+        resume_state=point.resume_state,
+        role_means=point.recovery.role_means,
+        workers=workers,
+        tell=setup.observer.warn,
+        code_changes=sum(bool(each.code_changed) for each in store.starts()),
+        journal_size=directory.journal_size,
+        measured=measured,
+    )
 
 
 def _new_record(setup: RunSetup) -> ProcessRecord:

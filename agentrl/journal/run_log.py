@@ -102,17 +102,13 @@ def _root(prefix: str) -> tuple[Any, ...]:
     return (len(prefix) + 1, f"{prefix}[0-9]*", len(prefix) + 1)
 
 
-class SqliteRunLog:
-    """A control log opened read-only, in any process."""
+class ControlLogReader:
+    """The queries of a control log, over a connection that only reads."""
 
     def __init__(self, directory: str | Path) -> None:
         """Raises: JournalError: there is no journal in `directory`, or not one this version reads."""
         self.path = Path(directory) / CONTROL_FILE
         self.connection: sqlite3.Connection = open_to_read(self.path, "control")
-
-    def close(self) -> None:
-        """Close the connection. Idempotent."""
-        self.connection.close()
 
     def rows(self, statement: str, *parameters: Any) -> list[Any]:
         """All rows of a query.
@@ -492,6 +488,14 @@ class SqliteRunLog:
             return {**info, "format": int(values["format"]), "run": values["run"]}
         except (sqlite3.Error, ValueError, TypeError, KeyError, RecursionError) as error:
             raise JournalError(f"{self.path}: the run's identity cannot be read ({error}); it is damaged") from error
+
+
+class SqliteRunLog(ControlLogReader):
+    """A control log opened read-only, in any process."""
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self.connection.close()
 
 
 def _check_is_there(connection: sqlite3.Connection, partition: Path, episode_id: str) -> None:

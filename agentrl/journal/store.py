@@ -27,12 +27,12 @@ from agentrl.journal.entries import entry_checksum
 from agentrl.journal.process import RunLock
 from agentrl.journal.pruning import prune
 from agentrl.journal.reader import TurnReader, read_prefix
-from agentrl.journal.run_log import START_KEY, RunStart, SqliteRunLog, UnitKey
+from agentrl.journal.run_log import START_KEY, ControlLogReader, RunStart, SqliteRunLog
 from agentrl.journal.schema import CONTROL_FILE, MAX_VALUE_BYTES, insert_rows, meta, open_to_write, private_directory
 from agentrl.journal.writer import Database, GroupCommitWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from agentrl.core.records import (
         BaselineSet,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
         ForkPoint,
         PolicyVersion,
         Proposal,
-        Purpose,
         WeightsRef,
     )
     from agentrl.journal.entries import JournalEntry
@@ -186,8 +185,8 @@ class LabelClock(SystemClock):
         return self._label
 
 
-class SqliteJournal:
-    """The journal of a run; implements `JournalStore` and, for resume, `RunLog`."""
+class SqliteJournal(ControlLogReader):
+    """The journal of a run, written and read back; implements `JournalStore` and, for resume, `RunLog`."""
 
     def __init__(
         self, directory: str | Path, *, info: Mapping[str, Any] | None = None, clock: Clock | None = None
@@ -212,8 +211,8 @@ class SqliteJournal:
             identity = {"info": msgspec.json.encode(dict(info or {})).decode(), "run": os.urandom(8).hex()}
             connection = open_to_write(path, "control", identity)
             self._run = meta(connection)["run"]
-            self._log = SqliteRunLog(self.directory)
-            self._clock = clock or LabelClock(self._log.newest_label())
+            super().__init__(self.directory)
+            self._clock = clock or LabelClock(self.newest_label())
         except BaseException:
             self._lock.release()
             raise
@@ -223,7 +222,7 @@ class SqliteJournal:
         self._writer.add(database)
         self._turn_logs: dict[str, SqliteTurnLog] = {}
         self._turns = TurnReader(self.directory)
-        self._learning = control.learning_policies(self._log.info())
+        self._learning = control.learning_policies(self.info())
 
     def turn_log(self, worker: str) -> SqliteTurnLog:
         """The partition of a worker; made if missing.
@@ -233,7 +232,7 @@ class SqliteJournal:
         """
         log = self._turn_logs.get(worker)
         if log is None:
-            self._log.check_partition(f"turns-{worker}.db")
+            self.check_partition(f"turns-{worker}.db")
             log = self._turn_logs[worker] = SqliteTurnLog(self.directory, worker, self._run, self._writer)
         return log
 
@@ -322,71 +321,14 @@ class SqliteJournal:
         for log in self._turn_logs.values():
             log.close_reader()
         self._turns.close()
-        self._log.close()  # before the writer: the last connection to leave folds the write-ahead log into the database
+        # Before the writer: the last connection to leave folds the write-ahead log into the database.
+        self.connection.close()
         try:
             await self._writer.close()
         finally:
             self._lock.release()
 
     # --- reading back for resume --------------------------------------------------------------------------------------
-
-    def verify(self) -> None:
-        """See `SqliteRunLog.verify`."""
-        self._log.verify()
-
-    def next_number(self, prefix: str) -> int:
-        """See `SqliteRunLog.next_number`."""
-        return self._log.next_number(prefix)
-
-    def lost_numbers(self, prefix: str, stop: int) -> list[int]:
-        """See `SqliteRunLog.lost_numbers`."""
-        return self._log.lost_numbers(prefix, stop)
-
-    def published(self, version: PolicyVersion) -> WeightsRef | None:
-        """See `SqliteRunLog.published`."""
-        return self._log.published(version)
-
-    def ended_children(self, parents: Collection[str]) -> dict[str, EpisodeHeader]:
-        """See `SqliteRunLog.ended_children`."""
-        return self._log.ended_children(parents)
-
-    def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """See `SqliteRunLog.ready_units`."""
-        return self._log.ready_units(consumed_through)
-
-    def members(self, group_ids: Collection[str] | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """See `SqliteRunLog.members`."""
-        return self._log.members(group_ids)
-
-    def dispatched(self, newest: int | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader | None]]:
-        """See `SqliteRunLog.dispatched`."""
-        return self._log.dispatched(newest)
-
-    def baselines(self) -> dict[str, BaselineSet]:
-        """See `SqliteRunLog.baselines`."""
-        return self._log.baselines()
-
-    def against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
-        """See `SqliteRunLog.against`."""
-        return self._log.against(policies)
-
-    def resolved_units(
-        self, consumed_through: Mapping[str, PolicyVersion], among: Collection[str] | None = None
-    ) -> dict[UnitKey, str | None]:
-        """See `SqliteRunLog.resolved_units`."""
-        return self._log.resolved_units(consumed_through, among)
-
-    def pruned(self, episodes: Collection[str]) -> set[tuple[str, int]]:
-        """See `SqliteRunLog.pruned`."""
-        return self._log.pruned(episodes)
-
-    def parents(self) -> dict[tuple[str, int], PolicyVersion]:
-        """See `SqliteRunLog.parents`."""
-        return self._log.parents()
-
-    def unfinished(self, purpose: Purpose = "train") -> Sequence[EpisodeSpec]:
-        """See `SqliteRunLog.unfinished`."""
-        return self._log.unfinished(purpose)
 
     def progress(self, episode_id: str, attempt: int) -> tuple[int, int]:
         """See `TurnReader.progress`."""
@@ -401,30 +343,6 @@ class SqliteJournal:
             self._turns.read(partition, episode_id, attempt),
             self._turns.partials(partition, episode_id, attempt),
         )
-
-    def proposals(self, newest: int | None = None) -> list[Proposal]:
-        """See `SqliteRunLog.proposals`."""
-        return self._log.proposals(newest)
-
-    def highest_lineage(self) -> int:
-        """See `SqliteRunLog.highest_lineage`."""
-        return self._log.highest_lineage()
-
-    def info(self) -> Mapping[str, Any]:
-        """See `SqliteRunLog.info`."""
-        return self._log.info()
-
-    def starts(self) -> list[RunStart]:
-        """See `SqliteRunLog.starts`."""
-        return self._log.starts()
-
-    def config(self) -> dict[str, Any]:
-        """See `SqliteRunLog.config`."""
-        return self._log.config()
-
-    def newest_steps(self) -> dict[str, int]:
-        """See `SqliteRunLog.newest_steps`."""
-        return self._log.newest_steps()
 
 
 class WorkerTurnLog(SqliteTurnLog):

@@ -225,24 +225,17 @@ def read_metrics(path: Path, state: RunState) -> None:
     except OSError:
         return
     for line in lines:
-        if line.startswith(b"{") and len(line) <= MAX_LINE_BYTES:
-            _take(line, state)
-
-
-def _take(line: bytes, state: RunState) -> None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return
-    if not isinstance(row, dict):
-        return
-    policy, step = row.pop("policy", None), _whole(row.pop("step", None))
-    if (
-        isinstance(policy, str)
-        and step is not None
-        and (policy in state.policies or len(state.policies) < MAX_POLICIES)
-    ):
-        state.record(policy, step, {name: value for name, value in row.items() if _is_number(value)})
+        if not line.startswith(b"{") or len(line) > MAX_LINE_BYTES:
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        policy, step = row.pop("policy", None), _whole(row.pop("step", None))
+        if not isinstance(policy, str) or step is None:
+            continue
+        if policy in state.policies or len(state.policies) < MAX_POLICIES:
+            state.record(policy, step, {name: value for name, value in row.items() if _is_number(value)})
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

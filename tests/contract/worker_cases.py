@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.app.assemble import ResumeState, attach_worker, make_dispatcher
+from agentrl.app.assemble import attach_worker, make_dispatcher
 from agentrl.app.parts import make_chat_format, make_workers
+from agentrl.app.recovery import ResumeState
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock

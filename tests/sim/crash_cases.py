@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 import agentrl
-from agentrl.app.assemble import ResumeState, read_resume_state
-from agentrl.app.recovery import Recovery
+from agentrl.app.recovery import Recovery, ResumeState, read_resume_state
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import EngineError
 from agentrl.core.files import LOCAL, Disk

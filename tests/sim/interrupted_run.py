@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import agentrl
-from agentrl.app.assemble import ResumeState, read_resume_state
+from agentrl.app.recovery import ResumeState, read_resume_state
 from agentrl.core import ids
 from agentrl.core.clock import LoopClock
 from agentrl.core.ids import stream

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import agentrl
-from agentrl.app.assemble import Parts, ResumeState, assemble, pinned_policies
-from agentrl.app.recovery import serve_older, serve_opponents
+from agentrl.app.assemble import Parts, assemble
+from agentrl.app.policies import pinned_policies
+from agentrl.app.recovery import ResumeState, serve_older, serve_opponents
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
 from agentrl.core.ports import GenerateRequest

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.app.assemble import read_resume_state
+from agentrl.app.recovery import read_resume_state
 from agentrl.core.ids import stream
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from agentrl.app.assemble import read_resume_state
+from agentrl.app.recovery import read_resume_state
 from agentrl.core.ids import order_key
 from agentrl.core.records import BaselineSet, PolicyVersion, Unit
 from agentrl.credit.advantages import against, compared_with

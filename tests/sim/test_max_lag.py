@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 import agentrl
-from agentrl.app.assemble import read_resume_state
+from agentrl.app.recovery import read_resume_state
 from agentrl.core.ids import stream
 from agentrl.core.records import PolicyVersion
 from agentrl.observe.alarms import alarms

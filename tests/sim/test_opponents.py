@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.app.assemble import read_resume_state
 from agentrl.app.policies import check_capabilities
+from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import ConfigError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeSpec, PolicyVersion, Tally, Task, TrajectoryHeader, WeightsRef, dropped_header

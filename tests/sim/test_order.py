@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from agentrl.app.assemble import read_resume_state
+from agentrl.app.recovery import read_resume_state
 from agentrl.core.ids import root_number
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion

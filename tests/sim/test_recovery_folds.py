@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.app.assemble import ResumeState, read_resume_state
+from agentrl.app.recovery import ResumeState, read_resume_state
 from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, PolicyVersion, Proposal
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.checkpoints import newest

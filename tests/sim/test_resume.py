@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.app.assemble import ResumeState, read_resume_state
+from agentrl.app.recovery import ResumeState, read_resume_state
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.port import StepRow

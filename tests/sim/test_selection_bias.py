@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from agentrl.app.assemble import read_resume_state
+from agentrl.app.recovery import read_resume_state
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.port import StepRow
 from agentrl.observe.alarms import LENGTH_STEPS, alarms

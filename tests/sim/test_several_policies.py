@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 import agentrl
-from agentrl.app.assemble import read_resume_state
+from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import CheckFailedError, ConfigError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 import agentrl
-from agentrl.app.assemble import read_resume_state
+from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.app.assemble import read_resume_state
+from agentrl.app.recovery import read_resume_state
 from agentrl.cli.main import main
 from agentrl.core.errors import PrunedError, StorageError
 from agentrl.core.records import ForkPoint, PolicyVersion
