@@ -107,12 +107,13 @@ class RayPlacement:
 
     def _end_started(self, starting: asyncio.Task[tuple[Any, Callable[[], str]]]) -> None:
         """End the actor that nobody waits for any longer."""
-        import ray
+        if starting.exception() is not None:
+            return
+        actor, dead = starting.result()
+        if not dead():
+            import ray  # not before: Ray reads its environment, which a session sets, when it is imported
 
-        if starting.exception() is None:
-            actor, dead = starting.result()
-            if not dead():
-                ray.kill(actor)
+            ray.kill(actor)
 
     def _start_actor(self) -> tuple[Any, Callable[[], str]]:
         """Start Ray and an actor; return the actor and the watch on its Ray.

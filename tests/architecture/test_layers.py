@@ -59,6 +59,35 @@ def test_the_pytest_plugin_loads_nothing_heavy() -> None:
     assert not modules_after("import agentrl.testing.plugin").intersection(HEAVY)
 
 
+CANCELLED_START = """
+import asyncio, threading
+from agentrl.cluster.engine_actors import RayPlacement
+
+async def main():
+    placement, begun, cancelled = RayPlacement(processes=0), threading.Event(), threading.Event()
+
+    def start_actor():
+        begun.set()
+        cancelled.wait()
+        raise OSError("Ray did not start")
+
+    placement._start_actor = start_actor
+    starting = asyncio.create_task(placement.start(None))
+    await asyncio.to_thread(begun.wait)
+    starting.cancel()
+    await asyncio.sleep(0)
+    cancelled.set()
+    await asyncio.gather(starting, return_exceptions=True)
+
+asyncio.run(main())
+"""
+
+
+def test_a_cancelled_start_of_a_ray_that_did_not_start_imports_no_ray() -> None:
+    """Ray reads its environment when it is imported: nobody may import it before a session has set that."""
+    assert "ray" not in modules_after(CANCELLED_START)
+
+
 @pytest.mark.parametrize(
     "package",
     [
