@@ -272,10 +272,10 @@ def test_an_endpoint_that_refuses_everything_from_some_time_on_is_no_limit_eithe
 
 def test_compressed_answers_are_refused_before_they_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: set[str | None] = set()
+    packed = gzip.compress(b" " * (64 << 20))
 
     async def handler(request: web.Request) -> web.Response:
         asked.add(request.headers.get("Accept-Encoding"))
-        packed = gzip.compress(b" " * (64 << 20))
         return web.Response(body=packed, headers={"Content-Encoding": "gzip"})
 
     with pytest.raises(
