@@ -164,7 +164,7 @@ if __name__ == "__main__":
     here = Path(__file__).parent
     named = any(".py" in each for each in sys.argv[2:])
     tests = [] if named else [str(here / file) for file in SUITES[chosen()[0]]]
-    options = ["-q", "-p", "no:cacheprovider", "-o", "timeout=300", "-W", "default"]
+    options = ["-q", "-p", "no:cacheprovider", "-o", "timeout=900", "-W", "default"]
     code = pytest.main([*tests, *sys.argv[2:], *options])
     files.remove()
     sys.stdout.flush()
