@@ -198,9 +198,9 @@ class RunConnection:
 def tell_failure(writer: asyncio.StreamWriter, error: BaseException) -> None:
     """Tell the run of an error by its name and its words."""
     if isinstance(error, AgentRLError):
-        send(writer, wire.Failed(kind=type(error).__name__, message=str(error)))
+        send(writer, wire.WorkerFailed(kind=type(error).__name__, message=str(error)))
         return
-    send(writer, wire.Failed(kind="AgentRLError", message=error_words(error)))
+    send(writer, wire.WorkerFailed(kind="AgentRLError", message=error_words(error)))
     with contextlib.suppress(OSError):  # a bug: the run hears the message only; the error stream may lie on a full disk
         traceback.print_exception(error)
 
@@ -250,7 +250,7 @@ class WorkerHost:
                 self.run.tell(wire.Parked(number=message.number, deadline=self._parking.deadline(episode_id)))
             case wire.Unpark() if message.number in self.run.specs:
                 self._parking.resume(self.run.specs[message.number].episode_id)
-            case wire.Cancel():
+            case wire.CancelEpisodes():
                 self._cancelling = asyncio.get_running_loop().create_task(self._cancel())
 
     def check_journal(self) -> None:

@@ -20,7 +20,7 @@ STEPS = 12
 """Default number of steps that are measured."""
 
 
-class _Asked(NamedTuple):
+class _Simulation(NamedTuple):
     """The run to simulate."""
 
     name: str
@@ -73,7 +73,7 @@ def simulate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _asked(options: argparse.Namespace) -> _Asked:
+def _asked(options: argparse.Namespace) -> _Simulation:
     from agentrl.simulation.plan import load
 
     if options.steps is not None and not 2 <= options.steps <= 10_000:
@@ -84,12 +84,12 @@ def _asked(options: argparse.Namespace) -> _Asked:
                 "say what is to be simulated: a TOML file, such as examples/07_simulate.toml, or --from RUN"
             )
         plan = load(options.file)
-        return _Asked(str(options.file), plan, options.steps or STEPS, plan.filling_steps, None)
+        return _Simulation(str(options.file), plan, options.steps or STEPS, plan.filling_steps, None)
     run = _calibrated(options)
     plan = run.plan if options.file is None else load(options.file, over=run.plan)
     steps = options.steps or min(run.steps - run.skipped, 10 * STEPS)
     name = options.run if options.file is None else f"{options.run} with {options.file}"
-    return _Asked(name, plan, steps, run.skipped, run)
+    return _Simulation(name, plan, steps, run.skipped, run)
 
 
 def _calibrated(options: argparse.Namespace) -> Calibration:
@@ -100,7 +100,7 @@ def _calibrated(options: argparse.Namespace) -> Calibration:
         return calibrated(reader)
 
 
-def _measured(plan: Plan, asked: _Asked) -> Measured:
+def _measured(plan: Plan, asked: _Simulation) -> Measured:
     from agentrl.simulation.run import Scenario, simulate_run
 
     return simulate_run(Scenario(plan=plan, steps=asked.skipped + asked.steps, skipped=asked.skipped))

@@ -107,7 +107,7 @@ class WorkerProcess:
         if not self.is_ready:
             return
         self._cancelled = asyncio.get_running_loop().create_future()
-        self.tell(wire.Cancel())
+        self.tell(wire.CancelEpisodes())
         try:
             async with asyncio.timeout(seconds):
                 await self._cancelled
@@ -184,7 +184,7 @@ class WorkerProcess:
                 _settle(self._welcomed)
             case wire.Cancelled():
                 _settle(self._cancelled)
-            case wire.Failed():
+            case wire.WorkerFailed():
                 error = error_named(message.kind, message.message, among=(AgentRLError,))
                 if self._welcomed is not None and not self._welcomed.done():
                     self._welcomed.set_exception(error)

@@ -23,13 +23,13 @@ from agentrl.core.records import (
     Task,
     TrajectoryHeader,
 )
-from agentrl.engines.wire import Message
+from agentrl.engines.wire import WireMessage
 
 Spoken = tuple[str, int, str, float | None, int, int, int, tuple[tuple[int, float], ...]]
 """The fields of a `TrajectoryHeader`, in order."""
 
 
-class Ended(Message, frozen=True):
+class Ended(WireMessage, frozen=True):
     """An episode has ended and its entries are on disk; it is to be committed, or dropped, with its header."""
 
     number: int
@@ -52,7 +52,7 @@ class Ended(Message, frozen=True):
 # --- to the worker ----------------------------------------------------------------------------------------------------
 
 
-class Work(Message, frozen=True):
+class Work(WireMessage, frozen=True):
     """The first message: what the worker is, and where."""
 
     number: int
@@ -67,13 +67,13 @@ class Work(Message, frozen=True):
     """With this worker's share of what conversations may keep in the engine."""
 
 
-class Engines(Message, frozen=True):
+class Engines(WireMessage, frozen=True):
     """The present addresses of the engine's processes."""
 
     addresses: tuple[str, ...]
 
 
-class Start(Message, frozen=True):
+class Start(WireMessage, frozen=True):
     """An episode; with `resume` the journal may hold some of it, in whichever partition."""
 
     number: int
@@ -81,19 +81,19 @@ class Start(Message, frozen=True):
     resume: bool
 
 
-class Park(Message, frozen=True):
+class Park(WireMessage, frozen=True):
     """Take an episode out of the engine."""
 
     number: int
 
 
-class Unpark(Message, frozen=True):
+class Unpark(WireMessage, frozen=True):
     """Let it go on."""
 
     number: int
 
 
-class ChildEnded(Message, frozen=True):
+class ChildEnded(WireMessage, frozen=True):
     """A child of a running episode has ended: number `index` of the children that `call` spawned in that attempt."""
 
     number: int
@@ -105,32 +105,32 @@ class ChildEnded(Message, frozen=True):
     partition: str | None
 
 
-class Recollected(Message, frozen=True):
+class Recollected(WireMessage, frozen=True):
     """The run's answer about a proposal."""
 
     call: int
     known: Recollection
 
 
-class Cancel(Message, frozen=True):
+class CancelEpisodes(WireMessage, frozen=True):
     """Stop everything in flight."""
 
 
-ToWorker = Work | Engines | Start | Park | Unpark | ChildEnded | Recollected | Cancel
+ToWorker = Work | Engines | Start | Park | Unpark | ChildEnded | Recollected | CancelEpisodes
 
 
 # --- from the worker --------------------------------------------------------------------------------------------------
 
 
-class Ready(Message, frozen=True):
+class Ready(WireMessage, frozen=True):
     """Episodes can come."""
 
 
-class Alive(Message, frozen=True):
+class Alive(WireMessage, frozen=True):
     """Nothing else was to be said."""
 
 
-class Spawn(Message, frozen=True):
+class Spawn(WireMessage, frozen=True):
     """Children of a running episode, one for each task; a task that several have is there once (`of` says which)."""
 
     number: int
@@ -141,7 +141,7 @@ class Spawn(Message, frozen=True):
     of: tuple[int, ...]
 
 
-class Remember(Message, frozen=True):
+class Remember(WireMessage, frozen=True):
     """A proposal."""
 
     call: int
@@ -151,44 +151,46 @@ class Remember(Message, frozen=True):
     structure: str
 
 
-class Readmitted(Message, frozen=True):
+class Readmitted(WireMessage, frozen=True):
     """A further attempt begins."""
 
     number: int
     attempt: int
 
 
-class Advanced(Message, frozen=True):
+class Advanced(WireMessage, frozen=True):
     """An episode that was begun elsewhere has got on here: something new of it is on disk. Said once."""
 
     number: int
 
 
-class Parked(Message, frozen=True):
+class Parked(WireMessage, frozen=True):
     """An episode holds nothing of the engine any more; see `rollout.episode.LiveEpisode.deadline`."""
 
     number: int
     deadline: float
 
 
-class Cancelled(Message, frozen=True):
+class Cancelled(WireMessage, frozen=True):
     """Nothing is in flight."""
 
 
-class LogLine(Message, frozen=True):
+class LogLine(WireMessage, frozen=True):
     """A line for people."""
 
     line: str
 
 
-class Failed(Message, frozen=True):
+class WorkerFailed(WireMessage, frozen=True):
     """A failure that is no episode's own; `kind` is a class of `agentrl.core.errors`."""
 
     kind: str
     message: str
 
 
-FromWorker = Ready | Alive | Ended | Spawn | Remember | Readmitted | Advanced | Parked | Cancelled | LogLine | Failed
+FromWorker = (
+    Ready | Alive | Ended | Spawn | Remember | Readmitted | Advanced | Parked | Cancelled | LogLine | WorkerFailed
+)
 
 TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

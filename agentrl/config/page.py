@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from agentrl.config.load import dump_toml, sections_in
 from agentrl.config.run import EnvironmentConfig, ModelConfig, RunConfig, on_resume
-from agentrl.config.section import Unit
+from agentrl.config.section import NumberUnit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -145,7 +145,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _unit(field: FieldInfo) -> str:
-    return next((mark.name for mark in field.metadata if isinstance(mark, Unit)), "")
+    return next((mark.name for mark in field.metadata if isinstance(mark, NumberUnit)), "")
 
 
 def _rule(field: FieldInfo) -> str:

@@ -16,13 +16,13 @@ from agentrl.config.section import (
     Fixed,
     Free,
     MaybeSteps,
+    NumberUnit,
     PerEpisode,
     Positive,
     Rate,
     Seconds,
     Section,
     Steps,
-    Unit,
     WaveFixed,
     package_directory,
 )
@@ -102,7 +102,7 @@ class RemotePolicy(_Sampled, ExternalPolicyConfig):
     timeout_s: Free[Seconds] = 60.0
     """Longest request, from connecting to the last byte of the answer. A request that takes longer, or meets an
     overload, is repeated up to eight times, with waits of 1 to 30 s in between."""
-    max_concurrent: Free[Annotated[Positive, Unit("requests")]] = 64
+    max_concurrent: Free[Annotated[Positive, NumberUnit("requests")]] = 64
     """Concurrent requests; further ones wait, and their `timeout_s` begins when they are sent."""
 
     @field_validator("url")
@@ -152,7 +152,7 @@ class OpponentPoolPolicy(Section):
     """The policy whose past versions play."""
     every: Fixed[Steps] = 10
     """Steps of that policy between two versions that join the pool; the version that a run starts from joins first."""
-    size: Free[Annotated[int, Field(gt=0, le=10**4), Unit("versions")]] = 4
+    size: Free[Annotated[int, Field(gt=0, le=10**4), NumberUnit("versions")]] = 4
     """Size of the pool: the newest versions that joined play. Each takes an adapter slot of the engine."""
     choose: Free[Literal["uniform", "latest", "prioritised"]] = "uniform"
     """How a group's opponent is chosen. `uniform`; `latest`: the newest; `prioritised`: in proportion to (1 - win

@@ -29,6 +29,7 @@ from agentrl.config.section import (
     Free,
     MaybeSteps,
     NonNegative,
+    NumberUnit,
     OnResume,
     PerEpisode,
     Positive,
@@ -38,7 +39,6 @@ from agentrl.config.section import (
     Share,
     Steps,
     Tokens,
-    Unit,
     WaveFixed,
     package_directory,
 )
@@ -92,9 +92,9 @@ class EngineConfig(Section):
     """Where it runs. `here`: in the run's process. `process`: in a child process, which is restarted when it dies and
     costs some CPU per token. `ray`: in the child of a Ray actor, on any node of the cluster, as do `workers`. vLLM, and
     an engine that several `workers` share, always have a process of their own."""
-    replicas: Free[Annotated[Positive, Unit("engines")]] = 1
+    replicas: Free[Annotated[Positive, NumberUnit("engines")]] = 1
     """Engines side by side, each in a process of its own; new weights reach them one after another."""
-    slots: WaveFixed[Annotated[Positive, Unit("conversations")]] = 64
+    slots: WaveFixed[Annotated[Positive, NumberUnit("conversations")]] = 64
     """Conversations whose KV is held at once; they share each forward pass."""
     max_context: PerEpisode[Tokens] = 512
     """Longest conversation; memory for the KV grows with it."""
@@ -119,7 +119,7 @@ class SamplingConfig(Section):
 
     temperature: PerEpisode[Rate] = 1.0
     """Divides the logits, in sampling and in training alike: training optimises the policy at this temperature."""
-    top_k: PerEpisode[Annotated[NonNegative, Unit("tokens")]] = 0
+    top_k: PerEpisode[Annotated[NonNegative, NumberUnit("tokens")]] = 0
     """Keep the k likeliest tokens; 0 keeps all. The set that a filter kept is recorded and used in training."""
     top_p: PerEpisode[Annotated[float, Field(gt=0, le=1)]] = 1.0
     """Keep the likeliest tokens that together hold this share of the probability; 1 keeps all."""
@@ -127,7 +127,7 @@ class SamplingConfig(Section):
     """Keep tokens at least this likely, relative to the likeliest; 0 keeps all."""
     max_tokens: PerEpisode[Tokens] = 64
     """Longest turn; a turn cut short has finish_reason `length`."""
-    max_turns: PerEpisode[Annotated[Positive, Unit("turns")]] = 8
+    max_turns: PerEpisode[Annotated[Positive, NumberUnit("turns")]] = 8
     """Longest episode, in turns of one agent; an episode cut short is truncated."""
 
     @property
@@ -203,10 +203,10 @@ class TrainerConfig(Section):
 
     kind: Free[Literal["ray", "in_process"]] = "ray"
     """`ray`: Ray actors beside the engine; `in_process`: a thread, for debugging and without Ray."""
-    workers: Free[Annotated[Positive, Unit("processes")]] = 1
+    workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Data-parallel ranks; any number gives the same update."""
     loss: LossConfig = PolicyGradientLoss()
-    entropy_bonus: Free[Annotated[float, Unit("per nat")]] = 0.0
+    entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
     """Weight of the trained tokens' entropy, divided by the same constant as the loss; a positive weight slows
     collapse."""
     tokens_per_unit: Free[Tokens] = 64
@@ -219,7 +219,7 @@ class TrainerConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation of pinned versions on held-out tasks, during training."""
 
-    tasks: Free[Annotated[NonNegative, Unit("tasks")]] = 256
+    tasks: Free[Annotated[NonNegative, NumberUnit("tasks")]] = 256
     """Held-out tasks, each sampled once. If there are more, the run's `seed` draws these; 0: no evaluation."""
     every: Free[MaybeSteps] = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
@@ -233,7 +233,7 @@ class BestConfig(Section):
     none."""
     policy: Free[str] = ""
     """The policy whose steps are measured; empty: the first policy that learns."""
-    window: Free[Annotated[Positive, Unit("measurements")]] = 5
+    window: Free[Annotated[Positive, NumberUnit("measurements")]] = 5
     """Number of newest measurements in the mean."""
     stop_at: Free[float | None] = None
     """End the run once the mean is at least this good; null: never."""
@@ -251,7 +251,7 @@ class CheckpointConfig(Section):
 
     every: Free[MaybeSteps] = 10
     """Steps between checkpoints; 0: only at the end, where one is always written."""
-    versions: Free[Annotated[NonNegative, Unit("versions")]] = 4
+    versions: Free[Annotated[NonNegative, NumberUnit("versions")]] = 4
     """Published versions of each policy that stay on disk; 0: all."""
 
 
@@ -262,7 +262,7 @@ class JournalConfig(Section):
     """`all`, or a number N of optimizer steps: each checkpoint then removes the tokens of training episodes and the
     columns of steps that are older than the last N steps of their policy, unless a fork or a checkpoint that the run
     can resume from needs them. All records stay (admissions, rewards, credits, steps), and so do evaluations."""
-    budget_mib: Free[Annotated[NonNegative, Unit("MiB")]] = 0
+    budget_mib: Free[Annotated[NonNegative, NumberUnit("MiB")]] = 0
     """Disk budget of `journal/` and `steps/`. The run predicts when it will be reached; if `keep` cannot make room, it
     writes a checkpoint and ends with exit code 74. 0: no limit."""
 
@@ -283,7 +283,7 @@ class RunConfig(Section):
     """Optimizer steps of each trainable policy."""
     max_in_flight: Free[Episodes] = 256
     """Most episodes running at once. Staleness bounds them too; this limit protects memory and services."""
-    workers: Free[Annotated[Positive, Unit("processes")]] = 1
+    workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Processes that play episodes; 1: the run's own. Use more if environments need more CPU than one core has. When
     one dies, its calls in flight are lost and its episodes continue in the others (docs/operations.md)."""
     episode_timeout_s: Free[Seconds] = 600.0

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentrl.core.errors import InputError
 
 
-class Unit(NamedTuple):
+class NumberUnit(NamedTuple):
     """The unit of a number, for the configuration page."""
 
     name: str
@@ -49,11 +49,11 @@ Fixed = Annotated[T, OnResume("refused")]
 NonNegative = Annotated[int, Field(ge=0, le=10**9)]
 Positive = Annotated[int, Field(gt=0, le=10**6)]
 Rate = Annotated[float, Field(gt=0)]
-Tokens = Annotated[int, Field(gt=0, le=10**8), Unit("tokens")]
-Episodes = Annotated[int, Field(gt=0, le=10**7), Unit("episodes")]
-Steps = Annotated[int, Field(gt=0, le=10**9), Unit("optimizer steps")]
-MaybeSteps = Annotated[int, Field(ge=0, le=10**9), Unit("optimizer steps")]
-Seconds = Annotated[float, Field(gt=0, le=1e9), Unit("s")]
+Tokens = Annotated[int, Field(gt=0, le=10**8), NumberUnit("tokens")]
+Episodes = Annotated[int, Field(gt=0, le=10**7), NumberUnit("episodes")]
+Steps = Annotated[int, Field(gt=0, le=10**9), NumberUnit("optimizer steps")]
+MaybeSteps = Annotated[int, Field(ge=0, le=10**9), NumberUnit("optimizer steps")]
+Seconds = Annotated[float, Field(gt=0, le=1e9), NumberUnit("s")]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 

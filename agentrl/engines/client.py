@@ -154,7 +154,7 @@ class Connection:
 
     def _dispatch(self, reply: wire.Reply) -> None:
         match reply:
-            case wire.Delta():
+            case wire.NewTokens():
                 self._deliver(reply)
             case wire.Busy():
                 self.busy = reply.seconds
@@ -165,7 +165,7 @@ class Connection:
             case _:
                 self._settle(reply.call, reply)
 
-    def _deliver(self, delta: wire.Delta) -> None:
+    def _deliver(self, delta: wire.NewTokens) -> None:
         listener = self._listeners.get(delta.call)
         if listener is None:
             return
@@ -205,7 +205,7 @@ class ConnectionSession:
         self._connection.send(wire.CloseSession(session=self._number))
 
 
-class Replica(Protocol):
+class SessionHost(Protocol):
     """Where a conversation can be opened: the connection to a process, or one engine of a fleet."""
 
     sessions: int
@@ -216,7 +216,7 @@ class Replica(Protocol):
         ...
 
 
-ReplicaT = TypeVar("ReplicaT", bound=Replica)
+ReplicaT = TypeVar("ReplicaT", bound=SessionHost)
 
 
 class Router(Protocol[ReplicaT]):

@@ -121,7 +121,9 @@ class ConnectionHandler:
         def on_delta(
             request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion
         ) -> None:
-            delta = wire.Delta(call=message.call, token_ids=list(token_ids), logprobs=list(logprobs), version=version)
+            delta = wire.NewTokens(
+                call=message.call, token_ids=list(token_ids), logprobs=list(logprobs), version=version
+            )
             wire.send(self._writer, delta)
 
         completion = await session.generate(wire.request_of(message), on_delta if message.deltas else None)

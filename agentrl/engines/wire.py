@@ -33,11 +33,11 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """A frame's content, an array whose first element is its kind."""
 
 
-class Load(Message, frozen=True):
+class Load(WireMessage, frozen=True):
     """Make the engine: `factory` is `module:name.of.callable`, called with `versions` and the arguments; what it
     returns may have to be awaited."""
 
@@ -46,7 +46,7 @@ class Load(Message, frozen=True):
     versions: dict[str, PolicyVersion]
 
 
-class Open(Message, frozen=True):
+class Open(WireMessage, frozen=True):
     """A session; `session` is the client's number for it."""
 
     session: int
@@ -55,13 +55,13 @@ class Open(Message, frozen=True):
     pin: PolicyVersion | None
 
 
-class CloseSession(Message, frozen=True):
+class CloseSession(WireMessage, frozen=True):
     """Give a session back."""
 
     session: int
 
 
-class Generate(Message, frozen=True):
+class Generate(WireMessage, frozen=True):
     """A call of a session; `deltas`: whether somebody listens to them."""
 
     call: int
@@ -75,19 +75,19 @@ class Generate(Message, frozen=True):
     deltas: bool
 
 
-class Cancel(Message, frozen=True):
+class Cancel(WireMessage, frozen=True):
     """Nobody waits for a call any longer."""
 
     call: int
 
 
-class Abort(Message, frozen=True):
+class Abort(WireMessage, frozen=True):
     """End a call with what it has."""
 
     request_id: str
 
 
-class Update(Message, frozen=True):
+class Update(WireMessage, frozen=True):
     """Serve a version."""
 
     call: int
@@ -95,13 +95,13 @@ class Update(Message, frozen=True):
     keep: bool
 
 
-class Release(Message, frozen=True):
+class Release(WireMessage, frozen=True):
     """Forget a kept version."""
 
     version: PolicyVersion
 
 
-class Score(Message, frozen=True):
+class Score(WireMessage, frozen=True):
     """Score tokens."""
 
     call: int
@@ -113,14 +113,14 @@ class Score(Message, frozen=True):
 Request = Load | Open | CloseSession | Generate | Cancel | Abort | Update | Release | Score
 
 
-class Loaded(Message, frozen=True):
+class Loaded(WireMessage, frozen=True):
     """The engine is there; other clients reach it by the Unix socket `address`, where it is not empty."""
 
     capabilities: EngineCapabilities
     address: str
 
 
-class Completed(Message, frozen=True):
+class Completed(WireMessage, frozen=True):
     """The end of a `Generate`."""
 
     call: int
@@ -138,20 +138,20 @@ class Completed(Message, frozen=True):
     cached_tokens: int
 
 
-class Scored(Message, frozen=True):
+class Scored(WireMessage, frozen=True):
     """The end of a `Score`."""
 
     call: int
     logprobs: bytes
 
 
-class Answered(Message, frozen=True):
+class Answered(WireMessage, frozen=True):
     """The end of a call without a result."""
 
     call: int
 
 
-class Failed(Message, frozen=True):
+class Failed(WireMessage, frozen=True):
     """A call raised; `kind` is a class of `agentrl.core.errors`. Call 0 is the `Load`."""
 
     call: int
@@ -159,7 +159,7 @@ class Failed(Message, frozen=True):
     message: str
 
 
-class Delta(Message, frozen=True):
+class NewTokens(WireMessage, frozen=True):
     """New tokens of a `Generate`."""
 
     call: int
@@ -168,19 +168,19 @@ class Delta(Message, frozen=True):
     version: PolicyVersion
 
 
-class Busy(Message, frozen=True):
+class Busy(WireMessage, frozen=True):
     """How long the engine has been computing since it was made; it does not hang."""
 
     seconds: float
 
 
-Reply = Loaded | Completed | Scored | Answered | Failed | Delta | Busy
+Reply = Loaded | Completed | Scored | Answered | Failed | NewTokens | Busy
 
 REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-def send(writer: Writer, message: Message) -> None:
+def send(writer: Writer, message: WireMessage) -> None:
     """Queue a frame; never waits."""
     body = _ENCODER.encode(message)
     writer.write(len(body).to_bytes(_HEAD_BYTES, "little") + body)

@@ -11,7 +11,7 @@ import msgspec
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import checked_rows
-from agentrl.inspection.tokens import StepColumns, step_rows
+from agentrl.inspection.tokens import RowColumns, step_rows
 
 if TYPE_CHECKING:
     from agentrl.inspection.reader import Row, RunReader
@@ -158,11 +158,11 @@ def _survivors(reader: RunReader) -> set[PolicyVersion]:
     return {PolicyVersion(point.policy, point.lineage, point.step) for point in reader.curve()}
 
 
-def _columns(reader: RunReader, row: Row, problems: list[str]) -> dict[str, list[StepColumns]]:
+def _columns(reader: RunReader, row: Row, problems: list[str]) -> dict[str, list[RowColumns]]:
     """The rows of the step's file, by episode; empty if there is no readable file."""
     if row["columns_file"] is None:
         return {}
-    found: dict[str, list[StepColumns]] = {}
+    found: dict[str, list[RowColumns]] = {}
     try:
         for each in step_rows(reader.path, row["columns_file"]):
             found.setdefault(each.episode, []).append(each)
@@ -171,7 +171,7 @@ def _columns(reader: RunReader, row: Row, problems: list[str]) -> dict[str, list
     return found
 
 
-def _consumed_row(unit: Row, columns: list[StepColumns]) -> ConsumedRow:
+def _consumed_row(unit: Row, columns: list[RowColumns]) -> ConsumedRow:
     moved = [
         math.exp(min(now - then, 80.0))
         for row in columns

@@ -45,7 +45,7 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-class StepColumns(msgspec.Struct, frozen=True):
+class RowColumns(msgspec.Struct, frozen=True):
     """Values a step computed and used for the trained tokens of one row, by position in the row."""
 
     episode: str
@@ -71,7 +71,7 @@ def float32(data: bytes) -> array[float]:
     return _column("f", data[: len(data) // 4 * 4])
 
 
-def step_rows(run: Path, name: Any) -> list[StepColumns]:
+def step_rows(run: Path, name: Any) -> list[RowColumns]:
     """The rows of a step's file, in the order they were consumed.
 
     Args:
@@ -101,13 +101,13 @@ def step_rows(run: Path, name: Any) -> list[StepColumns]:
         raise JournalError(f"{path}: not the columns of a step ({error}); it is damaged") from error
 
 
-def _rows(described: list[tuple[str, int]], columns: dict[str, Any]) -> list[StepColumns]:
+def _rows(described: list[tuple[str, int]], columns: dict[str, Any]) -> list[RowColumns]:
     offsets = columns["offsets"]
     if len(offsets) != len(described) + 1 or offsets[-1] != len(columns["position"]) or min(offsets) < 0:
         raise ValueError("its rows and their offsets differ")
     names = ("position", "trainer_logprobs", "entropy", "behavior_logprobs", "advantages", "lag")
     return [
-        StepColumns(episode, row, *(columns[name][start:stop] for name in names))
+        RowColumns(episode, row, *(columns[name][start:stop] for name in names))
         for (episode, row), start, stop in zip(described, offsets, offsets[1:], strict=False)
     ]
 
@@ -196,7 +196,7 @@ def _byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-ReadStep = Callable[[Path, Any], list[StepColumns]]
+ReadStep = Callable[[Path, Any], list[RowColumns]]
 """`columns.step_rows`, or a caching replacement."""
 
 
@@ -264,7 +264,7 @@ class TrainedRow(NamedTuple):
     """Values of a step for a row's tokens, by position."""
 
     step: str
-    places: dict[int, tuple[StepColumns, int]]
+    places: dict[int, tuple[RowColumns, int]]
     """For each position, the step's row and the index in it; a row routed twice is two rows of the step."""
 
 

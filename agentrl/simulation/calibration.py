@@ -42,7 +42,7 @@ ENOUGH = 10
 _NORMAL = NormalDist()
 
 
-class Busy(msgspec.Struct, frozen=True):
+class BusyShares(msgspec.Struct, frozen=True):
     """Shares of the time."""
 
     engine: float
@@ -58,7 +58,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     """Optimizer steps of the first policy that learns."""
     skipped: int
-    measured: Busy
+    measured: BusyShares
     """After the skipped steps."""
     episodes: int
     """Number of episodes that were read."""
@@ -131,7 +131,7 @@ def calibrated(reader: RunReader) -> Calibration:
         plan=plan,
         steps=len(own),
         skipped=skipped,
-        measured=Busy(
+        measured=BusyShares(
             engine=covered([(turn.start, turn.stop) for turn in turns], since, end),
             trainer=sum(seconds for _, seconds, _, _ in window) / (end - begin),
             steps_per_hour=3600 * (len(own) - skipped) / (end - begin),

@@ -43,7 +43,7 @@ Rate = Callable[[int], float]
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class _EmulatedCall:
     session: EmulatedSession
     request: GenerateRequest
     length: int
@@ -60,7 +60,7 @@ class _Call:
     """Spans of versions before `version`."""
     version: PolicyVersion | None = None
 
-    def __lt__(self, other: _Call) -> bool:
+    def __lt__(self, other: _EmulatedCall) -> bool:
         return self.order < other.order
 
 
@@ -109,15 +109,15 @@ class EmulatedEngine:
         self._rate = rate
         self._room = math.inf if kv_tokens is None else kv_tokens
         self._prefill_rate = prefill_rate
-        self._waiting: list[_Call] = []
-        self._running: list[_Call] = []
-        self._ends: list[tuple[float, int, _Call, float]] = []
+        self._waiting: list[_EmulatedCall] = []
+        self._running: list[_EmulatedCall] = []
+        self._ends: list[tuple[float, int, _EmulatedCall, float]] = []
         """When each running call ends, as `_advanced`: (end, arrival, call, its `began`)."""
         self._idle: OrderedDict[EmulatedSession, None] = OrderedDict()
         self._kept = 0.0
         """Tokens whose keys and values are held, of running and idle conversations."""
         self._advanced = 0.0
-        self._computing: dict[_Call, float] = {}
+        self._computing: dict[_EmulatedCall, float] = {}
         """Seconds that the rest of each running call's context takes, in the order in which they began."""
         self._computing_seconds = 0.0
         """Seconds of prefill, over all calls."""
@@ -192,12 +192,12 @@ class EmulatedEngine:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def submit(self, session: EmulatedSession, request: GenerateRequest) -> _Call:
+    def submit(self, session: EmulatedSession, request: GenerateRequest) -> _EmulatedCall:
         """A call arrives."""
         self._advance()  # until now it did not wait
         self._arrivals += 1
         length = min(self._length(request), request.sampling.max_tokens) - request.sampled_before
-        call = _Call(
+        call = _EmulatedCall(
             session=session,
             request=request,
             length=max(length, 1),
@@ -210,7 +210,7 @@ class EmulatedEngine:
         self._change()
         return call
 
-    def finish(self, call: _Call) -> Completion:
+    def finish(self, call: _EmulatedCall) -> Completion:
         """End a call, finished or cut, and return its completion. Its conversation keeps its KV while memory lasts."""
         self._advance()
         if call.began is not None:
@@ -235,11 +235,11 @@ class EmulatedEngine:
         session.kept = 0.0
         self._idle.pop(session, None)
 
-    def _said(self, call: _Call) -> int:
+    def _said(self, call: _EmulatedCall) -> int:
         ran = 0.0 if call.began is None else self._advanced - call.began
         return min(math.floor(call.said + ran + 1e-6), call.length)
 
-    def _split(self, call: _Call) -> None:
+    def _split(self, call: _EmulatedCall) -> None:
         """Attribute the tokens since the last split to `call.version`."""
         start = call.spans[-1].stop if call.spans else 0
         said = self._said(call)
@@ -323,7 +323,7 @@ class EmulatedEngine:
             else:
                 return
 
-    def _begin(self, call: _Call) -> bool:
+    def _begin(self, call: _EmulatedCall) -> bool:
         """Give a call a slot, if its context fits."""
         session, context = call.session, call.context + self._said(call)
         self._idle.pop(session, None)
@@ -358,7 +358,7 @@ class EmulatedEngine:
             insort(self._waiting, call)
             self.preemptions += 1
 
-    def _take_out(self, call: _Call) -> None:
+    def _take_out(self, call: _EmulatedCall) -> None:
         """Take the slot back; what its conversation computed stays while there is room."""
         self._running.remove(call)
         assert call.began is not None

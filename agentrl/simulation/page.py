@@ -12,7 +12,7 @@ from agentrl.simulation.knobs import Turned, advice, bottleneck, shown
 
 if TYPE_CHECKING:
     from agentrl.inspection.timelines import RunTimeline
-    from agentrl.simulation.calibration import Busy
+    from agentrl.simulation.calibration import BusyShares
     from agentrl.simulation.plan import Plan
     from agentrl.simulation.run import Measured
 
@@ -27,7 +27,7 @@ text { font: 12px "DejaVu Sans", sans-serif; fill: #475467; } .title { font-weig
 
 
 def simulation_page(
-    name: str, plan: Plan, measured: Measured, turned: Sequence[Turned], run: Busy | None = None
+    name: str, plan: Plan, measured: Measured, turned: Sequence[Turned], run: BusyShares | None = None
 ) -> Page:
     """Assumptions, busy shares, the timeline, and what each knob would bring.
 

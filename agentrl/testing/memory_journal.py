@@ -50,7 +50,7 @@ class EpisodeEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnitDrop:
+class UnitDropped:
     """A committed unit will not be trained."""
 
     episode_id: str
@@ -85,7 +85,9 @@ class Pruning:
     rule: str
 
 
-ControlRecord = Admission | EpisodeEnd | UnitDrop | Proposal | BaselineSet | Publication | StepRow | MetricRow | Pruning
+ControlRecord = (
+    Admission | EpisodeEnd | UnitDropped | Proposal | BaselineSet | Publication | StepRow | MetricRow | Pruning
+)
 
 
 @dataclass(slots=True)
@@ -273,7 +275,7 @@ class MemoryJournal:
 
     def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
         """Record that a committed unit will not be trained."""
-        self._record(UnitDrop(episode_id=episode_id, attempt=attempt, policy=policy, reason=reason))
+        self._record(UnitDropped(episode_id=episode_id, attempt=attempt, policy=policy, reason=reason))
 
     def record_proposal(self, proposal: Proposal) -> None:
         """Record a proposal that the run is to remember."""
@@ -539,7 +541,7 @@ class MemoryJournal:
             while at is not None and at not in surviving:
                 surviving.add(at)
                 at = parents.get(at)
-        drops = [r for r in self.on_disk() if isinstance(r, UnitDrop)]
+        drops = [r for r in self.on_disk() if isinstance(r, UnitDropped)]
         resolved: dict[tuple[str, int, str], str | None] = {
             (d.episode_id, d.attempt, d.policy): d.reason for d in drops
         }

@@ -103,7 +103,7 @@ def test_a_guest_whose_engine_dies_keeps_what_was_delivered_and_waits_for_the_ne
 @pytest.mark.parametrize(
     "message", [wire.Update(call=1, weights=weights_of(1), keep=False), wire.Release(version=version(1))]
 )
-def test_a_guest_that_asks_for_more_than_samples_is_shown_out(message: wire.Message) -> None:
+def test_a_guest_that_asks_for_more_than_samples_is_shown_out(message: wire.WireMessage) -> None:
     async def scenario(engine: ProcessEngine, client: EngineClient) -> None:
         reader, writer = await asyncio.open_unix_connection(engine.addresses[0])
         wire.send(writer, message)

@@ -12,7 +12,7 @@ from agentrl.app.recovery import ResumeState, read_resume_state
 from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, PolicyVersion, Proposal
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.checkpoints import newest
-from agentrl.testing.memory_journal import Admission, EpisodeEnd, MetricRow, Publication, UnitDrop
+from agentrl.testing.memory_journal import Admission, EpisodeEnd, MetricRow, Publication, UnitDropped
 from tests.sim.crash_cases import Talk
 from tests.support.crash_scenario import CHECKPOINTS, CrashScenario, Machine
 from tests.support.sim_journal import SimJournal
@@ -48,7 +48,7 @@ async def written(records: SimJournal, directory: Path) -> SqliteJournal:
                 journal.admit(record.spec)
             case EpisodeEnd():
                 await journal.commit_episode(record.spec, record.header, record.digest, record.metrics, record.detail)
-            case UnitDrop():
+            case UnitDropped():
                 journal.record_drop(record.episode_id, record.attempt, record.policy, record.reason)
             case Publication():
                 journal.record_version(record.weights, record.parent)

@@ -68,7 +68,7 @@ class Process:
                 self._machine.tasks.append(asyncio.get_running_loop().create_task(self._play(start)))
             case wire.ChildEnded() as ended:
                 self._children[ended.number].put_nowait(ended.index)
-            case wire.Cancel():
+            case wire.CancelEpisodes():
                 self._say(wire.Cancelled())
 
     def _say(self, message: wire.FromWorker) -> None:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, TypeVar
 from agentrl.journal.entries import ResourceEntry, TurnEntry
 from agentrl.orchestrator.checkpoints import newest, sealed
 from agentrl.simulation.recording_trainer import TRAINED_FILE
-from agentrl.testing.memory_journal import Admission, EpisodeEnd, Publication, UnitDrop
+from agentrl.testing.memory_journal import Admission, EpisodeEnd, Publication, UnitDropped
 from tests.support.crash_scenario import CHECKPOINTS
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def finished(machine: Machine, *, steps: int, trainable: Sequence[str]) -> Finis
         },
         drops=frozenset(
             [end.header.drop_reason or "" for end in ends.values() if not end.header.committed]
-            + [drop.reason for drop in _on_disk(journal, UnitDrop)]
+            + [drop.reason for drop in _on_disk(journal, UnitDropped)]
         ),
         trained=trained,
         admitted=frozenset(admission.spec.episode_id for admission in _on_disk(journal, Admission)),
@@ -187,7 +187,7 @@ def _ledger(machine: Machine, trained: Counter[UnitKey], trainable: Sequence[str
     journal = machine.journal
     newest_attempt = {admission.spec.episode_id: admission.spec for admission in _on_disk(journal, Admission)}
     ends = {(end.spec.episode_id, end.spec.attempt): end.header for end in _on_disk(journal, EpisodeEnd)}
-    dropped = Counter((drop.episode_id, drop.attempt, drop.policy) for drop in _on_disk(journal, UnitDrop))
+    dropped = Counter((drop.episode_id, drop.attempt, drop.policy) for drop in _on_disk(journal, UnitDropped))
     violations = []
     for spec in newest_attempt.values():
         header = ends.get((spec.episode_id, spec.attempt))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.core.ports import Delta, GenerateRequest
     from agentrl.core.records import FinishReason
-    from agentrl.engines.embedded.capture import KeptSets, RoutingTap
+    from agentrl.engines.embedded.capture import KeptSetRecorder, RoutingTap
     from agentrl.engines.embedded.slots import SlotCache, SlotColumns, Slots
     from agentrl.engines.embedded.versions import ServedModel, Serving
 
@@ -57,7 +57,7 @@ class EmbeddedSession(Session["Serving"]):
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class ActiveRequest:
     """One request in flight."""
 
     request: GenerateRequest
@@ -81,7 +81,7 @@ class Call:
     """First token sampled by `serving`."""
     spans: list[VersionSpan] = field(default_factory=list)
 
-    def __lt__(self, other: Call) -> bool:
+    def __lt__(self, other: ActiveRequest) -> bool:
         return (self.due, self.order) < (other.due, other.order)
 
     def close_span(self, sampled: int) -> None:
@@ -108,7 +108,7 @@ class Call:
         self.delivered = sampled
 
     def complete(
-        self, columns: SlotColumns, reason: FinishReason, *, tap: RoutingTap | None, kept: KeptSets | None
+        self, columns: SlotColumns, reason: FinishReason, *, tap: RoutingTap | None, kept: KeptSetRecorder | None
     ) -> Completion:
         """The reply to the call, from the tokens sampled so far."""
         context = len(self.request.token_ids)
@@ -185,7 +185,7 @@ class Batcher:
         table: SlotTable,
         prefill_tokens: int,
         tap: RoutingTap | None,
-        kept: KeptSets | None,
+        kept: KeptSetRecorder | None,
         fixed_shapes: bool = False,
     ) -> None:
         self._fixed_shapes = fixed_shapes
@@ -195,9 +195,9 @@ class Batcher:
         self._prefill_tokens = prefill_tokens
         self._tap = tap
         self._kept = kept
-        self._waiting: list[Call] = []
-        self._seated: list[Call] = []
-        self.running: dict[int, Call] = {}
+        self._waiting: list[ActiveRequest] = []
+        self._seated: list[ActiveRequest] = []
+        self.running: dict[int, ActiveRequest] = {}
         self._deferred = 0
         self._turns_in_a_row = _TURNS_IN_A_ROW * cache.slots
         self._passed_over = 0
@@ -208,7 +208,7 @@ class Batcher:
         """Whether no call waits or runs."""
         return not (self._waiting or self._seated or self.running)
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: ActiveRequest) -> None:
         """Queue a call. Sessions that still hold a slot need not compete for one."""
         call.due = call.order + call.request.priority * self._turns_in_a_row
         if call.session.slot >= 0:
@@ -216,11 +216,11 @@ class Batcher:
         else:
             heapq.heappush(self._waiting, call)
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[ActiveRequest]:
         """All calls, waiting or running."""
         return [*self.running.values(), *self._seated, *self._waiting]
 
-    def drop_ending(self) -> list[Call]:
+    def drop_ending(self) -> list[ActiveRequest]:
         """Take out the calls that were aborted or cancelled; those that ran still hold their slots."""
         ending = [call for call in (*self._seated, *self._waiting) if call.ending]
         if ending:
@@ -258,7 +258,7 @@ class Batcher:
         most: int | None = None,
     ) -> None:
         """Begin up to `most` waiting calls, as long as there are slots for them."""
-        aside: list[Call] = []
+        aside: list[ActiveRequest] = []
         most = len(self._waiting) if most is None else most
         while self._waiting and most:
             if not self._table.has_slot(patient=patient and 2 * len(self.running) >= self._cache.slots):
@@ -272,7 +272,7 @@ class Batcher:
         for call in aside:
             heapq.heappush(self._waiting, call)
 
-    def _begin(self, call: Call, resolve: Callable[[EmbeddedSession], Serving]) -> None:
+    def _begin(self, call: ActiveRequest, resolve: Callable[[EmbeddedSession], Serving]) -> None:
         request, table = call.request, self._table
         serving = resolve(call.session)  # before a slot is taken: a lease depends on the KV still being there
         slot = table.assign_slot(call.session)
@@ -289,14 +289,14 @@ class Batcher:
         self.running[slot] = call
         self._layout = None
 
-    def finish(self, call: Call) -> None:
+    def finish(self, call: ActiveRequest) -> None:
         """Take a running call out of its slot, which stays with the session until another needs it."""
         slot = call.session.slot
         del self.running[slot]
         self._table.mark_idle(call.session)
         self._layout = None
 
-    def switch(self, call: Call, serving: Serving, *, keep_kv: bool) -> None:
+    def switch(self, call: ActiveRequest, serving: Serving, *, keep_kv: bool) -> None:
         """Sample a running call by `serving` from its next token on.
 
         With `keep_kv` it goes on over the keys and values of older weights, else they are computed again. A call
@@ -437,7 +437,7 @@ class Batcher:
             call.fresh = beginning in leaders
             leaders.add(beginning)
 
-    def _best_donor(self, slot: int, call: Call) -> tuple[int, int]:
+    def _best_donor(self, slot: int, call: ActiveRequest) -> tuple[int, int]:
         columns, table = self._columns, self._table
         donors = [
             other
@@ -454,7 +454,7 @@ class Batcher:
         return donors[best], int(lengths[best])
 
 
-def _is_held(call: Call, held: Collection[str]) -> bool:
+def _is_held(call: ActiveRequest, held: Collection[str]) -> bool:
     return call.session.policy in held and call.session.pin is None
 
 

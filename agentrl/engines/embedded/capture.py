@@ -173,7 +173,7 @@ def find_routers(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(found)
 
 
-class KeptSets:
+class KeptSetRecorder:
     """Kept sets of the sampled tokens of each slot's call."""
 
     def __init__(self, slots: int) -> None:

@@ -24,8 +24,8 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion
-from agentrl.engines.embedded.batcher import Batcher, Call, EmbeddedSession, SlotTable
-from agentrl.engines.embedded.capture import KeptSets, RoutingTap
+from agentrl.engines.embedded.batcher import ActiveRequest, Batcher, EmbeddedSession, SlotTable
+from agentrl.engines.embedded.capture import KeptSetRecorder, RoutingTap
 from agentrl.engines.embedded.forward import Pass, PassRunner, check_memory, check_rows, check_slots
 from agentrl.engines.embedded.slots import SlotCache, SlotColumns
 from agentrl.engines.embedded.versions import EmbeddedSettings, ServedModel, VersionTable, WeightUpdates
@@ -88,7 +88,7 @@ class EmbeddedEngine:
         self.capabilities = capabilities
         self._vocabulary = int(model.config.vocab_size)
         self._tap = RoutingTap(model, slots=slots, capacity=context) if capabilities.expert_routing else None
-        self._kept = KeptSets(slots) if capabilities.sampling_mask else None
+        self._kept = KeptSetRecorder(slots) if capabilities.sampling_mask else None
         self._columns = SlotColumns(slots=slots, capacity=context)
         self._table = SlotTable(slots, clock=clock)
         cache = SlotCache(slots=slots, capacity=context, layers=model.config.num_hidden_layers)
@@ -129,7 +129,7 @@ class EmbeddedEngine:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agentrl-engine")
         self._loop_task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, ActiveRequest] = {}
         self._arrivals = 0
         self._next_delta = 0.0
         self._failure: BaseException | None = None
@@ -217,7 +217,7 @@ class EmbeddedEngine:
             return empty_completion(context, "length")
         loop = asyncio.get_running_loop()
         self._arrivals += 1
-        call = Call(request, session, loop.create_future(), on_delta, self._arrivals)
+        call = ActiveRequest(request, session, loop.create_future(), on_delta, self._arrivals)
         self._calls[request.request_id], session.request = call, request
         self._batcher.submit(call)
         self._interrupt()
@@ -268,7 +268,7 @@ class EmbeddedEngine:
                 await self._wake.wait()
         self._loop_task = None
 
-    def _end(self, call: Call, *, aborted: bool) -> None:
+    def _end(self, call: ActiveRequest, *, aborted: bool) -> None:
         session = call.session
         stopped = not aborted and self._columns.stopped(session.slot)
         reason: FinishReason = "abort" if aborted else "stop" if stopped else "length"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from agentrl.core.clock import Clock
-    from agentrl.engines.embedded.capture import KeptSets, RoutingTap
+    from agentrl.engines.embedded.capture import KeptSetRecorder, RoutingTap
     from agentrl.engines.embedded.slots import Slots
     from agentrl.engines.embedded.versions import AdapterBank
 
@@ -85,7 +85,7 @@ class PassRunner:
         device: torch.device,
         dtype: torch.dtype,
         tap: RoutingTap | None,
-        kept: KeptSets | None,
+        kept: KeptSetRecorder | None,
         clock: Clock,
     ) -> None:
         self._cache = cache
