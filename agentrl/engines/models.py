@@ -102,7 +102,7 @@ def _checkpoint_dtype(path: Path) -> torch.dtype:
                 break
     except _LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ModelError(f"{path}: its dtype cannot be read ({reason})") from error
+        raise ModelError(f"{path}: cannot be loaded as a causal LM: its dtype cannot be read ({reason})") from error
     found = getattr(torch, found, None) if isinstance(found, str) else found
     return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
 
