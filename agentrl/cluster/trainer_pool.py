@@ -40,6 +40,7 @@ LOOK_S = 1.0
 
 LEARNING = (
     "agentrl.learn.losses",
+    "agentrl.learn.attention",
     "agentrl.learn.forward",
     "agentrl.learn.packing",
     "agentrl.learn.trainer",

@@ -1,13 +1,12 @@
 """The forward pass over a micro-batch: log-probability, entropy and kept mass of its trained tokens.
 
 All tokens of the micro-batch's prefix tree go through the model as one sequence, [1, N]: norms, projections and experts
-see no padding, and no token twice. Only attention looks at rows: it gathers each row's queries and keys into padded
-blocks and scatters the result back. A model whose layers mix tokens elsewhere (state-space layers, say) is forwarded
-as padded rows instead. The model's own head (output projection, soft-capping, scaling) runs over the hidden states that
-predict a trained token, in pieces.
+see no padding, and no token twice. Only attention knows the tree. A model whose layers mix tokens elsewhere
+(state-space layers, say) is forwarded as padded rows instead. The model's own head (output projection, soft-capping,
+scaling) runs over the hidden states that predict a trained token, in pieces.
 
-Owns: the attention function, both forward passes, how the head is called. Does not own: what is packed
-(`packing.py`), losses, the choice between the two passes (`models.py`), how a router follows the recorded experts
+Owns: both forward passes, how the head is called. Does not own: what is packed (`packing.py`), attention
+(`attention.py`), losses, the choice between the two passes (`models.py`), how a router follows the recorded experts
 (`routing_replay.py`). Invariant: the distribution is the one the engine sampled from, so ratios compare like with like.
 """
 
@@ -21,107 +20,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, PreTrainedModel
 
-from agentrl.core.errors import ModelError
-from agentrl.learn.packing import MicroBatch
+from agentrl.learn.attention import Tree
+from agentrl.learn.packing import MicroBatch, padded_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from transformers import PreTrainedModel
 
     from agentrl.learn.routing_replay import RoutingReplay
 
-ATTENTION = "agentrl_tree"
-"""The name under which `tree_attention` is registered; models are loaded with it."""
-
 MAX_LOGITS = 1 << 26
 """Logits held at once, per piece of the projection; larger ones are recomputed in the backward pass."""
-
-
-class _Block(NamedTuple):
-    """An `AttentionBlock` on the device."""
-
-    queries: Tensor  # int64 [B, Q]
-    keys: Tensor  # int64 [B, K]
-    distance: Tensor  # int64 [B, 1, Q, K], position of the query minus position of the key
-
-
-class Tree(NamedTuple):
-    """The structure of a micro-batch, for attention."""
-
-    blocks: tuple[_Block, ...]
-    restore: Tensor
-    """int64 [N]: where each token's output lies in the concatenation of the blocks' padded outputs."""
-
-
-def _tree(batch: MicroBatch, device: torch.device) -> Tree:
-    restore = np.empty(len(batch.token_ids), np.int64)
-    blocks, offset = [], 0
-    for block in batch.blocks:
-        rows, width = block.queries.shape
-        valid = np.arange(width) < block.counts[:, None]
-        restore[block.queries[valid]] = offset + np.flatnonzero(valid)
-        offset += rows * width
-        query_position = block.first[:, None] + np.arange(width)
-        distance = query_position[:, None, :, None] - np.arange(block.keys.shape[1])
-        tensors = (torch.from_numpy(array).to(device) for array in (block.queries, block.keys, distance))
-        blocks.append(_Block(*tensors))
-    return Tree(tuple(blocks), torch.from_numpy(restore).to(device))
-
-
-def tree_attention(  # noqa: PLR0913
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    tree: Tree | None = None,
-    **other: Any,
-) -> tuple[Tensor, None]:
-    """Attention along the paths of a prefix tree; registered with transformers, which fixes this signature.
-
-    Args:
-        module: the attention layer.
-        query: [1, heads, N, D].
-        key: [1, key heads, N, D].
-        value: [1, key heads, N, D].
-        attention_mask: not looked at: the tree says what is visible.
-        dropout: probability.
-        scaling: factor on the scores; None: 1 / sqrt(D).
-        sliding_window: how many tokens back a token sees; None: all.
-        tree: of the micro-batch, handed through the model's keyword arguments.
-        other: what else the model hands to attention.
-
-    Raises:
-        ModelError: the model asks attention for something else than a causal softmax.
-    """
-    strange = [name for name in ("s_aux", "softcap", "position_bias") if other.get(name) is not None]
-    if tree is None or strange:
-        raise ModelError(f"{type(module).__name__} needs attention with {', '.join(strange) or 'other arguments'}")
-    heads, key_heads, width = query.shape[1], key.shape[1], query.shape[3]
-    flat_query = query[0].transpose(0, 1).reshape(-1, heads * width)
-    flat_key_value = torch.cat([key[0], value[0]]).transpose(0, 1).reshape(-1, (key_heads * 2) * width)
-    outputs = []
-    for block in tree.blocks:
-        # F.embedding rather than indexing: its backward pass adds whole rows instead of single elements.
-        q = F.embedding(block.queries, flat_query).view(*block.queries.shape, heads, width).transpose(1, 2)
-        both = F.embedding(block.keys, flat_key_value).view(*block.keys.shape, 2, key_heads, width)
-        k, v = both.transpose(1, 3).unbind(2)
-        if heads != key_heads:
-            k, v = (part.repeat_interleave(heads // key_heads, dim=1) for part in (k, v))
-        allowed = block.distance >= 0
-        if sliding_window is not None:
-            allowed = allowed & (block.distance < sliding_window)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, scale=scaling)
-        outputs.append(out.transpose(1, 2).reshape(-1, heads * width))
-    restored = F.embedding(tree.restore, torch.cat(outputs))
-    return restored.view(1, -1, heads, width), None
-
-
-AttentionInterface.register(ATTENTION, tree_attention)
 
 
 def _body(model: PreTrainedModel) -> nn.Module:
@@ -190,7 +100,7 @@ def _tree_hidden(
             input_ids=device_tensor(batch.token_ids, device).unsqueeze(0),
             position_ids=device_tensor(batch.position_ids, device).unsqueeze(0),
             use_cache=False,
-            tree=_tree(batch, device),
+            tree=Tree(batch, device),
         )
     hidden: Tensor = output.last_hidden_state
     return hidden[0]
@@ -202,16 +112,15 @@ def _padded_hidden(
     """The same hidden states from whole rows, padded on the right; the batch was packed without sharing."""
     hidden: list[Tensor] = []
     order: list[NDArray[np.int64]] = []
-    for block in batch.blocks:
-        valid = np.arange(block.queries.shape[1]) < block.counts[:, None]
-        with _replayed(replay, batch, block.queries, device):
+    for tokens, valid in padded_rows(batch):
+        with _replayed(replay, batch, tokens, device):
             output = _decoder(model)(
-                input_ids=device_tensor(batch.token_ids[block.queries], device),
-                attention_mask=device_tensor(valid, device).long(),
+                input_ids=device_tensor(batch.token_ids[tokens], device),
+                attention_mask=None if valid.all() else device_tensor(valid, device).long(),
                 use_cache=False,
             )
         hidden.append(output.last_hidden_state[device_tensor(valid, device)])
-        order.append(block.queries[valid])
+        order.append(tokens[valid])
     back = np.argsort(np.concatenate(order))
     return torch.cat(hidden)[device_tensor(back, device)]
 

@@ -32,7 +32,8 @@ from agentrl.core.ids import key64
 from agentrl.core.records import TrainingSample
 from agentrl.engines.models import in_float32, model_dtype, read_model, read_shapes, special_lengths
 from agentrl.engines.weights import adaptable_layers, match_full_weights, read_matrices, read_weights
-from agentrl.learn.forward import ATTENTION, device_tensor, token_logprobs
+from agentrl.learn.attention import ATTENTION
+from agentrl.learn.forward import device_tensor, token_logprobs
 from agentrl.learn.packing import pack
 from agentrl.learn.routing_replay import RoutingReplay
 

@@ -25,19 +25,6 @@ Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
 Number = TypeVar("Number", np.int64, np.float32)
 
-KEY_TOKENS_PER_TOKEN = 8
-"""A micro-batch's attention reads at most this many keys per token allowed in it: sharing must not cost memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionBlock:
-    """Rows of similar length, padded: which tokens attend to which. Padding repeats token 0 of the micro-batch."""
-
-    queries: Int64Array  # [B, Q], the tokens each row owns
-    keys: Int64Array  # [B, K], all tokens of each row
-    first: Int64Array  # [B], position in its row of each row's first own token
-    counts: Int64Array  # [B], how many tokens each row owns
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
@@ -45,7 +32,8 @@ class MicroBatch:
 
     token_ids: Int64Array  # [N]
     position_ids: Int64Array  # [N]
-    blocks: tuple[AttentionBlock, ...]
+    visible_until: Int64Array  # [N], token j is seen by the tokens i with j <= i < visible_until[j]: depth-first order
+    starts: Int64Array  # [R], the first token that each row owns; rows that own none are left out
     hidden_index: Int64Array  # [n], which of the N hidden states predicts the trained token
     targets: Int64Array  # [n]
     behavior_logprobs: Float32Array  # [n]
@@ -107,12 +95,11 @@ class _PackedRow:
 def _take(rows: Sequence[_PackedRow], at: int, *, max_tokens: int, share: bool) -> tuple[list[_PackedRow], list[int]]:
     """The rows from `at` on that fit into one micro-batch, and how many tokens each borrows from the one before it."""
     members, borrowed = [rows[at]], [0]
-    tokens = keys = rows[at].length
+    tokens = rows[at].length
     for row in rows[at + 1 :]:
         common = row.common(members[-1]) if share else 0
         tokens += row.length - common
-        keys += row.length
-        if tokens > max_tokens or keys > KEY_TOKENS_PER_TOKEN * max_tokens:
+        if tokens > max_tokens:
             break
         members.append(row)
         borrowed.append(common)
@@ -121,9 +108,15 @@ def _take(rows: Sequence[_PackedRow], at: int, *, max_tokens: int, share: bool) 
 
 def _micro_batch(members: Sequence[_PackedRow], borrowed: Sequence[int]) -> MicroBatch:
     paths: list[Int64Array] = []
-    tokens = 0
+    tokens, total = 0, sum(row.length for row in members) - sum(borrowed)
+    visible_until = np.full(total, total, np.int64)
+    starts: list[int] = []
     for row, common in zip(members, borrowed, strict=True):
         new = np.arange(tokens, tokens + row.length - common, dtype=np.int64)
+        if paths:
+            visible_until[paths[-1][common:]] = tokens
+        if len(new):
+            starts.append(tokens)
         paths.append(np.concatenate([paths[-1][:common], new]) if common else new)
         tokens += len(new)
     own = list(zip(members, borrowed, strict=True))
@@ -140,7 +133,8 @@ def _micro_batch(members: Sequence[_PackedRow], borrowed: Sequence[int]) -> Micr
     return MicroBatch(
         token_ids=np.concatenate([row.sample.token_ids[at : row.length] for row, at in own]).astype(np.int64),
         position_ids=np.concatenate([np.arange(at, row.length, dtype=np.int64) for row, at in own]),
-        blocks=tuple(_blocks(paths, borrowed)),
+        visible_until=visible_until,
+        starts=np.array(starts, np.int64),
         hidden_index=np.concatenate([path[at - 1] for path, at in zip(paths, positions, strict=True)]),
         targets=trained([sample.token_ids for sample in samples], np.int64),
         behavior_logprobs=trained([sample.behavior_logprobs for sample in samples], np.float32),
@@ -189,27 +183,23 @@ def _kept_sets(
     return np.concatenate(counts), np.concatenate(ids).astype(np.int64)
 
 
-def _blocks(paths: Sequence[Int64Array], borrowed: Sequence[int]) -> Iterator[AttentionBlock]:
-    """Group rows so that padding stays below the real work, in few blocks: each costs a kernel call per layer."""
-    own = np.array([len(path) - common for path, common in zip(paths, borrowed, strict=True)])
-    order = [index for index in np.argsort(-own, kind="stable") if own[index]]
+def padded_rows(batch: MicroBatch) -> Iterator[tuple[Int64Array, NDArray[np.bool_]]]:
+    """Whole rows of a batch that was packed without sharing, those of similar length together, padded on the right.
+
+    Yields:
+        The tokens of some rows, indices [B, Q] into the batch, and which of them are no padding, [B, Q]. Padding stays
+        below the real work, in few blocks: each costs a forward pass.
+    """
+    stops = np.append(batch.starts[1:], len(batch.token_ids))
+    lengths = stops - batch.starts
+    order = np.argsort(-lengths, kind="stable")
     start = 0
     while start < len(order):
-        longest = int(own[order[start]])
+        longest = int(lengths[order[start]])
         stop = start
-        while stop < len(order) and 4 * longest <= 5 * int(own[order[stop]]) + 16:
+        while stop < len(order) and 4 * longest <= 5 * int(lengths[order[stop]]) + 16:
             stop += 1
         members = order[start:stop]
-        queries = np.zeros((len(members), longest), np.int64)
-        keys = np.zeros((len(members), max(len(paths[index]) for index in members)), np.int64)
-        for line, index in enumerate(members):
-            path, common = paths[index], borrowed[index]
-            queries[line, : len(path) - common] = path[common:]
-            keys[line, : len(path)] = path
-        yield AttentionBlock(
-            queries=queries,
-            keys=keys,
-            first=np.array([borrowed[index] for index in members], np.int64),
-            counts=own[members],
-        )
+        valid = np.arange(longest) < lengths[members, None]
+        yield np.where(valid, batch.starts[members, None] + np.arange(longest), 0), valid
         start = stop

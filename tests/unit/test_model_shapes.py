@@ -15,7 +15,8 @@ from agentrl.core.errors import ModelError
 from agentrl.core.records import TrainingSample
 from agentrl.engines.embedded.forward import check_slots
 from agentrl.engines.models import kv_bytes_per_token, load_model, read_shapes, special_lengths
-from agentrl.learn.forward import ATTENTION, token_logprobs
+from agentrl.learn.attention import ATTENTION
+from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import load_models, shares_prefixes
 from agentrl.learn.packing import pack
 from tests.learn_cases import run_config

@@ -1,0 +1,171 @@
+"""Attention over a prefix tree: every row as if it stood alone, in memory linear in tokens, on both paths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from agentrl.core.errors import ModelError
+from agentrl.core.records import TrainingSample
+from agentrl.learn import attention
+from agentrl.learn.attention import Tree, flex_tree_attention, tree_attention
+from agentrl.learn.packing import MicroBatch, pack
+
+HEADS, KEY_HEADS, WIDTH = 4, 2, 16
+CPU = torch.device("cpu")
+
+
+def rows_of(lengths: Sequence[int], shared: Sequence[int], seed: int = 0) -> list[TrainingSample]:
+    """Rows of random tokens; row i begins with the first `shared[i]` tokens of one preamble."""
+    rng = np.random.default_rng(seed)
+    preamble = rng.integers(0, 1000, max(shared, default=0))
+    rows = []
+    for length, common in zip(lengths, shared, strict=True):
+        tokens = np.concatenate([preamble[:common], rng.integers(0, 1000, length + 1 - common)]).astype(np.int32)
+        last = np.arange(length + 1) == length
+        blank = np.zeros(length + 1, np.float32)
+        rows.append(TrainingSample(token_ids=tokens, loss_mask=last, behavior_logprobs=blank, advantages=blank))
+    return rows
+
+
+def packed(rows: list[TrainingSample]) -> MicroBatch:
+    (batch,) = pack(rows, max_tokens=1 << 30)
+    return batch
+
+
+def inputs(count: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    heads = (HEADS, KEY_HEADS, KEY_HEADS)
+    return [torch.randn(1, each, count, WIDTH, generator=generator, dtype=dtype).requires_grad_(True) for each in heads]
+
+
+def visible(batch: MicroBatch, window: int | None) -> Tensor:
+    """[N, N], from the paths alone: a token sees what precedes it on the path from the root."""
+    count = len(batch.token_ids)
+    seen = np.zeros((count, count), np.bool_)
+    path: list[int] = []
+    for token in range(count):
+        position = int(batch.position_ids[token])
+        del path[position:]
+        path.append(token)
+        seen[token, path[-window:] if window else path] = True
+    return torch.from_numpy(seen)
+
+
+def naive(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    repeated = [each.repeat_interleave(HEADS // KEY_HEADS, dim=1) for each in (key, value)]
+    out = F.scaled_dot_product_attention(query, *repeated, attn_mask=seen)
+    return out.transpose(1, 2)
+
+
+TREES: dict[str, tuple[list[int], list[int]]] = {
+    "one row": ([700], [0]),
+    "rows apart": ([300, 20, 280, 5], [0, 0, 0, 0]),
+    "a short preamble": ([60, 50, 70, 40, 65] * 4, [30, 30, 20, 30, 0] * 4),
+    "a long preamble": ([600, 580, 20, 590], [550, 400, 20, 550]),
+}
+
+
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("name", TREES)
+def test_output_and_gradients_are_those_of_a_mask(
+    name: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_MASK", 20_000)
+    batch = packed(rows_of(*TREES[name]))
+    assert len(Tree(batch, CPU).chunks(window)) > 1 or name == "one row"
+    query, key, value = inputs(len(batch.token_ids))
+    expected = naive(query, key, value, visible(batch, window))
+    weights = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
+    wanted = torch.autograd.grad((expected * weights).sum(), (query, key, value))
+    found, _ = tree_attention(
+        nn.Module(), query, key, value, None, sliding_window=window, tree=Tree(batch, CPU), scaling=WIDTH**-0.5
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    got = torch.autograd.grad((found * weights).sum(), (query, key, value))
+    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("name", TREES)
+def test_the_path_for_cuda_gives_the_same_output(name: str, window: int | None) -> None:
+    batch = packed(rows_of(*TREES[name]))
+    query, key, value = (each.detach() for each in inputs(len(batch.token_ids), torch.float32))
+    tree = Tree(batch, CPU)
+    found = flex_tree_attention(query, key, value, tree, window, None).transpose(1, 2)
+    torch.testing.assert_close(found, naive(query, key, value, visible(batch, window)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("name", TREES)
+def test_a_block_mask_leaves_no_visible_key_out(name: str, window: int | None) -> None:
+    batch = packed(rows_of(*TREES[name]))
+    seen, size = visible(batch, window), attention._BLOCK
+    count = len(seen)
+    mask = Tree(batch, CPU).block_mask(window)
+    listed = np.zeros((mask.kv_indices.shape[-1],) * 2, np.int64)
+    for kind, (counts, indices) in enumerate(
+        [(mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)], start=1
+    ):
+        assert counts is not None
+        assert indices is not None
+        for query in range(len(listed)):
+            listed[query, indices[0, 0, query, : int(counts[0, 0, query])]] += kind
+    for query in range(len(listed)):
+        for key in range(len(listed)):
+            part = seen[query * size : min(count, (query + 1) * size), key * size : min(count, (key + 1) * size)]
+            assert listed[query, key] in ((1, 2) if part.all() else (1,) if part.any() else (0, 1)), (query, key)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor made inside, views apart."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(each, Tensor):
+                self.elements = max(self.elements, each.untyped_storage().nbytes() // each.element_size())
+        return made
+
+
+def test_nothing_that_is_kept_or_made_grows_with_the_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_MASK", 1 << 14)
+    monkeypatch.setattr(attention, "_KEPT_MASKS", 1 << 14)
+    kept, largest = [], []
+    for length in (300, 600):
+        batch = packed(rows_of([length, length], [length // 2, length // 2]))
+        query, key, value = inputs(len(batch.token_ids), torch.float32)
+        sizes: list[int] = []
+
+        def note(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with Largest() as seen, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            found, _ = tree_attention(nn.Module(), query, key, value, None, tree=Tree(batch, CPU))
+            found.sum().backward()
+        kept.append(sum(sizes))
+        largest.append(seen.elements)
+    assert kept[1] <= 2.05 * kept[0]
+    assert largest[1] <= 2.05 * largest[0]
+
+
+def test_what_is_no_causal_softmax_is_refused() -> None:
+    batch = packed(rows_of([5], [0]))
+    query, key, value = inputs(5)
+    tree: Any = Tree(batch, CPU)
+    for other in ({"softcap": 30.0}, {"s_aux": query}, {"dropout": 0.1}, {"tree": None}):
+        with pytest.raises(ModelError, match="needs attention with"):
+            tree_attention(nn.Module(), query, key, value, None, **({"tree": tree} | other))
+    with pytest.raises(ModelError):
+        tree_attention(nn.Module(), query, key, value[..., :8], None, tree=tree)
