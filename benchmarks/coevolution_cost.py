@@ -132,9 +132,9 @@ def frozen_changed_bytes(*, steps: int) -> int:
             answers.append((await self._engine.score("frozen", PROBE)).tobytes())
             await self._engine.close()
 
-        async def update(self, weights: Any, *, keep: bool = False) -> None:
-            await self._engine.update(weights, keep=keep)
-            if weights.version.policy == "frozen":
+        async def serve(self, current: Any, pinned: Any = ()) -> None:
+            await self._engine.serve(current, pinned)
+            if not answers and any(weights.version.policy == "frozen" for weights in current):
                 answers.append((await self._engine.score("frozen", PROBE)).tobytes())
 
     async def engine(*arguments: Any) -> Any:

@@ -25,6 +25,7 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, StepReport
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
+from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat_format import TemplateFormat
 from agentrl.simulation.recorder import NullJournal
 from agentrl.simulation.recording_trainer import RecordingTrainer
@@ -89,15 +90,16 @@ async def _wired(store: Any, config: Any, *, hold: bool = False, trainer: Record
     resume_state = (
         read_resume_state(store, {}, group_size=config.credit.group_size) if isinstance(store, SqliteJournal) else None
     )
+    served = ServedVersions(engine)
+    await served.make_current(await trainer.publish("policy", PolicyVersion("policy", 0, 0)))
     parts = Parts(
-        engine=engine,
+        served=served,
         trainer=trainer,
         chat_format=chat_format,
         store=store,
         observer=overhead.Silent(),
         clock=SystemClock(),
         tasks=overhead.TASKS,
-        weights={"policy": await trainer.publish("policy", PolicyVersion("policy", 0, 0))},
         **({} if resume_state is None else {"resume_state": resume_state}),
     )
     return assemble(config, overhead.Arithmetic, parts), engine

@@ -36,6 +36,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.vllm import process as vllm_process
 from agentrl.journal.entries import TurnEntry
+from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.byte_formats import VOCABULARY_SIZE, PlainFormat
 from agentrl.simulation.plan import Tail
 from agentrl.simulation.recording_trainer import RecordingTrainer
@@ -156,7 +157,7 @@ def wired(engine: VllmEngine, weights: WeightsRef, journal: MemoryJournal, seed:
         }
     )
     parts = Parts(
-        engine=engine,
+        served=ServedVersions(engine),
         trainer=RecordingTrainer([POLICY]),
         chat_format=Endless(),
         store=journal,
@@ -164,7 +165,6 @@ def wired(engine: VllmEngine, weights: WeightsRef, journal: MemoryJournal, seed:
         clock=SystemClock(),
         tasks=[agentrl.Task(id=f"t{number}", data={}) for number in range(256)],
         versions={POLICY: weights.version},
-        weights={POLICY: weights},
     )
     return assemble(config, Talk, parts)
 
@@ -188,7 +188,7 @@ async def compare(report: Report, names: list[str], repeats: int) -> None:
             kv_memory=MEMORY,
         )
         weights = Adapters(model, Path(scratch), 1).publish(POLICY)
-        await engine.update(weights)
+        await engine.serve([weights])
         stated = engine.capabilities
         assert stated.kv_tokens is not None
         print(

@@ -32,6 +32,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.loop import Orchestrator
+from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat_format import TemplateFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from benchmarks.report import Report
@@ -111,15 +112,16 @@ async def wire(directory: Path, config: RunConfig, *, hold: bool = False) -> Wir
     engine = ScriptedEngine(script, versions={"policy": PolicyVersion("policy", 0, 0)}, hold=hold)
     trainer = RecordingTrainer(["policy"])
     journal = SqliteJournal(directory)
+    served = ServedVersions(engine)
+    await served.make_current(await trainer.publish("policy", PolicyVersion("policy", 0, 0)))
     parts = Parts(
-        engine=engine,
+        served=served,
         trainer=trainer,
         chat_format=chat_format,
         store=journal,
         observer=Silent(),
         clock=SystemClock(),
         tasks=TASKS,
-        weights={"policy": await trainer.publish("policy", PolicyVersion("policy", 0, 0))},
     )
     orchestrator = assemble(config, Arithmetic, parts)
     return Wired(orchestrator=orchestrator, engine=engine, trainer=trainer, journal=journal, asked=asked)

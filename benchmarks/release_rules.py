@@ -114,7 +114,7 @@ class FirstOfMore:
 def race(orchestrator: Orchestrator) -> None:
     """Ten children are begun for eight that are wanted (APRIL, ROLL): who is slow is neither waited for nor trained."""
     losers: set[str] = set()
-    engine = orchestrator.engine
+    engine = orchestrator.versions.engine
     assert isinstance(engine, EmulatedEngine)
 
     def lose(names: set[str]) -> None:

@@ -24,6 +24,7 @@ from agentrl.engines.child_process import EngineProgram, LocalPlacement
 from agentrl.engines.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
+from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat_format import TemplateFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from benchmarks.overhead import MODEL, TASKS, TURNS, Arithmetic, Silent, run_config
@@ -113,15 +114,16 @@ async def train_once(directory: Path, workers: int, steps: int, listening: Liste
             stack.push_async_callback(pool.close)
             pool.placement = listening or pool.placement
         trainer = RecordingTrainer(["policy"])
+        served = ServedVersions(engine)
+        await served.make_current(await trainer.publish("policy", START["policy"]))
         parts = Parts(
-            engine=engine,
+            served=served,
             trainer=trainer,
             chat_format=TemplateFormat.load(MODEL),
             store=journal,
             observer=observer,
             clock=SystemClock(),
             tasks=TASKS,
-            weights={"policy": await trainer.publish("policy", START["policy"])},
             workers=pool,
         )
         await assemble(config, Arithmetic, parts).run()

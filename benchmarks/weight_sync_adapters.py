@@ -76,8 +76,8 @@ async def publishing(report: Report, llm: WatchedVllm, published: Adapters, publ
     async def first_token(kind: str) -> float:
         begun = time.perf_counter()
         weights = None if kind == NONE else published.publish(POLICY, probed=kind == PROBED)
-        updating = None if weights is None else asyncio.ensure_future(engine.update(weights))
-        while weights is not None and engine._versions.of_policy(POLICY).version != weights.version:
+        updating = None if weights is None else asyncio.ensure_future(engine.serve([weights]))
+        while weights is not None and engine.versions.of_policy(POLICY).version != weights.version:
             await asyncio.sleep(0.0005)
         completion = await requests.ask(engine, POLICY, requests.prompt(PROMPT), 1)
         taken = time.perf_counter() - begun
@@ -171,13 +171,13 @@ async def conversations(
     assert await llm.reset_prefix_cache(), "vLLM still holds keys and values of someone"
     engine, requests = await engine_over(llm, refresh, max_staleness), Requests(VOCABULARY)
     numbers: Iterator[int] = iter(range(1 << 20))
-    await engine.update(published.publish(POLICY))
+    await engine.serve([published.publish(POLICY)])
     places: list[Conversation | None] = [None] * CONVERSATIONS
     prefilled = turns = 0
     for tick in range(ticks):
         if tick and tick % UPDATE_EVERY == 0:
             if event == "update":
-                await engine.update(published.publish(POLICY))
+                await engine.serve([published.publish(POLICY)])
             elif event == "clear":
                 assert await llm.reset_prefix_cache()
         for place, conversation in enumerate(places):

@@ -101,13 +101,13 @@ async def by_turns(
     """When updates of each kind began and ended. A bare one loads again what serves, under the same label."""
     windows: dict[str, list[tuple[float, float]]] = {"ours": [], "bare": []}
     await asyncio.sleep(1.0)
-    await engine.update(model.weights(POLICY, 1))  # sets up what is set up once
+    await engine.serve([model.weights(POLICY, 1)])  # sets up what is set up once
     for step in range(2, updates + 2):
         weights = model.weights(POLICY, step)
         for name in ("ours", "bare"):
             await asyncio.sleep(APART_S[keep_kv])
             begun = time.perf_counter()
-            await (engine.update(weights) if name == "ours" else bare_update(llm, weights, keep_kv=keep_kv))
+            await (engine.serve([weights]) if name == "ours" else bare_update(llm, weights, keep_kv=keep_kv))
             windows[name].append((begun, time.perf_counter()))
     await asyncio.sleep(APART_S[keep_kv])
     return windows

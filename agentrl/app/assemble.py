@@ -13,7 +13,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
-from agentrl.core.records import PolicyVersion, Task, WeightsRef
+from agentrl.core.records import PolicyVersion, Task
 from agentrl.credit.advantages import ADVANTAGES, ReleaseRule
 from agentrl.credit.baselines import Mean, Role, RoleMeans
 from agentrl.environment.base import Environment, TaskSource
@@ -34,6 +34,7 @@ from agentrl.orchestrator.versions import (
     Opponents,
     PolicyBoard,
     RunningBest,
+    ServedVersions,
 )
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
@@ -46,7 +47,8 @@ TURN_LOG = "0"
 class Parts:
     """The parts that `assemble` wires together."""
 
-    engine: Engine
+    served: ServedVersions
+    """What the engine serves when the run begins: the published weights of all policies that learn."""
     trainer: Trainer
     chat_format: ChatFormat
     store: JournalStore
@@ -57,12 +59,10 @@ class Parts:
     checkpoints: CheckpointWriter | None = None
     versions: Mapping[str, PolicyVersion] = field(default_factory=dict)
     """Starting version of each policy; (0, 0) where absent."""
-    weights: Mapping[str, WeightsRef] = field(default_factory=dict)
-    """Published weights of the trainable ones."""
     parents: Mapping[tuple[str, int], PolicyVersion] = field(default_factory=dict)
     """The version that each (policy, lineage) but the first started from."""
     opponents: Mapping[str, Sequence[PolicyVersion]] = field(default_factory=dict)
-    """Versions kept served for each past policy, oldest first; see `recovery.serve_opponents`."""
+    """Pinned versions for each past policy, oldest first; see `recovery.serve_opponents`."""
     resume_state: ResumeState = field(default_factory=ResumeState)
     role_means: Mapping[Role, Mean] = field(default_factory=dict)
     """Mean rewards by role, from the checkpoint."""
@@ -86,7 +86,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     Raises:
         ConfigError: sections that do not fit each other.
     """
-    check_capabilities(config, parts.engine.capabilities)
+    check_capabilities(config, parts.served.engine.capabilities)
     signal = Signal()
     buffer = _buffer(config, parts)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
@@ -106,7 +106,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
         buffer=buffer,
         board=board,
         trainer=parts.trainer,
-        engine=parts.engine,
+        versions=parts.served,
         store=parts.store,
         checkpoints=parts.checkpoints,
         signal=signal,
@@ -115,7 +115,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
         evaluator=Evaluator(
             tasks=parts.held_out,
             dispatcher=dispatcher,
-            engine=parts.engine,
+            versions=parts.served,
             store=parts.store,
             observer=parts.observer,
             signal=signal,
@@ -134,7 +134,6 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
         ),
         opponents=opponents,
         best=best,
-        weights=dict(parts.weights),
         roles=_roles(config, parts.role_means),
         tell=parts.tell,
         code_changes=parts.code_changes,
@@ -144,7 +143,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
         dispatcher.worker, dispatcher.fail = parts.workers, orchestrator.fail
     else:
         attach_worker(
-            *(config, environment, dispatcher, parts.engine, parts.chat_format),
+            *(config, environment, dispatcher, parts.served.engine, parts.chat_format),
             *(parts.store, parts.clock, orchestrator.fail),
         )
     size = config.credit.group_size
@@ -181,7 +180,7 @@ def _opponents(config: RunConfig, parts: Parts, dispatcher: Dispatcher) -> Oppon
             pool.count(header)
     return Opponents(
         pools=pools,
-        engine=parts.engine,
+        versions=parts.served,
         run_seed=config.seed,
         pinned=dispatcher.pinned,
         counts=dispatcher.buffer.counts,

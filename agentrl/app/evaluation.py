@@ -33,6 +33,7 @@ from agentrl.observe.sinks import JsonlSink
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
 from agentrl.orchestrator.dispatch import Signal
 from agentrl.orchestrator.evaluation import evaluation_metrics, together
+from agentrl.orchestrator.versions import ServedVersions
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, Engine
@@ -205,7 +206,7 @@ async def _evaluate(
             config, {known: PolicyVersion(known, 0, 0) for known in config.policies}, lambda line: None
         )
         stack.push_async_callback(engine.close)
-        await load_weights(config, engine, store, given)
+        await load_weights(config, ServedVersions(engine), store, given)
         return await play_untrained(
             config, environment, engine, chat_format, store, lambda dispatcher: dispatcher.evaluate(tasks, {})
         )

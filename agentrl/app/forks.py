@@ -37,6 +37,7 @@ from agentrl.journal.entries import Begin, JournalEntry, TurnEntry, decode_entri
 from agentrl.journal.reader import TurnReader, read_prefix
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.run_directory import ENGINE_LOG
+from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.turn_entries import decode_message
 
 _VERSION = re.compile(r"(?P<policy>[^@/]+)@(?P<lineage>\d{1,9})\.(?P<step>\d{1,9})")
@@ -331,7 +332,7 @@ async def _fork(
         versions = {known: PolicyVersion(known, 0, 0) for known in config.policies}
         engine = await adapters.engine(config, versions, lambda death: None, where / ENGINE_LOG)
         stack.push_async_callback(engine.close)
-        await load_weights(config, engine, store, policies.weights)
+        await load_weights(config, ServedVersions(engine), store, policies.weights)
         first = store.next_number("f")
         journal = where / "journal"
         specs = [fork_spec(parent, first + index, journal, environment, n, policies.seats) for index in range(n)]

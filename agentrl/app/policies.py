@@ -23,13 +23,12 @@ from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
 from agentrl.environment.base import Environment, Limits, children_of
 from agentrl.orchestrator.scheduler import Demand
-from agentrl.orchestrator.versions import record_durably
+from agentrl.orchestrator.versions import ServedVersions, record_durably
 from agentrl.rollout.byte_formats import JsonFormat
 from agentrl.rollout.context import MAX_CHILD_DEPTH
 from agentrl.rollout.episode import PolicySettings, RolloutSettings
 
 if TYPE_CHECKING:
-    from agentrl.core.ports import Engine
     from agentrl.journal.port import JournalStore
 
 MAX_EXTERNAL_CONTEXT = 1 << 20
@@ -299,7 +298,9 @@ def check_base(weights: WeightsRef, base: Path) -> None:
         )
 
 
-async def load_weights(config: RunConfig, engine: Engine, store: JournalStore, given: Sequence[WeightsRef]) -> None:
+async def load_weights(
+    config: RunConfig, served: ServedVersions, store: JournalStore, given: Sequence[WeightsRef]
+) -> None:
     """Load weights into an engine in place of the base model's, and record their location in the journal.
 
     Raises:
@@ -308,7 +309,7 @@ async def load_weights(config: RunConfig, engine: Engine, store: JournalStore, g
     for weights in given:
         await record_durably(store, weights)
         try:
-            await engine.update(weights)
+            await served.make_current(weights)
         except EngineError as error:
             raise InputError(f"{weights.path} does not fit {config.model.path}: {error}") from error
 

@@ -25,8 +25,8 @@ from agentrl.config.run import Difference, RunConfig
 from agentrl.core.clock import Clock
 from agentrl.core.errors import EngineError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_leftovers
-from agentrl.core.ports import Engine, Trainer
-from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, PolicyVersion, Proposal, WeightsRef
+from agentrl.core.ports import Trainer
+from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, PolicyVersion, Proposal
 from agentrl.core.text import plural
 from agentrl.credit.baselines import Mean, RewardHistory, Role
 from agentrl.environment.base import Environment, children_of
@@ -40,7 +40,16 @@ from agentrl.orchestrator.buffer import history_of
 from agentrl.orchestrator.checkpoints import Manifest, newest, versions_in
 from agentrl.orchestrator.metrics import SelectionBias, selection_bias_from_journal
 from agentrl.orchestrator.tasks import MEMORY_SIZE
-from agentrl.orchestrator.versions import NOT_MEASURED, PolicyBoard, RunningBest, joined_by, publish
+from agentrl.orchestrator.versions import (
+    BATCHES,
+    NOT_MEASURED,
+    PolicyBoard,
+    RunningBest,
+    ServedVersions,
+    holder_of_pool,
+    joined_by,
+    publish,
+)
 
 if TYPE_CHECKING:
     from agentrl.journal.store import SqliteJournal
@@ -117,16 +126,6 @@ async def find_start(
     return StartPoint(
         recovery=recovery, versions=versions, resume_state=resume_state, record=record, sentences=sentences
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartingVersions:
-    """Versions that the engine serves when a run starts or resumes."""
-
-    weights: Mapping[str, WeightsRef]
-    """Weights of the policies that learn."""
-    opponents: Mapping[str, Sequence[PolicyVersion]]
-    """Versions kept for each past policy, oldest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,21 +213,23 @@ class Recovery:
         config: RunConfig,
         trainable: Mapping[str, PolicyVersion],
         trainer: Trainer,
-        engine: Engine,
+        served: ServedVersions,
         journal: RunJournal,
-    ) -> StartingVersions:
-        """Publish and serve the first versions of the trainable policies, and serve the opponents from their past."""
+    ) -> dict[str, list[PolicyVersion]]:
+        """Publish and serve the first versions of the trainable policies, and serve the opponents from their past.
+
+        Returns:
+            For each opponent pool its versions, oldest first.
+        """
         pinned = pinned_policies(config)
         older: Mapping[str, Sequence[PolicyVersion]] = {}
         if self.manifest is not None:
-            older = await serve_older(config, engine, journal, self.manifest.versions, self.manifest.opponents)
-        weights = {}
+            older = await serve_older(config, served, journal, self.manifest.versions, self.manifest.opponents)
         for name, version in trainable.items():
             parent = None if self.manifest is None else self.manifest.versions[name]
-            weights[name] = await publish(trainer, journal, version, parent, step=None)
-            await engine.update(weights[name], keep=name in pinned)
-        opponents = await serve_opponents(config, engine, weights, older)
-        return StartingVersions(weights=weights, opponents=opponents)
+            weights = await publish(trainer, journal, version, parent, step=None)
+            await served.make_current(weights, holder=BATCHES if name in pinned else "")
+        return await serve_opponents(config, served, older)
 
     def resume_state(self, config: RunConfig, journal: RunJournal) -> ResumeState:
         """The state of the run so far, folded from its journal."""
@@ -467,7 +468,7 @@ def _file_of(made: Any) -> str:
 
 async def serve_older(
     config: RunConfig,
-    engine: Engine,
+    served: ServedVersions,
     journal: RunLog,
     versions: Mapping[str, PolicyVersion],
     drawn_from: Mapping[str, Sequence[PolicyVersion]],
@@ -477,7 +478,7 @@ async def serve_older(
 
     Args:
         config: of the run.
-        engine: is given them.
+        served: they are pinned there.
         journal: of the run.
         versions: the manifest's, of the policies that learn.
         drawn_from: the manifest's pools of opponents.
@@ -496,16 +497,16 @@ async def serve_older(
                 raise StorageError(
                     f"version {version}, which episodes to go on with are pinned to, was never published"
                 )
-            await engine.update(weights, keep=True)
+            await served.pin(BATCHES, weights)
     return {
-        name: await _serve_older_opponents(engine, journal, board, name, pool, drawn_from.get(name, ()))
+        name: await _serve_older_opponents(served, journal, board, name, pool, drawn_from.get(name, ()))
         for name, pool in config.of_kind(OpponentPoolPolicy).items()
         if pool.of in versions
     }
 
 
 async def _serve_older_opponents(
-    engine: Engine,
+    table: ServedVersions,
     journal: RunLog,
     board: PolicyBoard,
     name: str,
@@ -528,7 +529,7 @@ async def _serve_older_opponents(
         if weights is None:
             continue
         try:
-            await engine.update(weights, keep=True)
+            await table.pin(holder_of_pool(name), weights)
         except EngineError:  # deleted since, as after a rollback: the others will do
             continue
         served.append(version)
@@ -537,8 +538,7 @@ async def _serve_older_opponents(
 
 async def serve_opponents(
     config: RunConfig,
-    engine: Engine,
-    weights: Mapping[str, WeightsRef],
+    table: ServedVersions,
     older: Mapping[str, Sequence[PolicyVersion]],
 ) -> dict[str, list[PolicyVersion]]:
     """The first versions of each opponent pool: `older` ones, and the current one if it joins or the pool is empty.
@@ -547,11 +547,11 @@ async def serve_opponents(
     """
     opponents = {}
     for name, pool in config.of_kind(OpponentPoolPolicy).items():
-        served, current = list(older.get(name, ())), weights[pool.of]
+        served, current = list(older.get(name, ())), table.current[pool.of]
         step = current.version.step
         joins = step % pool.every == 0 and len(served) <= pool.size
         if not served or (joins and served[-1].step < step):
-            await engine.update(current, keep=True)
+            await table.pin(holder_of_pool(name), current)
             served.append(current.version)
         opponents[name] = served
     return opponents

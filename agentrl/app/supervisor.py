@@ -18,7 +18,7 @@ import contextlib
 import os
 import signal as signals
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,7 +44,7 @@ from agentrl.core.errors import (
 )
 from agentrl.core.files import closed_under_us
 from agentrl.core.ports import ChatFormat, Trainer
-from agentrl.core.records import EpisodeSpec, Task
+from agentrl.core.records import EpisodeSpec, PolicyVersion, Task
 from agentrl.environment.base import Environment, TaskSource, described
 from agentrl.environment.containment import end_if_forked, forks_ended
 from agentrl.journal.process import ProcessRecord, record_state
@@ -52,11 +52,12 @@ from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.blocked import is_users, watch_loop
 from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.loop import Orchestrator
+from agentrl.orchestrator.versions import ServedVersions
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from agentrl.app.recovery import StartingVersions, StartPoint
+    from agentrl.app.recovery import StartPoint
     from agentrl.cluster.worker_pool import WorkerPool
     from agentrl.core.ports import Engine
     from agentrl.journal.run_log import RunStart
@@ -253,12 +254,13 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
             stack.push_async_callback(workers.close)
         else:
             record.workers = 1
-        await load_weights(config, engine, store, await asyncio.to_thread(given_weights, config))
+        served = ServedVersions(engine)
+        await load_weights(config, served, store, await asyncio.to_thread(given_weights, config))
         store.record_start(point.record)
         trainable = {name: point.versions[name] for name in config.trained}
-        served = await point.recovery.serve(config, trainable, trainer, engine, store)
+        opponents = await point.recovery.serve(config, trainable, trainer, served, store)
         measured = await asyncio.to_thread(point.recovery.measured, directory.versions)
-        parts = _parts(setup, point, served, measured, engine=engine, trainer=trainer, workers=workers)
+        parts = _parts(setup, point, opponents, measured, served=served, trainer=trainer, workers=workers)
         orchestrator = assemble(config, setup.environment, parts)
         setup.adapters.assembled(orchestrator)
         observer.watch(orchestrator.status)
@@ -280,16 +282,16 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
 def _parts(
     setup: RunSetup,
     point: StartPoint,
-    served: StartingVersions,
+    opponents: Mapping[str, Sequence[PolicyVersion]],
     measured: RunningBest,
     *,
-    engine: Engine,
+    served: ServedVersions,
     trainer: Trainer,
     workers: WorkerPool | None,
 ) -> Parts:
     store, directory = setup.store, setup.directory
     return Parts(
-        engine=engine,
+        served=served,
         trainer=trainer,
         chat_format=setup.chat_format,
         store=store,
@@ -299,8 +301,7 @@ def _parts(
         held_out=setup.held_out,
         checkpoints=CheckpointWriter(directory.checkpoints),
         versions=point.versions,
-        weights=served.weights,
-        opponents=served.opponents,
+        opponents=opponents,
         parents=store.parents(),
         resume_state=point.resume_state,
         role_means=point.recovery.role_means,

@@ -141,7 +141,9 @@ def _concluded(
 ) -> Run:
     """Write the links and the summary of a finished run."""
     chosen = {name: store.published(version) for name, version in orchestrator.best.measured.versions.items()}
-    policies = directory.link("policies", orchestrator.weights)
+    policies = directory.link(
+        "policies", {name: orchestrator.versions.current[name] for name in orchestrator.board.trainable}
+    )
     best = directory.link("best", {name: weights for name, weights in chosen.items() if weights is not None})
     directory.write_summary(summary)
     record_state(directory.path, "stopped" if orchestrator.outcome.interrupted else "finished")

@@ -96,6 +96,10 @@ class EngineLostError(EngineError):
     """
 
 
+class VersionNotServedError(EngineError):
+    """A session asks for a version that the engine does not serve, or no longer."""
+
+
 class EngineFailedError(EngineError):
     """The engine is gone for good: its supervisor has given up. The call sampled nothing."""
 

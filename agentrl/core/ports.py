@@ -7,7 +7,7 @@ Everything above the ports runs without torch, ray and vLLM.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -58,6 +58,9 @@ class EngineCapabilities:
     conversation may keep does not depend on the others."""
     prefill_rate: float = math.inf
     """Tokens of context computed per second on an idle engine."""
+    keeps_version: frozenset[str] = frozenset()
+    """Policies whose conversations stay on the version that sampled their first token (refresh `episode`). A session
+    that is opened again for one of them must be pinned to it."""
     shares_prefixes: bool = False
     """Whether shared prefixes are stored once."""
 
@@ -124,6 +127,7 @@ class EngineSession(Protocol):
 
         Raises:
             EngineLostError: the engine is gone; tokens given to `on_delta` are valid, the session is not.
+            VersionNotServedError: the session moved to another process, which does not have the version it stays on.
             EngineError: the engine failed for good or refused the call; nothing of the call is kept.
         """
         ...
@@ -141,11 +145,12 @@ class Sampler(Protocol):
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
         """A session for one conversation of `policy`.
 
-        With `pin` the session stays on that version, which must be served and kept by `update`.
+        With `pin` the session stays on that version, which must be current or pinned by `Engine.serve`.
 
         Raises:
             EngineLostError: the engine is gone; it may accept the session later.
-            EngineError: the engine does not serve the policy, or not that version.
+            VersionNotServedError: the engine does not serve that version.
+            EngineError: the engine does not serve the policy.
         """
         ...
 
@@ -155,19 +160,21 @@ class Sampler(Protocol):
 
 
 class Engine(Sampler, Protocol):
-    """An inference engine: samples, and serves the versions that its owner publishes."""
+    """An inference engine: samples, and serves the versions that its owner asks for."""
 
-    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
-        """Serve a new version between two forward passes; with `keep` it stays available to pins until `release`,
-        once for each time it was kept.
+    async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
+        """Serve these versions and no others; idempotent. Returns when they are served, or were superseded by a
+        later `serve`, which takes effect at once.
+
+        Args:
+            current: at most one per policy: new conversations sample from it. Policies without one stay as they are.
+            pinned: all versions that sessions may be pinned to although they are not current. Any other one is
+                forgotten once no session and no call needs it.
 
         Raises:
-            EngineError: the files do not match their digest or the model; the old version keeps serving.
+            EngineError: the files of a version do not match their digest or the model: its policy stays at the version
+                before, or the pin is missing. All others are served.
         """
-        ...
-
-    def release(self, version: PolicyVersion) -> None:
-        """Take one `keep` back; a version that nobody keeps is unloaded once no session pins it."""
         ...
 
     async def ping(self) -> None:

@@ -15,18 +15,25 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from agentrl.core.clock import RetryBudget, SystemClock
-from agentrl.core.errors import AgentRLError, EngineError, EngineFailedError, EngineLostError, InputError, error_named
+from agentrl.core.errors import (
+    AgentRLError,
+    EngineError,
+    EngineFailedError,
+    EngineLostError,
+    InputError,
+    VersionNotServedError,
+    error_named,
+)
 from agentrl.core.ids import key64
 from agentrl.engines import wire
 from agentrl.engines.child_process import LocalPlacement, Supervisor
+from agentrl.engines.versions import WantedVersions, in_order, run_to_end
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from agentrl.core.clock import Clock
     from agentrl.core.ports import Delta, EngineCapabilities, EngineSession, GenerateRequest
@@ -123,10 +130,10 @@ class Connection:
             raise EngineError(f"call {request.request_id}: the engine's process answered {type(reply).__name__}")
         return wire.completion_of(reply)
 
-    async def update(self, weights: WeightsRef, *, keep: bool) -> None:
-        """See `agentrl.core.ports.Engine.update`."""
+    async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
+        """See `agentrl.core.ports.Engine.serve`."""
         call = self.next_call()
-        await self.ask(call, wire.Update(call=call, weights=weights, keep=keep))
+        await self.ask(call, wire.Serve(call=call, current=list(current), pinned=in_order((), pinned)))
 
     async def drain(self, error: AgentRLError) -> None:
         """Read what a dead process had sent, then fail what it had not answered."""
@@ -222,6 +229,8 @@ ReplicaT = TypeVar("ReplicaT", bound=SessionHost)
 class Router(Protocol[ReplicaT]):
     """Decides which replica a conversation is with."""
 
+    capabilities: EngineCapabilities
+
     def is_available(self, replica: ReplicaT) -> bool:
         """Whether a conversation that is with this replica stays there, where its KV is."""
         ...
@@ -245,7 +254,11 @@ class Router(Protocol[ReplicaT]):
 
 
 class RoutedSession(Generic[ReplicaT]):
-    """One conversation, with one replica at a time: opened again at another when that one is not available."""
+    """One conversation, with one replica at a time: opened again at another when that one is not available.
+
+    Where its policy keeps its version (refresh `episode`), it is pinned to the version of its first tokens from then
+    on; a replica that does not have it refuses the call.
+    """
 
     __slots__ = ("_closed", "_name", "_pin", "_policy", "_replica", "_router", "_session")
 
@@ -263,7 +276,7 @@ class RoutedSession(Generic[ReplicaT]):
         while True:
             replica, session = await self._opened(request)
             try:
-                return await session.generate(request, on_delta)
+                completion = await session.generate(request, on_delta)
             except EngineFailedError as error:  # nothing was sampled: another replica does it
                 self._close_session()
                 self._router.replica_lost(replica, error)
@@ -271,6 +284,10 @@ class RoutedSession(Generic[ReplicaT]):
                 self._close_session()
                 self._router.replica_lost(replica, error)
                 raise
+            else:
+                if self._pin is None and completion.spans and self._policy in self._router.capabilities.keeps_version:
+                    self._pin = completion.spans[0].version
+                return completion
 
     async def _opened(self, request: GenerateRequest) -> tuple[ReplicaT, EngineSession]:
         """The replica it is with, and the session there."""
@@ -312,84 +329,6 @@ def pick_replica(loads: Sequence[int], policy: str, context: Int32Array) -> int:
     return best if loads[best] <= LOAD_BOUND * sum(loads) / len(loads) else loads.index(min(loads))
 
 
-@dataclass(slots=True)
-class ServedVersions:
-    """Versions that an engine is to serve, or serves."""
-
-    newest: dict[str, WeightsRef] = field(default_factory=dict)
-    """By policy; without those that were never updated."""
-    kept: Counter[WeightsRef] = field(default_factory=Counter)
-    """How often each was kept and not released."""
-
-    def record(self, weights: WeightsRef, *, keep: bool) -> None:
-        """Make a version its policy's newest; with `keep`, count one more keep."""
-        self.newest[weights.version.policy] = weights
-        if keep:
-            self.kept[weights] += 1
-
-    def revoke(self, weights: WeightsRef, before: WeightsRef | None, *, keep: bool) -> None:
-        """Undo a `record`; `before` was the newest."""
-        policy = weights.version.policy
-        if before is None:
-            del self.newest[policy]
-        else:
-            self.newest[policy] = before
-        if keep:
-            self._release(weights)
-
-    def release(self, version: PolicyVersion) -> bool:
-        """Take one `keep` back; False: it was not kept."""
-        weights = self._kept(version)
-        if weights is None:
-            return False
-        self._release(weights)
-        return True
-
-    def _release(self, weights: WeightsRef) -> None:
-        self.kept -= Counter([weights])  # drops those that are kept no more
-
-    def is_kept(self, version: PolicyVersion) -> bool:
-        """Whether the version stays although a newer one may be served."""
-        return self._kept(version) is not None
-
-    def _kept(self, version: PolicyVersion) -> WeightsRef | None:
-        return next((weights for weights in self.kept if weights.version == version), None)
-
-    def missing(self, wanted: ServedVersions) -> dict[str, tuple[WeightsRef, bool]]:
-        """The next update of each policy towards the versions `wanted`: the weights, and whether to keep them.
-
-        Empty if nothing is missing. Of one policy the oldest version comes first, since an engine takes the version
-        it was given last for the newest.
-        """
-        updates = [(weights, True) for weights, times in wanted.kept.items() if self.kept[weights] < times]
-        updates.sort(key=lambda update: update[0].version)
-        updates += [(weights, False) for policy, weights in wanted.newest.items() if self.newest.get(policy) != weights]
-        missing: dict[str, tuple[WeightsRef, bool]] = {}
-        for weights, keep in updates:
-            missing.setdefault(weights.version.policy, (weights, keep))
-        return missing
-
-
-async def finish_update(update: Coroutine[Any, Any, None], *, on_cancel: Callable[[], None] | None) -> None:
-    """Run an update to its end, even if the caller is cancelled meanwhile.
-
-    Args:
-        update: what is run.
-        on_cancel: called when it succeeds although the caller was cancelled, and so does not know that it did.
-    """
-    task = asyncio.get_running_loop().create_task(update, name="engine update")
-
-    def end(ended: asyncio.Task[None]) -> None:
-        if not ended.cancelled() and ended.exception() is None and on_cancel is not None:
-            on_cancel()
-
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        task.add_done_callback(end)
-        raise
-
-
 class ProcessEngine:
     """See `agentrl.core.ports.Engine`. Starts its process at once; `ready` waits for it.
 
@@ -420,7 +359,8 @@ class ProcessEngine:
         self._program = program
         self._placement = placement or LocalPlacement()
         self._first_versions = dict(versions)
-        self._served = ServedVersions()
+        self._wanted = self._served = WantedVersions()
+        """What was asked for last, and what the process has been given of it: what the next one is given first."""
         self._connection: Connection | None = None
         self._is_welcomed = False
         """The process has been given its versions; before, nothing else is sent to it."""
@@ -477,29 +417,29 @@ class ProcessEngine:
         if not isinstance(loaded, wire.Loaded):
             raise EngineLostError("the engine's process answered something else")
         self.capabilities = loaded.capabilities
-        restored = await self._restore(connection)
-        for weights in (restored.kept - self._served.kept).elements():  # what was released meanwhile
-            connection.send(wire.Release(version=weights.version))
+        await self._restore(connection)
         self._is_welcomed = True
         self._address = loaded.address
         self._moved()
 
-    async def _restore(self, connection: Connection) -> ServedVersions:
-        """Give a fresh process the versions of the one before, and return them.
+    async def _restore(self, connection: Connection) -> None:
+        """Have a fresh process serve what the one before did.
 
-        A kept version whose files are gone is dropped: opening a session that pins it is refused by name.
+        A pinned version whose files are gone is left out: opening a session that pins it is refused by name.
         """
-        restored = ServedVersions()
-        while missing := restored.missing(self._served):
-            for weights, keep in missing.values():
-                try:
-                    await connection.update(weights, keep=keep)
-                    restored.record(weights, keep=keep)
-                except EngineError as error:
-                    if isinstance(error, EngineLostError) or not keep:
-                        raise
-                    del self._served.kept[weights]
-        return restored
+        current = self._served.current.values()
+        if current:
+            await connection.serve(current, ())
+        restored: frozenset[WeightsRef] = frozenset()
+        for weights in in_order((), self._served.pinned):
+            try:
+                await connection.serve(current, restored | {weights})
+                restored |= {weights}
+            except EngineLostError:
+                raise
+            except EngineError:
+                continue
+        self._served = WantedVersions(self._served.current, restored & self._wanted.pinned)
 
     async def died(self, how: str) -> None:
         """See `Supervised.died`."""
@@ -526,8 +466,8 @@ class ProcessEngine:
         if policy not in self._first_versions:
             served = ", ".join(sorted(self._first_versions))
             raise EngineError(f"no policy {policy!r} in this engine; it serves: {served}")
-        if pin is not None and not self._served.is_kept(pin) and pin != self._newest(pin.policy):
-            raise EngineError(f"version {pin} is not served here; give it by update with keep=True")
+        if pin is not None and not self._served.has_pin(pin) and pin != self._current(pin.policy):
+            raise VersionNotServedError(f"version {pin} is not served here; pin it by serve(..., pinned)")
         return RoutedSession(self, session_id, policy, pin)
 
     def is_available(self, replica: Connection) -> bool:
@@ -556,28 +496,31 @@ class ProcessEngine:
 
     # --- control ----------------------------------------------------------------------------------------------------
 
-    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
-        """See `agentrl.core.ports.Engine.update`; a caller who is cancelled keeps nothing."""
-        on_cancel = partial(self.release, weights.version) if keep else None
-        await finish_update(self._update(weights, keep=keep), on_cancel=on_cancel)
+    async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
+        """See `agentrl.core.ports.Engine.serve`; versions of which the process dies again and again are refused."""
+        wanted = self._wanted = self._wanted.followed_by(current, pinned)
+        self._served = self._served.without_pins_but(wanted)
+        try:
+            await run_to_end(self._serve(in_order(current, pinned)))
+        except EngineError:
+            if self._wanted is wanted:
+                self._wanted = self._served
+            raise
 
-    async def _update(self, weights: WeightsRef, *, keep: bool) -> None:
+    async def _serve(self, asked: Sequence[WeightsRef]) -> None:
         for _ in range(LOSSES_OF_AN_UPDATE):
             connection = await self._connected()
+            sent = self._wanted
             with contextlib.suppress(EngineLostError):
-                await connection.update(weights, keep=keep)
-                self._served.record(weights, keep=keep)
+                await connection.serve(sent.current.values(), sent.pinned)
+                self._served = sent.without_pins_but(self._wanted)
                 return
+        refused = ", ".join(str(weights.version) for weights in asked if weights not in self._served.all)
         died = f"{LOSSES_OF_AN_UPDATE} processes of the engine died of it"
-        raise EngineError(f"weights {weights.version} refused: {died}. The version before it keeps serving")
+        raise EngineError(f"weights {refused} refused: {died}. The version before it keeps serving")
 
-    def release(self, version: PolicyVersion) -> None:
-        """See `agentrl.core.ports.Engine.release`."""
-        if self._served.release(version):
-            self._send(wire.Release(version=version))
-
-    def _newest(self, policy: str) -> PolicyVersion | None:
-        weights = self._served.newest.get(policy)
+    def _current(self, policy: str) -> PolicyVersion | None:
+        weights = self._served.current.get(policy)
         return self._first_versions.get(policy) if weights is None else weights.version
 
     async def ping(self) -> None:

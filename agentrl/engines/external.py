@@ -24,7 +24,7 @@ from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, Message, PolicyVersion, VersionSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from agentrl.core.ports import Delta, Engine, EngineSession, GenerateRequest, Sampler
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, WeightsRef
@@ -95,13 +95,9 @@ class RoutedEngine(RoutedSampler):
         self.engine = engine
         """Ours."""
 
-    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
-        """See `agentrl.core.ports.Engine.update`."""
-        await self.engine.update(weights, keep=keep)
-
-    def release(self, version: PolicyVersion) -> None:
-        """See `agentrl.core.ports.Engine.release`."""
-        self.engine.release(version)
+    async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
+        """See `agentrl.core.ports.Engine.serve`."""
+        await self.engine.serve(current, pinned)
 
     async def ping(self) -> None:
         """See `agentrl.core.ports.Engine.ping`."""
@@ -138,12 +134,10 @@ class NoEngine:
     def abort(self, request_id: str) -> None:
         """Nothing is in flight."""
 
-    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
-        """Refused: nothing here has weights."""
-        raise EngineError(f"no engine takes {weights.path}: all policies of the run live outside")
-
-    def release(self, version: PolicyVersion) -> None:
-        """Nothing is held."""
+    async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
+        """Refused, unless there is nothing to serve: nothing here has weights."""
+        for weights in (*current, *pinned):
+            raise EngineError(f"no engine takes {weights.path}: all policies of the run live outside")
 
     async def ping(self) -> None:
         """Nothing computes."""

@@ -2,23 +2,23 @@
 
 Implements `core.ports.Engine`. Owns which replica a conversation is with, which versions all are to serve, and who does
 not. Does not know what the replicas are.
-Invariants: a conversation stays with its replica, which has its KV, until that is lost or behind; a replica follows the
-table of versions, oldest first, and is fenced while it cannot: it ends the calls it has and gets no new ones; an update
-that the first replica refuses has reached none.
+Invariants: a conversation stays with its replica, which has its KV, until that is lost or behind; a replica is brought
+to what is wanted, also when it comes back late, and is fenced while it is behind: it ends the calls it has and gets no
+new ones; a version that the first replica refuses has reached none.
 """
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import EngineError, EngineFailedError, EngineLostError
-from agentrl.engines.client import RoutedSession, ServedVersions, SharedEngine, finish_update, pick_replica
+from agentrl.engines.client import RoutedSession, SharedEngine, pick_replica
+from agentrl.engines.versions import WantedVersions, run_to_end
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Coroutine, Sequence
 
     from agentrl.core.ports import Engine, EngineCapabilities, EngineSession
     from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
@@ -37,14 +37,14 @@ class Replica:
     engine: Engine
     sessions: int = 0
     """Conversations it has."""
-    serves: ServedVersions = field(default_factory=ServedVersions)
-    """Versions it has taken."""
-    refused: dict[WeightsRef, Exception] = field(default_factory=dict)
-    """Versions it refused when it was last asked, and why."""
-    stale: set[str] = field(default_factory=set)
-    """Policies of which it serves a version that the others had refused by the time it took it."""
+    asked: WantedVersions | None = None
+    """What it was asked to serve last; None where it was lost meanwhile."""
+    serves: WantedVersions = field(default_factory=WantedVersions)
+    """What it serves."""
+    refusal: Exception | None = None
+    """Why it did not serve what it was asked for."""
     following: asyncio.Task[None] | None = None
-    """Gives it the versions it is missing."""
+    """Has it serve what is wanted."""
     is_fenced: bool = False
     is_lost: bool = False
     failure: EngineError | None = None
@@ -69,7 +69,9 @@ class ReplicatedEngine:
     def __init__(self, engines: Sequence[Engine], *, tell: Callable[[str], None] | None = None) -> None:
         self.capabilities = _together([engine.capabilities for engine in engines])
         self._replicas = [Replica(number, engine) for number, engine in enumerate(engines)]
-        self._wanted = ServedVersions()
+        self._wanted = self._served = WantedVersions()
+        """What was asked for last, and what at least one replica has served of it."""
+        self._forwarded: set[asyncio.Task[None]] = set()
         self._tell = tell or (lambda line: None)
         self._one_at_a_time = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -153,40 +155,55 @@ class ReplicatedEngine:
 
     def _nobody(self) -> EngineFailedError:
         reasons = [
-            f"replica {replica.number}: {replica.failure or next(iter(replica.refused.values()), 'behind')}"
-            for replica in self._replicas
+            f"replica {replica.number}: {replica.failure or replica.refusal or 'behind'}" for replica in self._replicas
         ]
         return EngineFailedError(f"no replica of the engine serves any more; {'; '.join(reasons)}")
 
     # --- control ----------------------------------------------------------------------------------------------------
 
-    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
-        """See `agentrl.core.ports.Engine.update`: each replica in turn, so that the others sample meanwhile.
+    async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
+        """See `agentrl.core.ports.Engine.serve`: each replica in turn, so that the others sample meanwhile.
 
         A replica that takes longer than `FENCE_S` for full weights, or fails where another did not, is fenced until it
-        has caught up. An adapter may have to wait for a place, which conversations free when they end: so do we.
-        A caller who is cancelled keeps nothing.
+        has caught up. An adapter may have to wait for a place, which conversations free when they end, and unpinned
+        versions at once: so do we.
         """
-        on_cancel = partial(self.release, weights.version) if keep else None
-        await finish_update(self._update(weights, keep=keep), on_cancel=on_cancel)
+        self._wanted = self._wanted.followed_by(current, pinned)
+        self._served = self._served.without_pins_but(self._wanted)
+        for replica in self._replicas:
+            replica.refusal = None
+            if replica.asked is not None and replica.following is not None and not replica.following.done():
+                self._forward(replica.engine.serve((), replica.asked.pinned & self._wanted.pinned))
+        await run_to_end(self._roll_out())
 
-    async def _update(self, weights: WeightsRef, *, keep: bool) -> None:
+    def _forward(self, unpinning: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(unpinning, name="engine unpins")
+        self._forwarded.add(task)
+
+        def end(ended: asyncio.Task[None]) -> None:
+            self._forwarded.discard(ended)
+            if not ended.cancelled():
+                ended.exception()  # what is wrong with the replica is heard by the task that follows
+
+        task.add_done_callback(end)
+
+    async def _roll_out(self) -> None:
         async with self._one_at_a_time:
-            before = self._wanted.newest.get(weights.version.policy)
-            self._wanted.record(weights, keep=keep)
-            for replica in self._replicas:
-                replica.refused.clear()
+            wanted = self._wanted
             try:
                 for replica in self._living():
-                    await self._in_turn(replica, weights)
-                while not self._is_taken(weights.version.policy):
+                    await self._in_turn(replica)
+                while not self._is_taken():
                     await self._change()
             except Exception:
-                self._wanted.revoke(weights, before, keep=keep)
-                self._follow_fenced()
+                if self._wanted is wanted:
+                    self._wanted = self._served
+                    for replica in self._replicas:
+                        self._follow(replica)
                 raise
+            self._served = self._wanted
 
-    async def _in_turn(self, replica: Replica, weights: WeightsRef) -> None:
+    async def _in_turn(self, replica: Replica) -> None:
         """Wait until a replica has followed, if it is not fenced; it is, where it does not.
 
         Raises:
@@ -195,102 +212,77 @@ class ReplicatedEngine:
         following = self._follow(replica)
         if replica.is_fenced:
             return
+        is_full = any(weights.kind == "full" for weights in self._wanted.all - replica.serves.all)
         try:
-            async with asyncio.timeout(FENCE_S if weights.kind == "full" else None):
+            async with asyncio.timeout(FENCE_S if is_full else None):
                 while not (following.done() or replica.is_fenced):
                     await self._change()
         except TimeoutError:
             pass
-        if not following.done() or (self._missing(replica) and self._is_taken(weights.version.policy)):
-            self._fence(replica, f"is behind at {weights.version}; it gets no calls for now")
+        if not following.done() or (self._is_behind(replica) and self._is_taken()):
+            new = self._wanted.all - replica.serves.all
+            names = ", ".join(sorted(str(weights.version) for weights in new))
+            self._fence(replica, f"is behind at {names}; it gets no calls for now")
 
-    def _is_taken(self, policy: str) -> bool:
-        """Whether a replica serves what is wanted of a policy.
+    def _is_taken(self) -> bool:
+        """Whether a replica serves what is wanted.
 
         Raises:
             EngineError: none will, for this reason.
         """
         living = self._living()
-        missing = [replica for replica in living if policy in self._missing(replica)]
-        if len(missing) < len(living):
+        behind = [replica for replica in living if self._is_behind(replica)]
+        if len(behind) < len(living):
             return True
-        refused = {
-            replica.number: (replica, error)
-            for replica in missing
-            for weights, error in replica.refused.items()
-            if weights.version.policy == policy
-        }
-        for replica, error in refused.values():
-            if not replica.is_fenced or len(refused) == len(living):
-                raise error
+        refused = [replica for replica in behind if replica.refusal is not None]
+        for replica in refused:
+            if replica.refusal is not None and (not replica.is_fenced or len(refused) == len(living)):
+                raise replica.refusal
         return False
 
-    def _missing(self, replica: Replica) -> dict[str, tuple[WeightsRef, bool]]:
-        return replica.serves.missing(self._wanted)
+    def _is_behind(self, replica: Replica) -> bool:
+        """Whether a replica lacks a version, or has a current one that the others refused."""
+        serves, wanted = replica.serves, self._wanted
+        return serves.current != wanted.current or not wanted.pinned <= serves.pinned
 
     def _follow(self, replica: Replica) -> asyncio.Task[None]:
-        """The task that gives a replica the versions it is missing, started where none runs."""
+        """The task that has a replica serve what is wanted, started where none runs."""
         if replica.following is None or replica.following.done():
             name = f"engine replica {replica.number}"
-            replica.following = asyncio.get_running_loop().create_task(self._give(replica), name=name)
+            replica.following = asyncio.get_running_loop().create_task(self._reconcile(replica), name=name)
             replica.following.add_done_callback(lambda _: self._changed.set())
         return replica.following
 
-    async def _give(self, replica: Replica) -> None:
+    async def _reconcile(self, replica: Replica) -> None:
         while not self._closed and replica.failure is None:
-            updates = [update for update in self._missing(replica).values() if update[0] not in replica.refused]
-            if not (updates or replica.is_lost):
-                break
             try:
                 if replica.is_lost:
                     await self._answers(replica)
+                elif replica.asked is not self._wanted:
+                    await self._ask(replica)
                 else:
-                    await self._deliver(replica, *updates[0])
+                    break
             except (EngineLostError, EngineFailedError) as error:
                 self.replica_lost(replica, error)
             self._changed.set()
-        if replica.is_fenced and replica.failure is None and not (replica.stale or self._missing(replica)):
+        if replica.is_fenced and replica.failure is None and not self._is_behind(replica):
             replica.is_fenced = False
             self._tell(f"engine replica {replica.number} has caught up")
             self._moved()
 
-    async def _deliver(self, replica: Replica, weights: WeightsRef, keep: bool) -> None:
-        """Update a replica; what has ceased to be wanted meanwhile is not counted as served."""
-        policy = weights.version.policy
+    async def _ask(self, replica: Replica) -> None:
+        """Have a replica serve what is wanted now; who waits for it hears of a refusal."""
+        wanted = replica.asked = self._wanted
+        replica.refusal = None
         try:
-            await replica.engine.update(weights, keep=keep)
+            await replica.engine.serve(wanted.current.values(), wanted.pinned)
         except (EngineLostError, EngineFailedError):
+            replica.asked = None
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, who waits for this version hears of it
-            replica.refused[weights] = error
+        except Exception as error:  # noqa: BLE001 - whatever it is, who waits for these versions hears of it
+            replica.refusal = error
             return
-        if keep:
-            replica.serves.kept[weights] += 1
-        if self._wanted.newest.get(policy) == weights or self._wanted.kept[weights]:
-            replica.serves.newest[policy] = weights
-            replica.stale.discard(policy)
-        else:
-            replica.stale.add(policy)
-        self._trim(replica)
-
-    def release(self, version: PolicyVersion) -> None:
-        """See `agentrl.core.ports.Engine.release`."""
-        if self._wanted.release(version):
-            for replica in self._replicas:
-                self._trim(replica)
-            self._follow_fenced()
-
-    def _trim(self, replica: Replica) -> None:
-        """Release versions of a replica that nobody keeps any more; a keep under way is reconciled when it arrives."""
-        surplus = replica.serves.kept - self._wanted.kept
-        replica.serves.kept -= surplus
-        for weights in surplus.elements():
-            replica.engine.release(weights.version)
-
-    def _follow_fenced(self) -> None:
-        for replica in self._replicas:
-            if replica.is_fenced:
-                self._follow(replica)
+        replica.serves = replica.serves.followed_by(wanted.current.values(), wanted.pinned)
 
     def _fence(self, replica: Replica, why: str) -> None:
         if not replica.is_fenced:
@@ -329,7 +321,7 @@ class ReplicatedEngine:
         self._closed = True
         self._changed.set()
         await asyncio.gather(*(replica.engine.close() for replica in self._replicas))
-        pending = {replica.following for replica in self._replicas if replica.following is not None}
+        pending = {replica.following for replica in self._replicas if replica.following is not None} | self._forwarded
         for task in pending:
             task.cancel()
         if pending:

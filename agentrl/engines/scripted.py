@@ -1,7 +1,7 @@
 """The scripted engine: follows a script at a given pace, without a model; for tests and benchmarks.
 
 Owns: calls in flight, the version ascribed to each token, and the duration of calls on the running loop's clock. Starts
-no threads or tasks, draws nothing at random, and reads no weight files: an update is a new version id.
+no threads or tasks, draws nothing at random, and reads no weight files: a version is its id.
 Invariants: without latency `generate` returns without suspending; the same script and the same order of calls give the
 same completions; spans split where an update fell, with refresh `token`.
 """
@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agentrl.core.errors import EngineError, EngineLostError
+from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, VersionSpan
 from agentrl.engines.counter_random import uniform
+from agentrl.engines.versions import WantedVersions, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -103,10 +103,13 @@ class ScriptedEngine:
             sampling_mask=False,
             adapters=1 << 20,
             max_context=max_context,
+            keeps_version=frozenset(versions) if refresh == "episode" else frozenset(),
         )
         self._script: Script = script if callable(script) else _replies(script)
         self._current = dict(versions)
-        self._kept: Counter[PolicyVersion] = Counter()
+        self._wanted = WantedVersions()
+        self._loaded: frozenset[WeightsRef] = frozenset()
+        """Those of `_wanted` that can be sampled from."""
         self._per_call = seconds_per_call
         self._per_token = seconds_per_token
         self._holding = hold
@@ -134,10 +137,14 @@ class ScriptedEngine:
         self.check_alive(session_id, self.life)
         if policy not in self._current:
             raise EngineError(f"no policy {policy!r} in this engine; it serves: {', '.join(sorted(self._current))}")
-        if pin is not None and not self._kept[pin] and pin != self._current[pin.policy]:
-            raise EngineError(f"version {pin} is not served here; give it by update with keep=True")
+        if pin is not None and pin != self._current[pin.policy] and not self.has_pin(pin):
+            raise VersionNotServedError(f"version {pin} is not served here; pin it by serve(..., pinned)")
         self.sessions += 1
         return ScriptedSession(self, policy, pin)
+
+    def has_pin(self, version: PolicyVersion) -> bool:
+        """Whether sessions may be pinned to a version although it is not current."""
+        return any(weights.version == version for weights in self._loaded & self._wanted.pinned)
 
     def check_alive(self, where: str, life: int) -> None:
         """Refuse work while the engine is closed or gone, and work of sessions of an earlier life."""
@@ -286,14 +293,32 @@ class ScriptedEngine:
 
     # --- control ------------------------------------------------------------------------------------------------------
 
-    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
-        """See `agentrl.core.ports.Engine.update`; no file is read."""
-        version = weights.version
-        if version.policy not in self._current:
-            served = ", ".join(sorted(self._current))
-            raise EngineError(f"weights {version} refused: no policy {version.policy!r} here; it serves: {served}")
-        if keep:
-            self._kept[version] += 1
+    async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
+        """See `agentrl.core.ports.Engine.serve`."""
+        for weights in (*current, *pinned):
+            if (policy := weights.version.policy) not in self._current:
+                served = ", ".join(sorted(self._current))
+                raise EngineError(f"weights {weights.version} refused: no policy {policy!r} here; it serves: {served}")
+        self._wanted = self._wanted.followed_by(current, pinned)
+        self._loaded &= self._wanted.all
+        failures = []
+        for weights in in_order(current, pinned):
+            try:
+                if weights not in self._loaded:
+                    await self.load(weights)
+                    self._loaded |= {weights} & self._wanted.all
+            except EngineError as error:
+                failures.append(error)
+            else:
+                if self._wanted.is_current(weights) and self._current[weights.version.policy] != weights.version:
+                    self._make_current(weights.version)
+        if failures:
+            raise failures[0]
+
+    async def load(self, weights: WeightsRef) -> None:
+        """Load a version that is not served yet: no file is read. Subclasses may take time, or refuse it."""
+
+    def _make_current(self, version: PolicyVersion) -> None:
         self._current[version.policy] = version
         for call in self._calls.values():
             if call.follows and call.version.policy == version.policy:
@@ -303,10 +328,6 @@ class ScriptedEngine:
                 call.version = version
                 if running:
                     self._go_on(call)
-
-    def release(self, version: PolicyVersion) -> None:
-        """See `agentrl.core.ports.Engine.release`."""
-        self._kept[version] -= self._kept[version] > 0
 
     async def pause(self) -> None:
         """Stop the clock of calls in flight; new ones wait. For tests."""

@@ -48,7 +48,7 @@ class ConnectionHandler:
         self.tasks: dict[int, asyncio.Task[None]] = {}
         """Tasks of calls, by the number of the call."""
 
-    def handle(self, message: wire.Request) -> None:  # noqa: C901 (one branch per message)
+    def handle(self, message: wire.Request) -> None:
         """Do what a message asks for; calls in tasks of their own."""
         match message:
             case wire.Generate():
@@ -68,12 +68,10 @@ class ConnectionHandler:
                 task = self.tasks.get(message.call)
                 if task is not None:
                     task.cancel()
-            case wire.Update():
-                self._start(message.call, self._engine.update(message.weights, keep=message.keep))
+            case wire.Serve():
+                self._start(message.call, self._engine.serve(message.current, message.pinned))
             case wire.Score():
                 self._start(message.call, self._score(message))
-            case wire.Release():
-                self._engine.release(message.version)
             case wire.Load():
                 raise EngineError("an engine is loaded once")
 

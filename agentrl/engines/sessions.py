@@ -1,25 +1,30 @@
 """Sessions of an engine that computes in this process, and the versions they sample from.
 
-Owns: what a conversation holds on to from `open` until it is closed and its last call has ended (a pin, a lease, a call
-in flight), what each refresh means between two turns, and what any call must satisfy. Does not sample, does not know
-weights, and does not interrupt calls: that is the engine's.
+`Session` holds on to a version from `open` until it is closed and its last call has ended: by a pin, a lease, or a call
+in flight. `Leases` says what each refresh means between two turns. `VersionTable` has the versions that can be sampled
+from, and reconciles them with those that the engine's owner wants; the embedded and the vLLM engine load weights and
+move calls. `ModelEngine` checks what any call must satisfy.
+Invariants: a version that is current, pinned by the owner, or held by a session or a call is not forgotten; a version
+id never serves two digests; a version that nobody wants any more by its turn is not loaded.
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from agentrl.core.errors import EngineError
+from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError
 from agentrl.core.records import Completion
+from agentrl.engines.versions import WantedVersions, in_order, refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Mapping
+    from collections.abc import Callable, Collection, Container, Iterable, Mapping
 
-    from agentrl.core.ports import Delta, GenerateRequest, Refresh
-    from agentrl.core.records import FinishReason, PolicyVersion
+    from agentrl.core.ports import Delta, EngineCapabilities, GenerateRequest, Refresh
+    from agentrl.core.records import FinishReason, PolicyVersion, WeightsRef
     from agentrl.engines.weights import Canary
 
 
@@ -31,8 +36,8 @@ class LiveVersion:
     digest: str = ""
     canary: Canary | None = None
     """The answers that its trainer computed; tells it apart from other versions."""
-    kept: int = 0
-    """How often it was kept and not released."""
+    pinned: bool = False
+    """Whether the engine's owner wants it served although it may not be current."""
     pins: int = 0
     """Sessions opened on it."""
     leases: int = 0
@@ -43,48 +48,23 @@ class LiveVersion:
     @property
     def held(self) -> bool:
         """Whether something besides calls in flight needs it to stay as it is."""
-        return self.kept > 0 or self.pins > 0 or self.leases > 0
+        return self.pinned or self.pins > 0 or self.leases > 0
 
 
 LiveT = TypeVar("LiveT", bound=LiveVersion)
 
 
-def canaries_of(live: Iterable[LiveVersion]) -> dict[str, Canary]:
-    """The canaries of those that have one, by version."""
-    return {str(each.version): each.canary for each in live if each.canary is not None}
+def keeping_version(refresh: Refresh | Mapping[str, Refresh], policies: Iterable[str]) -> frozenset[str]:
+    """The policies whose conversations stay on one version; see `EngineCapabilities.keeps_version`."""
+    return frozenset(
+        policy for policy in policies if (refresh if isinstance(refresh, str) else refresh[policy]) == "episode"
+    )
 
 
 def needs_adapters(refresh: Refresh | Mapping[str, Refresh]) -> Refresh | None:
     """The refresh, of all policies or of one, that several versions must be served side by side for; None: none is."""
     found = (refresh,) if isinstance(refresh, str) else refresh.values()
     return next((each for each in found if each in ("episode", "lazy")), None)
-
-
-def newest_of(current: Mapping[str, LiveT], policy: str) -> LiveT:
-    """A policy's newest version.
-
-    Raises:
-        EngineError: the engine does not serve the policy.
-    """
-    serving = current.get(policy)
-    if serving is None:
-        raise EngineError(f"no policy {policy!r} in this engine; it serves: {', '.join(sorted(current))}")
-    return serving
-
-
-def live_version(live: Mapping[PolicyVersion, LiveT], version: PolicyVersion) -> LiveT:
-    """A live version.
-
-    Raises:
-        EngineError: the version is not (or no longer) here.
-    """
-    serving = live.get(version)
-    if serving is None:
-        names = ", ".join(sorted(map(str, live)))
-        raise EngineError(
-            f"version {version} is not served here (live: {names}); give it by update(..., keep=True) first"
-        )
-    return serving
 
 
 class SessionOwner(Protocol):
@@ -144,25 +124,6 @@ class Session(Generic[LiveT]):
         self.request = None
         if self.closed:
             self.engine.session_ended(self)
-
-
-def check_request(
-    request: GenerateRequest, session: Session[Any], in_flight: Container[str], *, vocabulary: int, where: str
-) -> None:
-    """Refuse a call that no engine takes; `in_flight` are the request ids of others, `where` names the call.
-
-    Raises:
-        EngineError: the session is closed or has a call, or the tokens or the temperature make no sense.
-    """
-    if session.closed:
-        raise EngineError(f"{where}: the session is closed")
-    if session.request is not None or request.request_id in in_flight:
-        raise EngineError(f"{where}: a session has one call at a time, with a request id of its own")
-    ids = request.token_ids
-    if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
-        raise EngineError(f"{where}: the context must have tokens, all in [0, {vocabulary})")
-    if not request.sampling.temperature > 0:
-        raise EngineError(f"{where}: temperature {request.sampling.temperature} is not above 0")
 
 
 def empty_completion(context: int, reason: FinishReason) -> Completion:
@@ -248,7 +209,7 @@ class Leases(Generic[LiveT]):
         for session in [session for session in self._holders if session.lease is version]:
             self.end_lease(session)
 
-    def revoke(self, live: list[LiveT]) -> bool:
+    def revoke(self, live: Collection[LiveT]) -> bool:
         """Under `lazy`, end the leases of the oldest of these versions that only idle sessions hold on to."""
         idle = [
             version
@@ -256,10 +217,218 @@ class Leases(Generic[LiveT]):
             if version.leases
             and self.refresh_of(version.version.policy) == "lazy"
             and self._current(version.version.policy) is not version
-            and not (version.kept or version.pins or version.calls)
+            and not (version.pinned or version.pins or version.calls)
         ]
         if not idle:
             return False
         oldest = min(idle, key=lambda version: (version.version.lineage, version.version.step))
         self.forget(oldest)
         return True
+
+
+class NotWantedError(EngineError):
+    """The owner gave up a version while it was waiting to be loaded."""
+
+
+class VersionTable(Generic[LiveT]):
+    """The versions of an engine in this process. Subclasses load them.
+
+    Args:
+        refresh: when sessions move to newer weights: of all policies, or by policy.
+        max_staleness: refresh `lazy`: how many steps a session of a policy may stay behind; 1 where absent.
+        places: adapters that are served side by side; 0: the engine serves full weights.
+    """
+
+    def __init__(self, *, refresh: Refresh | Mapping[str, Refresh], max_staleness: Mapping[str, int], places: int):
+        self.places = places
+        self.live: dict[PolicyVersion, LiveT] = {}
+        """Versions that can be sampled from."""
+        self.current: dict[str, LiveT] = {}
+        """By policy."""
+        self.leases: Leases[LiveT] = Leases(
+            refresh=refresh, max_staleness=max_staleness, current=self.of_policy, on_release=self.settle
+        )
+        self.held: set[str] = set()
+        """Policies whose new calls wait for an update."""
+        self._wanted = WantedVersions()
+        self._one_at_a_time = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    # --- lookup -------------------------------------------------------------------------------------------------------
+
+    def of_policy(self, policy: str) -> LiveT:
+        """A policy's current version.
+
+        Raises:
+            EngineError: the engine does not serve the policy.
+        """
+        serving = self.current.get(policy)
+        if serving is None:
+            raise EngineError(f"no policy {policy!r} in this engine; it serves: {', '.join(sorted(self.current))}")
+        return serving
+
+    def of_version(self, version: PolicyVersion) -> LiveT:
+        """A live version.
+
+        Raises:
+            VersionNotServedError: the version is not (or no longer) here.
+        """
+        serving = self.live.get(version)
+        if serving is None:
+            names = ", ".join(sorted(map(str, self.live)))
+            raise VersionNotServedError(
+                f"version {version} is not served here (live: {names}); pin it by serve(..., pinned) first"
+            )
+        return serving
+
+    def is_live(self, serving: LiveT) -> bool:
+        """Whether it can still be sampled from."""
+        return self.live.get(serving.version) is serving
+
+    def is_current(self, serving: LiveT) -> bool:
+        """Whether it is its policy's current version."""
+        return self.current.get(serving.version.policy) is serving
+
+    def canaries(self, but: LiveT, *also: LiveT) -> dict[str, Canary]:
+        """The canary answers of the versions that `but` may be mistaken for, by version."""
+        others = (*also, *self.live.values())
+        return {str(each.version): each.canary for each in others if each is not but and each.canary is not None}
+
+    # --- reconciliation -----------------------------------------------------------------------------------------------
+
+    async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
+        """See `agentrl.core.ports.Engine.serve`. Of several failures the first is raised, after all else is done."""
+        for weights in (*current, *pinned):
+            self.of_policy(weights.version.policy)
+        self._wanted = self._wanted.followed_by(current, pinned)
+        for serving in list(self.live.values()):
+            serving.pinned = self._wanted.has_pin(serving.version)
+            self.settle(serving)
+        failures = []
+        async with self._one_at_a_time:
+            for weights in in_order(current, pinned):
+                try:
+                    await self._reconcile(weights)
+                except NotWantedError:
+                    continue
+                except EngineLostError:
+                    raise
+                except EngineError as error:
+                    failures.append(error)
+        if failures:
+            raise failures[0]
+
+    async def _reconcile(self, weights: WeightsRef) -> None:
+        self._check_wanted(weights)
+        known = self.live.get(weights.version)
+        if known is None or not known.digest:
+            await self._load(weights)
+        elif known.digest != weights.sha256:
+            raise refusal(weights, "this version is served with other weights; version ids are never reused")
+        elif self._wanted.is_current(weights) and not self.is_current(known):
+            await self._make_current(known)
+
+    async def _load(self, weights: WeightsRef) -> None:
+        """Load a version that is not live, and make it current where `_wanted` says so.
+
+        Raises:
+            EngineError: the files do not match their digest or the model; all is as before.
+        """
+        raise NotImplementedError
+
+    async def _make_current(self, serving: LiveT) -> None:
+        """Make a live version current."""
+        raise NotImplementedError
+
+    def settle(self, serving: LiveT) -> None:
+        """A call, pin or lease of `serving` has ended: forget it if nothing needs it any more."""
+        raise NotImplementedError
+
+    def _check_wanted(self, weights: WeightsRef) -> None:
+        if weights not in self._wanted.all:
+            raise NotWantedError(f"weights {weights.version} are not wanted any more")
+
+    async def _wait_for_adapter_place(self, weights: WeightsRef, adapters: Collection[LiveT]) -> None:
+        """Wait until one of the live `adapters`, which fill all places, may have gone.
+
+        Raises:
+            NotWantedError: the owner gave the version up.
+            EngineError: none ever will.
+        """
+        if self.leases.revoke(adapters):
+            return
+        if all(each.pinned or self.is_current(each) for each in adapters):
+            taken = ", ".join(sorted(str(each.version) for each in adapters))
+            raise refusal(
+                weights, f"all {self.places} adapter places are taken by {taken}; unpin one, or raise adapter_slots"
+            )
+        await self._change()
+        self._check_wanted(weights)
+
+    async def _change(self) -> None:
+        self._check_open()  # it may have ended while files were read, and then nothing changes any more
+        self._changed.clear()
+        await self._changed.wait()
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine ended before the update could be applied")
+
+    def wake(self) -> None:
+        """Something that an update may wait for has changed."""
+        self._changed.set()
+
+    def close(self) -> None:
+        """The engine ended: updates that wait fail."""
+        self._closed = True
+        self._changed.set()
+
+
+class ModelEngine(Generic[LiveT]):
+    """What engines that compute in this process share: how sessions are opened and which calls are taken."""
+
+    capabilities: EngineCapabilities
+    versions: VersionTable[LiveT]
+    _vocabulary: int
+
+    def _resolve_pin(self, policy: str, pin: PolicyVersion | None) -> LiveT | None:
+        """The version that a session is pinned to.
+
+        Raises:
+            EngineError: the policy or the version is not served here.
+        """
+        self.versions.of_policy(policy)
+        return None if pin is None else self.versions.of_version(pin)
+
+    def _check_running(self, what: str) -> None:
+        """Refuse work of an engine that has ended; `what` names the work.
+
+        Raises:
+            EngineError: it has ended.
+        """
+        raise NotImplementedError
+
+    def _check_call(self, session: Session[LiveT], request: GenerateRequest, in_flight: Container[str]) -> None:
+        """Refuse a call that no engine takes; `in_flight` are the request ids of others.
+
+        Raises:
+            EngineError: the engine has ended, the session is closed or has a call, or the tokens or the temperature
+                make no sense.
+        """
+        where = f"call {request.request_id} of session {session.session_id}"
+        self._check_running(where)
+        if session.closed:
+            raise EngineError(f"{where}: the session is closed")
+        if session.request is not None or request.request_id in in_flight:
+            raise EngineError(f"{where}: a session has one call at a time, with a request id of its own")
+        ids = request.token_ids
+        if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= self._vocabulary:
+            raise EngineError(f"{where}: the context must have tokens, all in [0, {self._vocabulary})")
+        if not request.sampling.temperature > 0:
+            raise EngineError(f"{where}: temperature {request.sampling.temperature} is not above 0")
+
+    def _samples_nothing(self, request: GenerateRequest) -> bool:
+        """Whether a call ends before its first token, for want of room or tokens."""
+        return len(request.token_ids) >= self.capabilities.max_context or request.sampling.max_tokens < 1

@@ -24,10 +24,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import nn
 
-from agentrl.core.errors import EngineError
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.engines.child_process import MAKE_ROOM
 from agentrl.engines.models import ONE_LOAD_AT_A_TIME, computable, first_names
+from agentrl.engines.versions import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from agentrl.core.errors import EngineError
     from agentrl.core.records import Float32Array, Int32Array, WeightsRef
 
 _WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -143,11 +144,6 @@ def _convert_layout(weights: WeightsRef, read: Mapping[str, Tensor], model: PreT
             raise refusal(weights, f"tensors are {what}: {first_names(names)}")
     state: dict[str, Tensor] = made.state_dict()
     return state
-
-
-def refusal(weights: WeightsRef, reason: str) -> EngineError:
-    """The error that says why a version is not served."""
-    return EngineError(f"weights {weights.version} refused: {reason}. The version before it keeps serving")
 
 
 class _AdapterConfig(msgspec.Struct, kw_only=True):

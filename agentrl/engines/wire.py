@@ -87,18 +87,12 @@ class Abort(WireMessage, frozen=True):
     request_id: str
 
 
-class Update(WireMessage, frozen=True):
-    """Serve a version."""
+class Serve(WireMessage, frozen=True):
+    """Serve these versions and no others."""
 
     call: int
-    weights: WeightsRef
-    keep: bool
-
-
-class Release(WireMessage, frozen=True):
-    """Forget a kept version."""
-
-    version: PolicyVersion
+    current: list[WeightsRef]
+    pinned: list[WeightsRef]
 
 
 class Score(WireMessage, frozen=True):
@@ -110,7 +104,7 @@ class Score(WireMessage, frozen=True):
     temperature: float
 
 
-Request = Load | Open | CloseSession | Generate | Cancel | Abort | Update | Release | Score
+Request = Load | Open | CloseSession | Generate | Cancel | Abort | Serve | Score
 
 
 class Loaded(WireMessage, frozen=True):

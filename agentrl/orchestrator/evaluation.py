@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from agentrl.core.clock import Clock
 from agentrl.core.errors import CheckFailedError
-from agentrl.core.ports import Engine, Observer
-from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
+from agentrl.core.ports import Observer
+from agentrl.core.records import EpisodeHeader, PolicyVersion, Task
 from agentrl.journal.port import JournalStore
 from agentrl.orchestrator.dispatch import Dispatcher, Signal
-from agentrl.orchestrator.versions import BestCheckpointTracker
+from agentrl.orchestrator.versions import BestCheckpointTracker, ServedVersions
+
+_HOLDER = "evaluation"
+"""Pins the versions of the running evaluation in `ServedVersions`."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -27,34 +30,26 @@ class Evaluator:
 
     tasks: Sequence[Task]
     dispatcher: Dispatcher
-    engine: Engine
+    versions: ServedVersions
     store: JournalStore
     observer: Observer
     signal: Signal
     best: BestCheckpointTracker
     clock: Clock
-    pinned: list[PolicyVersion] = field(default_factory=list)
-    """Versions the running evaluation is pinned to: served for it, and loaded again by a replaced engine."""
     _busy: bool = False
 
-    async def in_background(self, weights: Mapping[str, WeightsRef], stopping: Callable[[], bool]) -> None:
-        """Evaluate the newest versions during training, and keep them served meanwhile; skip if one is running.
-
-        Reads `weights` at the moment each version is pinned: the engine would take an older version for an update.
-        """
+    async def in_background(self, policies: Iterable[str], stopping: Callable[[], bool]) -> None:
+        """Evaluate the current versions while training goes on, pinned meanwhile; skip if an evaluation is running."""
         if self._busy:
             return
         self._busy = True
         try:
-            for policy in list(weights):
-                published = weights[policy]
-                await self.engine.update(published, keep=True)
-                self.pinned.append(published.version)
-            await self.now({version.policy: version for version in self.pinned}, stopping, pinned=True)
+            for policy in policies:
+                await self.versions.pin(_HOLDER, self.versions.current[policy])
+            pinned = {version.policy: version for version in self.versions.pinned_by(_HOLDER)}
+            await self.now(pinned, stopping, pinned=True)
         finally:
-            for version in self.pinned:
-                self.engine.release(version)
-            self.pinned.clear()
+            self.versions.unpin(_HOLDER, *self.versions.pinned_by(_HOLDER))
             self._busy = False
 
     async def now(
@@ -65,7 +60,7 @@ class Evaluator:
         Raises:
             CheckFailedError: every episode was dropped.
         """
-        began, busy = self.clock.monotonic(), self.engine.busy_seconds()
+        began, busy = self.clock.monotonic(), self.versions.engine.busy_seconds()
         loop = asyncio.get_running_loop()
         running = loop.create_task(self.dispatcher.evaluate(self.tasks, versions if pinned else {}), name="evaluate")
         running.add_done_callback(lambda _: self.signal.notify())
@@ -79,7 +74,7 @@ class Evaluator:
         seconds = max(self.clock.monotonic() - began, 1e-9)
         course = {
             "evaluation/seconds": seconds,
-            "evaluation/engine_busy_share": (self.engine.busy_seconds() - busy) / seconds,
+            "evaluation/engine_busy_share": (self.versions.engine.busy_seconds() - busy) / seconds,
         }
         metrics = {policy: evaluation_metrics(headers, policy) | course for policy in versions}
         for policy, version in versions.items():

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from agentrl.core.clock import Clock
 from agentrl.core.errors import CheckFailedError, NonFiniteError, UntrainableUnitsError
 from agentrl.core.ports import Engine, Observer, Trainer
-from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
+from agentrl.core.records import PolicyVersion, StepReport, TrainBatch
 from agentrl.core.text import plural
 from agentrl.credit.baselines import RoleMeans
 from agentrl.journal.port import JournalStore, StepRow
@@ -45,7 +45,14 @@ from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.metrics import Counts
 from agentrl.orchestrator.scheduler import Demand, Scheduler
 from agentrl.orchestrator.tasks import Curriculum
-from agentrl.orchestrator.versions import BestCheckpointTracker, Opponents, PolicyBoard, publish
+from agentrl.orchestrator.versions import (
+    BATCHES,
+    BestCheckpointTracker,
+    Opponents,
+    PolicyBoard,
+    ServedVersions,
+    publish,
+)
 
 DRAIN_S = 5.0
 """Seconds that episodes in flight have to end by themselves after a stop was requested."""
@@ -90,7 +97,7 @@ class Orchestrator:
     buffer: EpisodeBuffer
     board: PolicyBoard
     trainer: Trainer
-    engine: Engine
+    versions: ServedVersions
     store: JournalStore
     checkpoints: CheckpointWriter | None
     signal: Signal
@@ -101,8 +108,6 @@ class Orchestrator:
     journal_retention: JournalRetention
     opponents: Opponents
     best: BestCheckpointTracker
-    weights: dict[str, WeightsRef]
-    """Newest published weights by trainable policy."""
     roles: RoleMeans | None = None
     """Role-conditioned baselines; None if rewards are compared within groups."""
     tell: Callable[[str], None] = lambda line: None
@@ -125,7 +130,7 @@ class Orchestrator:
 
     def __post_init__(self) -> None:
         self._metrics = StepMetrics(
-            engine=self.engine,
+            engine=self.versions.engine,
             dispatcher=self.dispatcher,
             buffer=self.buffer,
             board=self.board,
@@ -176,7 +181,7 @@ class Orchestrator:
             ready=ledger.ready,
             trained=ledger.trained,
             dropped=dict(ledger.dropped),
-            engine_busy_s=self.engine.busy_seconds(),
+            engine_busy_s=self.versions.engine.busy_seconds(),
         )
 
     def _waits(self) -> tuple[str, ...]:
@@ -262,7 +267,7 @@ class Orchestrator:
                     await self.journal_retention.check_pruned()
             evaluates = self.evaluator.tasks and plan.evaluate_every and step % plan.evaluate_every == 0
             if evaluates and not phases.is_over(policy) and not self._finished():
-                evaluation = self.evaluator.in_background(self.weights, self._is_stopping)
+                evaluation = self.evaluator.in_background(self.board.trainable, self._is_stopping)
                 loops.create_task(evaluation, name=f"evaluate {self.board.current(policy)}")
         self.signal.notify()
 
@@ -310,14 +315,13 @@ class Orchestrator:
         weights = await publish(self.trainer, self.store, version, self.board.current(policy), step)
         if self.roles is not None:
             self.roles.commit_step(policy)
-        self.weights[policy] = weights
-        await self.engine.update(weights, keep=self.scheduler.keeps(policy))
+        await self.versions.make_current(weights, holder=BATCHES if self.scheduler.keeps(policy) else "")
         self.buffer.consume(taken)  # not before: it makes room for episodes, which are to begin with the new version
         metrics = self._metrics.of_step(report, taken, waited)
         metrics |= {"run/lineage": float(version.lineage), "run/code_changes": float(self.code_changes)}
         self.board.advance(version)
         if (outdated := self.scheduler.outdated(policy)) is not None:
-            self.engine.release(outdated)
+            self.versions.unpin(BATCHES, outdated)
         self.dispatcher.resume_held()
         self.store.record_metrics(policy, version.step, metrics)
         self.best.record_metrics(policy, metrics, self._versions())
@@ -395,7 +399,7 @@ class Orchestrator:
 
     def _needed(self) -> set[PolicyVersion]:
         """Older versions whose files must stay for now."""
-        return {*self.evaluator.pinned, *self.opponents.needed(), *self.best.needed()}
+        return {*self.versions.pinned(), *self.opponents.needed(), *self.best.needed()}
 
     def _steps_left(self) -> int:
         phases = self.scheduler.phases

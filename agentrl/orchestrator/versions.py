@@ -1,7 +1,8 @@
-"""Versions of policies: which one is current, which serve as opponents, which were the best.
+"""Versions of policies: which one is current, which are served, which serve as opponents, which were the best.
 
-`PolicyBoard` knows the current version of each policy and how old another one is; `publish` makes versions. `Opponents`
-keeps earlier versions served to play against. `BestCheckpointTracker` remembers the versions at which a metric was
+`PolicyBoard` knows the current version of each policy and how old another one is; `publish` makes versions.
+`ServedVersions` is the one table of what the engine serves, and for whom. `Opponents` pins earlier versions to play
+against. `BestCheckpointTracker` remembers the versions at which a metric was
 best, and ends a run on its account.
 
 Invariants: weights are known to nobody but the trainer before the journal has their version on disk; steps of a lineage
@@ -12,12 +13,14 @@ pinned to is served.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from agentrl.core.errors import EngineError
 from agentrl.core.ids import stream
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, GameResult, PolicyVersion, Tally, WeightsRef
@@ -132,6 +135,87 @@ async def record_durably(
     await store.flush()
 
 
+BATCHES = "synchronous batches"
+"""Pins in `ServedVersions` the versions that the batches of a deterministic run play with."""
+
+
+class ServedVersions:
+    """The one table of the versions that a run's engine serves: the current ones, and those that are pinned, by whom.
+
+    Every change hands the engine the whole table (`Engine.serve`), so it does not matter which changes it heard of
+    before: a replica that joins late and a process that was started again come to serve the same.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.current: dict[str, WeightsRef] = {}
+        """By policy; without those that serve the weights the engine was started with."""
+        self._pins: dict[str, dict[PolicyVersion, WeightsRef]] = {}
+        """By holder."""
+        self._unpinning: set[asyncio.Task[None]] = set()
+
+    async def make_current(self, weights: WeightsRef, *, holder: str = "") -> None:
+        """Serve new conversations of a policy with a version, and pin it for `holder`, if one is named.
+
+        Raises:
+            EngineError: the engine refused the version; the one before it keeps serving.
+        """
+        policy = weights.version.policy
+        before = self.current.get(policy)
+        self.current[policy] = weights
+        if holder:
+            self._pins.setdefault(holder, {})[weights.version] = weights
+        try:
+            await self._serve()
+        except EngineError:
+            if holder:
+                del self._pins[holder][weights.version]
+            if before is None:
+                del self.current[policy]
+            else:
+                self.current[policy] = before
+            raise
+
+    async def pin(self, holder: str, weights: WeightsRef) -> None:
+        """Serve a version until `holder` unpins it, whatever becomes current. Idempotent.
+
+        Raises:
+            EngineError: the engine refused the version; it is not pinned.
+        """
+        self._pins.setdefault(holder, {})[weights.version] = weights
+        try:
+            await self._serve()
+        except EngineError:
+            self._pins[holder].pop(weights.version, None)
+            raise
+
+    def unpin(self, holder: str, *versions: PolicyVersion) -> None:
+        """Serve versions no longer for `holder`; the engine hears of it in the background."""
+        for version in versions:
+            del self._pins[holder][version]
+        if versions:
+            task = asyncio.get_running_loop().create_task(self._serve(), name="unpin versions")
+            self._unpinning.add(task)
+            task.add_done_callback(self._unpinned)
+
+    def _unpinned(self, task: asyncio.Task[None]) -> None:
+        self._unpinning.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever samples, or serves the next version, hears what is wrong with the engine
+
+    def pinned_by(self, holder: str) -> list[PolicyVersion]:
+        """The versions that a holder pins, in the order in which it pinned them."""
+        return list(self._pins.get(holder, ()))
+
+    def pinned(self) -> set[PolicyVersion]:
+        """All pinned versions."""
+        return {version for pins in self._pins.values() for version in pins}
+
+    async def _serve(self) -> None:
+        pinned = {weights for pins in self._pins.values() for weights in pins.values()}
+        await self.engine.serve(tuple(self.current.values()), tuple(sorted(pinned, key=lambda each: each.version)))
+
+
 def joined_by(step: int, every: int, size: int) -> range:
     """The steps whose versions are opponents when the policy is at `step`: the newest `size` multiples of `every`.
 
@@ -141,6 +225,11 @@ def joined_by(step: int, every: int, size: int) -> range:
     """
     newest = step - step % every
     return range(max(newest - (size - 1) * every, 0), newest + 1, every)
+
+
+def holder_of_pool(name: str) -> str:
+    """Who pins the versions of an opponent pool in `ServedVersions`."""
+    return f"opponents {name}"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -162,6 +251,11 @@ class OpponentPool:
     """Oldest first. The newest `size` are drawn from; one more may still have episodes in flight."""
     tallies: dict[PolicyVersion, Tally] = field(default_factory=dict)
     """Results of the episodes against each version."""
+
+    @property
+    def holder(self) -> str:
+        """Pins its versions in `ServedVersions`."""
+        return holder_of_pool(self.name)
 
     def draw(self, *key: object) -> PolicyVersion:
         """The opponent of a group; where prioritised by (1 - win rate)², PFSP's hard one (Vinyals et al., 2019)."""
@@ -204,7 +298,7 @@ class Opponents:
     """
 
     pools: Mapping[str, OpponentPool]
-    engine: Engine
+    versions: ServedVersions
     run_seed: int
     pinned: Callable[[], Collection[PolicyVersion]]
     """Returns the versions that episodes in flight are pinned to."""
@@ -235,17 +329,17 @@ class Opponents:
         """Add a version that became current to the pools it is due to join, and keep it served."""
         for pool in self.pools.values():
             if pool.of == weights.version.policy and pool.is_due(weights.version):
-                await self.engine.update(weights, keep=True)
+                await self.versions.pin(pool.holder, weights)
                 pool.served.append(weights.version)
-        self._release_unneeded()
+        self._unpin_unneeded()
 
     def record_result(self, header: EpisodeHeader) -> None:
-        """Count the result of a training episode and release versions that no episode needs any more."""
+        """Count the result of a training episode and unpin versions that no episode needs any more."""
         for name, pool in self.pools.items():
             result = pool.count(header) if header.committed else None
             if result is not None:
                 self.counts.count_game(name, result.score)
-        self._release_unneeded()
+        self._unpin_unneeded()
 
     def drawn_from(self) -> dict[str, Sequence[PolicyVersion]]:
         """The versions that opponents are drawn from, by pool; checkpoints store it, since it depends on stragglers."""
@@ -256,17 +350,14 @@ class Opponents:
         self._saved.append(self.drawn_from())
 
     def needed(self) -> set[PolicyVersion]:
-        """Versions whose files must stay: those that are served (a replaced engine loads them again) and those in the
-        pools of checkpoints (a resumed run loads them).
-        """
-        served = {version for pool in self.pools.values() for version in pool.served}
-        return served.union(*(versions for pools in self._saved for versions in pools.values()))
+        """Versions besides the pinned ones whose files must stay: a resumed run loads those of its checkpoints."""
+        return {version for pools in self._saved for versions in pools.values() for version in versions}
 
-    def _release_unneeded(self) -> None:
-        """Release the version that has left its pool, once no episode in flight is pinned to it."""
+    def _unpin_unneeded(self) -> None:
+        """Unpin the version that has left its pool, once no episode in flight is pinned to it."""
         for pool in self.pools.values():
             if len(pool.served) > pool.size and pool.served[0] not in self.pinned():
-                self.engine.release(pool.served.pop(0))
+                self.versions.unpin(pool.holder, pool.served.pop(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

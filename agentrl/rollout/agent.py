@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from agentrl.core.clock import RetryBudget
-from agentrl.core.errors import EngineError, EngineLostError, EnvironmentDefinitionError, EpisodeError, RewardError
+from agentrl.core.errors import (
+    EngineError,
+    EngineLostError,
+    EnvironmentDefinitionError,
+    EpisodeError,
+    RewardError,
+    VersionNotServedError,
+)
 from agentrl.core.ids import key64
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, Message, PolicyVersion, ToolSpec, TrajectoryHeader, Turn
@@ -101,6 +108,8 @@ class LiveAgent(Agent):
             kind = (episode.spec.environment, seat)
             self._reservation = kv_budget.reservation(kind, weights=(binding.policy, binding.pin))
         self._session: EngineSession | None = None
+        self._kept_version: PolicyVersion | None = None
+        """The version that its next session is pinned to, since its policy keeps its version."""
         self._in_flight: str | None = None
         """Request id of the engine call that runs."""
         self._partial: PartialTurn | None = None
@@ -186,7 +195,8 @@ class LiveAgent(Agent):
 
         Raises:
             EngineLostError: the engine was gone for too long.
-            EpisodeError: the engine returned a logprob that is not finite.
+            EpisodeError: the engine returned a logprob that is not finite, or has lost the version that the
+                conversation stays on.
         """
         episode, reservation = self._episode, self._reservation
         priority = rank(episode.spec, self._sampled)
@@ -207,7 +217,7 @@ class LiveAgent(Agent):
                 try:
                     request = self._request(turn, call, context, sampling, priority)
                     self._in_flight = request.request_id
-                    sampled = await self._open().generate(request, turn.on_delta)
+                    sampled = await self._generate(request, turn)
                     if turn.pieces or sampled.finish_reason == "abort":
                         turn.call_returned(sampled)
                         completion = turn.completion(sampling, routed=routed)
@@ -259,6 +269,7 @@ class LiveAgent(Agent):
         self._release_kv()
         budget = budget or RetryBudget(LOST_IN_A_ROW)
         if turn.lost():
+            self._keep_version(turn.pieces[-1])
             budget.achieved()
         wait = budget.lost()
         if wait is None:
@@ -304,12 +315,41 @@ class LiveAgent(Agent):
             priority=priority,
         )
 
+    async def _generate(self, request: GenerateRequest, turn: PartialTurn) -> Completion:
+        """One engine call.
+
+        Raises:
+            EngineLostError: the engine is gone.
+            EpisodeError: it has lost the version that the conversation stays on.
+        """
+        try:
+            sampled = await self._open().generate(request, turn.on_delta)
+        except VersionNotServedError as error:
+            if self._kept_version is None:
+                raise
+            raise EpisodeError(
+                f"the conversation of {self._name} was sampled by {self._kept_version} and must stay on it "
+                "(engine.refresh = 'episode'), but has lost its place in the engine, which serves newer weights now: "
+                f"its episode begins again ({error})",
+                reason="version_gone",
+                begin_again=True,
+            ) from error
+        self._keep_version(sampled)
+        return sampled
+
     def _open(self) -> EngineSession:
         if self._session is None:
             engine = self._episode.services.engine
-            pin = self._episode.spec.seats[self.seat].pin
+            pin = self._episode.spec.seats[self.seat].pin or self._kept_version
             self._session = engine.open(self._name, self._weights_of, pin=pin)
         return self._session
+
+    def _keep_version(self, sampled: Completion) -> None:
+        """Note which version the conversation stays on, if its policy keeps its version. Not from recorded turns: no
+        version of an earlier attempt of the run is served."""
+        keeps_version = self._episode.services.engine.capabilities.keeps_version
+        if self._kept_version is None and sampled.spans and self._weights_of in keeps_version:
+            self._kept_version = sampled.spans[0].version
 
     def restart(self, *messages: Message) -> None:
         """Begin a new row; the messages are sent with the next `act`."""

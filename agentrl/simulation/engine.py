@@ -18,7 +18,7 @@ import heapq
 import math
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -145,18 +145,18 @@ class EmulatedEngine:
             raise EngineError(f"no policy {policy!r} in this engine; it serves: {', '.join(sorted(self._current))}")
         return EmulatedSession(self, policy, pin)
 
-    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
-        """See `agentrl.core.ports.Engine.update`; no file is read."""
-        version = weights.version
+    async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
+        """See `agentrl.core.ports.Engine.serve`; no file is read, and all versions can be pinned to."""
         self._advance()
-        for call in (*self._running, *self._waiting):
-            if call.session.policy == version.policy and call.session.pin is None:
-                self._split(call)
-                call.version = version
-        self._current[version.policy] = version
-
-    def release(self, version: PolicyVersion) -> None:
-        """Nothing is held for a version."""
+        for weights in current:
+            version = weights.version
+            if version == self._current[version.policy]:
+                continue
+            for call in (*self._running, *self._waiting):
+                if call.session.policy == version.policy and call.session.pin is None:
+                    self._split(call)
+                    call.version = version
+            self._current[version.policy] = version
 
     async def ping(self) -> None:
         """See `agentrl.core.ports.Engine.ping`; it computes in the event loop."""

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 
 from agentrl.app.assemble import Parts, assemble
 from agentrl.core.clock import LoopClock
-from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.records import PolicyVersion
 from agentrl.engines.fleet import ReplicatedEngine
 from agentrl.inspection.timelines import RunTimeline, filled
+from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.simulation.program import LengthFormat, Tasks, length_of, programs
 from agentrl.simulation.recorder import Recorder, RecordingEngine, RecordingJournal
@@ -95,16 +96,17 @@ async def _run(scenario: Scenario) -> Recorder:
         step_seconds=step_seconds(plan, recorder),
         publish_seconds=plan.trainer.publish_seconds,
     )
-    weights: dict[str, WeightsRef] = {name: await trainer.publish(name, versions[name]) for name in config.trained}
+    served = ServedVersions(_engine(plan, recorder, versions))
+    for name in config.trained:
+        await served.make_current(await trainer.publish(name, versions[name]))
     parts = Parts(
-        engine=_engine(plan, recorder, versions),
+        served=served,
         trainer=trainer,
         chat_format=LengthFormat(),
         store=journal,
         observer=_Nobody(),
         clock=clock,
         tasks=Tasks(plan.seed),
-        weights=weights,
         versions=versions,
     )
     journal.orchestrator = orchestrator = assemble(config, programs(plan), parts)

@@ -336,7 +336,7 @@ async def update_after(engine: EmbeddedEngine, tokens: int, weights: WeightsRef)
     before = engine.stats.sampled_tokens
     await until(lambda: engine.stats.sampled_tokens >= before + tokens)
     await engine.pause()
-    await engine.update(weights)
+    await engine.serve([weights])
     await engine.resume()
 
 
@@ -344,7 +344,7 @@ async def check_refused(engine: EmbeddedEngine, zoo: ModelZoo, weights: WeightsR
     """The engine refuses the weights and goes on serving what it served."""
     session, context = engine.open("s", "solver"), prompt(12)
     with pytest.raises(EngineError, match=message):
-        await engine.update(weights)
+        await engine.serve([weights])
     completion = await session.generate(request("r", context))
     assert completion.spans[0].version == START["solver"]
     check_logprobs(zoo.load(), context, completion)

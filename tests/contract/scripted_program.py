@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -60,7 +59,7 @@ class FaultyEngine(ScriptedEngine):
     def __init__(self, versions: Mapping[str, PolicyVersion]) -> None:
         super().__init__([[3]], versions=versions)
 
-    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
+    async def load(self, weights: WeightsRef) -> None:
         """Raises what no engine should."""
         raise ZeroDivisionError("a bug")
 
@@ -76,29 +75,29 @@ class HangingEngine(ScriptedEngine):
         await asyncio.Event().wait()
 
 
-class CountingEngine(ScriptedEngine):
-    """Scores a version by how often it is kept."""
+class ListingEngine(ScriptedEngine):
+    """Scores are the steps of the versions it has loaded."""
 
     def __init__(self, versions: Mapping[str, PolicyVersion]) -> None:
         super().__init__([[3]], versions=versions)
-        self.kept: Counter[PolicyVersion] = Counter()
-
-    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
-        """See `agentrl.core.ports.Engine.update`."""
-        await super().update(weights, keep=keep)
-        self.kept[weights.version] += keep
-
-    def release(self, version: PolicyVersion) -> None:
-        """See `agentrl.core.ports.Engine.release`."""
-        super().release(version)
-        self.kept[version] -= 1
 
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
     ) -> Float32Array:
-        """How often the version is kept."""
-        assert isinstance(version, PolicyVersion)
-        return np.array([self.kept[version]], np.float32)
+        """The steps."""
+        return np.array(sorted(weights.version.step for weights in self._loaded), np.float32)
+
+
+class OnePlaceEngine(ScriptedEngine):
+    """Loads a version when no other one is pinned."""
+
+    def __init__(self, versions: Mapping[str, PolicyVersion]) -> None:
+        super().__init__([[3]], versions=versions)
+
+    async def load(self, weights: WeightsRef) -> None:
+        """See `ScriptedEngine.load`."""
+        while self._wanted.pinned - {weights}:
+            await asyncio.sleep(0.01)
 
 
 class FragileEngine(ScriptedEngine):
@@ -107,13 +106,12 @@ class FragileEngine(ScriptedEngine):
     def __init__(self, versions: Mapping[str, PolicyVersion]) -> None:
         super().__init__([[3]], versions=versions)
 
-    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
-        """See `agentrl.core.ports.Engine.update`."""
+    async def load(self, weights: WeightsRef) -> None:
+        """See `ScriptedEngine.load`."""
         if weights.version.step == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if weights.version.step == 2:
             raise EngineLostError("it serves no version now")
-        await super().update(weights, keep=keep)
 
 
 class MortalEngine(ScriptedEngine):

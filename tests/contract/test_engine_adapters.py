@@ -45,7 +45,7 @@ def test_adapters_mixed_in_a_batch_equal_peft_alone(zoo: ModelZoo, tmp_path: Pat
         for seed, name in enumerate(names):
             rank = (4, 8, 2)[seed]
             written[name] = write_adapter(tmp_path / name, version(1, name), zoo.load(), seed=seed, rank=rank)
-            await engine.update(written[name])
+            await engine.serve([written[name]])
         models = {name: with_adapter(zoo, weights) for name, weights in written.items()}
         models["frozen"] = zoo.load()
         order = [(i, name) for i in range(2) for name in versions]
@@ -76,7 +76,7 @@ def test_many_adapters_in_a_batch_equal_peft_alone(zoo: ModelZoo, tmp_path: Path
         written = {}
         for seed, name in enumerate(names):
             written[name] = write_adapter(tmp_path / name, version(1, name), zoo.load(), seed=seed, rank=4)
-            await engine.update(written[name])
+            await engine.serve([written[name]])
         playing = [name for number, name in enumerate(names) if number not in released]
         calls = [(name, index) for name in playing for index in range(3 if name == "p2" else 1)]
         contexts = [prompt(6 + 2 * index + int(name[1]), index) for name, index in calls]
@@ -88,7 +88,7 @@ def test_many_adapters_in_a_batch_equal_peft_alone(zoo: ModelZoo, tmp_path: Path
             assert completion.spans[0].version == version(1, name)
             check_logprobs(with_adapter(zoo, written[name]), context, completion)
         newer = write_adapter(tmp_path / "newer", version(2, "p2"), zoo.load(), seed=99, rank=4)
-        await engine.update(newer)
+        await engine.serve([newer])
         again = [
             engine.open(f"t{name}", name).generate(request(f"t{name}", contexts[0], max_tokens=6)) for name in playing
         ]
@@ -106,7 +106,7 @@ def test_rslora_scales_as_peft_does(zoo: ModelZoo, tmp_path: Path) -> None:
         weights = write_adapter(
             tmp_path / "a", version(1), zoo.load(), seed=1, config={"use_rslora": True, "lora_alpha": 3}
         )
-        await engine.update(weights)
+        await engine.serve([weights])
         completion = await engine.open("s", "solver").generate(request("r", prompt(9)))
         check_logprobs(with_adapter(zoo, weights), prompt(9), completion)
         await engine.close()
@@ -136,7 +136,7 @@ async def versions_over_turns(engine: EmbeddedEngine, zoo: ModelZoo, root: Path,
         completion = await session.generate(request(f"r{turn}", context))
         steps.append(completion.spans[0].version.step)
         context = np.concatenate([context, completion.token_ids])
-        await engine.update(write_adapter(root / f"{turn}", version(turn + 1), zoo.load(), seed=turn))
+        await engine.serve([write_adapter(root / f"{turn}", version(turn + 1), zoo.load(), seed=turn)])
     session.close()
     return steps
 
@@ -170,7 +170,7 @@ def test_lazy_sessions_reuse_their_kv_until_they_move(zoo: ModelZoo, tmp_path: P
             completion = await session.generate(request(f"r{turn}", context))
             cached.append(completion.cached_tokens)
             context = np.concatenate([context, completion.token_ids])
-            await engine.update(write_adapter(tmp_path / f"{turn}", version(turn + 1), zoo.load(), seed=turn))
+            await engine.serve([write_adapter(tmp_path / f"{turn}", version(turn + 1), zoo.load(), seed=turn)])
         assert cached == [0, 27, 0]
         await engine.close()
 
@@ -186,7 +186,7 @@ def test_lazy_leases_give_way_when_places_are_short(zoo: ModelZoo, tmp_path: Pat
         for turn in range(5, 9):
             completion = await session.generate(request(f"t{turn}", prompt(9)))
             steps.append(completion.spans[0].version.step)
-            await engine.update(write_adapter(tmp_path / f"{turn}", version(turn + 1), zoo.load(), seed=turn))
+            await engine.serve([write_adapter(tmp_path / f"{turn}", version(turn + 1), zoo.load(), seed=turn)])
         assert steps == [5, 5, 7, 7]
         await engine.close()
 
@@ -197,7 +197,7 @@ def test_calls_in_flight_under_turn_refresh_end_on_their_adapter(zoo: ModelZoo, 
     async def main() -> None:
         engine = load_engine(zoo, refresh="turn", clock=StepClock())
         first = write_adapter(tmp_path / "1", version(1), zoo.load(), seed=1)
-        await engine.update(first)
+        await engine.serve([first])
         running = asyncio.ensure_future(engine.open("s", "solver").generate(request("a", prompt(9), max_tokens=60)))
         await update_after(engine, 5, write_adapter(tmp_path / "2", version(2), zoo.load(), seed=2))
         assert not running.done()
@@ -209,15 +209,14 @@ def test_calls_in_flight_under_turn_refresh_end_on_their_adapter(zoo: ModelZoo, 
     asyncio.run(main())
 
 
-def test_kept_adapters_that_fill_all_places_are_named(zoo: ModelZoo, tmp_path: Path) -> None:
+def test_pinned_adapters_that_fill_all_places_are_named(zoo: ModelZoo, tmp_path: Path) -> None:
     async def main() -> None:
         engine = load_engine(zoo, adapter_slots=2)
-        for step in (1, 2):
-            await engine.update(write_adapter(tmp_path / f"{step}", version(step), zoo.load(), seed=step), keep=True)
-        with pytest.raises(EngineError, match=r"solver@0\.1, solver@0\.2; release one"):
-            await engine.update(write_adapter(tmp_path / "3", version(3), zoo.load(), seed=3))
-        engine.release(version(1))
-        await engine.update(write_adapter(tmp_path / "4", version(4), zoo.load(), seed=3))
+        pinned = [write_adapter(tmp_path / f"{step}", version(step), zoo.load(), seed=step) for step in (1, 2)]
+        await engine.serve(pinned[1:], pinned)
+        with pytest.raises(EngineError, match=r"solver@0\.1, solver@0\.2; unpin one"):
+            await engine.serve([write_adapter(tmp_path / "3", version(3), zoo.load(), seed=3)], pinned)
+        await engine.serve([write_adapter(tmp_path / "4", version(4), zoo.load(), seed=3)], pinned[1:])
         completion = await engine.open("s", "solver").generate(request("r", prompt(5)))
         assert completion.spans[0].version == version(4)
         await engine.close()
@@ -264,7 +263,7 @@ def test_adapters_on_different_layers_are_served_side_by_side(zoo: ModelZoo, tmp
             served[policy] = write_adapter(
                 place, version((step + 1) // 2, policy), zoo.load(), seed=step, rank=1 + step, targets=names
             )
-            await engine.update(served[policy])
+            await engine.serve([served[policy]])
             calls = [
                 engine.open(f"{step} {name}", name).generate(request(f"{step} {name}", context)) for name in policies
             ]
@@ -280,8 +279,8 @@ def test_one_policy_by_adapter_and_another_by_full_weights(zoo: ModelZoo, tmp_pa
     async def main() -> None:
         engine = load_engine(zoo)
         adapter = write_adapter(tmp_path / "1", version(1), zoo.load(), seed=1)
-        await engine.update(adapter)
-        await engine.update(zoo.full(version(1, "proposer"), seed=2))
+        await engine.serve([adapter])
+        await engine.serve([zoo.full(version(1, "proposer"), seed=2)])
         context = prompt(14)
         solved, proposed = await asyncio.gather(
             engine.open("s", "solver").generate(request("s", context)),
@@ -296,17 +295,17 @@ def test_one_policy_by_adapter_and_another_by_full_weights(zoo: ModelZoo, tmp_pa
 
 async def all_places_taken(engine: EmbeddedEngine, zoo: ModelZoo, root: Path) -> Any:
     """A session leases step 1, step 2 is current, no place is left for step 3."""
-    await engine.update(write_adapter(root / "1", version(1), zoo.load(), seed=1))
+    await engine.serve([write_adapter(root / "1", version(1), zoo.load(), seed=1)])
     session = engine.open("s", "solver")
     await session.generate(request("a", prompt(5)))
-    await engine.update(write_adapter(root / "2", version(2), zoo.load(), seed=2))
+    await engine.serve([write_adapter(root / "2", version(2), zoo.load(), seed=2)])
     return session
 
 
 async def waiting_update(engine: EmbeddedEngine, zoo: ModelZoo, root: Path) -> tuple[Any, asyncio.Future[None]]:
     """Of step 3, for the place of step 1."""
     session = await all_places_taken(engine, zoo, root)
-    updating = asyncio.ensure_future(engine.update(write_adapter(root / "3", version(3), zoo.load(), seed=3)))
+    updating = asyncio.ensure_future(engine.serve([write_adapter(root / "3", version(3), zoo.load(), seed=3)]))
     await asyncio.wait([updating], timeout=0.2)  # until it waits
     return session, updating
 
@@ -333,7 +332,7 @@ def test_an_update_that_waits_fails_when_the_engine_closes(zoo: ModelZoo, tmp_pa
         with pytest.raises(EngineError, match="the engine ended"):
             await updating
         with pytest.raises(EngineError, match="closed"):
-            await engine.update(zoo.full(version(4)))
+            await engine.serve([zoo.full(version(4))])
 
     asyncio.run(main())
 
@@ -349,7 +348,7 @@ def test_an_update_whose_files_are_being_read_fails_when_the_engine_closes(
         weights = (
             zoo.full(version(3)) if how == "full" else write_adapter(tmp_path / "3", version(3), zoo.load(), seed=3)
         )
-        updating = asyncio.ensure_future(engine.update(weights))
+        updating = asyncio.ensure_future(engine.serve([weights]))
         await asyncio.sleep(0)
         await engine.close()
         with pytest.raises(EngineError, match="the engine ended"):
@@ -364,7 +363,7 @@ def test_whenever_the_engine_closes_an_update_is_applied_or_told_so(zoo: ModelZo
 
     async def closed_after(ticks: int) -> None:
         engine = load_engine(zoo)
-        updating = asyncio.ensure_future(engine.update(weights))
+        updating = asyncio.ensure_future(engine.serve([weights]))
         for _ in range(ticks):
             await asyncio.sleep(0)
         await engine.close()

@@ -111,7 +111,7 @@ def test_routing_of_tokens_sampled_before_an_update_stays(zoo: ModelZoo, keep_kv
 def test_routing_follows_full_weights_to_their_own_copy(zoo: ModelZoo) -> None:
     async def main() -> None:
         engine = load(zoo, "qwen3_moe", capture_routing=True)
-        await engine.update(zoo.full(PolicyVersion("solver", 0, 1), "qwen3_moe", seed=1))
+        await engine.serve([zoo.full(PolicyVersion("solver", 0, 1), "qwen3_moe", seed=1)])
         for policy, seed in (("solver", 1), ("proposer", 0)):
             completion = await engine.open(policy, policy).generate(request(policy, prompt(9)))
             context = np.concatenate([prompt(9), completion.token_ids])

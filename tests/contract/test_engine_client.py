@@ -46,7 +46,7 @@ def test_a_guest_samples_what_the_owner_would() -> None:
         assert completion.token_ids.tolist() == owners.token_ids.tolist()
         assert completion.logprobs.tolist() == owners.logprobs.tolist()
         assert completion.spans == owners.spans
-        await engine.update(weights_of(1))
+        await engine.serve([weights_of(1)])
         assert (await session.generate(request("b", prompt(9)))).spans[0].version == version(1)
         session.close()
         with pytest.raises(EngineError, match="the session is closed"):
@@ -75,7 +75,7 @@ def test_two_guests_may_name_their_calls_alike_and_each_aborts_its_own() -> None
 
 def test_a_guest_whose_engine_dies_keeps_what_was_delivered_and_waits_for_the_next() -> None:
     async def scenario(engine: ProcessEngine, client: EngineClient) -> None:
-        await engine.update(weights_of(1))
+        await engine.serve([weights_of(1)])
         got: list[int] = []
         began = asyncio.Event()
 
@@ -101,7 +101,11 @@ def test_a_guest_whose_engine_dies_keeps_what_was_delivered_and_waits_for_the_ne
 
 
 @pytest.mark.parametrize(
-    "message", [wire.Update(call=1, weights=weights_of(1), keep=False), wire.Release(version=version(1))]
+    "message",
+    [
+        wire.Serve(call=1, current=[weights_of(1)], pinned=[]),
+        wire.Score(call=1, version=version(1), token_ids=b"", temperature=1.0),
+    ],
 )
 def test_a_guest_that_asks_for_more_than_samples_is_shown_out(message: wire.WireMessage) -> None:
     async def scenario(engine: ProcessEngine, client: EngineClient) -> None:
@@ -145,7 +149,7 @@ def test_conversations_that_begin_alike_go_to_one_replica_and_none_to_one_that_i
         while len(moves) < 2:
             await asyncio.sleep(0)
         assert moves[1] == engines[1].addresses
-        await engine.update(weights_of(1))
+        await engine.serve([weights_of(1)])
         for number, session in enumerate(sessions):
             completion = await session.generate(request(f"again{number}", prompt(9, seed=number)))
             assert completion.spans[0].version == version(1)

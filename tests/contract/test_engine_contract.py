@@ -162,7 +162,7 @@ def test_an_update_in_flight_gives_spans_of_both_versions(make_engine: MakeEngin
         session = engine.open("a", "solver")
         running = asyncio.ensure_future(session.generate(request("a", prompt(4), max_tokens=300)))
         await first_tokens_of(engine)
-        await engine.update(make_engine.publish(NEWER, seed=1))
+        await engine.serve([make_engine.publish(NEWER, seed=1)])
         completion = await running
         assert [version for _, _, version in completion.spans] == [SOLVER, NEWER]
         assert completion.spans[0].start == 0
@@ -182,7 +182,7 @@ def test_refresh_turn_never_changes_weights_inside_a_call(make_engine: MakeEngin
         session = engine.open("a", "solver")
         running = asyncio.ensure_future(session.generate(request("a", prompt(4), max_tokens=200)))
         await first_tokens_of(engine)
-        updating = asyncio.ensure_future(engine.update(make_engine.publish(NEWER, seed=1)))
+        updating = asyncio.ensure_future(engine.serve([make_engine.publish(NEWER, seed=1)]))
         completion = await running
         await updating
         assert spans(completion) == [(0, 200, str(SOLVER))]
@@ -195,16 +195,17 @@ def test_refresh_turn_never_changes_weights_inside_a_call(make_engine: MakeEngin
 def test_a_pinned_session_stays_on_its_version(make_engine: MakeEngine) -> None:
     async def main() -> None:
         engine = make_engine()
-        await engine.update(make_engine.publish(NEWER, seed=1), keep=True)
+        newer, newest = make_engine.publish(NEWER, seed=1), make_engine.publish(NEWEST, seed=2)
+        await engine.serve([newer], [newer])
         pinned = engine.open("pinned", "solver", pin=NEWER)
         running = asyncio.ensure_future(pinned.generate(request("a", prompt(4), max_tokens=100)))
         await first_tokens_of(engine)
-        await engine.update(make_engine.publish(NEWEST, seed=2))
+        await engine.serve([newest], [newer])
         assert spans(await running) == [(0, 100, str(NEWER))]
         assert spans(await pinned.generate(request("b", prompt(4)))) == [(0, 8, str(NEWER))]
         assert spans(await engine.open("free", "solver").generate(request("c", prompt(4)))) == [(0, 8, str(NEWEST))]
         pinned.close()
-        engine.release(NEWER)
+        await engine.serve([newest])
         with pytest.raises(EngineError, match=r"solver@0\.1"):
             engine.open("late", "solver", pin=NEWER)
         await engine.close()
@@ -220,7 +221,7 @@ def test_what_is_not_served_is_refused_by_name(make_engine: MakeEngine) -> None:
         with pytest.raises(EngineError, match=r"solver@0\.9"):
             engine.open("s", "solver", pin=PolicyVersion("solver", 0, 9))
         with pytest.raises(EngineError, match="critic"):
-            await engine.update(make_engine.publish(PolicyVersion("critic", 0, 1), seed=1))
+            await engine.serve([make_engine.publish(PolicyVersion("critic", 0, 1), seed=1)])
         await engine.close()
 
     make_engine.run(main)

@@ -315,7 +315,7 @@ def test_an_error_in_a_pass_fails_the_calls_and_the_engine_by_name(zoo: ModelZoo
         def broken(*arguments: object) -> None:
             raise RuntimeError("out of memory")
 
-        engine._versions.base.model.get_output_embeddings().register_forward_hook(broken)
+        engine.versions.base.model.get_output_embeddings().register_forward_hook(broken)
         with pytest.raises(EngineError, match="out of memory"):
             await engine.open("s", "solver").generate(request("r", prompt(5)))
         with pytest.raises(EngineError, match="dead"):
@@ -369,7 +369,8 @@ def test_loading_leaves_the_global_random_state_alone(zoo: ModelZoo) -> None:
     async def main() -> None:
         engine = load(zoo)
         state = torch.random.get_rng_state()
-        await engine.update(zoo.full(PolicyVersion("solver", 0, 1)), keep=True)
+        first = zoo.full(PolicyVersion("solver", 0, 1))
+        await engine.serve([first], [first])
         await engine.open("s", "solver").generate(request("r", prompt(5)))
         assert torch.equal(state, torch.random.get_rng_state())
         await engine.close()

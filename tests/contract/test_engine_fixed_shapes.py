@@ -72,34 +72,19 @@ def test_a_turn_is_bit_equal_alone_in_company_and_continued(zoo: ModelZoo) -> No
 def test_the_place_of_an_adapter_changes_no_bit(zoo: ModelZoo, tmp_path: Path) -> None:
     async def outcome(published_before: int) -> tuple[list[int], bytes]:
         engine = load(zoo, versions={"solver": version(0)}, adapter_slots=4, refresh="episode")
+        pinned = []
         for step in range(1, published_before + 1):
             other = write_adapter(tmp_path / f"{published_before}-{step}", version(step), zoo.load(), seed=step, rank=4)
-            await engine.update(other, keep=True)
+            pinned.append(other)
+            await engine.serve([other], pinned)
         target = version(published_before + 1)
         mine = write_adapter(tmp_path / f"{published_before}-mine", target, zoo.load(), seed=99, rank=4)
-        await engine.update(mine)
+        await engine.serve([mine], pinned)
         completion = await engine.open("s", "solver", pin=target).generate(request("r", prompt(20), max_tokens=TURN))
         await engine.close()
         return completion.token_ids.tolist(), completion.logprobs.tobytes()
 
     assert asyncio.run(outcome(0)) == asyncio.run(outcome(3))
-
-
-def test_a_version_kept_twice_is_released_twice(zoo: ModelZoo, tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = load(zoo, versions={"solver": version(0)}, adapter_slots=3, refresh="episode")
-        first = write_adapter(tmp_path / "first", version(1), zoo.load(), seed=1, rank=4)
-        await engine.update(first, keep=True)
-        await engine.update(first, keep=True)
-        await engine.update(write_adapter(tmp_path / "second", version(2), zoo.load(), seed=2, rank=4))
-        engine.release(version(1))
-        engine.open("s", "solver", pin=version(1)).close()
-        engine.release(version(1))
-        with pytest.raises(Exception, match="not served here"):
-            engine.open("t", "solver", pin=version(1))
-        await engine.close()
-
-    asyncio.run(main())
 
 
 def test_a_model_whose_rows_see_one_another_is_refused(zoo: ModelZoo) -> None:

@@ -23,7 +23,7 @@ def test_what_its_process_says_goes_to_the_log_where_a_death_and_a_bug_are_looke
         engine = ProcessEngine(program, START, placement=LocalPlacement(log), clock=NoWaiting(), tell=said.append)
         await engine.ready()
         with pytest.raises(EngineError, match="ZeroDivisionError: a bug"):
-            await engine.update(weights_of(1))
+            await engine.serve([weights_of(1)])
         kill(engine)
         while not said:
             await asyncio.sleep(0.01)

@@ -94,7 +94,7 @@ def test_a_version_that_answers_its_probe_is_served(zoo: ModelZoo, tmp_path: Pat
             else:
                 canary = canary_of(zoo.load(seed=step), zoo.load())
                 weights = write_full(tmp_path / f"{step}", version(step), tensors_of(zoo, step), canary=canary)
-            await engine.update(weights)
+            await engine.serve([weights])
             completion = await engine.open(f"s{step}", "solver").generate(request(f"r{step}", prompt(12)))
             assert completion.spans[0].version == version(step)
         await engine.close()
@@ -107,7 +107,7 @@ def test_an_adapter_that_is_another_is_refused(zoo: ModelZoo, tmp_path: Path, re
     async def main() -> None:
         engine = load_engine(zoo, adapter_slots=2 if refresh == "lazy" else 1, refresh=refresh)
         first = publish_adapter(zoo, tmp_path / "1", 1, seed=1)
-        await engine.update(first)
+        await engine.serve([first])
         session = engine.open("s", "solver")
         await session.generate(request("before", prompt(12)))
         wrong = {
@@ -119,7 +119,7 @@ def test_an_adapter_that_is_another_is_refused(zoo: ModelZoo, tmp_path: Path, re
         }
         for message, weights in wrong.items():
             with pytest.raises(EngineError, match=f"{weights.version} refused: .*{message}"):
-                await engine.update(weights)
+                await engine.serve([weights])
             with pytest.raises(EngineError, match="is not served here"):
                 engine.open("pinned", "solver", pin=weights.version)
             await check_serves(engine, with_adapter(zoo, first), 1)
@@ -127,7 +127,7 @@ def test_an_adapter_that_is_another_is_refused(zoo: ModelZoo, tmp_path: Path, re
         check_logprobs(with_adapter(zoo, first), prompt(12), completion)
         session.close()
         last = publish_adapter(zoo, tmp_path / "5", 5, seed=5)
-        await engine.update(last)
+        await engine.serve([last])
         await check_serves(engine, with_adapter(zoo, last), 5)
         await engine.close()
 
@@ -140,7 +140,9 @@ def test_full_weights_that_are_others_are_refused_and_those_before_come_back(
 ) -> None:
     async def main() -> None:
         engine = load_engine(zoo)
-        await engine.update(zoo.full(version(1), seed=1), keep=kept)
+        first = zoo.full(version(1), seed=1)
+        pinned = [first] if kept else []
+        await engine.serve([first], pinned)
         canary = canary_of(zoo.load(seed=2), zoo.load())
         running = asyncio.ensure_future(
             engine.open("s", "solver").generate(request("a", prompt(12), max_tokens=100, seed=1))
@@ -148,11 +150,11 @@ def test_full_weights_that_are_others_are_refused_and_those_before_come_back(
         for step, seed, message in ((2, 3, "those its trainer computed"), (3, 0, "as the model the run began with")):
             wrong = write_full(tmp_path / f"{step}", version(step), tensors_of(zoo, seed), canary=canary)
             with pytest.raises(EngineError, match=message):
-                await engine.update(wrong)
+                await engine.serve([wrong], pinned)
         completion = await running
         assert [span.version.step for span in completion.spans] == [1]
         check_logprobs(zoo.load(seed=1), prompt(12), completion)
-        await engine.update(write_full(tmp_path / "4", version(4), tensors_of(zoo, 2), canary=canary))
+        await engine.serve([write_full(tmp_path / "4", version(4), tensors_of(zoo, 2), canary=canary)])
         await check_serves(engine, zoo.load(seed=2), 4)
         await engine.close()
 

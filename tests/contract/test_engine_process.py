@@ -86,9 +86,10 @@ def test_the_next_process_serves_the_versions_of_the_one_before(zoo: ModelZoo) -
             {"model_path": str(zoo.directory()), "max_context": 256},
         )
         engine, _ = await made(program)
-        await engine.update(zoo.full(version(1), seed=1), keep=True)
+        first = zoo.full(version(1), seed=1)
+        await engine.serve([first], [first])
         pinned = engine.open("pinned", "solver", pin=version(1))
-        await engine.update(zoo.full(version(2), seed=2))
+        await engine.serve([zoo.full(version(2), seed=2)], [first])
         kill(engine)
         while not engine.supervisor.losses:
             await asyncio.sleep(0.01)
@@ -113,25 +114,22 @@ def test_the_next_process_serves_the_versions_of_the_one_before(zoo: ModelZoo) -
     asyncio.run(main())
 
 
-def test_a_version_kept_twice_stays_until_it_was_released_twice_also_in_the_next_process() -> None:
-    """A wave of a deterministic run and an evaluation keep the same version; the evaluation ends first."""
-
+def test_a_pinned_version_stays_until_it_is_unpinned_also_in_the_next_process() -> None:
     async def main() -> None:
         engine, _ = await made()
         for _ in range(2):
-            await engine.update(weights_of(1), keep=True)
-        await engine.update(weights_of(2))
-        engine.release(version(1))
+            await engine.serve([weights_of(1)], [weights_of(1)])
+        await engine.serve([weights_of(2)], [weights_of(1)])
         for losses, name in ((1, "a"), (2, "b")):
             completion = await engine.open(name, "solver", pin=version(1)).generate(request(name, prompt(12)))
             assert completion.spans[0].version == version(1)
             kill(engine)
             while engine.supervisor.losses < losses:
                 await asyncio.sleep(0.01)
-        engine.release(version(1))
-        with pytest.raises(EngineError, match="not served here"):
-            engine.open("c", "solver", pin=version(1))
-        engine.release(version(1))  # once too often: nobody is asked
+        for _ in range(2):
+            await engine.serve([weights_of(2)])
+            with pytest.raises(EngineError, match="not served here"):
+                engine.open("c", "solver", pin=version(1))
         completion = await engine.open("d", "solver").generate(request("d", prompt(12)))
         assert completion.spans[0].version == version(2)
         assert engine.supervisor.losses == 2
@@ -164,7 +162,7 @@ def test_a_process_that_hangs_is_replaced_like_one_that_died_and_named() -> None
         assert engine.supervisor.process_id is not None
         os.kill(engine.supervisor.process_id, signal.SIGSTOP)
         async with asyncio.timeout(200):
-            updating = asyncio.ensure_future(engine.update(weights_of(1)))
+            updating = asyncio.ensure_future(engine.serve([weights_of(1)]))
             with pytest.raises(EngineLostError, match="was killed: it gave no sign of life for 2 s"):
                 await running
             await updating
@@ -311,7 +309,7 @@ def test_a_process_that_dies_again_and_again_is_given_up_and_an_answer_starts_th
         with pytest.raises(EngineError, match=r"died \(SIGKILL\), 6 times; it is not started again"):
             await session.generate(request("s", prompt(3)))
         with pytest.raises(EngineError, match="not started again"):
-            await engine.update(weights_of(1))
+            await engine.serve([weights_of(1)])
         await engine.close()
 
     asyncio.run(main())

@@ -57,7 +57,7 @@ def test_each_token_has_the_experts_of_the_weights_that_sampled_it(zoo: ModelZoo
         for step, tokens in ((1, 60), (2, 61), (3, 200)):  # the second update may interrupt the first one's prefill
             while engine.stats.sampled_tokens < tokens:
                 await asyncio.sleep(0)
-            await engine.update(zoo.full(version(step), "mixtral", seed=step))
+            await engine.serve([zoo.full(version(step), "mixtral", seed=step)])
             for _ in range(step if step > 1 else 0):  # calls that end while their context is computed again
                 await asyncio.sleep(0)
             for number in range(0, 6, 2 if step > 1 else 6):

@@ -174,7 +174,7 @@ def test_an_adapter_on_all_it_can_be_on_is_served_as_it_is_trained(
     async def main() -> None:
         engine = load_engine(zoo, architecture)
         base = await engine.open("base", "solver").generate(request("base", context))
-        await engine.update(weights)
+        await engine.serve([weights])
         completion = await engine.open("s", "solver").generate(request("r", context))
         assert completion.token_ids.tolist() != base.token_ids.tolist()
         check_logprobs(PeftModel.from_pretrained(zoo.load(architecture), weights.path).eval(), context, completion)

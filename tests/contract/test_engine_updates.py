@@ -41,7 +41,7 @@ def test_a_full_update_serves_the_new_weights(zoo: ModelZoo, architecture: str) 
         session, context = engine.open("s", "solver"), prompt(20)
         before = await session.generate(request("a", context))
         check_logprobs(zoo.load(architecture, 0), context, before)
-        await engine.update(zoo.full(version(1), architecture, seed=1))
+        await engine.serve([zoo.full(version(1), architecture, seed=1)])
         after = await session.generate(request("b", context))
         check_logprobs(zoo.load(architecture, 1), context, after)
         assert after.cached_tokens == 0
@@ -125,11 +125,12 @@ def test_by_default_every_token_has_the_logprob_that_its_version_alone_gives(zoo
     asyncio.run(main())
 
 
-def test_kept_versions_and_other_policies_have_copies_of_their_own(zoo: ModelZoo) -> None:
+def test_pinned_versions_and_other_policies_have_copies_of_their_own(zoo: ModelZoo) -> None:
     async def main() -> None:
         engine = load_engine(zoo)
+        published = [zoo.full(version(step), seed=step) for step in (1, 2, 3)]
         for step in (1, 2, 3):
-            await engine.update(zoo.full(version(step), seed=step), keep=step < 3)
+            await engine.serve([published[step - 1]], published[: min(step, 2)])
         sessions = {
             0: engine.open("other", "proposer"),
             1: engine.open("one", "solver", pin=version(1)),
@@ -142,8 +143,7 @@ def test_kept_versions_and_other_policies_have_copies_of_their_own(zoo: ModelZoo
             check_logprobs(zoo.load(seed=step), context, completion)
         for step in (1, 2):
             sessions[step].close()
-            engine.release(version(step))
-        await engine.update(zoo.full(version(4), seed=1))
+        await engine.serve([zoo.full(version(4), seed=1)])
         check_logprobs(zoo.load(seed=1), context, await sessions[3].generate(request("last", context)))
         check_logprobs(zoo.load(seed=0), context, await sessions[0].generate(request("other", context)))
         await engine.close()
@@ -158,10 +158,10 @@ def test_a_turn_boundary_is_never_reached_while_paused(zoo: ModelZoo) -> None:
         await until(lambda: engine.stats.sampled_tokens > 2)
         await engine.pause()
         with pytest.raises(EngineError, match="paused"):
-            await engine.update(zoo.full(version(1)))
+            await engine.serve([zoo.full(version(1))])
         await engine.resume()
         assert [span.version for span in (await running).spans] == [START["solver"]]
-        await engine.update(zoo.full(version(1)))
+        await engine.serve([zoo.full(version(1))])
         await engine.close()
 
     asyncio.run(main())
@@ -171,7 +171,7 @@ def test_full_weights_are_refused_where_sessions_stay_on_versions(zoo: ModelZoo)
     async def main() -> None:
         engine = load_engine(zoo, refresh="lazy")
         with pytest.raises(EngineError, match="needs adapters"):
-            await engine.update(zoo.full(version(1)))
+            await engine.serve([zoo.full(version(1))])
         await engine.close()
 
     asyncio.run(main())
@@ -215,10 +215,10 @@ def test_files_that_are_not_what_was_published_are_refused(zoo: ModelZoo, tmp_pa
 def test_a_version_id_is_never_served_with_other_weights(zoo: ModelZoo) -> None:
     async def main() -> None:
         engine = load_engine(zoo)
-        await engine.update(zoo.full(version(1), seed=1))
-        await engine.update(zoo.full(version(1), seed=1))  # a repeated delivery
+        await engine.serve([zoo.full(version(1), seed=1)])
+        await engine.serve([zoo.full(version(1), seed=1)])  # a repeated delivery
         with pytest.raises(EngineError, match="never reused"):
-            await engine.update(zoo.full(version(1), seed=2))
+            await engine.serve([zoo.full(version(1), seed=2)])
         await engine.close()
 
     asyncio.run(main())
@@ -229,7 +229,7 @@ def test_the_starting_version_may_be_published_too(zoo: ModelZoo) -> None:
         engine = load_engine(zoo)
         session, context = engine.open("s", "solver"), prompt(10)
         await session.generate(request("a", context))
-        await engine.update(zoo.full(START["solver"], seed=1))
+        await engine.serve([zoo.full(START["solver"], seed=1)])
         completion = await session.generate(request("b", context))
         assert completion.cached_tokens == 0
         check_logprobs(zoo.load(seed=1), context, completion)
@@ -245,7 +245,7 @@ def test_an_update_that_has_begun_is_finished_though_its_caller_is_cancelled(zoo
         running = asyncio.ensure_future(session.generate(request("a", context, max_tokens=200)))
         for step in range(1, 6):
             sampled = engine.stats.sampled_tokens
-            updating = asyncio.ensure_future(engine.update(zoo.full(version(step), seed=step % 2)))
+            updating = asyncio.ensure_future(engine.serve([zoo.full(version(step), seed=step % 2)]))
             await until(lambda sampled=sampled, step=step: engine.stats.sampled_tokens > sampled + 3 * step)  # type: ignore[misc]
             updating.cancel()
         serving = (await running).spans[-1].version.step

@@ -63,7 +63,7 @@ def test_adapters_mixed_in_a_batch_equal_peft_alone(make_vllm: MakeVllm, zoo: Mo
         models = {"frozen": zoo.load()}
         for seed, (name, shape) in enumerate(zip(names, shapes, strict=True)):
             weights = adapter(zoo, tmp_path / name, 1, name, seed=seed, **shape)
-            await engine.update(weights)
+            await engine.serve([weights])
             models[name] = with_adapter(zoo, weights)
         order = [(i, name) for i in range(2) for name in versions]
         contexts = [prompt(6 + 3 * i + len(name), i) for i, name in order]
@@ -109,7 +109,7 @@ def test_two_policies_updated_in_flight_have_spans_of_their_own(
             await in_flight(engine)
             weights = adapter(zoo, tmp_path / f"{name}{step}", step, name, seed=10 * step + len(name))
             models[weights.version] = with_adapter(zoo, weights)
-            await engine.update(weights)
+            await engine.serve([weights])
         for name, wanted in (("solver", [0, 1, 2]), ("proposer", [0, 1])):
             completion = await calls[name]
             assert steps(completion) == wanted
@@ -137,7 +137,7 @@ def test_deltas_are_the_completion_with_the_versions_of_its_spans(
         session = engine.open("s", "solver")
         running = asyncio.ensure_future(session.generate(request("r", prompt(9), max_tokens=480), on_delta))
         await begun.wait()
-        await engine.update(adapter(zoo, tmp_path / "1", 1))
+        await engine.serve([adapter(zoo, tmp_path / "1", 1)])
         completion = await running
         assert steps(completion) == [0, 1]
         for at, (token, logprob, sampler) in enumerate(heard):
@@ -183,10 +183,10 @@ def test_calls_in_flight_under_turn_refresh_end_on_their_adapter(
     async def main() -> None:
         engine = make_vllm(refresh="turn")
         first = adapter(zoo, tmp_path / "1", 1)
-        await engine.update(first)
+        await engine.serve([first])
         running = asyncio.ensure_future(engine.open("s", "solver").generate(request("a", prompt(9), max_tokens=200)))
         await in_flight(engine)
-        await engine.update(adapter(zoo, tmp_path / "2", 2))
+        await engine.serve([adapter(zoo, tmp_path / "2", 2)])
         assert not running.done(), "the update does not wait for it"
         completion = await running
         assert steps(completion) == [1]
@@ -199,11 +199,11 @@ def test_calls_in_flight_under_turn_refresh_end_on_their_adapter(
 def test_an_update_waits_for_the_place_of_a_leased_adapter(make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path) -> None:
     async def main() -> None:
         engine = make_vllm(refresh="episode", adapter_slots=2)
-        await engine.update(adapter(zoo, tmp_path / "1", 1))
+        await engine.serve([adapter(zoo, tmp_path / "1", 1)])
         session = engine.open("s", "solver")
         await session.generate(request("a", prompt(5)))
-        await engine.update(adapter(zoo, tmp_path / "2", 2))
-        updating = asyncio.ensure_future(engine.update(adapter(zoo, tmp_path / "3", 3)))
+        await engine.serve([adapter(zoo, tmp_path / "2", 2)])
+        updating = asyncio.ensure_future(engine.serve([adapter(zoo, tmp_path / "3", 3)]))
         await in_flight(engine, "solver")
         assert not updating.done()
         session.close()
@@ -211,7 +211,7 @@ def test_an_update_waits_for_the_place_of_a_leased_adapter(make_vllm: MakeVllm, 
         assert steps(await engine.open("t", "solver").generate(request("b", prompt(5)))) == [3]
         await engine.close()
         with pytest.raises(EngineError, match="closed"):
-            await engine.update(adapter(zoo, tmp_path / "4", 4))
+            await engine.serve([adapter(zoo, tmp_path / "4", 4)])
 
     make_vllm.run(main)
 
@@ -222,13 +222,13 @@ def test_lazy_leases_give_way_when_places_are_short(make_vllm: MakeVllm, zoo: Mo
         session, seen = engine.open("t", "solver"), []
         for turn in range(6):
             seen += steps(await session.generate(request(f"t{turn}", prompt(9))))
-            await engine.update(adapter(zoo, tmp_path / f"{turn}", turn + 1))
+            await engine.serve([adapter(zoo, tmp_path / f"{turn}", turn + 1)])
         assert seen == [0, 0, 0, 0, 0, 0], "the first weights need no place"
         session.close()
         session, seen = engine.open("u", "solver"), []
         for turn in range(6, 10):
             seen += steps(await session.generate(request(f"u{turn}", prompt(9))))
-            await engine.update(adapter(zoo, tmp_path / f"{turn}", turn + 1))
+            await engine.serve([adapter(zoo, tmp_path / f"{turn}", turn + 1)])
         assert seen == [6, 6, 8, 8]
         await engine.close()
 
@@ -253,7 +253,7 @@ def test_no_prefix_is_served_across_versions(make_vllm: MakeVllm, zoo: ModelZoo,
                 check_spans(models, context, completion)
             weights = adapter(zoo, tmp_path / f"{step}", step + 1)
             models[weights.version] = with_adapter(zoo, weights)
-            await engine.update(weights)
+            await engine.serve([weights])
         other = await engine.open("p", "proposer").generate(request("p", context))
         check_logprobs(zoo.load(), context, other)
         await engine.close()
@@ -279,24 +279,25 @@ async def unloaded(make_vllm: MakeVllm, left: int) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_kept_adapters_that_fill_all_places_are_named(make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path) -> None:
+def test_pinned_adapters_that_fill_all_places_are_named(make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path) -> None:
     async def main() -> None:
         engine = make_vllm()
         models: dict[PolicyVersion, Any] = {}
+        pinned = []
         for step in range(1, ADAPTER_PLACES + 1):
             weights = adapter(zoo, tmp_path / f"{step}", step)
+            pinned.append(weights)
             models[weights.version] = with_adapter(zoo, weights)
-            await engine.update(weights, keep=True)
+            await engine.serve([weights], pinned)
         late = adapter(zoo, tmp_path / "late", 9)
-        with pytest.raises(EngineError, match=r"solver@0\.1, .*solver@0\.6; release one"):
-            await engine.update(late)
+        with pytest.raises(EngineError, match=r"solver@0\.1, .*solver@0\.6; unpin one"):
+            await engine.serve([late], pinned)
         sessions = {each: engine.open(str(each), "solver", pin=each) for each in models}
         calls = [session.generate(request(str(each), prompt(20))) for each, session in sessions.items()]
         for completion in await asyncio.gather(*calls):
             check_spans(models, prompt(20), completion)
-        engine.release(version(1))
         sessions[version(1)].close()
-        await engine.update(late)
+        await engine.serve([late], pinned[1:])
         assert steps(await engine.open("s", "solver").generate(request("r", prompt(5)))) == [9]
         await unloaded(make_vllm, ADAPTER_PLACES)
         await engine.close()

@@ -40,10 +40,12 @@ def test_a_directory_that_is_written_again_or_removed_changes_nothing_that_serve
 ) -> None:
     async def main() -> None:
         engine, context, models = make_vllm(), prompt(70), {}
+        pinned = []
         for step in (1, 2):
             weights = adapter(zoo, tmp_path / "same", step)
             models[step] = with_adapter(zoo, weights)
-            await engine.update(weights, keep=True)
+            pinned.append(weights)
+            await engine.serve([weights], pinned)
             shutil.rmtree(tmp_path / "same")
         for step in (1, 2, 1):
             session = engine.open(f"s{step}", "solver", pin=version(step))
@@ -76,7 +78,7 @@ def test_what_vllm_is_given_is_what_was_checked_though_the_file_keeps_changing(
         try:
             for step in range(1, 40):
                 with contextlib.suppress(EngineError):  # the file was the other one when it was copied
-                    await engine.update(replace(good, version=version(step)))
+                    await engine.serve([replace(good, version=version(step))])
                     newest = max((path for path in copies() - before if path.name.isdigit()), key=lambda p: int(p.name))
                     assert (newest / FILE).read_bytes() == contents[0]
                     served += 1
@@ -93,10 +95,10 @@ def test_a_version_id_is_never_served_with_other_weights(make_vllm: MakeVllm, zo
     async def main() -> None:
         engine = make_vllm()
         weights = adapter(zoo, tmp_path / "1", 1)
-        await engine.update(weights)
-        await engine.update(weights)  # a repeated delivery
+        await engine.serve([weights])
+        await engine.serve([weights])  # a repeated delivery
         with pytest.raises(EngineError, match="never reused"):
-            await engine.update(adapter(zoo, tmp_path / "other", 1, seed=7))
+            await engine.serve([adapter(zoo, tmp_path / "other", 1, seed=7)])
         completion = await engine.open("s", "solver").generate(request("r", prompt(9)))
         check_logprobs(with_adapter(zoo, weights), prompt(9), completion)
         assert len(await make_vllm.llm.list_loras()) == 1
@@ -160,7 +162,7 @@ def test_a_version_that_nothing_needs_is_unloaded_and_its_copy_removed(
         for step in range(1, 2 * ADAPTER_PLACES):
             cut = asyncio.ensure_future(held.generate(request(f"r{step}", prompt(9), max_tokens=400)))
             await in_flight(engine)
-            await engine.update(adapter(zoo, tmp_path / f"{step}", step))
+            await engine.serve([adapter(zoo, tmp_path / f"{step}", step)])
             await in_flight(engine)
             cut.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -182,7 +184,7 @@ def test_an_update_cancelled_while_vllm_reads_its_files_serves_them(
         engine = make_vllm()
         context = prompt(20)
         first = adapter(zoo, tmp_path / "1", 1)
-        updating = asyncio.ensure_future(engine.update(first))
+        updating = asyncio.ensure_future(engine.serve([first]))
         make_vllm.llm.before["add_lora"] = updating.cancel
         with pytest.raises(asyncio.CancelledError):
             await updating

@@ -68,7 +68,7 @@ def test_every_token_is_of_the_version_its_span_says(make_vllm: MakeVllm, zoo: M
         ]
         for step in (1, 2, 3):
             await in_flight(engine)
-            await engine.update(zoo.full(version(step), seed=step))
+            await engine.serve([zoo.full(version(step), seed=step)])
         models = [zoo.load(seed=seed) for seed in range(4)]
         completions = await asyncio.gather(*calls)
         for context, completion in zip(contexts, completions, strict=True):
@@ -98,8 +98,8 @@ def test_refresh_turn_waits_for_the_turns_in_flight_and_holds_new_ones(make_vllm
         context = prompt(40)
         running = asyncio.ensure_future(engine.open("s", "solver").generate(request("a", context, max_tokens=200)))
         await in_flight(engine)
-        updating = asyncio.ensure_future(engine.update(zoo.full(version(1), seed=1)))
-        while "solver" not in engine._versions._held:
+        updating = asyncio.ensure_future(engine.serve([zoo.full(version(1), seed=1)]))
+        while "solver" not in engine.versions.held:
             await asyncio.sleep(0.001)
         held = asyncio.ensure_future(engine.open("t", "solver").generate(request("b", context)))
         before = await running
@@ -119,7 +119,7 @@ def test_no_prefix_is_served_across_versions(make_vllm: MakeVllm, zoo: ModelZoo)
         context = prompt(130)
         for step in range(3):
             if step:
-                await engine.update(zoo.full(version(step), seed=step))
+                await engine.serve([zoo.full(version(step), seed=step)])
             for again in range(2):
                 completion = await engine.open(f"{step}.{again}", "solver").generate(request("r", context))
                 assert (completion.cached_tokens > 0) == bool(again)
@@ -139,7 +139,7 @@ def test_a_prefix_computed_while_weights_changed_is_not_served_again(make_vllm: 
         session, context = engine.open("s", "solver"), prompt(64)
         running = asyncio.ensure_future(session.generate(request("a", context, max_tokens=200)))
         await in_flight(engine)
-        await engine.update(zoo.full(version(1), seed=1))
+        await engine.serve([zoo.full(version(1), seed=1)])
         mixed = await running
         assert steps(mixed) == [0, 1]
         longer = np.concatenate([context, mixed.token_ids])
@@ -163,7 +163,7 @@ def test_a_turn_that_begins_during_an_update_finds_nothing_of_the_old_weights(
         make_vllm.llm.before["start_weight_update"] = lambda: begun.append(
             asyncio.ensure_future(session.generate(request("b", longer)))
         )
-        await engine.update(zoo.full(version(1), seed=1))
+        await engine.serve([zoo.full(version(1), seed=1)])
         second = await begun[0]
         assert (steps(second), second.cached_tokens) == ([1], 0)
         check_logprobs(zoo.load(seed=1), longer, second)
@@ -186,7 +186,7 @@ def test_calls_that_wait_for_a_slot_find_nothing_of_the_old_weights(make_vllm: M
         ]
         while not any(call.tokens for call in engine._calls.values()):
             await asyncio.sleep(0)
-        await engine.update(zoo.full(version(1), seed=1))
+        await engine.serve([zoo.full(version(1), seed=1)])
         seconds = await asyncio.gather(*calls)
         waited = [(context, each) for context, each in zip(longer, seconds, strict=True) if steps(each) == [1]]
         assert len(waited) >= len(contexts) - SLOTS - 1  # nobody asks a canary now
@@ -208,11 +208,11 @@ def test_a_score_beside_a_held_call_keeps_the_count_of_calls(make_vllm: MakeVllm
                 asyncio.ensure_future(engine.score("solver", context)),
             ]
         )
-        await engine.update(zoo.full(version(1), seed=1))
+        await engine.serve([zoo.full(version(1), seed=1)])
         completion, scores = await asyncio.gather(*later)
         assert steps(completion) == [1]
         np.testing.assert_allclose(scores[1:], plain_scores(zoo, 1, context), atol=2e-4)
-        await engine.update(zoo.full(version(2), seed=2))
+        await engine.serve([zoo.full(version(2), seed=2)])
         assert steps(await engine.open("t", "solver").generate(request("b", context))) == [2]
         await engine.close()
 
@@ -224,11 +224,11 @@ def test_weights_under_a_pinned_conversation_are_not_replaced(make_vllm: MakeVll
         engine = make_vllm()
         pinned = engine.open("s", "solver", pin=SOLVER)
         with pytest.raises(EngineError, match=r"1 conversations are pinned to solver@0\.0"):
-            await engine.update(zoo.full(version(1), seed=1))
+            await engine.serve([zoo.full(version(1), seed=1)])
         assert not await make_vllm.llm.is_paused()
         assert steps(await pinned.generate(request("a", prompt(9)))) == [0]
         pinned.close()
-        await engine.update(zoo.full(version(1), seed=1))
+        await engine.serve([zoo.full(version(1), seed=1)])
         await engine.close()
 
     make_vllm.run(main)
@@ -239,7 +239,7 @@ def test_scores_are_of_one_version_while_weights_change(make_vllm: MakeVllm, zoo
         engine = make_vllm()
         context = prompt(60)
         plain = [plain_scores(zoo, seed, context) for seed in (0, 1)]
-        updating = asyncio.ensure_future(engine.update(zoo.full(version(1), seed=1)))
+        updating = asyncio.ensure_future(engine.serve([zoo.full(version(1), seed=1)]))
 
         async def until_replaced() -> None:
             while True:
@@ -296,7 +296,7 @@ def test_a_load_that_fails_half_way_leaves_the_version_before(
     async def main() -> None:
         engine = make_vllm()
         if updated:
-            await engine.update(zoo.full(version(1), seed=1))
+            await engine.serve([zoo.full(version(1), seed=1)])
         context = prompt(40)
         running = asyncio.ensure_future(engine.open("s", "solver").generate(request("a", context, max_tokens=300)))
         await in_flight(engine)
@@ -306,15 +306,15 @@ def test_a_load_that_fails_half_way_leaves_the_version_before(
         other = write_full(tmp_path / "other", version(2), tensors_of(zoo, 3))
         make_vllm.llm.before["start_weight_update"] = lambda: shutil.copyfile(f"{other.path}/{file.name}", file)
         with pytest.raises(EngineError, match=r"solver@0\.2 refused: vLLM cannot load it.*has changed.* keeps serving"):
-            await engine.update(weights)
+            await engine.serve([weights])
         make_vllm.llm.before["start_weight_update"] = Path(other.path, file.name).unlink
         with pytest.raises(EngineError, match=r"solver@0\.2 refused: vLLM cannot load it.* keeps serving"):
-            await engine.update(other)
+            await engine.serve([other])
         completion = await running
         assert steps(completion) == [int(updated)]
         assert len(completion.token_ids) == 300
         check_logprobs(zoo.load(seed=int(updated)), context, completion)
-        await engine.update(zoo.full(version(3), seed=3))
+        await engine.serve([zoo.full(version(3), seed=3)])
         check_logprobs(zoo.load(seed=3), context, await engine.open("t", "solver").generate(request("b", context)))
         await engine.close()
 
@@ -325,7 +325,7 @@ def test_an_engine_that_cannot_go_back_says_it_is_lost(make_vllm: MakeVllm, zoo:
     async def main() -> None:
         engine = make_vllm()
         first, second = (write_full(tmp_path / f"{step}", version(step), tensors_of(zoo, step)) for step in (1, 2))
-        await engine.update(first)
+        await engine.serve([first])
 
         def fail() -> None:
             for step in (1, 2):
@@ -333,7 +333,7 @@ def test_an_engine_that_cannot_go_back_says_it_is_lost(make_vllm: MakeVllm, zoo:
 
         make_vllm.llm.before["start_weight_update"] = fail
         with pytest.raises(EngineLostError, match=r"solver@0\.2"):
-            await engine.update(second)
+            await engine.serve([second])
         with pytest.raises(EngineError):
             await engine.open("s", "solver").generate(request("r", prompt(5)))
         await engine.close()
@@ -349,10 +349,15 @@ def test_what_full_weights_cannot_do_is_refused_by_name(make_vllm: MakeVllm, zoo
         with pytest.raises(EngineCapabilityError, match="proposer, solver"):
             make_vllm(versions=START)
         engine: Any = make_vllm()
-        with pytest.raises(EngineError, match="none can be kept"):
-            await engine.update(zoo.full(version(1), seed=1), keep=True)
+        first, second = zoo.full(version(1), seed=1), zoo.full(version(2), seed=2)
+        with pytest.raises(EngineError, match=r"solver@0\.1 refused: .*no other can be pinned"):
+            await engine.serve([], [first])
         with pytest.raises(EngineError, match=r"solver@0\.1 is not served here"):
             engine.open("s", "solver", pin=version(1))
+        await engine.serve([first], [first])
+        with pytest.raises(EngineError, match=r"solver@0\.2 refused: .*no other can be pinned"):
+            await engine.serve([second], [first])
+        await engine.serve([second])
         weights = write_adapter(tmp_path / "a", version(1), zoo.load(), seed=1)
         await check_refused(engine, zoo, weights, "adapter_slots = 0")
 
@@ -362,28 +367,10 @@ def test_what_full_weights_cannot_do_is_refused_by_name(make_vllm: MakeVllm, zoo
 def test_a_version_id_is_never_served_with_other_weights(make_vllm: MakeVllm, zoo: ModelZoo) -> None:
     async def main() -> None:
         engine = make_vllm()
-        await engine.update(zoo.full(version(1), seed=1))
-        await engine.update(zoo.full(version(1), seed=1))  # a repeated delivery
+        await engine.serve([zoo.full(version(1), seed=1)])
+        await engine.serve([zoo.full(version(1), seed=1)])  # a repeated delivery
         with pytest.raises(EngineError, match="never reused"):
-            await engine.update(zoo.full(version(1), seed=2))
-        await engine.close()
-
-    make_vllm.run(main)
-
-
-def test_an_update_while_paused_takes_effect_and_leaves_the_pause(make_vllm: MakeVllm, zoo: ModelZoo) -> None:
-    async def main() -> None:
-        engine = make_vllm()
-        context = prompt(20)
-        running = asyncio.ensure_future(engine.open("s", "solver").generate(request("a", context, max_tokens=200)))
-        await in_flight(engine)
-        await engine.pause()
-        await engine.update(zoo.full(version(1), seed=1))
-        assert await make_vllm.llm.is_paused()
-        assert not running.done()
-        await engine.resume()
-        completion = await running
-        assert steps(completion) == [0, 1]
+            await engine.serve([zoo.full(version(1), seed=2)])
         await engine.close()
 
     make_vllm.run(main)
@@ -398,7 +385,7 @@ def test_an_update_that_has_begun_is_finished_though_its_caller_is_cancelled(
         running = asyncio.ensure_future(engine.open("s", "solver").generate(request("a", context, max_tokens=400)))
         await in_flight(engine)
         for step in range(1, 4):
-            updating = asyncio.ensure_future(engine.update(zoo.full(version(step), seed=step)))
+            updating = asyncio.ensure_future(engine.serve([zoo.full(version(step), seed=step)]))
             await asyncio.sleep(0.001 * step)
             updating.cancel()
         await running

@@ -27,7 +27,7 @@ def test_weights_that_are_others_are_found_by_their_probe_and_what_they_sampled_
             heard.extend((token, sampler.step) for token in token_ids)
 
         first, second = (canary_of(zoo.load(seed=seed), zoo.load()) for seed in (1, 2))
-        await engine.update(write_full(tmp_path / "1", version(1), tensors_of(zoo, 1), canary=first))
+        await engine.serve([write_full(tmp_path / "1", version(1), tensors_of(zoo, 1), canary=first)])
         running = asyncio.ensure_future(
             engine.open("s", "solver").generate(request("a", context, max_tokens=300), on_delta)
         )
@@ -35,7 +35,7 @@ def test_weights_that_are_others_are_found_by_their_probe_and_what_they_sampled_
         for seed, message in ((3, "those its trainer computed"), (1, r"as solver@0\.1 would")):
             other = write_full(tmp_path / f"other{seed}", version(2), tensors_of(zoo, seed), canary=second)
             with pytest.raises(EngineError, match=rf"solver@0\.2 refused: .*{message}"):
-                await engine.update(other)
+                await engine.serve([other])
             assert not await make_vllm.llm.is_paused()
         completion = await running
         assert steps(completion) == [1]
@@ -45,7 +45,7 @@ def test_weights_that_are_others_are_found_by_their_probe_and_what_they_sampled_
         assert heard == [(token, 1) for token in tokens][: len(heard)]
         running = asyncio.ensure_future(engine.open("t", "solver").generate(request("b", context, max_tokens=300)))
         await in_flight(engine)
-        await engine.update(write_full(tmp_path / "2", version(2), tensors_of(zoo, 2), canary=second))
+        await engine.serve([write_full(tmp_path / "2", version(2), tensors_of(zoo, 2), canary=second)])
         assert steps(await running) == ([1, 2] if refresh == "token" else [1])
         check_logprobs(zoo.load(seed=2), context, await engine.open("u", "solver").generate(request("c", context)))
         await engine.close()

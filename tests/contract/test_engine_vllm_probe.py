@@ -68,7 +68,7 @@ def test_an_adapter_that_is_another_is_found_by_its_probe_and_what_it_sampled_is
         before, calls = copies(), Calls(engine)
         first = publish_adapter(zoo, tmp_path / "1", 1, seed=1)
         right = publish_adapter(zoo, tmp_path / "2", 2, seed=1, trained=moved(1e-3))
-        await engine.update(first)
+        await engine.serve([first])
         loaded = await make_vllm.llm.list_loras()
         calls.start("running", 400)
         while not calls.heard:
@@ -80,8 +80,8 @@ def test_an_adapter_that_is_another_is_found_by_its_probe_and_what_it_sampled_is
         ):
             if weights is right:  # between our check and vLLM's reading
                 make_vllm.llm.before["add_lora"] = swapped(first)
-            updating = asyncio.ensure_future(engine.update(weights))
-            while engine._versions.of_policy("solver").version != weights.version:
+            updating = asyncio.ensure_future(engine.serve([weights]))
+            while engine.versions.of_policy("solver").version != weights.version:
                 await asyncio.sleep(0)
             calls.start(f"tried {weights.version}", 60)
             with pytest.raises(EngineError, match="not passed its canary check"):
@@ -95,7 +95,7 @@ def test_an_adapter_that_is_another_is_found_by_its_probe_and_what_it_sampled_is
         assert len(copies() - before) == 1, "the first adapter's copy"
         models = {version(1): with_adapter(zoo, first), version(2): with_adapter(zoo, right)}
         await calls.check(1, models)
-        await engine.update(right)
+        await engine.serve([right])
         calls.start("after", 8)
         await calls.check(2, models)
         await engine.close()

@@ -133,9 +133,9 @@ def test_whatever_of_it_dies_the_turn_goes_on_in_the_next_process(
         assert [each for each in reached if not is_loopback(each)] == []
         written = [write_adapter(tmp_path / f"{step}", version(step), zoo.load(), seed=step) for step in (1, 2)]
         models = [zoo.load(), *(with_adapter(zoo, weights) for weights in written)]
-        await engine.update(written[0], keep=True)
+        await engine.serve(written[:1], written[:1])
         pinned = engine.open("pinned", "solver", pin=version(1))
-        await engine.update(written[1])
+        await engine.serve(written[1:], written[:1])
         session = engine.open("s", "solver")
         for losses, victim in enumerate(victims, start=1):
             heard = await cut(engine, session, context, victim)

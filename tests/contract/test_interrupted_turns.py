@@ -71,7 +71,7 @@ def test_after_an_update_a_cut_turn_goes_on_under_the_new_version(
     async def main() -> None:
         engine = make_engine(refresh=refresh)
         turn = await cut_and_continued(
-            engine, lambda: engine.update(make_engine.publish(NEW, seed=1)), new_session=new_session
+            engine, lambda: engine.serve([make_engine.publish(NEW, seed=1)]), new_session=new_session
         )
         assert [span.version for span in turn.spans] == [OLD, NEW]
         assert turn.spans[-1].stop == len(turn.token_ids) == 200
@@ -89,7 +89,7 @@ def test_a_leased_turn_goes_on_under_its_version_as_long_as_its_session_lives(
     async def main() -> None:
         engine = load_engine(zoo, refresh=refresh)
         weights = write_adapter(tmp_path / "a", NEW, zoo.load(), seed=1)
-        turn = await cut_and_continued(engine, lambda: engine.update(weights), new_session=new_session)
+        turn = await cut_and_continued(engine, lambda: engine.serve([weights]), new_session=new_session)
         assert [span.version for span in turn.spans] == ([OLD, NEW] if new_session else [OLD])
         await engine.close()
 
@@ -191,7 +191,7 @@ async def interrupted(zoo: ModelZoo, how: str, sampling: dict[str, Any]) -> Row:
         await until(lambda: bool(journal.turn_log("0").partials_on_disk))
     if how == "update":
         await engine.pause()
-        await engine.update(zoo.full(NEW, "qwen3_moe", seed=1))
+        await engine.serve([zoo.full(NEW, "qwen3_moe", seed=1)])
         await engine.resume()
     partition = "1" if how == "another worker" else "0"
     if how in ("kill", "another worker"):

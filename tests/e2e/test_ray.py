@@ -218,7 +218,7 @@ def test_engines_in_actors_are_replaced_when_they_or_their_actors_die(session: R
             await replica.ready()
         engine = ReplicatedEngine(replicas)
         weights = zoo.full(version(1), "qwen3_moe", seed=1)
-        await asyncio.gather(near.update(weights), engine.update(weights))
+        await asyncio.gather(near.serve([weights]), engine.serve([weights]))
         expected = [await near.open("n", "solver").generate(long_turn("n", context)) for context in contexts]
         turns = [await begun(each, "t", context) for each, context in zip(replicas, contexts, strict=True)]
         processes = [replica.supervisor.process_id or 0 for replica in replicas]

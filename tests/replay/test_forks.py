@@ -25,6 +25,7 @@ from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import SpawnEntry, TurnEntry
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.dispatch import Dispatcher
+from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.execution import settings_of, wired
 from tests.sim.small_run import config_for
@@ -270,11 +271,11 @@ def test_weights_given_by_hand_are_found_again_and_never_taken_for_the_runs(tmp_
 
     async def play(world: World) -> None:
         world.store.record_version(of_the_run, None)
-        await world.engine.update(of_the_run)
+        await world.engine.serve([of_the_run])
         await world.play(Walk)
 
     async def fork(world: World, weights: WeightsRef, number: str) -> None:
-        await load_weights(config_for(), world.engine, world.store, [weights])
+        await load_weights(config_for(), ServedVersions(world.engine), world.store, [weights])
         await world.fork(find_parent((run if number == "e0" else forks) / "journal", number, None, 2), Walk)
 
     within(run, play)

@@ -18,6 +18,7 @@ from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.orchestrator import loop
 from agentrl.orchestrator.loop import Orchestrator, RunOutcome
+from agentrl.orchestrator.versions import BATCHES, ServedVersions
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.testing.memory_journal import MemoryJournal
@@ -160,14 +161,15 @@ class SmallRun:
             for name in trainable
         }
         weights = {name: await self.trainer.publish(name, version) for name, version in versions.items()}
-        older = await serve_older(self.config, engine, self.journal, self.resumed_at, self.drawn_from)
+        served = ServedVersions(engine)
+        older = await serve_older(self.config, served, self.journal, self.resumed_at, self.drawn_from)
         for name, published in weights.items():
             self.journal.record_version(published, self.resumed_at.get(name))
-            await engine.update(published, keep=name in pinned_policies(self.config))
-        opponents = await serve_opponents(self.config, engine, weights, older)
+            await served.make_current(published, holder=BATCHES if name in pinned_policies(self.config) else "")
+        opponents = await serve_opponents(self.config, served, older)
         await self.journal.flush()
         parts = Parts(
-            engine=engine,
+            served=served,
             trainer=self.trainer,
             chat_format=PlainFormat(),
             store=self.journal,
@@ -175,7 +177,6 @@ class SmallRun:
             clock=LoopClock(),
             tasks=self.tasks,
             held_out=self.held_out,
-            weights=weights,
             opponents=opponents,
             versions=versions,
             parents=self.journal.parents(),

@@ -125,7 +125,7 @@ def test_an_episode_whose_engine_is_lost_goes_on_from_its_last_entry(simulated_l
         ledger = run.orchestrator.buffer.ledger
         assert ledger.trained == 4 * 8
         assert set(ledger.dropped) <= {"run_ended"}
-        engine = run.orchestrator.engine
+        engine = run.orchestrator.versions.engine
         assert isinstance(engine, FlakyEngine)
         # `e<k>.<attempt>.<call>`: no environment was blamed, and a turn that was sampled is not asked for again.
         assert all(request_id.split(".")[1] == "0" for request_id in engine.asked)
@@ -151,8 +151,8 @@ def test_an_episode_that_loses_its_engine_again_and_again_is_dropped(simulated_l
         run = SmallRun(engine_class=engine)
         await run.run()
         assert run.orchestrator.buffer.ledger.dropped["engine_lost"] == 1
-        assert isinstance(run.orchestrator.engine, FlakyEngine)
-        assert max(run.orchestrator.engine.asked.values()) == LOST_IN_A_ROW + 1
+        assert isinstance(run.orchestrator.versions.engine, FlakyEngine)
+        assert max(run.orchestrator.versions.engine.asked.values()) == LOST_IN_A_ROW + 1
 
     simulated_loop.run(main)
 

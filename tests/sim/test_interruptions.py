@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 import agentrl
 from agentrl.app.recovery import read_resume_state
-from agentrl.core.records import PolicyVersion, Task
+from agentrl.core.records import PolicyVersion, Task, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from agentrl.rollout.byte_formats import STOP_TOKEN
@@ -31,9 +32,9 @@ def test_interrupted_turns_are_those_of_the_undisturbed_run(simulated_loop: Simu
     assert len(did) == 8 or len(simulated_loop.seeds()) < 20, f"the schedules did only {did}"
 
 
-def life(journal: MemoryJournal | None = None, **options: Any) -> Life:
+def life(journal: MemoryJournal | None = None, engine_options: Any = MappingProxyType({}), **options: Any) -> Life:
     """The first process of a run; called in the loop."""
-    engine = WatchedEngine({policy: PolicyVersion(policy, 0, 0) for policy in POLICIES}, {})
+    engine = WatchedEngine({policy: PolicyVersion(policy, 0, 0) for policy in POLICIES}, {}, **engine_options)
     return Life(journal=journal or MemoryJournal(), engine=engine, run_seed=0, **options)
 
 
@@ -46,6 +47,40 @@ def test_an_engine_that_stays_away_costs_its_episodes_after_two_minutes(simulate
         ends = one.journal.of_kind(EpisodeEnd)
         assert {end.header.drop_reason for end in ends} == {"engine_lost"}
         assert asyncio.get_running_loop().time() >= 0.5 + 1 + 2 + 4 + 8 + 16 + 3 * 30
+
+    simulated_loop.run(main)
+
+
+def test_a_conversation_that_keeps_its_version_begins_again_where_that_is_gone(simulated_loop: SimulatedLoop) -> None:
+    """Refresh `episode`: the engine dies, or the episode is parked, while newer weights come."""
+
+    async def main() -> None:
+        one = life(engine_options={"refresh": "episode"})
+        await asyncio.sleep(0.5)
+        one.worker.park("e0")
+        one.engine.lose()
+        for policy in POLICIES:
+            await one.engine.serve(
+                [WeightsRef(version=PolicyVersion(policy, 0, 1), path="", kind="adapter", sha256="")]
+            )
+        await asyncio.sleep(1.0)
+        one.engine.restore()
+        one.worker.unpark()
+        await one.worker.drain()
+        ends = one.journal.of_kind(EpisodeEnd)
+        assert {end.header.drop_reason for end in ends} == {None}
+        assert any(end.header.attempt for end in ends), "those that were under way have begun again"
+        log = one.journal.turn_log(PARTITION)
+        for end in ends:
+            turns = [entry.decode() for entry in log.read(end.header.episode_id, end.header.attempt)]
+            for policy in POLICIES:
+                steps = {
+                    span.step
+                    for turn in turns
+                    if isinstance(turn, TurnEntry) and turn.policy == policy
+                    for span in turn.spans
+                }
+                assert len(steps) <= 1, (end.header.episode_id, steps)
 
     simulated_loop.run(main)
 

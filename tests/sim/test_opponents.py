@@ -19,7 +19,7 @@ from agentrl.inspection.statistics import win_rates
 from agentrl.journal.entries import TurnEntry
 from agentrl.observe.metrics import describe
 from agentrl.orchestrator.metrics import Counts
-from agentrl.orchestrator.versions import OpponentPool, Opponents, joined_by
+from agentrl.orchestrator.versions import OpponentPool, Opponents, ServedVersions, joined_by
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import SmallRun, config_for
@@ -47,13 +47,13 @@ def config(**past: Any) -> Any:
 
 
 class Places(ScriptedEngine):
-    """Counts what is kept."""
+    """Counts pinned versions."""
 
     most = 0
 
-    async def update(self, weights: Any, *, keep: bool = False) -> None:
-        await super().update(weights, keep=keep)
-        Places.most = max(Places.most, sum(count > 0 for count in self._kept.values()))
+    async def serve(self, current: Any, pinned: Any = ()) -> None:
+        await super().serve(current, pinned)
+        Places.most = max(Places.most, len(pinned))
 
 
 def games(run: SmallRun) -> list[tuple[int, PolicyVersion, frozenset[PolicyVersion]]]:
@@ -161,18 +161,21 @@ def test_the_files_of_a_checkpoint_s_opponents_stay_as_long_as_it(simulated_loop
         def version(step: int) -> PolicyVersion:
             return PolicyVersion("player", 0, step)
 
-        engine = ScriptedEngine([[1]], versions={"player": version(0)})
+        def weights(step: int) -> WeightsRef:
+            return WeightsRef(version=version(step), path=f"weights/{step}", kind="adapter", sha256="")
+
+        versions = ServedVersions(ScriptedEngine([[1]], versions={"player": version(0)}))
         pool = OpponentPool(name="past", of="player", every=1, size=1, choose="latest", served=[version(0)])
+        await versions.pin(pool.holder, weights(0))
         opponents = Opponents(
-            pools={"past": pool}, engine=engine, run_seed=0, pinned=set, counts=Counts(), checkpoints=2
+            pools={"past": pool}, versions=versions, run_seed=0, pinned=set, counts=Counts(), checkpoints=2
         )
         needed = []
         for step in range(1, 7):
-            path = f"weights/{step}"
-            await opponents.add_version(WeightsRef(version=version(step), path=path, kind="adapter", sha256=""))
+            await opponents.add_version(weights(step))
             if step % 2 == 0:
                 opponents.record_checkpoint()
-            needed.append({found.step for found in opponents.needed()})
+            needed.append({found.step for found in opponents.needed() | versions.pinned()})
         assert needed == [{0, 1}, {0, 2}, {0, 2, 3}, {2, 4}, {2, 4, 5}, {4, 6}]
 
     simulated_loop.run(main)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import pytest
 
-from agentrl.core.errors import EngineError, EngineFailedError, EngineLostError
-from agentrl.core.ports import GenerateRequest, SamplingParams
+from agentrl.core.errors import EngineError, EngineFailedError, EngineLostError, VersionNotServedError
+from agentrl.core.ports import GenerateRequest, Refresh, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
 from agentrl.engines.fleet import FENCE_S, ReplicatedEngine
 from agentrl.engines.scripted import ScriptedEngine
@@ -28,8 +28,8 @@ class Engine(ScriptedEngine):
     update_s = 0.0
     has_failed = False
 
-    def __init__(self) -> None:
-        super().__init__(lambda *_: [7] * 50, versions=START, seconds_per_token=0.01, refresh="turn")
+    def __init__(self, refresh: Refresh = "turn") -> None:
+        super().__init__(lambda *_: [7] * 50, versions=START, seconds_per_token=0.01, refresh=refresh)
         self.asked: list[str] = []
         self.updates: list[PolicyVersion] = []
         self.refuses: set[PolicyVersion] = set()
@@ -39,13 +39,12 @@ class Engine(ScriptedEngine):
         self.asked.append(request.request_id)
         return super().start(request, *arguments, **options)  # type: ignore[arg-type]
 
-    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
+    async def load(self, weights: WeightsRef) -> None:
         await asyncio.sleep(self.update_s)
         self.check_not_failed()
         if weights.version in self.refuses or weights.sha256:
             raise EngineError(f"{weights.version} refused")
         self.updates.append(weights.version)
-        await super().update(weights, keep=keep)
 
     async def ping(self) -> None:
         self.check_not_failed()
@@ -136,11 +135,11 @@ def test_a_replica_that_does_not_take_a_version_is_fenced_until_it_has() -> None
         engines, told = [Engine() for _ in range(2)], list[str]()
         engine = ReplicatedEngine(engines, tell=told.append)
         engines[1].update_s = 3 * FENCE_S
-        await engine.update(weights(1))
+        await engine.serve([weights(1)])
         assert told == ["engine replica 1 is behind at solver@0.1; it gets no calls for now"]
         assert await turns(engine, "a") == {1}
         assert engines[1].asked == []
-        await engine.update(weights(2))
+        await engine.serve([weights(2)])
         assert engines[0].updates[-1].step == 2
         await asyncio.sleep(6 * FENCE_S)
         assert [version.step for version in engines[1].updates] == [1, 2]
@@ -158,7 +157,7 @@ def test_what_the_first_replica_refuses_reaches_none() -> None:
         engine = ReplicatedEngine(engines)
         engines[0].refuses.add(weights(1).version)
         with pytest.raises(EngineError, match=r"solver@0\.1 refused"):
-            await engine.update(weights(1), keep=True)
+            await engine.serve([weights(1)], [weights(1)])
         assert [each.updates for each in engines] == [[], [], []]
         assert await turns(engine, "a") == {0}
         assert all(each.asked for each in engines)
@@ -191,18 +190,45 @@ def test_a_turn_of_a_lost_replica_goes_on_elsewhere() -> None:
     simulate(main, seed=0)
 
 
+@pytest.mark.parametrize("is_updated", [False, True])
+def test_a_conversation_that_keeps_its_version_goes_on_elsewhere_only_with_that_version(is_updated: bool) -> None:
+    async def main() -> None:
+        engines = [Engine("episode") for _ in range(2)]
+        engine = ReplicatedEngine(engines)
+        session = engine.open("a", "solver")
+        await session.generate(request("a", context(1)))
+        (own,) = [each for each in engines if each.asked]
+        own.lose()
+        with pytest.raises(EngineLostError):
+            await session.generate(request("b", context(1)))
+        if is_updated:
+            await engine.serve([weights(1)])
+            with pytest.raises(VersionNotServedError, match=r"solver@0\.0"):
+                await session.generate(request("c", context(1)))
+        else:
+            completion = await session.generate(request("c", context(1)))
+            assert [span.version.step for span in completion.spans] == [0]
+            await engine.serve([weights(1)])
+            completion = await session.generate(request("d", context(1)))
+            assert [span.version.step for span in completion.spans] == [0]
+        assert await turns(engine, "e") == {1}
+        await engine.close()
+
+    simulate(main, seed=0)
+
+
 def test_a_replica_that_missed_a_version_is_not_back_when_it_takes_one_of_another_policy() -> None:
     async def main() -> None:
         engines, told = [Engine() for _ in range(2)], list[str]()
         engine = ReplicatedEngine(engines, tell=told.append)
         engines[1].refuses.add(weights(1).version)
-        await engine.update(weights(1))
-        await engine.update(weights(1, "proposer"))
+        await engine.serve([weights(1)])
+        await engine.serve([weights(1, "proposer")])
         assert told == ["engine replica 1 is behind at solver@0.1; it gets no calls for now"]
         assert (await turns(engine, "a"), await turns(engine, "b", "proposer")) == ({1}, {1})
         assert engines[1].asked == []
         engines[1].refuses.clear()
-        await engine.update(weights(2, "proposer"))
+        await engine.serve([weights(2, "proposer")])
         await asyncio.sleep(1)
         assert told[1:] == ["engine replica 1 has caught up"]
         assert (await turns(engine, "c"), await turns(engine, "d", "proposer")) == ({1}, {2})
@@ -212,14 +238,14 @@ def test_a_replica_that_missed_a_version_is_not_back_when_it_takes_one_of_anothe
     simulate(main, seed=0)
 
 
-def test_a_version_that_was_kept_is_given_before_newer_ones_and_released_everywhere() -> None:
+def test_a_pinned_version_is_given_before_newer_ones_and_unpinned_everywhere() -> None:
     async def main() -> None:
         engines = [Engine() for _ in range(2)]
         engine = ReplicatedEngine(engines)
         kept = weights(1).version
         engines[1].refuses.add(kept)
         for step in (1, 2):
-            await engine.update(weights(step), keep=step == 1)
+            await engine.serve([weights(step)], [weights(1)])
         assert [each.keeps(kept) for each in engines] == [True, False]
         session = engine.open("pinned", "solver", pin=kept)
         for number in range(20):
@@ -228,44 +254,44 @@ def test_a_version_that_was_kept_is_given_before_newer_ones_and_released_everywh
         session.close()
         assert engines[1].asked == []
         engines[1].refuses.clear()
-        await engine.update(weights(3))
+        await engine.serve([weights(3)], [weights(1)])
         await asyncio.sleep(1)
-        assert [version.step for version in engines[1].updates] == [1, 3]
+        assert [version.step for version in engines[1].updates] == [2, 1, 3]
         assert [each.keeps(kept) for each in engines] == [True, True]
         assert await turns(engine, "a") == {3}
-        engine.release(kept)
+        await engine.serve([weights(3)])
         assert [each.keeps(kept) for each in engines] == [False, False]
         await engine.close()
 
     simulate(main, seed=0)
 
 
-def test_a_kept_version_that_comes_again_with_other_weights_is_refused_and_stays_as_it_was() -> None:
+def test_a_pinned_version_that_comes_again_with_other_weights_is_refused_and_stays_as_it_was() -> None:
     async def main() -> None:
         engines, told = [Engine() for _ in range(2)], list[str]()
         engine = ReplicatedEngine(engines, tell=told.append)
-        await engine.update(weights(1), keep=True)
+        await engine.serve([weights(1)], [weights(1)])
         with pytest.raises(EngineError, match=r"solver@0\.1 refused"):
-            await engine.update(replace(weights(1), sha256="another"), keep=True)
-        await engine.update(weights(2))
+            await engine.serve([replace(weights(1), sha256="another")], [weights(1)])
+        await engine.serve([weights(2)], [weights(1)])
         assert [each.keeps(weights(1).version) for each in engines] == [True, True]
         assert (await turns(engine, "a"), told) == ({2}, [])
-        engine.release(weights(1).version)
+        await engine.serve([weights(2)])
         assert [each.keeps(weights(1).version) for each in engines] == [False, False]
         await engine.close()
 
     simulate(main, seed=0)
 
 
-def test_a_release_does_not_overtake_the_update_that_keeps() -> None:
+def test_a_version_that_is_unpinned_while_a_replica_loads_it_does_not_stay() -> None:
     async def main() -> None:
         engines = [Engine() for _ in range(2)]
         engine = ReplicatedEngine(engines)
         engines[1].update_s = 3 * FENCE_S
-        await engine.update(weights(1), keep=True)
+        await engine.serve([weights(1)], [weights(1)])
         assert engines[1].updates == []
-        engine.release(weights(1).version)
-        await engine.update(weights(2))
+        await engine.serve([weights(1)])
+        await engine.serve([weights(2)])
         await asyncio.sleep(9 * FENCE_S)
         assert [version.step for version in engines[1].updates] == [1, 2]
         assert [each.keeps(weights(1).version) for each in engines] == [False, False]
@@ -276,16 +302,16 @@ def test_a_release_does_not_overtake_the_update_that_keeps() -> None:
     simulate(main, seed=0)
 
 
-def test_who_is_cancelled_in_an_update_keeps_nothing_anywhere() -> None:
+def test_what_a_cancelled_caller_asked_for_is_replaced_everywhere_by_what_is_asked_for_next() -> None:
     async def main() -> None:
         engines = [Engine() for _ in range(2)]
         engine = ReplicatedEngine(engines)
         engines[1].update_s = 1.0
-        updating = asyncio.ensure_future(engine.update(weights(1), keep=True))
+        updating = asyncio.ensure_future(engine.serve([weights(1)], [weights(1)]))
         await asyncio.sleep(0.5)
         updating.cancel()
         await asyncio.wait({updating})
-        await engine.update(weights(2))
+        await engine.serve([weights(2)])
         assert [version.step for version in engines[1].updates] == [1, 2]
         assert [each.keeps(weights(1).version) for each in engines] == [False, False]
         await engine.close()
@@ -300,12 +326,12 @@ def test_a_replica_that_takes_too_late_what_others_refused_waits_for_the_next_ve
         engines[0].update_s = 3 * FENCE_S
         engines[1].refuses.add(weights(1).version)
         with pytest.raises(EngineError, match=r"solver@0\.1 refused"):
-            await engine.update(weights(1), keep=True)
+            await engine.serve([weights(1)], [weights(1)])
         await asyncio.sleep(4 * FENCE_S)
         assert engines[0].updates == [weights(1).version]
         assert await turns(engine, "a") == {0}
         assert engines[0].asked == []
-        await engine.update(weights(2))
+        await engine.serve([weights(2)])
         await asyncio.sleep(4 * FENCE_S)
         assert not engines[0].keeps(weights(1).version)
         assert told[1:] == ["engine replica 0 has caught up"]
@@ -324,7 +350,7 @@ def test_an_adapter_may_wait_for_its_place_and_conversations_stay_meanwhile() ->
         await session.generate(request("a", context(1)))
         (own,) = [each for each in engines if each.asked]
         own.update_s = 3 * FENCE_S
-        updating = asyncio.ensure_future(engine.update(weights(1, kind="adapter")))
+        updating = asyncio.ensure_future(engine.serve([weights(1, kind="adapter")]))
         await asyncio.sleep(2 * FENCE_S)
         await session.generate(request("b", context(1)))
         assert own.asked == ["a", "b"]
@@ -345,7 +371,7 @@ def test_a_replica_that_failed_for_good_is_left_out_and_when_none_is_left_all_he
         for number, session in enumerate(sessions):
             assert len((await session.generate(request(f"a{number}", context(number)))).token_ids) == 50
         assert told == ["engine replica 0 has failed for good: it is not started again"]
-        await engine.update(weights(1))
+        await engine.serve([weights(1)])
         assert (await engine.score("solver", context(1))).tolist() == [0, -1, -1]
         await engine.ping()
         waiting = asyncio.ensure_future(turn(engine, "b"))
@@ -358,7 +384,7 @@ def test_a_replica_that_failed_for_good_is_left_out_and_when_none_is_left_all_he
         with pytest.raises(EngineFailedError, match=why):
             await sessions[0].generate(request("c", context(0)))
         with pytest.raises(EngineFailedError, match=why):
-            await engine.update(weights(2))
+            await engine.serve([weights(2)])
         with pytest.raises(EngineFailedError, match=why):
             engine.open("d", "solver")
         await engine.close()
@@ -373,7 +399,7 @@ def test_all_replicas_fail_while_an_update_and_calls_wait_for_them() -> None:
         session = engine.open("a", "solver")
         for each in engines:
             each.update_s = 2 * FENCE_S
-        updating = asyncio.ensure_future(engine.update(weights(1)))
+        updating = asyncio.ensure_future(engine.serve([weights(1)]))
         await asyncio.sleep(2 * FENCE_S - 1)
         calling = asyncio.ensure_future(session.generate(request("a", context(0))))
         await asyncio.sleep(0)
@@ -392,13 +418,13 @@ def test_when_those_that_took_a_version_fail_nobody_waits_for_those_that_refused
         engines = [Engine() for _ in range(2)]
         engine = ReplicatedEngine(engines)
         engines[1].refuses.add(weights(1).version)
-        await engine.update(weights(1))
+        await engine.serve([weights(1)])
         engines[0].has_failed = True
         with pytest.raises(
             EngineFailedError, match=r"replica 0: it is not started again; replica 1: solver@0\.1 refused"
         ):
             await turn(engine, "a")
-        await engine.update(weights(2))
+        await engine.serve([weights(2)])
         assert await turns(engine, "b") == {2}
         await engine.close()
 

@@ -112,30 +112,32 @@ def test_a_frozen_proposer_with_a_learning_solver(simulated_loop: SimulatedLoop)
     simulated_loop.run(main)
 
 
-class SlowToKeep(ScriptedEngine):
-    """Takes its time where a version is to be kept; updates wait for each other, and are remembered."""
+class SlowToLoad(ScriptedEngine):
+    """Takes its time to load versions, one after another, and remembers which it was to sample from."""
 
     given: ClassVar[list[PolicyVersion]] = []
     turn: ClassVar[asyncio.Lock]
 
-    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
+    async def load(self, weights: WeightsRef) -> None:
         async with self.turn:
-            await asyncio.sleep(2.0 * keep)
-            self.given.append(weights.version)
-            await super().update(weights, keep=keep)
+            await asyncio.sleep(2.0 * (weights.version.policy == "asker"))
+
+    def _make_current(self, version: PolicyVersion) -> None:
+        self.given.append(version)
+        super()._make_current(version)
 
 
 def test_an_evaluation_that_begins_while_a_policy_steps_does_not_take_the_policy_back(
     simulated_loop: SimulatedLoop,
 ) -> None:
     async def main() -> None:
-        SlowToKeep.turn = asyncio.Lock()
-        SlowToKeep.given.clear()
+        SlowToLoad.turn = asyncio.Lock()
+        SlowToLoad.given.clear()
         bound = policies(asker=8, guesser=4)
         config = config_for(policies=bound, steps=6, evaluation={"tasks": 1, "every": 1})
-        await SmallRun(config=config, environment=Duel, engine_class=SlowToKeep, held_out=TASKS[:1]).run()
+        await SmallRun(config=config, environment=Duel, engine_class=SlowToLoad, held_out=TASKS[:1]).run()
         for policy in bound:
-            given = [version for version in SlowToKeep.given if version.policy == policy]
+            given = [version for version in SlowToLoad.given if version.policy == policy]
             assert given == sorted(given)
 
     simulated_loop.run(main)

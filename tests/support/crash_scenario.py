@@ -22,6 +22,7 @@ from agentrl.core.records import PolicyVersion, Task, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.port import StepRow
 from agentrl.orchestrator.checkpoints import CheckpointWriter
+from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.simulation.virtual_time import SimLoop
@@ -161,9 +162,10 @@ class CrashScenario:
         engine = _WitnessedEngine(self._witnessed(machine), versions=versions, seconds_per_token=0.05)
         engine.machine = machine
         first = {name: versions[name] for name in self.trainable}
-        served = await recovery.serve(self.config, first, trainer, engine, journal)
+        served = ServedVersions(engine)
+        opponents = await recovery.serve(self.config, first, trainer, served, journal)
         parts = Parts(
-            engine=engine,
+            served=served,
             trainer=trainer,
             chat_format=PlainFormat(),
             store=journal,
@@ -172,8 +174,7 @@ class CrashScenario:
             tasks=self.tasks,
             checkpoints=self.checkpoints(machine),
             versions=versions,
-            weights=served.weights,
-            opponents=served.opponents,
+            opponents=opponents,
             parents=journal.parents(),
             resume_state=recovery.resume_state(self.config, journal),
             role_means=recovery.role_means,
@@ -223,8 +224,8 @@ class _WitnessedEngine(ScriptedEngine):
 
     machine: Machine
 
-    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
-        """See `Engine.update`."""
+    async def load(self, weights: WeightsRef) -> None:
+        """See `ScriptedEngine.load`."""
         version, on_disk = weights.version, self.machine.journal.on_disk()
         lineage = {
             record.weights.version.step
@@ -234,7 +235,6 @@ class _WitnessedEngine(ScriptedEngine):
         made = any(isinstance(record, StepRow) and record.version == version for record in on_disk)
         is_known = version.step in lineage and (made or version.step == min(lineage))
         self.machine.served.append((version, is_known))
-        await super().update(weights, keep=keep)
 
 
 class _Unheard:

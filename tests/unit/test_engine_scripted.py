@@ -55,7 +55,7 @@ def test_without_latency_a_call_returns_without_suspending() -> None:
 def test_a_script_sees_request_policy_and_version() -> None:
     async def main() -> None:
         engine = make(lambda request, policy, version: [len(policy), version.step, request.seed])
-        await engine.update(weights(4))
+        await engine.serve([weights(4)])
         completion = await engine.open("s", "policy").generate(request(seed=9))
         assert said(completion) == ([6, 4, 9], "stop", [(0, 3, 4)])
 
@@ -91,7 +91,7 @@ def test_an_update_falls_between_two_tokens() -> None:
         running = asyncio.ensure_future(engine.open("s", "policy").generate(request()))
         for step, wait in ((1, 4.5), (2, 0.1), (3, 3.0)):
             await asyncio.sleep(wait)
-            await engine.update(weights(step))
+            await engine.serve([weights(step)])
         assert said(await running) == (TEN, "stop", [(0, 2, 0), (2, 5, 2), (5, 10, 3)])
         assert loop.time() == pytest.approx(12.0)
         assert engine.busy_seconds() == pytest.approx(12.0)
@@ -114,7 +114,7 @@ def test_sessions_move_to_newer_versions_as_refresh_says(options: dict[str, Any]
         for step in range(5):
             running = asyncio.ensure_future(session.generate(request(f"r{step}")))
             await asyncio.sleep(4.5)
-            await engine.update(weights(step + 1))
+            await engine.serve([weights(step + 1)])
             found.append(said(await running)[2])
         assert found == [[(0, 10, step)] for step in steps]
 
@@ -124,10 +124,10 @@ def test_sessions_move_to_newer_versions_as_refresh_says(options: dict[str, Any]
 def test_a_pinned_session_ignores_updates() -> None:
     async def main() -> None:
         engine = make(seconds_per_token=1.0)
-        await engine.update(weights(1), keep=True)
+        await engine.serve([weights(1)], [weights(1)])
         running = asyncio.ensure_future(engine.open("s", "policy", pin=version(1)).generate(request()))
         await asyncio.sleep(3.5)
-        await engine.update(weights(2))
+        await engine.serve([weights(2)], [weights(1)])
         assert said(await running)[2] == [(0, 10, 1)]
 
     simulate(main, seed=0)
@@ -140,7 +140,7 @@ def test_a_pause_stops_the_clock_of_a_call() -> None:
         running = asyncio.ensure_future(engine.open("s", "policy").generate(request("a")))
         await asyncio.sleep(3.5)
         await engine.pause()
-        await engine.update(weights(1))
+        await engine.serve([weights(1)])
         queued = asyncio.ensure_future(engine.open("t", "policy").generate(request("b", max_tokens=1)))
         await asyncio.sleep(100)
         assert not running.done()
@@ -191,7 +191,7 @@ def test_deltas_come_about_every_fifth_of_a_second_apart_by_version() -> None:
 
         running = asyncio.ensure_future(engine.open("s", "policy").generate(request("a"), on_delta))
         await asyncio.sleep(0.3)
-        await engine.update(weights(1))
+        await engine.serve([weights(1)])
         await running
         assert pieces == [([10, 11], 0), ([12], 0), ([13, 14, 15], 1), ([16, 17], 1)]
 

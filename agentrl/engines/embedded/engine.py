@@ -28,12 +28,12 @@ from agentrl.engines.embedded.batcher import ActiveRequest, Batcher, EmbeddedSes
 from agentrl.engines.embedded.capture import KeptSetRecorder, RoutingTap
 from agentrl.engines.embedded.forward import Pass, PassRunner, check_memory, check_rows, check_slots
 from agentrl.engines.embedded.slots import SlotCache, SlotColumns
-from agentrl.engines.embedded.versions import EmbeddedSettings, ServedModel, VersionTable, WeightUpdates
+from agentrl.engines.embedded.versions import EmbeddedSettings, EmbeddedVersions, ServedModel, Serving
 from agentrl.engines.models import load_model, model_dtype
-from agentrl.engines.sessions import check_request, empty_completion, needs_adapters
+from agentrl.engines.sessions import ModelEngine, empty_completion, keeping_version, needs_adapters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
@@ -42,13 +42,12 @@ if TYPE_CHECKING:
     from agentrl.core.ports import Delta, GenerateRequest, Refresh
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.embedded.forward import EngineStats
-    from agentrl.engines.embedded.versions import Serving
     from agentrl.engines.weights import Canary
 
 _DELTA_SECONDS = 0.2
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(ModelEngine[Serving]):
     """See `agentrl.core.ports.Engine`. Make one with `load`; it belongs to one event loop.
 
     Its memory is one row per slot regardless of length, so it states no `kv_tokens`: a conversation keeps its row
@@ -74,6 +73,8 @@ class EmbeddedEngine:
         dtype: `float32`, `bfloat16`, or `auto`: the checkpoint's.
         times durations.
     """
+
+    versions: EmbeddedVersions
 
     def __init__(
         self,
@@ -110,13 +111,12 @@ class EmbeddedEngine:
             kept=self._kept,
             clock=clock,
         )
-        served = ServedModel.of(model)
-        self._versions = VersionTable(served, places=capabilities.adapters, max_rank=settings.max_rank)
-        self._versions.start(versions.values())
         self._between_passes = asyncio.Lock()
-        self._updates = WeightUpdates(
-            versions=self._versions,
+        self.versions = EmbeddedVersions(
+            ServedModel.of(model),
+            versions.values(),
             settings=settings,
+            places=capabilities.adapters,
             between_passes=self._between_passes,
             switch=self._switch_calls,
             on_worker=self._on_worker,
@@ -182,6 +182,7 @@ class EmbeddedEngine:
             sampling_mask=capture_mask,
             adapters=adapter_slots,
             max_context=max_context,
+            keeps_version=keeping_version(refresh, versions),
         )
         settings = EmbeddedSettings(
             slots=slots,
@@ -198,23 +199,20 @@ class EmbeddedEngine:
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EmbeddedSession:
         """See `agentrl.core.ports.Engine.open`."""
-        self._versions.of_policy(policy)
-        pinned = None if pin is None else self._versions.of_version(pin)
-        return EmbeddedSession(self, session_id, policy, pinned)
+        return EmbeddedSession(self, session_id, policy, self._resolve_pin(policy, pin))
 
     def session_ended(self, session: EmbeddedSession) -> None:
         """See `sessions.SessionOwner`."""
         self._table.free_slot(session)
-        self._updates.leases.close(session)
+        self.versions.leases.close(session)
 
     async def generate(
         self, session: EmbeddedSession, request: GenerateRequest, on_delta: Delta | None = None
     ) -> Completion:
         """One call of `session`; see `agentrl.core.ports.EngineSession.generate`."""
-        self._check(session, request)
-        context = len(request.token_ids)
-        if context >= self.capabilities.max_context or request.sampling.max_tokens < 1:
-            return empty_completion(context, "length")
+        self._check_call(session, request, self._calls)
+        if self._samples_nothing(request):
+            return empty_completion(len(request.token_ids), "length")
         loop = asyncio.get_running_loop()
         self._arrivals += 1
         call = ActiveRequest(request, session, loop.create_future(), on_delta, self._arrivals)
@@ -230,11 +228,6 @@ class EmbeddedEngine:
             call.ending = True
             self._interrupt()
             raise
-
-    def _check(self, session: EmbeddedSession, request: GenerateRequest) -> None:
-        where = f"call {request.request_id} of session {session.session_id}"
-        self._check_running(where)
-        check_request(request, session, self._calls, vocabulary=self._vocabulary, where=where)
 
     def _check_running(self, what: str) -> None:
         if self._closed or self._failure is not None:
@@ -253,8 +246,8 @@ class EmbeddedEngine:
                 if batcher.empty:
                     break
                 plan: list[Pass] = []
-                if not self._updates.paused:
-                    batcher.admit(self._updates.held, self._updates.leases.resolve)
+                if not self.versions.paused:
+                    batcher.admit(self.versions.held, self.versions.leases.resolve)
                     plan = batcher.plan()
                 if plan:
                     run = partial(self._runner.run, plan, repeat=batcher.repeats(plan))
@@ -278,7 +271,7 @@ class EmbeddedEngine:
             self._runner.stats.cached_tokens += call.cached
             self._batcher.finish(call)
             serving.calls -= 1
-            self._updates.settle(serving)
+            self.versions.settle(serving)
         del self._calls[call.request.request_id]
         session.end_call()
         if not call.future.done():
@@ -299,7 +292,7 @@ class EmbeddedEngine:
             return
         self._loop_task = None
         self._failure = error
-        self._updates.stop()
+        self.versions.close()
         self._fail_calls("the engine died in a forward pass", error)
 
     def _fail_calls(self, reason: str, cause: BaseException | None) -> None:
@@ -323,11 +316,11 @@ class EmbeddedEngine:
 
     # --- control ------------------------------------------------------------------------------------------------------
 
-    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
-        """See `agentrl.core.ports.Engine.update`; what happens to calls in flight is described in `versions.py`."""
-        self._check_running(f"weights {weights.version}")
+    async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
+        """See `agentrl.core.ports.Engine.serve`; what happens to calls in flight is described in `versions.py`."""
+        self._check_running("an update")
         try:
-            await self._updates.apply(weights, keep=keep)
+            await self.versions.serve(current, pinned)
         finally:
             self._wake.set()
 
@@ -336,23 +329,17 @@ class EmbeddedEngine:
             if call.serving is old and call.session.pin is None:
                 self._batcher.switch(call, new, keep_kv=self._keep_kv)
 
-    def release(self, version: PolicyVersion) -> None:
-        """See `agentrl.core.ports.Engine.release`."""
-        serving = self._versions.of_version(version)
-        serving.kept -= serving.kept > 0
-        self._updates.settle(serving)
-
     async def pause(self) -> None:
         """Compute nothing after the present pass, so that an update finds calls at a defined position."""
-        self._updates.paused = True
-        self._updates.wake()
+        self.versions.paused = True
+        self.versions.wake()
         self._interrupt()
         async with self._between_passes:
             pass
 
     async def resume(self) -> None:
         """Go on after `pause`. Idempotent."""
-        self._updates.paused = False
+        self.versions.paused = False
         self._wake.set()
 
     def abort(self, request_id: str) -> None:
@@ -366,7 +353,7 @@ class EmbeddedEngine:
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
     ) -> Float32Array:
         """See `agentrl.core.ports.Engine.score`."""
-        versions = self._versions
+        versions = self.versions
         self._interrupt()
         async with self._between_passes:
             self._check_running(f"scores of {version}")
@@ -402,7 +389,7 @@ class EmbeddedEngine:
         if self._closed:
             return
         self._closed = True
-        self._updates.stop()
+        self.versions.close()
         self._fail_calls("the engine was closed", None)
         for call in self._batcher.calls():
             call.ending = True

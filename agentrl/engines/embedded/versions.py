@@ -3,7 +3,7 @@
 Owns: the live versions and who holds them (pins, leases, calls in flight), one model per full version, one place in the
 adapter bank per adapter, and the order of steps of an update: read and check off the loop, swap between two forward
 passes. Does not know slots, nor the tokens of calls.
-Invariants: a version that is current, kept, pinned, leased or used by a call is never overwritten; a policy has exactly
+Invariants: a version that is current, pinned, leased or used by a call is never overwritten; a policy has exactly
 one current version; base weights serve as long as anything is built on them; until the new version has passed its
 canary check nothing has changed that a later pass could see, so that any failure leaves the old version serving.
 
@@ -21,7 +21,7 @@ side by side; where they are many, adapter by adapter in one batched product, as
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from agentrl.core.errors import EngineError
 from agentrl.engines.models import ready_to_sample
-from agentrl.engines.sessions import Leases, LiveVersion, canaries_of, live_version, newest_of
+from agentrl.engines.sessions import LiveVersion, VersionTable
+from agentrl.engines.versions import refusal
 from agentrl.engines.weights import (
     check_adapter,
     check_answer,
@@ -41,7 +41,6 @@ from agentrl.engines.weights import (
     read_adapter,
     read_canary,
     read_weights,
-    refusal,
 )
 
 if TYPE_CHECKING:
@@ -110,112 +109,29 @@ class Serving(LiveVersion):
     adapter: int = BASE
 
 
-@dataclass(slots=True)
-class VersionTable:
-    """The live versions of all policies on one base model."""
+class EmbeddedVersions(VersionTable[Serving]):
+    """The versions of one embedded engine; updates are applied one after another, between its passes.
 
-    base: ServedModel
-    places: int
-    max_rank: int
-    current: dict[str, Serving] = field(default_factory=dict)
-    live: dict[PolicyVersion, Serving] = field(default_factory=dict)
-    _spare: ServedModel | None = None
+    Args:
+        base: the loaded model.
+        versions: its weights, as the first version of every policy.
+        settings: the engine's.
+        places: adapters that are served side by side.
+        between_passes: held by whoever computes or changes weights.
+        switch: moves the calls that the first version samples to the second.
+        on_worker: runs work on the thread that computes.
+        answer: the log-probabilities that a version gives to a canary.
+        interrupt: ends the engine's run of passes soon.
+        tap: records the experts that tokens were routed to.
+    """
 
-    def start(self, versions: Iterable[PolicyVersion]) -> None:
-        """Serve the base weights as these versions."""
-        for version in versions:
-            self.live[version] = self.current[version.policy] = Serving(version=version, served=self.base)
-
-    def of_policy(self, policy: str) -> Serving:
-        """The policy's current version.
-
-        Raises:
-            EngineError: the engine does not serve the policy.
-        """
-        return newest_of(self.current, policy)
-
-    def of_version(self, version: PolicyVersion) -> Serving:
-        """A live version.
-
-        Raises:
-            EngineError: the version is not (or no longer) here.
-        """
-        return live_version(self.live, version)
-
-    def servings_of(self, served: ServedModel) -> list[Serving]:
-        """Live versions that a model copy serves."""
-        return [serving for serving in self.live.values() if serving.served is served]
-
-    def target_for_full(self, policy: str) -> ServedModel | None:
-        """The copy that a new full version of `policy` may overwrite; None: it needs a copy of its own.
-
-        The base copy is never given away while adapters are built on it.
-        """
-        old = self.current.get(policy)
-        if old is None or old.held or old.served.bank is not None:
-            return None
-        for other in self.servings_of(old.served):
-            if other is not old and (other.held or other.calls or self.current.get(other.version.policy) is other):
-                return None
-        return old.served
-
-    def give_back(self, copy: ServedModel) -> None:
-        """A copy that came to serve nothing; the next one that is needed is this."""
-        self._spare = copy
-
-    def new_copy(self) -> ServedModel:
-        """A copy of the architecture, to be filled."""
-        if self._spare is not None:
-            spare, self._spare = self._spare, None
-            return spare
-        template = self.base.model
-        with torch.random.fork_rng(devices=[]):
-            make: Any = AutoModelForCausalLM.from_config
-            model = make(template.config, dtype=template.dtype, trust_remote_code=False)
-        return ServedModel.of(ready_to_sample(model, template.device))
-
-    def bank(self) -> AdapterBank:
-        """The adapter bank of the base model, made when first needed."""
-        if self.base.bank is None:
-            self.base.bank = AdapterBank(self.base.model, places=self.places, max_rank=self.max_rank)
-        return self.base.bank
-
-    def promote(self, new: Serving) -> None:
-        """Make a version current; its weights are where it says already."""
-        old = self.current.get(new.version.policy)
-        if new.adapter == BASE:
-            for overwritten in self.servings_of(new.served):
-                del self.live[overwritten.version]
-        self.live[new.version] = self.current[new.version.policy] = new
-        if old is not None:
-            self.settle(old)
-
-    def settle(self, serving: Serving) -> bool:
-        """Forget a version that nothing needs any more; returns whether it was forgotten."""
-        if serving.held or serving.calls or self.current.get(serving.version.policy) is serving:
-            return False
-        if self.live.get(serving.version) is not serving:
-            return False
-        if serving.adapter != BASE:
-            del self.live[serving.version]
-            self.bank().empty(serving.adapter)
-            return True
-        if serving.served is self.base:
-            return False  # base weights cost nothing to keep while the copy stands
-        del self.live[serving.version]
-        if self._spare is None and not self.servings_of(serving.served):
-            self.give_back(serving.served)
-        return True
-
-
-class WeightUpdates:
-    """Applies updates one after another, between the passes of an engine."""
-
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the parts of the engine that an update needs)
         self,
+        base: ServedModel,
+        versions: Iterable[PolicyVersion],
         *,
-        versions: VersionTable,
         settings: EmbeddedSettings,
+        places: int,
         between_passes: asyncio.Lock,
         switch: Callable[[Serving, Serving], None],
         on_worker: Callable[[Callable[[], None]], Awaitable[None]],
@@ -223,208 +139,223 @@ class WeightUpdates:
         interrupt: Callable[[], None],
         tap: RoutingTap | None,
     ) -> None:
-        self._versions = versions
+        super().__init__(refresh=settings.refresh, max_staleness=settings.max_staleness, places=places)
+        self.base = base
+        self._max_rank = settings.max_rank
+        self._spare: ServedModel | None = None
         self._between_passes = between_passes
         self._switch = switch
         self._on_worker = on_worker
         self._answer = answer
         self._interrupt = interrupt
         self._tap = tap
-        self._one_at_a_time = asyncio.Lock()
-        self._changed = asyncio.Event()
-        self.leases: Leases[Serving] = Leases(
-            refresh=settings.refresh,
-            max_staleness=settings.max_staleness,
-            current=versions.of_policy,
-            on_release=self.settle,
-        )
-        self.held: set[str] = set()
-        """Policies whose new calls wait for an update at a turn boundary."""
         self.paused = False
-        self._stopped = False
+        for version in versions:
+            self.live[version] = self.current[version.policy] = Serving(version=version, served=base)
+
+    # --- copies and places --------------------------------------------------------------------------------------------
+
+    def _servings_of(self, served: ServedModel) -> list[Serving]:
+        """Live versions that a model copy serves."""
+        return [serving for serving in self.live.values() if serving.served is served]
+
+    def _overwritable(self, policy: str) -> ServedModel | None:
+        """The copy that the next full version of `policy` may overwrite; None: it needs a copy of its own.
+
+        The base copy is never given away while adapters are built on it.
+        """
+        old = self.of_policy(policy)
+        if old.held or old.served.bank is not None:
+            return None
+        for other in self._servings_of(old.served):
+            if other is not old and (other.held or other.calls or self.is_current(other)):
+                return None
+        return old.served
+
+    def _new_copy(self) -> ServedModel:
+        """A copy of the architecture, to be filled: one that came to serve nothing, if there is one."""
+        if self._spare is not None:
+            spare, self._spare = self._spare, None
+            return spare
+        template = self.base.model
+        with torch.random.fork_rng(devices=[]):
+            make: Any = AutoModelForCausalLM.from_config
+            model = make(template.config, dtype=template.dtype, trust_remote_code=False)
+        served = ServedModel.of(ready_to_sample(model, template.device))
+        if self._tap is not None:
+            self._tap.attach(served.model)
+        return served
+
+    def _bank(self) -> AdapterBank:
+        """The adapter bank of the base model, made when first needed."""
+        if self.base.bank is None:
+            self.base.bank = AdapterBank(self.base.model, places=self.places, max_rank=self._max_rank)
+        return self.base.bank
 
     def settle(self, serving: Serving) -> None:
-        """A call, pin or lease of `serving` ended."""
-        self._versions.settle(serving)
-        self._changed.set()
+        """See `VersionTable.settle`; base weights cost nothing to keep while the copy stands."""
+        self.wake()
+        if serving.held or serving.calls or self.is_current(serving) or not self.is_live(serving):
+            return
+        if serving.adapter != BASE:
+            del self.live[serving.version]
+            self._bank().empty(serving.adapter)
+        elif serving.served is not self.base:
+            del self.live[serving.version]
+            if self._spare is None and not self._servings_of(serving.served):
+                self._spare = serving.served
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
-    async def apply(self, weights: WeightsRef, *, keep: bool) -> None:
-        """Serve a new version; see `Engine.update`."""
-        async with self._one_at_a_time:
-            known = self._versions.live.get(weights.version)
-            if known is not None and known.digest:
-                if known.digest != weights.sha256:
-                    raise refusal(weights, "this version is served with other weights; version ids are never reused")
-                known.kept += keep
-                return
-            self._versions.of_policy(weights.version.policy)
-            if weights.kind == "full":
-                await self._apply_full(weights, keep=keep)
-            else:
-                await self._apply_adapter(weights, keep=keep)
+    async def _load(self, weights: WeightsRef) -> None:
+        await (self._load_full(weights) if weights.kind == "full" else self._load_adapter(weights))
 
-    async def _apply_full(self, weights: WeightsRef, *, keep: bool) -> None:
-        policy, base = weights.version.policy, self._versions.base
+    async def _make_current(self, serving: Serving) -> None:
+        self._interrupt()
+        async with self._between_passes:
+            self._promote(serving)
+
+    def _promote(self, new: Serving) -> None:
+        """Make a version current whose weights are in place; call between two passes."""
+        policy = new.version.policy
+        old = self.of_policy(policy)
+        self.live[new.version] = self.current[policy] = new
+        if self.leases.refresh_of(policy) == "token":
+            self._switch(old, new)
+        self.settle(old)
+
+    async def _load_full(self, weights: WeightsRef) -> None:
+        policy, base = weights.version.policy, self.base
         refresh = self.leases.refresh_of(policy)
         if refresh in ("episode", "lazy"):
             raise refusal(
                 weights,
                 f"refresh {refresh!r} needs adapters; with full weights set engine.refresh to auto, token or turn",
             )
-        loop = asyncio.get_running_loop()
-        file = await loop.run_in_executor(None, read_weights, weights)
-        read = await loop.run_in_executor(
-            None, lambda: match_full_weights(weights, file.tensors, base.state, base.model)
-        )
+        file = await asyncio.to_thread(read_weights, weights)
+        read = await asyncio.to_thread(match_full_weights, weights, file.tensors, base.state, base.model)
         canary = self._of_the_model(weights, read_canary(weights, file))
-        old = self._versions.of_policy(policy)
         try:
             if refresh == "turn":
                 self.held.add(policy)
-                await self._turn_boundary(weights, old)
-            await asyncio.shield(self._swap_full(weights, read, canary, keep=keep))
+                await self._turn_boundary(weights)
+            await asyncio.shield(self._swap_full(weights, read, canary))
         finally:
             self.held.discard(policy)
-            self._changed.set()
+            self.wake()
 
-    async def _swap_full(
-        self, weights: WeightsRef, read: Mapping[str, Tensor], canary: Canary | None, *, keep: bool
-    ) -> None:
-        """Once begun it is finished, even if whoever asked for it is cancelled."""
-        versions = self._versions
-        self._interrupt()
-        async with self._between_passes:
-            self._check_running()
-            old, target = versions.of_policy(weights.version.policy), versions.target_for_full(weights.version.policy)
-            served = target or self._new_copy()
-            before = served.copied() if target is not None and canary is not None else None
-            new = Serving(version=weights.version, digest=weights.sha256, canary=canary, kept=int(keep), served=served)
-            await self._on_worker(lambda: served.overwrite(read))
-            try:
-                await self._check_answer(weights, new)
-            except BaseException:
-                if before is not None:
-                    await self._on_worker(lambda: served.overwrite(before))
-                elif target is None:
-                    versions.give_back(served)
-                raise
-            versions.promote(new)
-            if self.leases.refresh_of(weights.version.policy) == "token":
-                self._move_calls(old, new)
-
-    async def _turn_boundary(self, weights: WeightsRef, old: Serving) -> None:
-        while old.calls and self._versions.target_for_full(weights.version.policy) is not None:
+    async def _turn_boundary(self, weights: WeightsRef) -> None:
+        old = self.of_policy(weights.version.policy)
+        while old.calls and self._wanted.is_current(weights) and self._overwritable(old.version.policy) is not None:
             if self.paused:
                 raise refusal(weights, "the engine is paused in the middle of turns; resume it, or use refresh token")
             await self._change()
 
-    def _new_copy(self) -> ServedModel:
-        served = self._versions.new_copy()
-        if self._tap is not None:
-            self._tap.attach(served.model)
-        return served
-
-    async def _apply_adapter(self, weights: WeightsRef, *, keep: bool) -> None:
-        adapter = await asyncio.get_running_loop().run_in_executor(None, read_adapter, weights)
-        if self._versions.places == 0:
-            raise refusal(weights, "the engine was started without places for adapters (adapter_slots = 0)")
-        bank = self._versions.bank()
-        bank.check(weights, adapter)
-        canary = self._of_the_model(weights, adapter.canary)
-        while (place := bank.free_slot()) is None:
-            old = self._versions.of_policy(weights.version.policy)
-            if self.leases.refresh_of(weights.version.policy) == "token" and not old.held and old.adapter != BASE:
-                break  # nothing holds the old version: its place is filled anew
-            if not self.leases.revoke([s for s in self._versions.live.values() if s.adapter != BASE]):
-                self._check_may_free(weights)
-                await self._change()
-        await asyncio.shield(self._swap_adapter(weights, adapter, place, canary, keep=keep))
-
-    async def _swap_adapter(
-        self, weights: WeightsRef, adapter: AdapterFile, place: int | None, canary: Canary | None, *, keep: bool
-    ) -> None:
+    async def _swap_full(self, weights: WeightsRef, read: Mapping[str, Tensor], canary: Canary | None) -> None:
         """Once begun it is finished, even if whoever asked for it is cancelled."""
-        versions, replaced = self._versions, None
         self._interrupt()
         async with self._between_passes:
-            self._check_running()
-            old, bank = versions.of_policy(weights.version.policy), versions.bank()
+            self._check_open()
+            is_current = self._wanted.is_current(weights)
+            target = self._overwritable(weights.version.policy) if is_current else None
+            served = target or self._new_copy()
+            before = served.copied() if target is not None and canary is not None else None
+            overwritten = {serving.version: serving for serving in self._servings_of(served)}
+            for version in overwritten:
+                del self.live[version]  # from here on nobody can hold it
+            new = self._serving(weights, canary, served)
+            await self._on_worker(lambda: served.overwrite(read))
+            try:
+                await self._check_answer(weights, new, *overwritten.values())
+            except BaseException:
+                if before is not None:
+                    await self._on_worker(lambda: served.overwrite(before))
+                elif target is None:
+                    self._spare = served
+                self.live |= overwritten
+                raise
+            self._add(new, is_current=is_current)
+
+    async def _load_adapter(self, weights: WeightsRef) -> None:
+        adapter = await asyncio.to_thread(read_adapter, weights)
+        if self.places == 0:
+            raise refusal(weights, "the engine was started without places for adapters (adapter_slots = 0)")
+        bank = self._bank()
+        bank.check(weights, adapter)
+        canary = self._of_the_model(weights, adapter.canary)
+        while True:
+            while bank.free_slot() is None and not self._is_replaceable(weights):
+                await self._wait_for_adapter_place(weights, [s for s in self.live.values() if s.adapter != BASE])
+            if await asyncio.shield(self._swap_adapter(weights, adapter, canary)):
+                return
+
+    def _is_replaceable(self, weights: WeightsRef) -> bool:
+        """Whether nothing holds the policy's current adapter once these weights are current."""
+        policy = weights.version.policy
+        old = self.of_policy(policy)
+        is_free = self.leases.refresh_of(policy) == "token" and not old.held and old.adapter != BASE
+        return is_free and self._wanted.is_current(weights)
+
+    async def _swap_adapter(self, weights: WeightsRef, adapter: AdapterFile, canary: Canary | None) -> bool:
+        """Fill a free place or, where there is none, that of the policy's current version; False: that is held.
+
+        Once begun it is finished, even if whoever asked for it is cancelled.
+        """
+        replaced = None
+        self._interrupt()
+        async with self._between_passes:
+            self._check_open()
+            old, bank = self.of_policy(weights.version.policy), self._bank()
+            is_current, place = self._wanted.is_current(weights), bank.free_slot()
             if place is None:
+                if not self._is_replaceable(weights):
+                    return False
+                del self.live[old.version]  # from here on nobody can hold it
                 place, replaced = old.adapter, bank.empty(old.adapter)
             filled = place
-            new = Serving(
-                version=weights.version,
-                digest=weights.sha256,
-                canary=canary,
-                kept=int(keep),
-                served=versions.base,
-                adapter=filled,
-            )
+            new = self._serving(weights, canary, self.base, adapter=filled)
             await self._on_worker(lambda: bank.fill(filled, adapter))
             try:
-                await self._check_answer(weights, new)
+                await self._check_answer(weights, new, old)
             except BaseException:
                 bank.empty(filled)
                 if replaced is not None:
                     former = replaced
                     await self._on_worker(lambda: bank.fill(filled, former))
+                    self.live[old.version] = old
                 raise
-            if replaced is not None:
-                del versions.live[old.version]
-            versions.promote(new)
-            if self.leases.refresh_of(weights.version.policy) == "token":
-                self._move_calls(old, new)
+            self._add(new, is_current=is_current)
+            return True
+
+    def _serving(
+        self, weights: WeightsRef, canary: Canary | None, served: ServedModel, *, adapter: int = BASE
+    ) -> Serving:
+        return Serving(version=weights.version, digest=weights.sha256, canary=canary, served=served, adapter=adapter)
+
+    def _add(self, new: Serving, *, is_current: bool) -> None:
+        """A version whose weights are in place can be sampled from; call between two passes."""
+        new.pinned = self._wanted.has_pin(new.version)
+        self.live[new.version] = new
+        if is_current:
+            self._promote(new)
+        else:
+            self.settle(new)  # nobody may want it any more
 
     def _of_the_model(self, weights: WeightsRef, canary: Canary | None) -> Canary | None:
         if canary is not None:
-            canary.check_vocabulary(weights, int(self._versions.base.model.config.vocab_size))
+            canary.check_vocabulary(weights, int(self.base.model.config.vocab_size))
         return canary
 
-    async def _check_answer(self, weights: WeightsRef, new: Serving) -> None:
-        """Ask what is loaded for its canary, between the same two passes, before anything samples from it.
+    async def _check_answer(self, weights: WeightsRef, new: Serving, *replaced: Serving) -> None:
+        """The canary check, between the same two passes, before anything samples from the version.
 
         Raises:
             EngineError: it does not answer as the trainer does.
         """
         if new.canary is not None:
             answer = await self._answer(new, new.canary)
-            others, dtype = canaries_of(self._versions.live.values()), new.served.model.dtype
+            others, dtype = self.canaries(new, *replaced), new.served.model.dtype
             check_answer(weights, new.canary, answer, dtype=dtype, others=others)
-
-    def _move_calls(self, old: Serving, new: Serving) -> None:
-        self._switch(old, new)
-        self.settle(old)
-
-    def _check_may_free(self, weights: WeightsRef) -> None:
-        current = self._versions.current
-        live = [serving for serving in self._versions.live.values() if serving.adapter != BASE]
-        if all(s.kept or current[s.version.policy] is s for s in live):
-            kept = ", ".join(sorted(str(s.version) for s in live))
-            raise refusal(
-                weights,
-                f"all {self._versions.places} adapter places are taken by {kept}; release one, or raise adapter_slots",
-            )
-
-    async def _change(self) -> None:
-        self._check_running()  # it may have ended while the files were read, and then nothing changes any more
-        self._changed.clear()
-        await self._changed.wait()
-        self._check_running()
-
-    def _check_running(self) -> None:
-        if self._stopped:
-            raise EngineError("the engine ended before the update could be applied")
-
-    def wake(self) -> None:
-        """Something an update may wait for has changed."""
-        self._changed.set()
-
-    def stop(self) -> None:
-        """The engine ended: updates that wait or read fail."""
-        self._stopped = True
-        self._changed.set()
 
 
 class AdapterBank:

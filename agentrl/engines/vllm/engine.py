@@ -3,8 +3,8 @@
 Lives in a process of its own (`process.py`). Owns sessions, calls in flight and their spans; how a version comes to
 serve is the business of `versions.py`. Token in, token out: vLLM never sees text, and the request says what stops a
 turn.
-Invariants: a span's version is the one whose weights sampled its tokens; a call cut by an abort, an update or a pause
-keeps its tokens; nothing is asked of vLLM while it is paused; when vLLM dies the calls in flight fail as lost.
+Invariants: a span's version is the one whose weights sampled its tokens; a call cut by an abort or an update keeps its
+tokens; when vLLM dies the calls in flight fail as lost.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostEr
 from agentrl.core.ids import key64
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, VersionSpan
-from agentrl.engines.sessions import Session, check_request, empty_completion, needs_adapters
+from agentrl.engines.sessions import ModelEngine, Session, empty_completion, keeping_version, needs_adapters
 from agentrl.engines.vllm.startup import VllmSettings, kv_tokens, prefill_rate, shapes_to_serve, start_vllm
 from agentrl.engines.vllm.versions import VllmVersion, VllmVersions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -60,8 +60,8 @@ class VllmCall:
     """Whose weights sample it, or sampled it last."""
     name: str = ""
     """Id of the request to vLLM."""
-    asked: bool = False
-    """vLLM works on it: it is counted among the calls of `serving`."""
+    is_running: bool = False
+    """vLLM has its request: it is counted among the calls of `serving`."""
     ending: bool = False
     """Whether it was aborted and returns its tokens so far."""
     moving: bool = False
@@ -73,8 +73,8 @@ class VllmCall:
     _delivered: int = 0
     _next_delta: float = 0.0
 
-    def take(self, chosen: CompletionOutput) -> None:
-        """Add what vLLM sampled since it last spoke."""
+    def append(self, chosen: CompletionOutput) -> None:
+        """Add the tokens of one output of vLLM."""
         if chosen.token_ids:
             if self._next_delta == 0.0:
                 self._next_delta = self.clock.monotonic() + _DELTA_SECONDS
@@ -84,7 +84,7 @@ class VllmCall:
                 self.deliver()
 
     def deliver(self) -> None:
-        """Give `on_delta` what it was not given yet, sampled by the version that serves; not while that is on trial."""
+        """Give `on_delta` the tokens it has not seen, all of `serving`; none before that passed its canary check."""
         if self.serving.is_being_checked:
             return
         first, self._delivered = self._delivered, len(self.tokens)
@@ -92,8 +92,8 @@ class VllmCall:
         if self.on_delta is not None and self._delivered > first:
             self.on_delta(self.request.request_id, self.tokens[first:], self.logprobs[first:], self.serving.version)
 
-    def cut(self) -> None:
-        """Forget what was held back: the version that sampled it is none."""
+    def discard_undelivered(self) -> None:
+        """Discard the tokens of a version that failed its canary check."""
         del self.tokens[self._delivered :], self.logprobs[self._delivered :]
 
     def close_spans(self, spans: Sequence[tuple[int, PolicyVersion]]) -> None:
@@ -123,13 +123,15 @@ def _logprobs_of(chosen: CompletionOutput) -> list[float]:
     return [float(flat.logprobs[start]) for start in flat.start_indices]
 
 
-class VllmEngine:
+class VllmEngine(ModelEngine[VllmVersion]):
     """See `agentrl.core.ports.Engine`. Make one with `load`; it belongs to one event loop.
 
     Raises:
         ModelError: the directory holds no such model.
         EngineCapabilityError: what was asked for cannot be had together.
     """
+
+    versions: VllmVersions
 
     def __init__(
         self,
@@ -159,13 +161,14 @@ class VllmEngine:
             sampling_mask=False,
             adapters=adapters,
             max_context=settings.max_context,
+            keeps_version=keeping_version(settings.refresh, versions),
             exact_continuation=False,
             kv_tokens=kv_tokens(llm.vllm_config),
             prefill_rate=prefill_rate,
             shares_prefixes=True,
         )
         self._llm = llm
-        self._versions = VllmVersions(
+        self.versions = VllmVersions(
             llm, shapes, versions, settings, switch=self._switch_calls, recall=self._recall_calls
         )
         self._vocabulary = int(shapes.config.get_text_config().vocab_size)
@@ -238,23 +241,25 @@ class VllmEngine:
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> VllmSession:
         """See `agentrl.core.ports.Engine.open`."""
-        self._versions.of_policy(policy)
-        pinned = None if pin is None else self._versions.of_version(pin)
-        return VllmSession(self, session_id, policy, pinned)
+        return VllmSession(self, session_id, policy, self._resolve_pin(policy, pin))
 
     def session_ended(self, session: VllmSession) -> None:
         """See `sessions.SessionOwner`."""
-        self._versions.leases.close(session)
+        self.versions.leases.close(session)
 
     async def generate(
         self, session: VllmSession, request: GenerateRequest, on_delta: Delta | None = None
     ) -> Completion:
         """One call of `session`; see `agentrl.core.ports.EngineSession.generate`."""
-        self._check(session, request)
-        context = len(request.token_ids)
-        if context >= self.capabilities.max_context or request.sampling.max_tokens < 1:
-            return empty_completion(context, "length")
-        call = VllmCall(request, session, on_delta, self._clock, self._versions.of_policy(session.policy))
+        self._check_call(session, request, self._calls)
+        if request.sampling.is_filtered:
+            raise EngineCapabilityError(
+                f"call {request.request_id} of session {session.session_id}: top_k, top_p and min_p need the kept "
+                "sets, which vLLM does not return here; leave them off, or set engine.kind to embedded"
+            )
+        if self._samples_nothing(request):
+            return empty_completion(len(request.token_ids), "length")
+        call = VllmCall(request, session, on_delta, self._clock, self.versions.of_policy(session.policy))
         self._calls[request.request_id], session.request = call, request
         try:
             return call.complete(await self._sample(call))
@@ -265,16 +270,9 @@ class VllmEngine:
             del self._calls[request.request_id]
             session.end_call()
 
-    def _check(self, session: VllmSession, request: GenerateRequest) -> None:
-        where = f"call {request.request_id} of session {session.session_id}"
+    def _check_running(self, what: str) -> None:
         if self._closed:
-            raise EngineError(f"{where}: the engine is closed")
-        check_request(request, session, self._calls, vocabulary=self._vocabulary, where=where)
-        if request.sampling.is_filtered:
-            raise EngineCapabilityError(
-                f"{where}: top_k, top_p and min_p need the kept sets, which vLLM does not return here; leave them off, "
-                "or set engine.kind to embedded"
-            )
+            raise EngineError(f"{what}: the engine is closed")
 
     def _lost(self, request: GenerateRequest) -> EngineError:
         if self._closed:
@@ -285,21 +283,21 @@ class VllmEngine:
         """Sample until the turn ends, going on under newer weights where the refresh says so."""
         limit = min(call.request.sampling.max_tokens, self.capabilities.max_context - len(call.request.token_ids))
         while True:
-            await self._versions.may_sample(call.session.policy, lambda: call.ending)
+            await self.versions.may_sample(call.session.policy, lambda: call.ending)
             if self._closed:
                 raise EngineError(f"call {call.request.request_id}: the engine was closed")
             if call.ending:
                 return "abort"
-            call.serving, call.moving, call.asked = self._versions.leases.resolve(call.session), False, True
+            call.serving, call.moving, call.is_running = self.versions.leases.resolve(call.session), False, True
             call.serving.calls += 1
             self._work(1)
             try:
                 reason = await self._ask(call, limit - len(call.tokens))
             finally:
                 self._work(-1)
-                call.asked = False
+                call.is_running = False
                 call.serving.calls -= 1
-                self._versions.settle(call.serving)
+                self.versions.settle(call.serving)
             if reason != "abort" or call.ending:
                 return reason
 
@@ -319,30 +317,30 @@ class VllmEngine:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            stream_interval=_AT_ONCE if self._versions.adapters else 1,
+            stream_interval=_AT_ONCE if self.versions.places else 1,
             skip_clone=True,
         )
         prompt = TokensPrompt(prompt_token_ids=[*request.token_ids.tolist(), *call.tokens], cache_salt=serving.salt)  # type: ignore[typeddict-item]  # None is taken
-        told = False
+        is_aborted = False
         reason: FinishReason | None = None
         outputs = self._llm.generate(
             prompt, parameters, call.name, lora_request=serving.adapter, priority=request.priority
         )
         async for output in outputs:
             chosen = output.outputs[0]
-            passed_over = call.moving and not self._versions.adapters  # perhaps new weights over an old prefix
-            if not passed_over:
+            is_discarded = call.moving and not self.versions.places  # perhaps new weights over an old prefix
+            if not is_discarded:
                 if before == 0 and not call.tokens:
                     call.cached = output.num_cached_tokens or 0
-                call.take(chosen)
+                call.append(chosen)
             if chosen.finish_reason is not None:
-                reason = "abort" if passed_over else _reason(chosen, request)
-                if not await call.serving.is_accepted():
-                    call.cut()
+                reason = "abort" if is_discarded else _reason(chosen, request)
+                if not await call.serving.passed_canary():
+                    call.discard_undelivered()
                     reason = "abort"
-                call.close_spans(self._versions.spans(call.serving, output, start=before, stop=len(call.tokens)))
-            elif (call.ending or call.moving) and not told:  # asked for before vLLM knew of the request
-                told = True
+                call.close_spans(self.versions.spans(call.serving, output, start=before, stop=len(call.tokens)))
+            elif (call.ending or call.moving) and not is_aborted:  # asked for before vLLM knew of the request
+                is_aborted = True
                 await self._llm.abort(call.name)
         if reason is None:
             raise EngineLostError(f"call {request.request_id}: vLLM ended it without a reason")
@@ -359,57 +357,46 @@ class VllmEngine:
 
     # --- control ------------------------------------------------------------------------------------------------------
 
-    async def update(self, weights: WeightsRef, *, keep: bool = False) -> None:
-        """See `agentrl.core.ports.Engine.update`."""
-        if self._closed:
-            raise EngineError(f"weights {weights.version}: the engine is closed")
+    async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
+        """See `agentrl.core.ports.Engine.serve`."""
+        self._check_running("an update")
         try:
-            await self._versions.apply(weights, keep=keep)
+            await self.versions.serve(current, pinned)
         except EngineDeadError as error:
-            raise EngineLostError(f"weights {weights.version}: vLLM died") from error
+            raise EngineLostError("an update: vLLM died") from error
 
     async def _switch_calls(self, old: VllmVersion, new: VllmVersion) -> None:
-        """Calls that `old` samples go on under `new`: begun turns in place where weights are replaced, else anew."""
-        anew = []
+        """Move calls from `old` to `new`: begun turns in place where weights are replaced, others as new requests."""
+        restarted = []
         for call in self._calls.values():
-            if not call.asked or call.serving is not old or call.session.pin is not None or call.ending:
+            if not call.is_running or call.serving is not old or call.session.pin is not None or call.ending:
                 continue
             if new.adapter is not None or not call.tokens:
                 call.moving = True
-                anew.append(call.name)
+                restarted.append(call.name)
             else:
                 call.deliver()
                 old.calls, new.calls = old.calls - 1, new.calls + 1
                 call.serving = new
-        if anew:
-            await self._llm.abort(anew)
+        if restarted:
+            await self._llm.abort(restarted)
 
     async def _recall_calls(self, refused: VllmVersion) -> None:
         """Calls that `refused` samples stop, to go on under another version."""
-        stopped = [call for call in self._calls.values() if call.asked and call.serving is refused and not call.ending]
+        stopped = [
+            call for call in self._calls.values() if call.is_running and call.serving is refused and not call.ending
+        ]
         for call in stopped:
             call.moving = True
         if stopped:
             await self._llm.abort([call.name for call in stopped])
-
-    def release(self, version: PolicyVersion) -> None:
-        """See `agentrl.core.ports.Engine.release`."""
-        self._versions.release(version)
-
-    async def pause(self) -> None:
-        """Stop vLLM between two steps of its worker; calls in flight stay."""
-        await self._versions.pause()
-
-    async def resume(self) -> None:
-        """Go on after `pause`. Idempotent."""
-        await self._versions.resume()
 
     def abort(self, request_id: str) -> None:
         """See `agentrl.core.ports.Engine.abort`; a call that has ended is left alone."""
         call = self._calls.get(request_id)
         if call is not None:
             call.ending = True
-            self._versions.wake()
+            self.versions.wake()
             self._abort(call.name)
 
     def _abort(self, name: str) -> None:
@@ -423,12 +410,12 @@ class VllmEngine:
         """See `agentrl.core.ports.Engine.score`; vLLM scores at temperature 1."""
         if temperature != 1.0:
             raise EngineCapabilityError(f"vLLM scores tokens at temperature 1, not {temperature}")
-        versions = self._versions
+        versions = self.versions
         while True:
             await versions.may_sample(version if isinstance(version, str) else version.policy, lambda: self._closed)
             serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
             scores = await versions.score(serving, token_ids)
-            if await serving.is_accepted() and versions.is_live(serving):
+            if await serving.passed_canary() and versions.is_live(serving):
                 return scores  # otherwise weights were replaced meanwhile, and some scores may be of either
 
     async def ping(self) -> None:
@@ -450,7 +437,7 @@ class VllmEngine:
         self._closed = True
         for call in self._calls.values():
             self._abort(call.name)
-        self._versions.close()
+        self.versions.close()
         self._llm.shutdown()
 
 

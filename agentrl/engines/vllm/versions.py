@@ -35,9 +35,10 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from agentrl.core.errors import EngineError, EngineLostError
+from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError
 from agentrl.engines.child_process import VARIABLE
-from agentrl.engines.sessions import Leases, LiveVersion, canaries_of, live_version, newest_of
+from agentrl.engines.sessions import LiveVersion, VersionTable
+from agentrl.engines.versions import refusal, run_to_end
 from agentrl.engines.weights import (
     check_adapter,
     check_answer,
@@ -46,11 +47,10 @@ from agentrl.engines.weights import (
     read_adapter,
     read_canary,
     read_weights,
-    refusal,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
     from transformers import PreTrainedModel
     from vllm.outputs import RequestOutput
@@ -76,19 +76,19 @@ class VllmVersion(LiveVersion):
     file: str = ""
     """Full weights; empty: what vLLM was started on."""
     check: asyncio.Future[bool] | None = None
-    """While it is open what the version samples is held back; it becomes whether the version is what it should be."""
+    """Resolves to whether the version passed its canary check; until then its tokens are held back. None: no check."""
 
     @property
     def is_being_checked(self) -> bool:
-        """Whether what it samples is held back."""
+        """Whether its tokens are held back for now."""
         return self.check is not None and not self.check.done()
 
-    async def is_accepted(self) -> bool:
-        """Whether what it has sampled may leave the engine; waits while it is on trial."""
+    async def passed_canary(self) -> bool:
+        """Whether its tokens may leave the engine; waits for the canary check."""
         return self.check is None or await asyncio.shield(self.check)
 
 
-class VllmVersions:
+class VllmVersions(VersionTable[VllmVersion]):
     """The versions one vLLM serves, and how they change.
 
     Args:
@@ -96,9 +96,8 @@ class VllmVersions:
         model: the model's shapes.
         versions: for each policy, the version that the directory's weights are.
         settings: the engine's.
-        switch: told when calls in flight that the first version samples are to go on under the second; what it has
-            to ask of vLLM for that is asked when it returns.
-        recall: the same, when calls that a version samples are to go on under another one, once there is one.
+        switch: moves the calls in flight that the first version samples to the second.
+        recall: aborts the requests that a refused version samples; their calls go on under the version before it.
     """
 
     def __init__(
@@ -111,134 +110,95 @@ class VllmVersions:
         switch: Callable[[VllmVersion, VllmVersion], Awaitable[None]],
         recall: Callable[[VllmVersion], Awaitable[None]],
     ) -> None:
+        super().__init__(refresh=settings.refresh, max_staleness=settings.max_staleness, places=settings.adapter_slots)
         self._control = VllmControl(llm)
         self._model = model
         self._keep_kv = settings.keep_kv
-        self._places = settings.adapter_slots
         self._max_rank = settings.max_rank
-        self._live: dict[PolicyVersion, VllmVersion] = {}
-        self._current: dict[str, VllmVersion] = {}
         for policy, version in versions.items():
-            salt = None if self._places else str(version)
-            self._live[version] = self._current[policy] = VllmVersion(version=version, salt=salt)
+            salt = None if self.places else str(version)
+            self.live[version] = self.current[policy] = VllmVersion(version=version, salt=salt)
         self._labels = {label: version for version in versions.values() for label in (_FIRST_LABEL, str(version))}
         """With full weights there is one policy; adapters do not need vLLM's word."""
-        self.leases: Leases[VllmVersion] = Leases(
-            refresh=settings.refresh,
-            max_staleness=settings.max_staleness,
-            current=self.of_policy,
-            on_release=self.settle,
-        )
         self._switch = switch
         self._recall = recall
+        self._fallback: VllmVersion | None = None
+        """Serves again if the current version fails its canary check."""
         self._numbers = itertools.count(1)
-        self._held: set[str] = set()
-        """Policies whose new calls wait for an update."""
-        self._one_at_a_time = asyncio.Lock()
-        self._changed = asyncio.Event()
-        self._closed = False
         self._removals: set[asyncio.Task[None]] = set()
         self._copies = tempfile.TemporaryDirectory(prefix="adapters-", dir=os.environ.get(VARIABLE))
 
     # --- versions -----------------------------------------------------------------------------------------------------
 
-    @property
-    def adapters(self) -> bool:
-        """Whether versions are adapters, each for itself; else one version replaces another."""
-        return self._places > 0
-
-    def of_policy(self, policy: str) -> VllmVersion:
-        """The policy's newest version.
-
-        Raises:
-            EngineError: the engine does not serve the policy.
-        """
-        return newest_of(self._current, policy)
-
     def of_version(self, version: PolicyVersion) -> VllmVersion:
-        """A live version.
-
-        Raises:
-            EngineError: the version is not (or no longer) here.
-        """
-        serving = live_version(self._live, version)
+        """See `VersionTable.of_version`; a version that has not passed its canary check is not served yet."""
+        serving = super().of_version(version)
         if serving.is_being_checked:
-            raise EngineError(f"version {version} is not served yet: it has not passed its canary check")
+            raise VersionNotServedError(f"version {version} is not served yet: it has not passed its canary check")
         return serving
 
-    def is_live(self, serving: VllmVersion) -> bool:
-        """Whether it can still be sampled from."""
-        return self._live.get(serving.version) is serving
-
-    def release(self, version: PolicyVersion) -> None:
-        """See `agentrl.core.ports.Engine.release`."""
-        serving = self.of_version(version)
-        serving.kept -= serving.kept > 0
-        self.settle(serving)
-
     def settle(self, serving: VllmVersion) -> None:
-        """Forget a version that nothing needs any more; vLLM unloads it."""
-        self._changed.set()
-        adapter = serving.adapter
-        if serving.held or serving.calls or self._current.get(serving.version.policy) is serving or adapter is None:
+        """See `VersionTable.settle`; vLLM unloads the adapter."""
+        self.wake()
+        adapter, is_needed = serving.adapter, serving.held or serving.calls or serving is self._fallback
+        if is_needed or adapter is None or self.is_current(serving) or not self.is_live(serving):
             return
-        if self.is_live(serving):
-            del self._live[serving.version]
-            task = asyncio.get_running_loop().create_task(self._control.unload_adapter(adapter))
-            self._removals.add(task)
-            task.add_done_callback(self._removals.discard)
+        del self.live[serving.version]
+        task = asyncio.get_running_loop().create_task(self._control.unload_adapter(adapter))
+        self._removals.add(task)
+        task.add_done_callback(self._removals.discard)
 
     def spans(
         self, serving: VllmVersion, output: RequestOutput, *, start: int, stop: int
     ) -> list[tuple[int, PolicyVersion]]:
-        """Who sampled tokens `[start, stop)` of a call, as (end, version): vLLM's word where weights are replaced."""
+        """Which version sampled tokens `[start, stop)` of a call, as (end, version): vLLM's word for full weights."""
         told = output.outputs[0].weight_versions
-        if self._places or not told:
+        if self.places or not told:
             return [(stop, serving.version)]
         return [(min(start + span.end, stop), self._labels[span.version]) for span in told]
 
     async def may_sample(self, policy: str, is_ending: Callable[[], bool]) -> None:
-        """Wait while the engine is paused or the policy waits for an update; not longer than the call lives."""
-        while (self._control.paused or policy in self._held) and not (self._closed or is_ending()):
+        """Wait while the policy's calls are held for an update; not longer than the call lives."""
+        while policy in self.held and not (self._closed or is_ending()):
             await self._change()
         if self._control.lost:
             raise EngineLostError("vLLM could not go back to the version before a failed update")
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
-    async def apply(self, weights: WeightsRef, *, keep: bool) -> None:
-        """Serve a new version; see `Engine.update`."""
-        async with self._one_at_a_time:
-            known = self._live.get(weights.version)
-            if known is not None and known.digest:
-                if known.digest != weights.sha256:
-                    raise refusal(weights, "this version is served with other weights; version ids are never reused")
-                known.kept += keep
-                return
-            self.of_policy(weights.version.policy)
-            if weights.kind == "full":
-                await self._apply_full(weights, keep=keep)
-            else:
-                await self._apply_adapter(weights, keep=keep)
+    async def _load(self, weights: WeightsRef) -> None:
+        await (self._load_full(weights) if weights.kind == "full" else self._load_adapter(weights))
 
-    async def _apply_adapter(self, weights: WeightsRef, *, keep: bool) -> None:
-        if self._places == 0:
+    async def _make_current(self, serving: VllmVersion) -> None:
+        await run_to_end(self._promote(serving))
+
+    async def _promote(self, new: VllmVersion) -> None:
+        """Make a version current whose weights are in place, and move calls to it where the refresh says so."""
+        policy = new.version.policy
+        old = self.of_policy(policy)
+        self.live[new.version] = self.current[policy] = new
+        self.wake()
+        if new.adapter is None or self.leases.refresh_of(policy) == "token":
+            await self._switch(old, new)
+        self.settle(old)
+
+    async def _load_adapter(self, weights: WeightsRef) -> None:
+        if self.places == 0:
             raise refusal(weights, "the engine was started without places for adapters (adapter_slots = 0)")
         number = next(self._numbers)
         copy = Path(self._copies.name) / str(number)
         try:
             canary = await asyncio.to_thread(self._copy_checked, weights, copy)
-            while len(adapters := [each for each in self._live.values() if each.adapter]) >= self._places:
+            while len(adapters := [each for each in self.live.values() if each.adapter]) >= self.places:
                 old = self.of_policy(weights.version.policy)
-                if self.leases.refresh_of(weights.version.policy) == "token" and not old.held and old.adapter:
+                moves = self._wanted.is_current(weights) and self.leases.refresh_of(old.version.policy) == "token"
+                if moves and not old.held and old.adapter:
                     break  # nothing holds the old version: it leaves when its calls have moved
-                if not self.leases.revoke(adapters):
-                    self._check_may_free(weights, adapters)
-                    await self._change()
+                await self._wait_for_adapter_place(weights, adapters)
             adapter = LoRARequest(lora_name=f"{weights.version}/{number}", lora_int_id=number, lora_path=str(copy))
-            await _finished(self._load_adapter(weights, adapter, canary, keep=keep))
+            await run_to_end(self._add_adapter(weights, adapter, canary))
         except BaseException:
-            if weights.version not in self._live:
+            if weights.version not in self.live:
                 shutil.rmtree(copy, ignore_errors=True)
             raise
 
@@ -253,58 +213,64 @@ class VllmVersions:
             canary.check_vocabulary(weights, int(self._model.config.get_text_config().vocab_size))
         return canary
 
-    async def _load_adapter(
-        self, weights: WeightsRef, adapter: LoRARequest, canary: Canary | None, *, keep: bool
-    ) -> None:
+    async def _add_adapter(self, weights: WeightsRef, adapter: LoRARequest, canary: Canary | None) -> None:
         try:
             await self._control.load_adapter(adapter)
         except EngineDeadError:
             raise
         except Exception as error:
             raise refusal(weights, f"vLLM cannot load it ({type(error).__name__}: {error})") from error
-        new = VllmVersion(
-            version=weights.version, digest=weights.sha256, canary=canary, kept=int(keep), adapter=adapter
-        )
-        old = self._promote(new)
-        if self.leases.refresh_of(weights.version.policy) == "token":
-            await self._switch(old, new)
-        old.kept += 1  # until it is known whether it is needed again
-        try:
-            await self._try(weights, old, new, lambda: self._control.unload_adapter(adapter))
-        finally:
-            old.kept -= 1
-            self.settle(old)
+        new = VllmVersion(version=weights.version, digest=weights.sha256, canary=canary, adapter=adapter)
+        old = self.of_policy(weights.version.policy)
+        await self._begin_service(new, old, is_current=self._wanted.is_current(weights))
+        await self._check_canary(weights, new, old, undo=lambda: self._control.unload_adapter(adapter))
 
-    async def _try(
-        self, weights: WeightsRef, old: VllmVersion, new: VllmVersion, undo: Callable[[], Awaitable[None]]
+    async def _begin_service(self, new: VllmVersion, old: VllmVersion, *, is_current: bool) -> None:
+        """Sample from weights that vLLM has; their tokens are held back until the canary check has ended."""
+        self._fallback = old
+        new.pinned = self._wanted.has_pin(new.version)
+        new.check = asyncio.get_running_loop().create_future() if new.canary is not None else None
+        self.live[new.version] = new
+        if is_current:
+            await self._promote(new)
+
+    async def _check_canary(
+        self, weights: WeightsRef, new: VllmVersion, old: VllmVersion, *, undo: Callable[[], Awaitable[None]]
     ) -> None:
-        """Ask new weights for their canary while calls sample from them; where they are others, `old` serves again.
+        """Run the canary check; where new weights fail it, call `undo` and serve `old` again.
 
         Raises:
-            EngineError: they are others.
+            EngineError: they failed it.
         """
-        if new.check is None:
-            return
-        policy = old.version.policy
         try:
-            await self._check_answer(weights, new, old)
-            new.check.set_result(True)
+            if new.check is not None:
+                await self._check_answer(weights, new, old)
+                new.check.set_result(True)
         except EngineError:
-            self._held.add(policy)
-            del self._live[new.version]
-            self._live[old.version] = self._current[policy] = old
-            self.leases.forget(new)
-            new.check.set_result(False)
-            await self._recall(new)
-            while new.calls:
-                await self._change()
+            await self._withdraw(new, old)
             await undo()
             raise
         finally:
-            if not new.check.done():
+            if new.check is not None and not new.check.done():
                 new.check.set_result(False)
-            self._held.discard(policy)
-            self._changed.set()
+            self.held.discard(old.version.policy)
+            self._fallback = None
+            self.settle(old)
+            self.settle(new)
+
+    async def _withdraw(self, new: VllmVersion, old: VllmVersion) -> None:
+        """Take new weights out of service; the calls they sample go on under `old`, without their tokens."""
+        assert new.check is not None
+        policy = new.version.policy
+        self.held.add(policy)
+        del self.live[new.version]
+        if self.is_current(new):
+            self.live[old.version] = self.current[policy] = old
+        self.leases.forget(new)
+        new.check.set_result(False)
+        await self._recall(new)
+        while new.calls:
+            await self._change()
 
     async def _check_answer(self, weights: WeightsRef, new: VllmVersion, old: VllmVersion) -> None:
         assert new.canary is not None
@@ -316,78 +282,57 @@ class VllmVersions:
         except Exception as error:
             raise refusal(weights, f"vLLM cannot answer its canary ({type(error).__name__}: {error})") from error
         dtype: Any = self._model.config.dtype
-        others = canaries_of(each for each in (old, *self._live.values()) if each is not new)
-        check_answer(weights, new.canary, answer, dtype=dtype, others=others)
+        check_answer(weights, new.canary, answer, dtype=dtype, others=self.canaries(new, old))
 
-    def _check_may_free(self, weights: WeightsRef, adapters: list[VllmVersion]) -> None:
-        if all(each.kept or self._current[each.version.policy] is each for each in adapters):
-            taken = ", ".join(sorted(str(each.version) for each in adapters))
-            raise refusal(
-                weights, f"all {self._places} adapter places are taken by {taken}; release one, or raise adapter_slots"
-            )
-
-    def _promote(self, new: VllmVersion) -> VllmVersion:
-        old = self.of_policy(new.version.policy)
-        if new.canary is not None and not self._control.paused:
-            new.check = asyncio.get_running_loop().create_future()
-        self._live[new.version] = self._current[new.version.policy] = new
-        self._changed.set()
-        return old
-
-    async def _apply_full(self, weights: WeightsRef, *, keep: bool) -> None:
-        if self._places:
+    async def _load_full(self, weights: WeightsRef) -> None:
+        if self.places:
             raise refusal(weights, "vLLM was started for adapters; it serves full weights where no policy has a lora")
-        if keep:
-            raise refusal(weights, "vLLM serves one full version at a time, so none can be kept; use lora")
+        if not self._wanted.is_current(weights) or any(each.pinned for each in self.live.values()):
+            raise refusal(weights, "vLLM serves one full version at a time, so no other can be pinned; use lora")
         policy = weights.version.policy
         canary = await asyncio.to_thread(self._check_full, weights)
-        self._held.add(policy)  # a turn that began now would find the prefixes of the version that leaves
+        self.held.add(policy)  # a turn that began now would find the prefixes of the version that leaves
         try:
             while self.leases.refresh_of(policy) == "turn" and self.of_policy(policy).calls:
-                if self._control.paused:
-                    raise refusal(
-                        weights, "the engine is paused in the middle of turns; resume it, or use refresh token"
-                    )
                 await self._change()
-            await _finished(self._load_full(weights, canary))
+            await run_to_end(self._replace_full(weights, canary))
         finally:
-            self._held.discard(policy)
-            self._changed.set()
+            self.held.discard(policy)
+            self.wake()
 
     def _check_full(self, weights: WeightsRef) -> Canary | None:
         file = read_weights(weights)
         match_full_weights(weights, file.tensors, self._model.state_dict(), self._model)
         return self._of_the_model(weights, read_canary(weights, file))
 
-    async def _load_full(self, weights: WeightsRef, canary: Canary | None) -> None:
-        if (pinned := self.of_policy(weights.version.policy)).pins:
-            raise refusal(
-                weights, f"{pinned.pins} conversations are pinned to {pinned.version}; close them, or use lora"
-            )
+    async def _replace_full(self, weights: WeightsRef, canary: Canary | None) -> None:
+        old = self.of_policy(weights.version.policy)
+        if old.pins:
+            raise refusal(weights, f"{old.pins} conversations are pinned to {old.version}; close them, or use lora")
         file = str(Path(weights.path) / "model.safetensors")
         new = VllmVersion(
             version=weights.version, digest=weights.sha256, canary=canary, salt=str(weights.version), file=file
         )
-        async with self._control.still(clear_cache=not self._keep_kv):
-            await self._replace(weights, new)
+
+        async with self._control.paused(clear_cache=not self._keep_kv):
+            await self._overwrite(weights, new, old)
             self._labels[str(new.version)] = new.version
-            old = self._promote(new)
-            self._live = {new.version: new}
-            await self._switch(old, new)
+            del self.live[old.version]
+            await self._begin_service(new, old, is_current=True)
 
         async def undo() -> None:
-            async with self._control.still(clear_cache=False):
+            async with self._control.paused(clear_cache=False):
                 await self._go_back(weights, old, "they are refused")
 
-        await self._try(weights, old, new, undo)
+        await self._check_canary(weights, new, old, undo=undo)
 
-    async def _replace(self, weights: WeightsRef, new: VllmVersion) -> None:
+    async def _overwrite(self, weights: WeightsRef, new: VllmVersion, old: VllmVersion) -> None:
         try:
             await self._control.load_full(new.file, new.digest, str(new.version))
         except EngineDeadError:
             raise
         except Exception as error:
-            await self._go_back(weights, self.of_policy(weights.version.policy), f"vLLM cannot load them: {error}")
+            await self._go_back(weights, old, f"vLLM cannot load them: {error}")
             raise refusal(weights, f"vLLM cannot load it ({type(error).__name__}: {error})") from error
 
     async def _go_back(self, weights: WeightsRef, old: VllmVersion, reason: str) -> None:
@@ -406,16 +351,6 @@ class VllmVersions:
 
     # --- control ------------------------------------------------------------------------------------------------------
 
-    async def pause(self) -> None:
-        """Calls in flight freeze, new ones wait."""
-        self._changed.set()
-        await self._control.pause()
-
-    async def resume(self) -> None:
-        """Go on. Idempotent."""
-        await self._control.resume()
-        self._changed.set()
-
     async def score(self, serving: VllmVersion, token_ids: Int32Array) -> Float32Array:
         """Log-probability of each token given those before it, `[n]`; entry 0 is 0."""
         serving.calls += 1
@@ -425,20 +360,9 @@ class VllmVersions:
             serving.calls -= 1
             self.settle(serving)
 
-    async def _change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
-        if self._closed:
-            raise EngineError("the engine was closed")
-
-    def wake(self) -> None:
-        """Something that is waited for may have changed."""
-        self._changed.set()
-
     def close(self) -> None:
-        """The engine is closed: updates that wait fail, private copies go."""
-        self._closed = True
-        self._changed.set()
+        """See `VersionTable.close`; private copies go."""
+        super().close()
         self._copies.cleanup()
 
 
@@ -447,31 +371,15 @@ class VllmControl:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        self.paused = False
-        """Somebody asked for it; `pause` returns when it is so."""
         self.lost = False
         """vLLM has weights of no version, and must not sample again."""
         self._ready_for_files = False
         self._one_at_a_time = asyncio.Lock()
         self._scores = itertools.count(1)
 
-    async def pause(self) -> None:
-        """Calls in flight freeze."""
-        self.paused = True
-        async with self._one_at_a_time:
-            if self.paused:
-                await self._llm.pause_generation(mode="keep", clear_cache=False)
-
-    async def resume(self) -> None:
-        """Go on."""
-        self.paused = False
-        async with self._one_at_a_time:
-            if not self.paused:
-                await self._llm.resume_generation()
-
     @asynccontextmanager
-    async def still(self, *, clear_cache: bool) -> AsyncIterator[None]:
-        """vLLM samples nothing inside; afterwards it goes on, unless it is paused or lost."""
+    async def paused(self, *, clear_cache: bool) -> AsyncIterator[None]:
+        """vLLM samples nothing inside; afterwards it goes on, unless it is lost."""
         async with self._one_at_a_time:
             if not self._ready_for_files:
                 await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
@@ -480,7 +388,7 @@ class VllmControl:
             try:
                 yield
             finally:
-                if not (self.paused or self.lost):
+                if not self.lost:
                     await self._llm.resume_generation()
 
     async def load_full(self, file: str, digest: str, label: str) -> None:
@@ -554,15 +462,3 @@ class VllmControl:
         if last is None:
             raise EngineLostError(f"{name}: vLLM ended it without an answer")
         return last
-
-
-async def _finished(work: Coroutine[Any, Any, None]) -> None:
-    """Do work that is finished once it has begun, although its caller is cancelled: locks and files stay until then."""
-    task = asyncio.get_running_loop().create_task(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()  # nobody is there to hear of it
-        raise
