@@ -235,7 +235,10 @@ def read_metrics(path: Path, state: RunState) -> None:
         if not isinstance(policy, str) or step is None:
             continue
         if policy in state.policies or len(state.policies) < MAX_POLICIES:
-            state.record(policy, step, {name: value for name, value in row.items() if _is_number(value)})
+            numbers = {
+                name: value for name, value in row.items() if isinstance(value, float) or _whole(value) is not None
+            }
+            state.record(policy, step, numbers)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -244,10 +247,6 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _text(value: Any, default: str = "") -> str:
     return value if isinstance(value, str) else default
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or _whole(value) is not None
 
 
 def _whole(value: Any) -> int | None:
