@@ -199,9 +199,9 @@ def schema_changed(run: Path, draw: Random) -> None:
 
 
 def files_damaged(run: Path, draw: Random) -> None:
-    """What else lies in a run: columns of steps, status, metrics, configuration, summary."""
+    """What else lies in a run: columns of steps, process record, status, metrics, configuration."""
     steps = [path.relative_to(run) for path in sorted((run / "steps").rglob("*.safetensors"))]
-    name = draw.choice([*steps[:3], "status.json", "metrics.jsonl", "config.json", "summary.json"])
+    name = draw.choice([*steps[:3], "process.json", "status.json", "metrics.jsonl", "config.json"])
     content = bytearray((run / name).read_bytes())
     for _ in range(draw.choice((1, 8, 64))):
         content[draw.randrange(len(content))] = draw.randrange(256)
