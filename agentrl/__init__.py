@@ -33,11 +33,10 @@ if TYPE_CHECKING:
         system,
         user,
     )
+    from agentrl.environment.games import PettingZooEnvironment, TextArenaEnvironment
     from agentrl.environment.gym import GymEnvironment, gym_environment
-    from agentrl.environment.pettingzoo_games import PettingZooEnvironment
-    from agentrl.environment.proposals import learnability
     from agentrl.environment.registry import make, register, spec
-    from agentrl.environment.textarena_games import TextArenaEnvironment
+    from agentrl.environment.tasks import learnability
     from agentrl.environment.tools import ToolEnvironment, ToolEpisode, tool
     from agentrl.testing.check import check_environment
 
@@ -51,12 +50,12 @@ _HOME = {
     "InfrastructureError": "core.errors",
     "LimitReachedError": "environment.base",
     "Message": "core.records",
-    "PettingZooEnvironment": "environment.pettingzoo_games",
+    "PettingZooEnvironment": "environment.games",
     "Run": "app.training",
     "RunConfig": "config.run",
     "Task": "core.records",
     "TaskSource": "environment.base",
-    "TextArenaEnvironment": "environment.textarena_games",
+    "TextArenaEnvironment": "environment.games",
     "ToolCall": "core.records",
     "ToolEnvironment": "environment.tools",
     "ToolEpisode": "environment.tools",
@@ -65,7 +64,7 @@ _HOME = {
     "evaluate": "app.evaluation",
     "fork": "app.forks",
     "gym_environment": "environment.gym",
-    "learnability": "environment.proposals",
+    "learnability": "environment.tasks",
     "make": "environment.registry",
     "register": "environment.registry",
     "spec": "environment.registry",

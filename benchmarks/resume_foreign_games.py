@@ -17,8 +17,8 @@ from typing import Any
 import gymnasium
 
 import agentrl
-from agentrl.environment import gym_text
-from agentrl.environment.gym_text import TextGame
+from agentrl.environment import gym
+from agentrl.environment.gym import TextGame
 
 Policy = Callable[[str, Random], str]
 """From everything its player was told and said, and random numbers, to what it says."""
@@ -110,10 +110,10 @@ def gymnasium_cases() -> list[Case]:
     """Toy text, classic control and MiniGrid."""
     two, three = _control(2), _control(3)
     return [
-        _gym("FrozenLake-v1", gym_text.FROZEN_LAKE, one_of("left", "down", "right", "up"), map_name="8x8"),
-        _gym("CliffWalking-v1", gym_text.CLIFF_WALKING, one_of("up", "right", "down", "left"), is_slippery=True),
-        _gym("Taxi-v4", gym_text.TAXI, one_of("south", "north", "east", "west", "pickup", "dropoff"), is_rainy=True),
-        _gym("Blackjack-v1", gym_text.BLACKJACK, one_of("hit", "hit", "stick")),
+        _gym("FrozenLake-v1", gym.FROZEN_LAKE, one_of("left", "down", "right", "up"), map_name="8x8"),
+        _gym("CliffWalking-v1", gym.CLIFF_WALKING, one_of("up", "right", "down", "left"), is_slippery=True),
+        _gym("Taxi-v4", gym.TAXI, one_of("south", "north", "east", "west", "pickup", "dropoff"), is_rainy=True),
+        _gym("Blackjack-v1", gym.BLACKJACK, one_of("hit", "hit", "stick")),
         _gym("CartPole-v1", *two),
         _gym("MountainCar-v0", *three),
         _gym("Acrobot-v1", *three),

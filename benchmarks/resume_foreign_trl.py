@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 
 import agentrl
-from agentrl.environment.trl import adapt_trl
+from agentrl.environment.registry import adapt_trl
 from benchmarks.resume_foreign_games import Case, Policy
 
 CALLS = 24

@@ -1,7 +1,8 @@
-"""Games of several players: a seat per player, one asked at a time, each told only what is theirs to see.
+"""Games of several players, PettingZoo's and TextArena's among them: a seat per player, one asked at a time.
 
-Owns: `GameEnvironment`: turn-taking, limits, rewards by seat, and the game as a `replay` resource.
-Does not own: how a library's games are reset, shown and stepped (`pettingzoo_games.py`, `textarena_games.py`).
+Owns: `GameEnvironment`: turn-taking, limits, rewards by seat, and the game as a `replay` resource;
+`PettingZooEnvironment` and `TextArenaEnvironment`: how a library's game is reset, shown and stepped. Either library is
+imported only when a game is made.
 Invariants: what a call on the game draws is a function of `task.data["seed"]` and of how many calls there were before,
 so a group plays one start and has the same luck; what a player reads goes to that player's seat and to no other; an
 illegal end scores below every legal one, or the run stops by name.
@@ -10,9 +11,9 @@ illegal end scores below every legal one, or the run stops by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
 from agentrl.core.records import Message, Task
@@ -23,10 +24,19 @@ from agentrl.environment.base import (
     Resource,
     Split,
     TaskSource,
+    finite_reward,
     system,
     user,
 )
-from agentrl.environment.gym import SeedTasks
+from agentrl.environment.tasks import SeedTasks
+
+if TYPE_CHECKING:
+    import textarena
+
+Turns = Any
+"""A `pettingzoo.AECEnv`."""
+LEGAL_ACTIONS = "Legal actions: "
+"""Prefix of the list of legal actions in a player's observation of a PettingZoo game."""
 
 
 class Position(TypedDict):
@@ -175,7 +185,7 @@ class GameEnvironment(Environment):
         return values
 
 
-def check_players(environment: GameEnvironment, players: int) -> None:
+def _check_players(environment: GameEnvironment, players: int) -> None:
     """Raise `EnvironmentDefinitionError` unless there is a seat for each player of the game."""
     if players != len(environment.seats):
         raise EnvironmentDefinitionError(
@@ -184,7 +194,7 @@ def check_players(environment: GameEnvironment, players: int) -> None:
         )
 
 
-def check_text(environment: GameEnvironment, shown: Any) -> str:
+def _check_text(environment: GameEnvironment, shown: Any) -> str:
     """The text that `render` returned; refuses anything else."""
     if not isinstance(shown, str):
         raise EpisodeError(
@@ -192,3 +202,248 @@ def check_text(environment: GameEnvironment, shown: Any) -> str:
             reason="environment_error",
         )
     return shown
+
+
+class PettingZooEnvironment(GameEnvironment):
+    """Any `AECEnv` or `ParallelEnv` whose actions can be read from text; a seat for each of its `possible_agents`.
+
+    Seats are in the order of `possible_agents`. The game is stepped with legal actions only: those of its action mask,
+    else of its action space. A player's reward is the sum of what `last()` returned. The players of a parallel game are
+    asked one after the other, none seeing another's move.
+
+    Example:
+        class Noughts(agentrl.PettingZooEnvironment):
+            seats = ("cross", "nought")
+
+            def make(self, task):
+                return pettingzoo.make("aec", "classic/tictactoe-v3")
+    """
+
+    # --- override these ---------------------------------------------------------------------------------------------
+
+    illegal_actions: ClassVar[int] = 1
+    """The game ends with a player's illegal action of this number; before, `illegal_text` comes before the
+    observation. The others keep what the game gave them so far."""
+    illegal_text: ClassVar[str] = "That is not a legal action.\n"
+
+    env: Turns
+    """The game, from its reset on; `rewards` may look at it."""
+
+    @abstractmethod
+    def make(self, task: Task) -> Any:
+        """A fresh `AECEnv` or `ParallelEnv`; it is reset with `task.data["seed"]` and closed at the end."""
+
+    def render(self, observation: Any, info: Mapping[str, Any], env: Turns) -> str:
+        """The observation of the player to move; default: the numbers of the observation. The legal actions are
+        appended."""
+        shown = observation.get("observation", observation) if isinstance(observation, Mapping) else observation
+        return str(shown.tolist() if hasattr(shown, "tolist") else shown)
+
+    def action_name(self, action: int, env: Turns) -> str:
+        """The text that takes an action; default: its number. Case does not matter."""
+        return str(action)
+
+    def parse(self, text: str, env: Turns) -> Any:
+        """The action that a turn's text names, None if none; default: the legal action whose name it contains."""
+        said = text.strip().removesuffix(".").lower()
+        named = (action for action in legal_actions(env) or () if self.action_name(action, env).lower() == said)
+        return next(named, None)
+
+    # --- machinery --------------------------------------------------------------------------------------------------
+
+    def game(self, task: Task) -> Game:
+        """The task's game."""
+        return _PettingZooGame(self, task)
+
+    def close(self) -> None:
+        """Close the game."""
+        if hasattr(self, "env"):
+            self.env.close()
+
+
+def legal_actions(env: Turns) -> Sequence[int] | None:
+    """Legal actions of the player to move: from its action mask, else all; None if they cannot be listed."""
+    observation, _, _, _, info = env.last()
+    mask = observation.get("action_mask") if isinstance(observation, Mapping) else None
+    if mask is None:
+        mask = info.get("action_mask")
+    if mask is not None:
+        return [number for number, legal in enumerate(mask) if legal]
+    space: Any = env.action_space(env.agent_selection)
+    if not hasattr(space, "n") or not hasattr(space, "start"):
+        return None
+    return range(int(space.start), int(space.start) + int(space.n))
+
+
+class _PettingZooGame(Game):
+    """One game, with the turn order of PettingZoo's `agent_iter`."""
+
+    def __init__(self, environment: PettingZooEnvironment, task: Task) -> None:
+        self._environment = environment
+        self._task = task
+        self._rewards = [0.0] * len(environment.seats)
+        self._mistakes = [0] * len(environment.seats)
+        self._observation = ""
+        self._truncated = False
+
+    def reset(self) -> Position:
+        """Make and reset the game."""
+        from pettingzoo import ParallelEnv
+        from pettingzoo.utils import parallel_to_aec
+
+        made = self._environment.make(self._task)
+        self._environment.env = parallel_to_aec(made) if isinstance(made, ParallelEnv) else made
+        self._environment.env.reset(seed=int(self._task.data["seed"]))
+        _check_players(self._environment, len(self._environment.env.possible_agents))
+        self._environment.begin(self._task, self._environment.env)
+        return self._advance()
+
+    def step(self, text: str) -> Position:
+        """Do what `text` says; an illegal action changes nothing."""
+        environment = self._environment
+        env = environment.env
+        player = self._player()
+        action = environment.parse(text, env)
+        if not self._is_legal(action):
+            self._mistakes[player] += 1
+            if self._mistakes[player] >= environment.illegal_actions:
+                return self._position(None, legal=False, illegal=[player])
+            return self._position(player, environment.illegal_text + self._observation, legal=False)
+        env.step(action)
+        return self._advance()
+
+    def _advance(self) -> Position:
+        """Collect rewards up to the next player who is still in the game."""
+        env = self._environment.env
+        while env.agents:
+            observation, reward, terminated, truncated, info = env.last()
+            player = self._player()
+            self._rewards[player] += finite_reward(reward, f"player {player!r}")
+            if not terminated and not truncated:
+                shown = _check_text(self._environment, self._environment.render(observation, info, env))
+                legal = legal_actions(env)
+                if legal is not None:
+                    names = ", ".join(self._environment.action_name(action, env) for action in legal)
+                    shown = f"{shown}\n{LEGAL_ACTIONS}{names}"
+                self._observation = shown
+                return self._position(player, shown)
+            self._truncated = self._truncated or bool(truncated)
+            env.step(None)
+        return self._position(None)
+
+    def _is_legal(self, action: Any) -> bool:
+        env = self._environment.env
+        if action is None or not env.action_space(env.agent_selection).contains(action):
+            return False
+        legal = legal_actions(env)
+        return legal is None or int(action) in legal
+
+    def _player(self) -> int:
+        env = self._environment.env
+        return list(env.possible_agents).index(env.agent_selection)
+
+    def _position(
+        self, player: int | None, observation: str = "", *, legal: bool = True, illegal: Sequence[int] = ()
+    ) -> Position:
+        return Position(
+            player=player,
+            observation=observation,
+            legal=legal,
+            rewards=list(self._rewards),
+            illegal=list(illegal),
+            truncated=self._truncated and player is None,
+        )
+
+
+class TextArenaEnvironment(GameEnvironment):
+    """A game of TextArena: its messages are the observation, the player's text is the action; player 0 has seat 0.
+
+    A seat reads each message addressed to it once, and its own actions not at all: its conversation holds them.
+    TextArena's own rule for illegal actions holds: by default one is forgiven, the next ends the game for that player.
+
+    Example:
+        class Poker(agentrl.TextArenaEnvironment):
+            seats = ("first", "second")
+
+            def make(self, task):
+                return textarena.make("KuhnPoker-v0")
+    """
+
+    # --- override these ---------------------------------------------------------------------------------------------
+
+    env: textarena.Env
+    """The game, from its reset on; `rewards` may look at it."""
+
+    @abstractmethod
+    def make(self, task: Task) -> textarena.Env:
+        """A fresh game; it is reset with `task.data["seed"]` and a player for each seat."""
+
+    def render(self, player: int, text: str, env: textarena.Env) -> str:
+        """The observation of the player to move; default: the game's messages since its last turn."""
+        return text
+
+    def action(self, text: str, env: textarena.Env) -> str:
+        """The action that is sent to the game for a turn's text; default: the text."""
+        return text
+
+    # --- machinery --------------------------------------------------------------------------------------------------
+
+    def game(self, task: Task) -> Game:
+        """The task's game."""
+        return _TextArenaGame(self, task)
+
+
+class _TextArenaGame(Game):
+    """One game. Bypasses its observation wrappers, which repeat the whole conversation at every turn."""
+
+    def __init__(self, environment: TextArenaEnvironment, task: Task) -> None:
+        self._environment = environment
+        self._task = task
+        self._inner: Any = None
+
+    def reset(self) -> Position:
+        """Make and reset the game."""
+        import textarena
+
+        env = self._environment.env = self._environment.make(self._task)
+        env.reset(num_players=len(self._environment.seats), seed=int(self._task.data["seed"]))
+        while isinstance(env, textarena.Wrapper):
+            env = env.env
+        self._inner = env
+        self._environment.begin(self._task, env)
+        return self._asked()
+
+    def step(self, text: str) -> Position:
+        """Send the action of `text` to the game."""
+        over, _ = self._environment.env.step(action=self._environment.action(text, self._inner))
+        if not over:
+            return self._asked(legal=not getattr(self._inner.state, "error_count", 0))
+        rewards, info = self._environment.env.close()
+        players = range(len(self._environment.seats))
+        illegal = [player for player in players if (info or {}).get(player, {}).get("invalid_move")]
+        return Position(
+            player=None,
+            observation="",
+            legal=not illegal,
+            rewards=[finite_reward((rewards or {}).get(player, 0.0), f"player {player}") for player in players],
+            illegal=illegal,
+            truncated=False,
+        )
+
+    def _asked(self, *, legal: bool = True) -> Position:
+        player, messages = self._inner.get_observation()
+        text = messages if isinstance(messages, str) else self._as_text(player, messages)
+        shown = self._environment.render(int(player), text, self._inner)
+        return Position(
+            player=None if self._inner.state.done else int(player),
+            observation=_check_text(self._environment, shown),
+            legal=legal,
+            rewards=[0.0] * len(self._environment.seats),
+            illegal=[],
+            truncated=False,
+        )
+
+    def _as_text(self, player: int, messages: Any) -> str:
+        names = self._inner.state.role_mapping
+        others = [m for m in messages if m[0] != player or m[2].name != "PLAYER_ACTION"]
+        return "\n".join(f"[{names.get(sender, f'Player {sender}')}] {text}" for sender, text, _ in others)

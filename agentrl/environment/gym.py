@@ -1,7 +1,8 @@
 """`gymnasium.Env` as an environment: a discrete or text action is a turn, the rendered observation its next message.
 
 Owns: `GymEnvironment`, what a user fills in (`make`, `render`, `parse`), and the game as a `replay` resource.
-Does not own: texts for known games (`gym_text.py`), the way back from a seat to `gymnasium.Env` (`gym_seat.py`).
+Owns too: ready arguments of `gym_environment` for the toy-text games (`FROZEN_LAKE`, `CLIFF_WALKING`, `TAXI`,
+`BLACKJACK`). Does not own: the way back from a seat to `gymnasium.Env` (`gym_seat.py`).
 Invariants: the episode's start is a function of `task.data["seed"]` alone, so a group plays one start; every call on
 the game runs under a global random state of its own (`random` and `numpy.random`), swapped in and out; an episode that
 ends by an illegal action scores below every legal end, or the run stops by name.
@@ -10,12 +11,11 @@ ends by an illegal action scores below every legal end, or the run stops by name
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, RewardError
-from agentrl.core.ids import key64
 from agentrl.core.records import Task
 from agentrl.environment.base import (
     Agent,
@@ -30,6 +30,7 @@ from agentrl.environment.base import (
     user,
 )
 from agentrl.environment.containment import GlobalRandom
+from agentrl.environment.tasks import SeedTasks
 
 if TYPE_CHECKING:
     import gymnasium
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     Make = Callable[[Task], Game]
     Render = Callable[[Any, Mapping[str, Any], Game], str]
     Parse = Callable[[str, Game], Any]
-
-HELD_OUT_SEEDS = 512
-SEEDS = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,25 +209,6 @@ class SeededGame:
         return shown
 
 
-class SeedTasks:
-    """Tasks that are seeds of a game: 512 held out, the same for every run, and practically endless others."""
-
-    def __init__(self, split: Split, seed: int) -> None:
-        self._split = split
-        self._seed = seed
-
-    def __len__(self) -> int:
-        return HELD_OUT_SEEDS if self._split == "held_out" else SEEDS
-
-    def __getitem__(self, index: int, /) -> Task:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        if self._split == "held_out":
-            return Task(id=f"held_out-{index}", data={"seed": index})
-        drawn = HELD_OUT_SEEDS + key64("gym", self._seed, index) % (SEEDS - HELD_OUT_SEEDS)
-        return Task(id=f"train-{self._seed}-{index}", data={"seed": drawn})
-
-
 def gym_environment(
     name: str,
     make: Make,
@@ -253,7 +232,7 @@ def gym_environment(
 
     Example:
         >>> import gymnasium
-        >>> from agentrl.environment.gym_text import BLACKJACK
+        >>> from agentrl.environment.gym import BLACKJACK
         >>> Blackjack = gym_environment(
         ...     "Blackjack", lambda task: gymnasium.make("Blackjack-v1"), **BLACKJACK
         ... )
@@ -270,3 +249,101 @@ def gym_environment(
         "illegal_reward": illegal_reward,
     }
     return type(name, (GymEnvironment,), namespace)
+
+
+class TextGame(TypedDict):
+    """The arguments of `gym_environment` that belong to one game.
+
+    The observations below are written from the game's state, not from `env.render()`: that contains colour codes, and
+    Blackjack has none.
+    """
+
+    render: Render
+    parse: Parse
+    instructions: str
+    max_turns: int
+    illegal_reward: float
+    """Less by one than the lowest possible sum of rewards over `max_turns` legal actions."""
+
+
+_PLACES = ("at R", "at G", "at Y", "at B", "in the taxi")
+
+
+def one_of(names: Sequence[str]) -> Callable[[str, Game], int | None]:
+    """A parser: action number n is a text that says `names[n]` and nothing else; case and a final stop do not matter.
+
+    Example:
+        >>> one_of(["stick", "hit"])(" Hit. ", None)
+        1
+    """
+    numbers = {name: number for number, name in enumerate(names)}
+
+    def parse(text: str, env: Game) -> int | None:
+        return numbers.get(text.strip().removesuffix(".").lower())
+
+    return parse
+
+
+def _frozen_lake(observation: Any, info: Mapping[str, Any], env: Game) -> str:
+    rows = [b"".join(row).decode() for row in env.unwrapped.desc]  # type: ignore[attr-defined]
+    return _grid(rows, *divmod(int(observation), len(rows[0])))
+
+
+def _cliff_walking(observation: Any, info: Mapping[str, Any], env: Game) -> str:
+    return _grid(["." * 12] * 3 + ["S" + "C" * 10 + "G"], *divmod(int(observation), 12))
+
+
+def _taxi(observation: Any, info: Mapping[str, Any], env: Game) -> str:
+    row, column, passenger, goal = env.unwrapped.decode(int(observation))  # type: ignore[attr-defined]
+    lines = [b"".join(line).decode() for line in env.unwrapped.desc]  # type: ignore[attr-defined]
+    shown = "\n".join(_with_mark(line, 2 * column + 1) if n == row + 1 else line for n, line in enumerate(lines))
+    return f"{shown}\nThe passenger is {_PLACES[passenger]} and wants to go to {'RGYB'[goal]}."
+
+
+def _blackjack(observation: Any, info: Mapping[str, Any], env: Game) -> str:
+    total, dealer, ace = (int(value) for value in observation)
+    return (
+        f"You hold {total}{' with a usable ace' if ace else ''}; the dealer shows {dealer if dealer > 1 else 'an ace'}."
+    )
+
+
+def _grid(rows: Sequence[str], row: int, column: int) -> str:
+    return "\n".join(_with_mark(line, column) if number == row else line for number, line in enumerate(rows))
+
+
+def _with_mark(line: str, at: int) -> str:
+    return f"{line[:at]}@{line[at + 1 :]}"
+
+
+FROZEN_LAKE = TextGame(
+    render=_frozen_lake,
+    parse=one_of(["left", "down", "right", "up"]),
+    instructions="You stand at @ on a frozen lake. Go to G over frozen ground F; a hole H ends the game. "
+    "Answer with left, down, right or up.",
+    max_turns=100,
+    illegal_reward=-1.0,
+)
+CLIFF_WALKING = TextGame(
+    render=_cliff_walking,
+    parse=one_of(["up", "right", "down", "left"]),
+    instructions="You stand at @. Go to G; stepping onto the cliff C costs 100 and takes you back to the start S, "
+    "every other step costs 1. Answer with up, right, down or left.",
+    max_turns=50,
+    illegal_reward=-5001.0,
+)
+TAXI = TextGame(
+    render=_taxi,
+    parse=one_of(["south", "north", "east", "west", "pickup", "dropoff"]),
+    instructions="You drive the taxi @; it passes : but not |. Fetch the passenger and take them where they want to "
+    "go: 20 points; every step costs 1, a wrong pickup or dropoff 10. "
+    "Answer with south, north, east, west, pickup or dropoff.",
+    max_turns=50,
+    illegal_reward=-501.0,
+)
+BLACKJACK = TextGame(
+    render=_blackjack,
+    parse=one_of(["stick", "hit"]),
+    instructions="Blackjack: come closer to 21 than the dealer without going over it. Answer with hit or stick.",
+    max_turns=20,
+    illegal_reward=-2.0,
+)

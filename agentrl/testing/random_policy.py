@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core.ids import stream
-from agentrl.environment.pettingzoo_games import LEGAL_ACTIONS, PettingZooEnvironment
+from agentrl.environment.games import LEGAL_ACTIONS, PettingZooEnvironment
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 

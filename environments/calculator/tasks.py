@@ -11,7 +11,7 @@ from typing import Any
 
 from agentrl.core.ids import key64
 from agentrl.core.records import Task
-from agentrl.environment.drawn_tasks import DrawnTasks
+from agentrl.environment.tasks import DrawnTasks
 
 
 @lru_cache(maxsize=1)

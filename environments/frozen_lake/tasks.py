@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from agentrl.core.ids import key64
 from agentrl.core.records import Task
-from agentrl.environment.drawn_tasks import DrawnTasks
+from agentrl.environment.tasks import DrawnTasks
 
 SIZE = 4
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import agentrl
 from agentrl.core.ids import stream
-from agentrl.environment.drawn_tasks import DrawnTasks
+from agentrl.environment.tasks import DrawnTasks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -13,8 +13,7 @@ import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, Task
-from agentrl.environment.games import Game, GameEnvironment, GameEpisode, Position
-from agentrl.environment.pettingzoo_games import LEGAL_ACTIONS
+from agentrl.environment.games import LEGAL_ACTIONS, Game, GameEnvironment, GameEpisode, Position
 from agentrl.journal.entries import RewardEntry, TurnEntry
 from agentrl.rollout.byte_formats import PlainFormat
 from agentrl.testing.random_policy import random_policy

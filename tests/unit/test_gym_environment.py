@@ -14,7 +14,7 @@ from gymnasium.utils.env_checker import check_env
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.records import Task
-from agentrl.environment import gym_text
+from agentrl.environment import gym
 from agentrl.environment.containment import GlobalRandom
 from agentrl.environment.gym import SeededGame
 from agentrl.environment.gym_seat import SeatEnv
@@ -22,12 +22,12 @@ from agentrl.testing.format_check import GARBAGE
 from tests.unit.episodes import play
 
 Lake = agentrl.gym_environment(
-    "Lake", lambda task: gymnasium.make("FrozenLake-v1", is_slippery=False), **gym_text.FROZEN_LAKE
+    "Lake", lambda task: gymnasium.make("FrozenLake-v1", is_slippery=False), **gym.FROZEN_LAKE
 )
-Slippery = agentrl.gym_environment("Slippery", lambda task: gymnasium.make("FrozenLake-v1"), **gym_text.FROZEN_LAKE)
-Cliff = agentrl.gym_environment("Cliff", lambda task: gymnasium.make("CliffWalking-v1"), **gym_text.CLIFF_WALKING)
-Taxi = agentrl.gym_environment("Taxi", lambda task: gymnasium.make("Taxi-v4"), **gym_text.TAXI)
-Blackjack = agentrl.gym_environment("Blackjack", lambda task: gymnasium.make("Blackjack-v1"), **gym_text.BLACKJACK)
+Slippery = agentrl.gym_environment("Slippery", lambda task: gymnasium.make("FrozenLake-v1"), **gym.FROZEN_LAKE)
+Cliff = agentrl.gym_environment("Cliff", lambda task: gymnasium.make("CliffWalking-v1"), **gym.CLIFF_WALKING)
+Taxi = agentrl.gym_environment("Taxi", lambda task: gymnasium.make("Taxi-v4"), **gym.TAXI)
+Blackjack = agentrl.gym_environment("Blackjack", lambda task: gymnasium.make("Blackjack-v1"), **gym.BLACKJACK)
 WORDS = {
     Lake: ["left", "down", "right", "up"],
     Slippery: ["left", "down", "right", "up"],
@@ -164,7 +164,7 @@ def test_a_render_that_is_no_text_is_named() -> None:
         "mute",
         lambda task: gymnasium.make("FrozenLake-v1"),
         render=lambda observation, info, env: env.render(),  # type: ignore[return-value, arg-type]
-        parse=gym_text.FROZEN_LAKE["parse"],
+        parse=gym.FROZEN_LAKE["parse"],
     )
     with pytest.warns(UserWarning, match="render"):
         played = play(mute, ["left"], data={"seed": 0})
@@ -346,5 +346,5 @@ def test_a_seat_that_does_not_exist_and_one_nobody_answers_for_are_named() -> No
 
 
 def test_illegal_rewards_of_the_ready_games_are_below_their_worst() -> None:
-    for game, per_step in ((gym_text.CLIFF_WALKING, -100.0), (gym_text.TAXI, -10.0)):
+    for game, per_step in ((gym.CLIFF_WALKING, -100.0), (gym.TAXI, -10.0)):
         assert game["illegal_reward"] < per_step * game["max_turns"]
