@@ -92,7 +92,7 @@ class BoundTool:
         Raises:
             ValueError: they do not fit; the text is an observation for the policy.
         """
-        if not isinstance(arguments, Mapping):
+        if type(arguments) is not dict and not isinstance(arguments, Mapping):
             raise ValueError("arguments are not a JSON object, each key given once")
         try:
             model = self.arguments.model_validate(arguments, strict=True)

@@ -59,7 +59,8 @@ class ControlTable:
     def write(self, connection: sqlite3.Connection, items: list[Sequence[Any]]) -> None:
         """Insert rows, with their checksum last where the table has one; called by the writer."""
         if self.checksum:
-            rows = [[_kept(value) for value in item] for item in items]
+            # as they come back: SQLite has no negative zero
+            rows = [[(value or 0.0) if isinstance(value, float) else value for value in item] for item in items]
             items = [(*row, row_checksum(self.name, row)) for row in rows]
         insert_rows(connection, self._insert, self._width, items)
 
@@ -227,8 +228,8 @@ def step_row(row: StepRow, now: float) -> Sequence[Any]:
         *row.version,
         report.started_from.lineage,
         report.started_from.step,
-        finite(report.loss),
-        finite(report.grad_norm),
+        _finite(report.loss),
+        _finite(report.grad_norm),
         sum(len(unit.credits) for unit in row.batch.units),
         report.samples,
         report.tokens,
@@ -252,15 +253,15 @@ def step_unit_rows(row: StepRow) -> Iterable[Sequence[Any]]:
             position += 1
 
 
-def finite(value: float) -> float | None:
+def metric_rows(policy: str, step: int, values: Mapping[str, float], now: float) -> list[Sequence[Any]]:
+    """Rows of metric values at a step; NaN and infinity are kept as NULL."""
+    return [(policy, step, name, _finite(value), now) for name, value in values.items()]
+
+
+def _finite(value: float) -> float | None:
     """The value as SQLite can keep it: NULL for NaN and infinity."""
     number = float(value)
     return number if math.isfinite(number) else None
-
-
-def _kept(value: Any) -> Any:
-    """The value as it comes back: SQLite has no negative zero."""
-    return 0.0 if isinstance(value, float) and value == 0.0 else value
 
 
 def _binding(binding: SeatBinding) -> str:

@@ -278,8 +278,7 @@ class SqliteJournal(ControlLogReader):
 
     def record_metrics(self, policy: str, step: int, values: Mapping[str, float]) -> None:
         """Record metric values at a step; NaN and infinity are kept as NULL."""
-        now = self._clock.wall()
-        rows = [(policy, step, name, control.finite(value), now) for name, value in values.items()]
+        rows = control.metric_rows(policy, step, values, self._clock.wall())
         self._writer.put(*[(self._tables.metrics, row) for row in rows])
 
     def record_start(self, start: RunStart) -> None:

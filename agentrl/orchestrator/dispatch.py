@@ -99,8 +99,8 @@ class AdmissionPolicy(Protocol):
         """Policies that learn now: neither frozen nor over."""
         ...
 
-    def record_end(self, spec: EpisodeSpec, header: EpisodeHeader) -> str | None:
-        """Record the end of a training episode; returns why the run must end, if it must."""
+    def record_end(self, spec: EpisodeSpec, header: EpisodeHeader, learning: Collection[str]) -> str | None:
+        """Record the end of a training episode, with `learning()` now; returns why the run must end, if it must."""
         ...
 
 
@@ -127,7 +127,7 @@ class NobodyLearns:
         """Nobody."""
         return ()
 
-    def record_end(self, spec: EpisodeSpec, header: EpisodeHeader) -> str | None:
+    def record_end(self, spec: EpisodeSpec, header: EpisodeHeader, learning: Collection[str]) -> str | None:
         """Nothing follows from it."""
         return None
 
@@ -468,9 +468,10 @@ class Dispatcher:
             if not header.committed:
                 self.memory.forget(spec.episode_id)
             self._record(self.buffer.record_end(spec, header))
-            self.drop_frozen()
+            learning = self.admission.learning()
+            self._drop_units_of_others(learning)
             self.buffer.counts.count_end(header, header.winner)
-            why = self.admission.record_end(spec, header)
+            why = self.admission.record_end(spec, header, learning)
             if why is not None:
                 self.fail(CheckFailedError(f"{why}. Last failure: {self.worker.last_failure or 'none'}"))
         elif spec.purpose == "evaluate" and spec.parent_id is not None:
@@ -481,8 +482,10 @@ class Dispatcher:
 
     def drop_frozen(self) -> None:
         """Drop the ready units of frozen policies: their weights would be long outdated when those learn again."""
-        learning = self.admission.learning()
-        for policy in self.buffer.trainable - set(learning) if learning else ():
+        self._drop_units_of_others(self.admission.learning())
+
+    def _drop_units_of_others(self, learning: Collection[str]) -> None:
+        for policy in self.buffer.trainable.difference(learning) if learning else ():
             ready = self.buffer.pop_ready(policy, self.buffer.ready(policy))
             self._record(self.buffer.drop(ready, "frozen"))
 

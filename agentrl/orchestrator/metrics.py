@@ -24,14 +24,9 @@ MAX_METRICS = 100
 """Names an environment may add to a step; further ones are kept with their episodes only."""
 
 
-class Count(NamedTuple):
-    """The name of one count."""
-
-    what: str
-    of: str = ""
-    """The seat, the opponent, the pass rate, or the name an environment gave it."""
-    policy: str = ""
-    """Whose; those of no policy are of all."""
+Count = tuple[str, str, str]
+"""The name of one count: what is counted; the seat, the opponent, the pass rate, or the name an environment gave it;
+the policy, empty for counts of all policies."""
 
 
 class Counts:
@@ -50,18 +45,18 @@ class Counts:
 
     def of(self, what: str, of: str = "", policy: str = "") -> float:
         """A single count; 0 if nothing was counted."""
-        return self._counts.get(Count(what, of, policy), 0.0)
+        return self._counts.get((what, of, policy), 0.0)
 
     def of_all_policies(self, what: str, of: str = "") -> float:
         """A count summed over policies."""
         return sum(value for count, value in self._counts.items() if count[:2] == (what, of))
 
     def each(self, what: str, policy: str = "") -> dict[str, float]:
-        """All counts of a kind that are not 0, by `Count.of`."""
-        return {count.of: n for count, n in self._counts.items() if n and (count.what, count.policy) == (what, policy)}
+        """All counts of a kind that are not 0, by the second part of their names."""
+        return {of: n for (kind, of, whose), n in self._counts.items() if n and (kind, whose) == (what, policy)}
 
     def _add(self, what: str, value: float = 1.0, of: str = "", policy: str = "") -> None:
-        count = Count(what, of, policy)
+        count = (what, of, policy)
         self._counts[count] = self._counts.get(count, 0.0) + value
 
     # --- counting -----------------------------------------------------------------------------------------------------

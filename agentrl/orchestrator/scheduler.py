@@ -247,10 +247,10 @@ class Scheduler:
         """Policies that learn now: neither frozen nor over."""
         return {policy for policy in self._bounds.keys() - self.phases.frozen() if not self.phases.is_over(policy)}
 
-    def record_end(self, spec: EpisodeSpec, header: EpisodeHeader) -> str | None:
+    def record_end(self, spec: EpisodeSpec, header: EpisodeHeader, learning: Collection[str]) -> str | None:
         """Record the end of a training episode; returns why the run must end, if a policy starves."""
         self._opponents.record_result(header)
-        return self._starvation.record_end(header, self._buffer.policies_of(spec), self.learning())
+        return self._starvation.record_end(header, self._buffer.policies_of(spec), learning)
 
     # --- versions -----------------------------------------------------------------------------------------------------
 

@@ -84,6 +84,7 @@ class LiveAgent(Agent):
         "_settings",
         "_turn_rewards",
         "_turns",
+        "_weights_of",
         "counts",
         "index",
         "policy",
@@ -99,6 +100,8 @@ class LiveAgent(Agent):
         self._episode = episode
         binding = episode.spec.seats[seat]
         self.policy = binding.policy
+        self._weights_of = binding.policy if binding.pin is None else binding.pin.policy
+        """The policy whose versions sample: another than the seat's where a past version of it is pinned."""
         self._settings = episode.policy_settings(seat)
         self._rows = TokenRows(self._settings.chat_format, tools)
         kv_budget = episode.services.kv_budget
@@ -236,7 +239,8 @@ class LiveAgent(Agent):
         self._partial = None
         if len(turn.pieces) > 1:
             episode.metric("turns/interrupted", 1.0)
-        if not np.isfinite(completion.logprobs).all():
+        logprobs = completion.logprobs
+        if not (math.isfinite(logprobs.dot(logprobs)) or np.isfinite(logprobs).all()):  # the first is five times faster
             raise EpisodeError(
                 f"the engine returned a non-finite logprob for {self._name}, call {call.call_id}",
                 reason="nonfinite_logprob",
@@ -247,12 +251,6 @@ class LiveAgent(Agent):
     def _name(self) -> str:
         """Episode, attempt, seat and index, for messages and sessions."""
         return f"{self._episode.name}:{self.seat}.{self.index}"
-
-    @property
-    def _weights_of(self) -> str:
-        """The policy whose versions sample: another than the seat's where a past version of it is pinned."""
-        pin = self._episode.spec.seats[self.seat].pin
-        return self.policy if pin is None else pin.policy
 
     async def _wait_for_kv(self, turn: PartialTurn, reservation: Reservation, priority: int) -> None:
         with self._episode.time_limit_paused(), self._pausing(turn, "no_room"):
@@ -565,7 +563,7 @@ class TokenRows:
 
     def context(self) -> Int32Array:
         """The whole open row, as sent to the engine; shape [T]."""
-        return np.array(self._row_tokens, dtype=np.int32)
+        return np.frombuffer(self._row_tokens.tobytes(), dtype=np.int32)
 
 
 def rank(spec: EpisodeSpec, sampled: int) -> int:

@@ -19,7 +19,7 @@ import struct
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -130,7 +130,7 @@ def _end_memoised(branch: Branch) -> None:
         branch.steps.resume_guard()
 
 
-class Call(NamedTuple):
+class Call(msgspec.Struct, frozen=True):
     """An act about to happen, or that happened before."""
 
     call_id: str
