@@ -378,7 +378,7 @@ class EpisodeBuffer:
         self._late: Counter[str] = Counter()
         self._consumed: Counter[str] = Counter()
         """Units trained in this attempt of the run."""
-        self._begun: dict[tuple[str, str], int] = {}
+        self._begun: dict[str, dict[str, int]] = {policy: {} for policy in self.trainable}
         """For outstanding units, by policy and episode: `_consumed` when they began."""
         self._beginnings: dict[str, Counter[int]] = {policy: Counter() for policy in self.trainable}
         """How many outstanding units began at each value of `_consumed`."""
@@ -403,7 +403,7 @@ class EpisodeBuffer:
         self.ledger.in_flight += 1
         for policy in self.policies_of(spec):
             self._in_flight[policy] += 1
-            self._begun[policy, spec.episode_id] = began = self._consumed[policy]
+            self._begun[policy][spec.episode_id] = began = self._consumed[policy]
             self._beginnings[policy][began] += 1
             if policy in self.selection_bias:
                 self.selection_bias[policy].record_admission(spec)
@@ -548,7 +548,7 @@ class EpisodeBuffer:
 
     def _remove_outstanding(self, policy: str, episode_id: str) -> None:
         """Record that a unit is no longer outstanding."""
-        beginnings, began = self._beginnings[policy], self._begun.pop((policy, episode_id))
+        beginnings, began = self._beginnings[policy], self._begun[policy].pop(episode_id)
         beginnings[began] -= 1
         if not beginnings[began]:
             del beginnings[began]

@@ -549,6 +549,8 @@ class Reservations:
         self._trainable = frozenset(trainable)
         self._policy_of = policy_of
         self._parents: dict[str, _Parent] = {}
+        self._childless: _Parent | None = None
+        """Shared by the newest episodes that are not known to start children."""
         self._most: dict[type[Environment], Counter[type[Environment]]] = {}
         self._sum: Counter[str] = Counter()
 
@@ -559,17 +561,23 @@ class Reservations:
     def reserve(self, episode_id: str, environment: type[Environment], group: int) -> None:
         """Reserve the units of an episode's children; replaces the reservation of an earlier attempt."""
         self.cancel(episode_id)
-        has_children = bool(self._children(environment))
-        left = self._below(environment, group, _depth(episode_id)) if has_children else _NONE
-        self._parents[episode_id] = _Parent(environment, group, left, _NONE)
-        if left:
+        if self._children(environment):
+            left = self._below(environment, group, _depth(episode_id))
+            self._parents[episode_id] = _Parent(environment, group, left, _NONE)
             self._sum.update(left)
+            return
+        shared = self._childless
+        if shared is None or shared.environment is not environment or shared.group != group:
+            shared = self._childless = _Parent(environment, group, _NONE, _NONE)
+        self._parents[episode_id] = shared
 
     def hand_over(self, parent_id: str, environment: type[Environment], count: int, spawn_call: str) -> None:
         """Move units from a parent's reservation to its children, which were spawned and are counted themselves."""
         parent = self._parents.get(parent_id)
         if parent is None or spawn_call in parent.calls:
             return
+        if not parent.calls:
+            parent = self._parents[parent_id] = replace(parent)  # until then it may be that of its siblings too
         parent.calls = (*parent.calls, spawn_call)
         parent.spawned = {**parent.spawned, environment: parent.spawned.get(environment, 0) + count}
         most = self._most.setdefault(parent.environment, Counter())

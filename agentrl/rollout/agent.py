@@ -18,7 +18,7 @@ import dataclasses
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -42,7 +42,7 @@ from agentrl.journal.entries import Pause, RewardEntry, Span, TurnEntry, asked_h
 from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.branches import shortened
 from agentrl.rollout.byte_formats import JsonFormat
-from agentrl.rollout.call_journal import encode, encode_arguments
+from agentrl.rollout.call_journal import Performing, encode, encode_arguments
 from agentrl.rollout.turn_entries import completion_of, decode_message, message_data
 
 if TYPE_CHECKING:
@@ -171,10 +171,9 @@ class LiveAgent(Agent):
             if journal.is_over_time:
                 journal.refuse_for_time(call)
             # The time limit is paused while the run's engine samples, but not while a bot or an endpoint does.
-            limit = self._episode.limit
-            pausing = nullcontext() if limit is None or self._settings.is_external else limit
+            limit = None if self._settings.is_external else self._episode.limit
             try:
-                with journal.performing(call, "a turn"), pausing:
+                with Performing(journal, call, "a turn", limit):
                     completion = await self._sample(call, self._rows.context(), sampling)
             except EngineError as error:
                 journal.fail(error)

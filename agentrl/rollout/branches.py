@@ -201,9 +201,13 @@ class RecordedCalls:
         return self._answers.pop(call_id, None)
 
 
+NOTHING_RECORDED = RecordedCalls("", (0, 0), (), (), {}, ())
+"""Of every attempt that begins anew."""
+
 _NO_QUEUE: deque[str] = deque()
 """The queue of every order with nothing recorded: an own one would take 760 bytes. Nothing is ever added to a queue."""
 _NONE_LEFT: set[str] = set()
+_NOBODY: dict[Branch, tuple[int, asyncio.Future[None]]] = {}
 
 
 class ReplayOrder:
@@ -223,7 +227,7 @@ class ReplayOrder:
         self.branches: list[Branch] = []
         """Open branches."""
         self._dismissed: tuple[Branch, ...] = ()
-        self._waiting: dict[Branch, tuple[int, asyncio.Future[None]]] = {}
+        self._waiting: dict[Branch, tuple[int, asyncio.Future[None]]] = _NOBODY
         self._is_looking = False
         """`_release` is scheduled: one call covers all changes until it runs."""
 
@@ -242,10 +246,6 @@ class ReplayOrder:
             return None
         calls = (call_id.rpartition("#") for call_id in self._queue)
         return next((f"{own}#{n}" for own, _, n in calls if own == path and int(n) > number), None)
-
-    def enter(self, branch: Branch) -> None:
-        """A branch begins."""
-        self.branches.append(branch)
 
     def end_branch(self, branch: Branch) -> None:
         """A branch has ended."""
@@ -317,6 +317,8 @@ class ReplayOrder:
                 raise self._stray(self._queue[0])
             return
         due: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._waiting is _NOBODY:
+            self._waiting = {}
         self._waiting[branch] = (number, due)
         branch.is_blocked = branch.task is None or not branch.task.cancelling()  # a cancellation is about to wake it
         self.look()

@@ -48,6 +48,7 @@ from agentrl.journal.entries import (
 )
 from agentrl.rollout.branches import (
     BEGIN,
+    NOTHING_RECORDED,
     Branch,
     RecordedCalls,
     ReplayOrder,
@@ -58,6 +59,7 @@ from agentrl.rollout.branches import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from agentrl.journal.port import TurnLog
 
@@ -166,6 +168,7 @@ class CallJournal:
         "_log",
         "_order",
         "_recorded",
+        "_seed",
         "_stopped",
         "code_hash",
         "code_hash_then",
@@ -209,8 +212,11 @@ class CallJournal:
         self.detects_draws = True
         """Whether the episode fails if its code draws from global random generators that are not its own."""
         self.written = 0
-        own = list(recorded)
-        self._recorded = RecordedCalls(episode_id, (seed, attempt), own, inherited, edits, answers)
+        own, inherited, answers = list(recorded), list(inherited), list(answers)
+        self._seed = seed
+        self._recorded = NOTHING_RECORDED
+        if own or inherited or edits or answers:
+            self._recorded = RecordedCalls(episode_id, (seed, attempt), own, inherited, edits, answers)
         self.is_new = self._recorded.is_empty
         """Nothing was recorded before: every call is new."""
         stray = ReplayMismatchError if self.is_new else self._stray  # nothing recorded can stray
@@ -336,14 +342,6 @@ class CallJournal:
         self._returned(call.call_id)
         return call.recorded
 
-    def performing(self, call: Call, memoised: str | None = None) -> _Performing:
-        """Surround an act that is performed now and record its cancellation; a `memoised` one may make no calls.
-
-        Raises:
-            LimitReachedError: the time limit ended it.
-        """
-        return _Performing(self, call, memoised)
-
     def interrupted(self, call: Call) -> None:
         """Note that the act of a call was cancelled.
 
@@ -448,8 +446,9 @@ class CallJournal:
     def enter(self, path: str) -> Branch:
         """A new branch; the task that is to own it calls its `begin`."""
         following = self._order.next_id
-        branch = Branch(path, self._recorded.key_of(None if following is None else self._recorded.get(following)))
-        self._order.enter(branch)
+        key = (self._seed, self._attempt)
+        branch = Branch(path, key if following is None else self._recorded.key_of(self._recorded.get(following)))
+        self._order.branches.append(branch)
         return branch
 
     def holds(self, branch: Branch) -> bool:
@@ -616,27 +615,47 @@ def _time_limit(entry: LimitEntry) -> LimitReachedError:
     return LimitReachedError(entry.message, stop_reason="time_limit")
 
 
-class _Performing:
-    """See `CallJournal.performing`; a class, since every act enters one: a generator takes four times as long."""
+class Performing:
+    """Surrounds an act that is performed now, and records its cancellation.
 
-    __slots__ = ("_call", "_journal", "_memoised")
+    Args:
+        journal: of the episode.
+        call: the act.
+        memoised: names an act that is not run again on re-execution; it may make no calls of its own.
+        limit: the episode's time limit, where it is paused meanwhile.
 
-    def __init__(self, journal: CallJournal, call: Call, memoised: str | None) -> None:
+    Raises:
+        LimitReachedError: the time limit ended the act.
+    """
+
+    __slots__ = ("_call", "_journal", "_limit", "_memoised")
+
+    def __init__(
+        self,
+        journal: CallJournal,
+        call: Call,
+        memoised: str | None = None,
+        limit: AbstractContextManager[None] | None = None,
+    ) -> None:
         self._journal = journal
         self._call = call
         self._memoised = memoised
+        self._limit = limit
 
     def __enter__(self) -> None:
-        if self._memoised is None:
-            return
-        assert self._call.branch is not None
-        try:
-            _begin_memoised(self._call.branch, self._memoised)
-        except asyncio.CancelledError:
-            self._journal.interrupted(self._call)
-            raise
+        if self._memoised is not None:
+            assert self._call.branch is not None
+            try:
+                _begin_memoised(self._call.branch, self._memoised)
+            except asyncio.CancelledError:
+                self._journal.interrupted(self._call)
+                raise
+        if self._limit is not None:
+            self._limit.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._limit is not None:
+            self._limit.__exit__(None, None, None)
         if self._memoised is not None:
             assert self._call.branch is not None
             _end_memoised(self._call.branch)

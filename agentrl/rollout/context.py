@@ -64,6 +64,7 @@ from agentrl.rollout.agent import LiveAgent
 from agentrl.rollout.branches import shortened
 from agentrl.rollout.call_journal import (
     Call,
+    Performing,
     current_branch,
     encode,
     encode_arguments,
@@ -159,7 +160,7 @@ class LiveContext(EpisodeContext):
             return self._observed(opened, journal.recall(opened, ToolEntry) or opened.recorded)
         what = f"tool {name!r}"
         started = clock.monotonic()
-        with journal.performing(opened, what if external else None):
+        with Performing(journal, opened, what if external else None):
             if external and not await may_perform(self.episode, opened, what, guarantee):
                 raise unknown_effect(self.episode, opened, what)
             if external:
@@ -295,7 +296,7 @@ class LiveContext(EpisodeContext):
         opened = self._journal.open()
         await self._journal.reach(opened)
         if self._journal.recall(opened, ValueEntry) is None:
-            with self._journal.performing(opened):
+            with Performing(self._journal, opened):
                 await self._services.clock.sleep(seconds)
             self._journal.write(opened, ValueEntry("sleep", seconds))
 
@@ -388,7 +389,7 @@ class LiveChild(ChildEpisode):
                     versions=versions,
                 )
             )
-        with journal.performing(opened), self._parent.time_limit_paused():  # the child has a limit of its own
+        with Performing(journal, opened, limit=self._parent.limit):  # the child has a limit of its own
             result = await asyncio.shield(self._result)
         at = {policy: (version.lineage, version.step) for policy, version in result.versions.items()}
         journal.write(opened, GatherEntry(result.episode_id, result.drop_reason, dict(result.rewards), at))
@@ -451,7 +452,7 @@ async def perform_effect(
     if entry is None:
         started = episode.services.clock.monotonic()
         is_out_of_reach = False
-        with journal.performing(call, f"the effect {name!r}"):
+        with Performing(journal, call, f"the effect {name!r}"):
             try:
                 value, error = await retry_infrastructure(
                     episode, guarantee, lambda: _outcome(episode, call, name, function, guarantee, reconcile)
@@ -480,7 +481,7 @@ async def remember(episode: LiveEpisode, key: str, structure: str) -> Recollecti
     call = journal.open(asked, lambda: f"whether a proposal of structure {structure!r} is remembered")
     await journal.reach(call)
     entry = journal.recall(call, EffectEntry)
-    with journal.performing(call):  # also where it is recorded: the run may have died before it had noted it
+    with Performing(journal, call):  # also where it is recorded: the run may have died before it had noted it
         found = await episode.services.host.remember(episode.spec, call.call_id, digest, structure)
     if entry is None:
         journal.write(call, EffectEntry("remember", "idempotent", list(found), None, 0.0))
@@ -635,7 +636,7 @@ class LiveResource(Resource):
         value, problem, state = None, None, None
         cause: Exception | None = None
         own = self._random(self._key_of(call))
-        with journal.performing(call, self._memoised_name()):
+        with Performing(journal, call, self._memoised_name()):
             try:
                 if self._restore is not None:
                     with own.swapped_in():

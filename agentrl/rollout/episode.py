@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from agentrl.rollout.turn_entries import EpisodePartials
 
 
-_AS_THE_RUN: Mapping[str, PolicySettings] = MappingProxyType({})
+AS_THE_RUN: Mapping[str, PolicySettings] = MappingProxyType({})
+"""`LiveEpisode.began_under` of an episode that began with the settings the run has now."""
 
 GRACE_S = 5.0
 """Seconds a cancelled program may take to end before it is left behind."""
@@ -143,7 +144,7 @@ class LiveEpisode:
     journal: CallJournal
     services: Services
     partials: EpisodePartials
-    began_under: Mapping[str, PolicySettings] = field(default_factory=lambda: _AS_THE_RUN)
+    began_under: Mapping[str, PolicySettings] = field(default_factory=lambda: AS_THE_RUN)
     """The settings it began with where the run has others now, by seat, and under "" for `ctx.limits`."""
     agents: Sequence[EpisodeAgent] = ()
     """See `LiveContext.agents`."""

@@ -34,7 +34,15 @@ from agentrl.journal.entries import Begin, JournalEntry, PlayedUnder, code_diges
 from agentrl.journal.port import TurnLog
 from agentrl.rollout.call_journal import CallJournal, begin_branch, current_branch
 from agentrl.rollout.context import LiveContext
-from agentrl.rollout.episode import LiveEpisode, Parking, PolicySettings, RolloutSettings, Services, TimeLimit
+from agentrl.rollout.episode import (
+    AS_THE_RUN,
+    LiveEpisode,
+    Parking,
+    PolicySettings,
+    RolloutSettings,
+    Services,
+    TimeLimit,
+)
 from agentrl.rollout.kv_budget import kv_budget_of
 from agentrl.rollout.turn_entries import EpisodePartials
 
@@ -106,11 +114,11 @@ class EpisodeRunner:
             EpisodeError: the episode cannot continue; has its drop reason. Other exceptions are the environment's.
         """
         started = self.clock.monotonic()
-        missing = [seat for seat in environment.seats if seat not in spec.seats]
-        if missing:
-            raise EnvironmentDefinitionError(
-                f"episode {spec.episode_id}: seat {missing[0]!r} is bound to no policy; add it to [seats]"
-            )
+        for seat in environment.seats:
+            if seat not in spec.seats:
+                raise EnvironmentDefinitionError(
+                    f"episode {spec.episode_id}: seat {seat!r} is bound to no policy; add it to [seats]"
+                )
         journal = self._journal_of(spec, recorded, answers)
         resumed = journal.written > 0
         journal.detects_draws = not journal.is_new or self._checked[environment] < CHECKED_EPISODES
@@ -282,7 +290,7 @@ class EpisodeRunner:
                 reason="code_changed",
                 begin_again=policy == "restart",
             )
-        return {} if began.settings in ({}, settings) else self._began_under(spec, began)
+        return AS_THE_RUN if began.settings in ({}, settings) else self._began_under(spec, began)
 
     def _settings(self, spec: EpisodeSpec) -> dict[str, PlayedUnder]:
         """The run's settings now, for `Begin.settings`: one dict for all episodes where no policy has its own."""
