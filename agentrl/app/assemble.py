@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agentrl.app.policies import check_capabilities, demands_of, pinned_policies, policy_binding, rollout_settings
+from agentrl.app.policies import check_capabilities, demands_of, pinned_policies, rollout_settings
 from agentrl.app.recovery import ResumeState
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.config.policies import OpponentPoolPolicy
@@ -286,7 +286,7 @@ def make_dispatcher(
     """The host of a run's episodes; it still needs its worker."""
     return Dispatcher(
         environment=environment,
-        policy_of=policy_binding(config),
+        policy_of=config.policy_of,
         run_seed=config.seed,
         group_size=config.credit.group_size,
         buffer=buffer,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -43,22 +43,6 @@ SPARE = 1
 # --- seats ------------------------------------------------------------------------------------------------------------
 
 
-def policy_binding(config: RunConfig) -> Callable[[str, int], str]:
-    """A function from a seat and the number of a root group to the policy that holds the seat there.
-
-    Raises (when called):
-        ConfigError: the seat is bound to nothing.
-    """
-
-    def policy_of(seat: str, group: int) -> str:
-        try:
-            return config.policy_of(seat, group)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-
-    return policy_of
-
-
 def pinned_policies(config: RunConfig) -> list[str]:
     """The policies whose episodes are pinned to versions: adapters of a deterministic run, which live side by side."""
     return [name for name, policy in config.trained.items() if config.deterministic and policy.lora is not None]
@@ -89,7 +73,7 @@ def demands_of(config: RunConfig, environment: type[Environment]) -> Sequence[De
     cast = list(castings(environment))
     seats = [seat for casting in cast for seat in casting.seats]
     _check_names(config, environment, seats)
-    size, policy_of, trained = config.credit.group_size, policy_binding(config), config.trained
+    size, policy_of, trained = config.credit.group_size, config.policy_of, config.trained
     demands = []
     held: set[str] = set()
     for group in range(config.line_ups):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.app.parts import external_policies, make_chat_format
-from agentrl.app.policies import policy_binding, rollout_settings
+from agentrl.app.policies import rollout_settings
 from agentrl.cluster import worker_wire as wire
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
@@ -212,7 +212,7 @@ class WorkerHost:
         config = RunConfig.model_validate(work.config)
         self._journal = journal
         chat_format = make_chat_format(config)
-        self.run = RunConnection(writer, journal.log, policy_binding(config))
+        self.run = RunConnection(writer, journal.log, config.policy_of)
         self._engine = EngineClient(work.capabilities)
         self._external = external_policies(config)
         runner = EpisodeRunner(

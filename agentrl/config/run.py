@@ -393,7 +393,7 @@ class RunConfig(Section):
         name.
 
         Raises:
-            ValueError: the seat has no binding, and there is more than one policy.
+            ConfigError: the seat has no binding, and there is more than one policy.
         """
         bare = seat.rsplit(".", 1)[-1]
         for key in (seat, bare):
@@ -404,7 +404,7 @@ class RunConfig(Section):
             return next(iter(self.policies))
         if bare in self.policies:
             return bare
-        raise ValueError(
+        raise ConfigError(
             f"seat {seat!r} is bound to no policy; add it to [seats] (policies: {', '.join(sorted(self.policies))})"
         )
 

@@ -246,18 +246,17 @@ def read_prefix(journal: str | Path, point: ForkPoint) -> list[JournalEntry]:
 
 def _check_committed(key: EntryKey, rows: Sequence[JournalEntry]) -> None:
     """Refuse entries that are not those of the commit: each may be whole, and one missing or of another time."""
-    found = (
-        f"episode {key.episode_id} attempt {key.attempt}: {plural(len(rows), 'entry', 'entries')} in {key.partition}"
-    )
     if key.entries is not None and len(rows) != key.entries:
-        raise EntriesError(
-            f"{found}, but it was committed with {key.entries}; the partition is damaged or was replaced"
-        )
-    if key.digest and episode_digest(rows) != key.digest:
-        raise EntriesError(
-            f"{found}, but not those it was committed with, or not in their order: their digest is another; "
+        difference = f"but it was committed with {key.entries}; the partition is damaged or was replaced"
+    elif key.digest and episode_digest(rows) != key.digest:
+        difference = (
+            "but not those it was committed with, or not in their order: their digest is another; "
             "the partition was altered or replaced"
         )
+    else:
+        return
+    found = f"{plural(len(rows), 'entry', 'entries')} in {key.partition}"
+    raise EntriesError(f"episode {key.episode_id} attempt {key.attempt}: {found}, {difference}")
 
 
 def verified_entry(path: Path, row: tuple[str, int, str, bytes, bytes, int]) -> JournalEntry:

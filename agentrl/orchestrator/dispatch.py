@@ -176,9 +176,11 @@ class Dispatcher:
     """Number of its first episode."""
     _root_end: OnEnd = field(init=False)
     """`_end_root`, made once."""
+    _environment_name: str = field(init=False)
 
     def __post_init__(self) -> None:
         self._root_end = self._end_root
+        self._environment_name = name_of(self.environment)
         self.govern(self.admission)
         self.reservations = Reservations(self.buffer.trainable, self.policy_of)
 
@@ -387,7 +389,7 @@ class Dispatcher:
         held_by: str = "",
     ) -> Iterator[EpisodeSpec]:
         """Specs of one group's root episodes; equal parts are shared between them."""
-        environment, pins = name_of(self.environment), dict(pins)
+        pins = dict(pins)
         seats: dict[str, SeatBinding] = {}
         for number in numbers:
             episode_id = ids.episode_id(PREFIX[purpose], number)
@@ -397,7 +399,7 @@ class Dispatcher:
                 seats = {seat: SeatBinding(policy, pins.get(policy)) for seat, policy in policies.items()}
             yield EpisodeSpec(
                 episode_id=episode_id,
-                environment=environment,
+                environment=self._environment_name,
                 task=task,
                 seed=ids.key64(self.run_seed, episode_id),
                 seats=seats,

@@ -4,8 +4,9 @@ Foreign errors stop here (and in the cluster's supervision): whatever an environ
 with a reason, never a reward and never the end of the run.
 
 An episode whose environment raises is tried `DATA_ATTEMPTS` times. An episode that loses the engine again and again,
-however long its turn waited (`agent.py`), is dropped. A program that swallows its cancellation is left behind: it may
-run on, but nothing it does counts and nobody waits for it.
+however long its turn waited (`agent.py`), is dropped. A program that swallows its cancellation is left behind: its
+coroutine is closed where it waits, nothing it still does counts, and nobody waits for it. Threads and tasks that it
+started on its own run on.
 """
 
 from __future__ import annotations
