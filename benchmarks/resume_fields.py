@@ -470,14 +470,15 @@ def figures(quick: bool, judged: Judge = judge) -> dict[str, float | None]:
     violations = count = 0
     with tempfile.TemporaryDirectory() as scratch:
         killed = killed_run(Path(scratch) / "killed" / "run")
-        for number, setting in enumerate(several):
-            found = resumed(setting, killed, Path(scratch) / str(number), judged)
+        for setting in several:
+            own = Path(scratch) / f"{setting.key}-{setting.section.__name__}"
+            found = resumed(setting, killed, own, judged)
             problems = wrong(setting, found)
             violations += len(problems)
             count += 1
             for problem in problems:
                 print(f"{setting.key}: {problem}", file=sys.stderr)
-            shutil.rmtree(Path(scratch) / str(number), ignore_errors=True)
+            shutil.rmtree(own, ignore_errors=True)
     return {
         "config_fields_unclassified": float(len(unclassified())),
         "resumes_judged": float(count),
