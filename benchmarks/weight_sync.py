@@ -4,8 +4,12 @@
 
 Adapters, refresh `lazy`, 16 calls in flight on the calculator's model:
 `lora_pause_calls`: how often vLLM was paused. `lora_gap_p99_ms`: p99 of the gaps between two tokens of a call that
-overlap the 100 ms after a publish began, over the same without a publish, by turns. `lora_publish_ms`: from `update` to
-the first token that a new call samples on the new version, median.
+overlap the 100 ms after a publish began, over the same without a publish, by turns. `lora_publish_ms`: from `serve` to
+the first token that a new call samples on the new version, median. Beside them the parts of a publish, in milliseconds
+and in steps of vLLM's worker: the adapter is copied and checked beside the steps; vLLM loads it between two of them, so
+that waits for one; the canary check and the first token wait for the next one and are computed in the one after. So a
+publish takes three to four steps more than its own work, and what makes steps longer (calls in flight, a training
+process on the same cores) makes it longer: compare `lora_publish_ms` at equal steps.
 `lazy_prefill_ratio`, `turn_prefill_ratio`: tokens prefilled per turn of 20-turn conversations with an update every 6
 turns, over no updates; `lazy` at max_staleness 4. Beside them: 1, 2, and the prefix cache cleared at each update.
 

@@ -7,7 +7,7 @@ import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,61 @@ async def engine_over(llm: WatchedVllm, refresh: Refresh, max_staleness: int) ->
     return VllmEngine(shared, str(MODEL), versions=START, settings=settings)
 
 
+class PublishParts:
+    """When the parts of each publish took place in an engine, which follow one another: names and (begin, end)."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        versions: Any = engine.versions
+        self.times: dict[str, list[tuple[float, float]]] = {"copy and check": [], "vLLM loads": [], "canary check": []}
+
+        check, load, ask = versions._copy_checked, versions._control.load_adapter, versions._control.next_logprobs
+
+        def checked(*arguments: Any) -> Any:
+            begun = time.perf_counter()
+            found = check(*arguments)
+            self.times["copy and check"].append((begun, time.perf_counter()))
+            return found
+
+        async def loaded(*arguments: Any) -> None:
+            begun = time.perf_counter()
+            await load(*arguments)
+            self.times["vLLM loads"].append((begun, time.perf_counter()))
+
+        async def answered(*arguments: Any, **settings: Any) -> Any:
+            begun = time.perf_counter()
+            answer = await ask(*arguments, **settings)
+            self.times["canary check"].append((begun, time.perf_counter()))
+            return answer
+
+        versions._copy_checked = checked
+        versions._control.load_adapter, versions._control.next_logprobs = loaded, answered
+
+    def print(self, llm: WatchedVllm, *, until: float, step: float) -> None:
+        """Print how long each part takes, also in steps of vLLM's worker, and the gaps of the calls that span it.
+
+        Args:
+            llm: the vLLM, which has seen the gaps.
+            until: publishes that begin later do not count.
+            step: median milliseconds between two tokens of a call, with no publish: of one step of the worker.
+        """
+        print(f"parts of a publish, {BEHIND} calls in flight; a step of vLLM takes {step:.1f} ms:")
+        for name, times in self.times.items():
+            counted = [(begun, ended) for begun, ended in times if begun < until]
+            taken = [1e3 * (ended - begun) for begun, ended in counted]
+            gaps = [gap for within in llm.gaps_within(counted) for gap in within]
+            print(
+                f"  {name:15s} {spread(taken)} ms, {statistics.median(taken) / step:.1f} steps; gaps meanwhile: "
+                f"p50 {at_percent(gaps, 50):.1f}  p99 {at_percent(gaps, 99):.1f} ms"
+            )
+
+
 # --- a publish, seen by calls in flight and by the next one -----------------------------------------------------------
 
 
 async def publishing(report: Report, llm: WatchedVllm, published: Adapters, publishes: int) -> None:
     """Publishes with and without a canary and, in between, the same without any."""
     engine, requests = await engine_over(llm, "lazy", 1), Requests(VOCABULARY)
+    parts = PublishParts(engine)
     lost = 0
     stop = asyncio.Event()
 
@@ -108,12 +157,18 @@ async def publishing(report: Report, llm: WatchedVllm, published: Adapters, publ
     report.figures["lora_gap_p99_ms"] = at_percent(gaps[PROBED], 99) - at_percent(gaps[NONE], 99)
     report.figures["lora_publish_ms"] = statistics.median(milliseconds[PROBED][:publishes])
     report.figures["requests_lost"] = lost
+    _print(gaps, milliseconds, publishes)
+    parts.print(llm, until=llm.gaps[-1][1], step=at_percent(gaps[NONE], 50))
+    print(f"to the first token, nothing in flight    {spread(idle)} ms", flush=True)
+
+
+def _print(gaps: Mapping[str, Sequence[float]], milliseconds: Mapping[str, Sequence[float]], publishes: int) -> None:
+    """Print gaps and times to the first token by kind of publish."""
     for kind in (PROBED, UNPROBED, NONE):
         shown = "  ".join(f"p{percent} {at_percent(gaps[kind], percent):.1f}" for percent in (50, 90, 99, 99.9))
         print(f"gaps, {kind:24s} {shown} ms over {len(gaps[kind])} gaps of {BEHIND} calls in flight")
     for kind in (PROBED, UNPROBED, NONE):
         print(f"to the first token, {kind:24s} {spread(milliseconds[kind][:publishes])} ms, {BEHIND} calls in flight")
-    print(f"to the first token, nothing in flight    {spread(idle)} ms", flush=True)
 
 
 # --- long conversations -----------------------------------------------------------------------------------------------

@@ -348,7 +348,10 @@ def test_what_full_weights_cannot_do_is_refused_by_name(make_vllm: MakeVllm, zoo
                 make_vllm(refresh=refresh)
         with pytest.raises(EngineCapabilityError, match="proposer, solver"):
             make_vllm(versions=START)
-        engine: Any = make_vllm()
+        refusing: Any = make_vllm()
+        weights = write_adapter(tmp_path / "a", version(1), zoo.load(), seed=1)
+        await check_refused(refusing, zoo, weights, "adapter_slots = 0")
+        engine = make_vllm()
         first, second = zoo.full(version(1), seed=1), zoo.full(version(2), seed=2)
         with pytest.raises(EngineError, match=r"solver@0\.1 refused: .*no other can be pinned"):
             await engine.serve([], [first])
@@ -358,8 +361,6 @@ def test_what_full_weights_cannot_do_is_refused_by_name(make_vllm: MakeVllm, zoo
         with pytest.raises(EngineError, match=r"solver@0\.2 refused: .*no other can be pinned"):
             await engine.serve([second], [first])
         await engine.serve([second])
-        weights = write_adapter(tmp_path / "a", version(1), zoo.load(), seed=1)
-        await check_refused(engine, zoo, weights, "adapter_slots = 0")
 
     make_vllm.run(main)
 
