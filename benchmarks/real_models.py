@@ -17,6 +17,13 @@ FIGURES = (
     "max_dlogp",
     "max_gradient_error",
     "planted_errors_found",
+    "bytes_per_frozen_parameter",
+    "published_bytes_per_parameter",
+    "memory_over_plain",
+    "memory_slope",
+    "largest_tensor_growth",
+    "time_over_plain",
+    "shared_time_over_plain",
 )
 
 if __name__ == "__main__":

@@ -84,6 +84,8 @@ def _trainer(config: RunConfig) -> list[MemoryPart]:
         part = MemoryPart(process="trainer rank", name="", bytes=0, processes=config.trainer.workers)
     rank = "a smaller policies.NAME.lora.rank, or a lora where there is none"
     tokens = "a smaller trainer.micro_batch_tokens, down to engine.max_context"
+    if not config.trainer.recompute:
+        tokens = f"trainer.recompute = true, or {tokens}"
     optimized = "trained parameters, their gradients and AdamW's moments in float32"
     return [
         replace(part, name=f"weights in {held.dtype}", bytes=held.weights, setting=_DTYPE),

@@ -213,6 +213,9 @@ class TrainerConfig(Section):
     """The constant c of the normaliser step_size × c: a typical number of sampled tokens per unit."""
     micro_batch_tokens: Free[Tokens] = 8192
     """Padded tokens per forward pass: bounds memory; the update is the same for any value."""
+    recompute: Free[bool] = False
+    """Keep only the input of each layer for the backward pass and compute the rest of it again there: activations take
+    a fraction of the memory, a step about a third more time; the update is the same."""
     optimizer: OptimizerConfig = OptimizerConfig()
 
 

@@ -24,6 +24,7 @@ import torch
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.config.policies import LoraConfig
 from agentrl.config.run import RunConfig
@@ -215,6 +216,8 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
             result[name] = PolicyModel(model=model, peft_model=None, adapter=None, shared=shared, replay=replay)
     for policy_model in result.values():
         policy_model.train()
+        if config.trainer.recompute:
+            _recompute_layers(policy_model.model, policy_model.replay)
     return result
 
 
@@ -228,6 +231,28 @@ def _load(path: Path, device: torch.device, dtype: torch.dtype, max_context: int
     module.train(False)
     module.to(device)
     return model
+
+
+def _recompute_layers(model: PreTrainedModel, replay: RoutingReplay | None) -> None:
+    """Let each layer keep its input alone for the backward pass, and compute the rest of it again there.
+
+    Raises:
+        ModelError: the architecture cannot.
+    """
+    # Nothing is random, so no random state has to be put back.
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if replay is not None:
+        settings["context_fn"] = replay.contexts
+    try:
+        model.gradient_checkpointing_enable(settings)
+    except ValueError as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot recompute its layers ({error}); set trainer.recompute to false"
+        ) from error
+    module: nn.Module = model
+    for layer in module.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True  # of the layer alone: transformers asks it, and its parts have no dropout
 
 
 def _shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:

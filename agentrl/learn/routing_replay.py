@@ -14,7 +14,7 @@ and outside `forced` the model is unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,6 +85,10 @@ class RoutingReplay:
             yield
         finally:
             self._experts = None
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """For `torch.utils.checkpoint`: nothing around the present pass, and its experts where it is computed again."""
+        return nullcontext(), nullcontext() if self._experts is None else self.forced(self._experts)
 
 
 class _ForcedTopK(TorchFunctionMode):
