@@ -11,6 +11,7 @@ with a fate drawn for each crash point, so that over all of them each operation 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -137,7 +138,8 @@ def crash_everywhere(
 
     Args:
         scenario: the run.
-        share: every `share`-th crash point only, the first one drawn from the seed.
+        share: every `share`-th crash point only, the first one drawn from the seed; with `where`, every `share`-th of
+            the operations of that name, from the first on.
         seed: of the schedules, of what is torn, and of second crashes.
         where: only operations whose name contains this.
         every_recovery: kill, and then crash the recovery at each of its operations, with each fate.
@@ -147,8 +149,10 @@ def crash_everywhere(
         CheckFailedError: the run fails by itself, without any crash.
     """
 
+    named = itertools.count()
+
     def wanted(number: int, name: str) -> bool:
-        return number % share == seed % share and where in name
+        return where in name and (next(named) % share == 0 if where else number % share == seed % share)
 
     report, undisturbed, points = _undisturbed(scenario, wanted, seed)
     for point in points:
