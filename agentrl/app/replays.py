@@ -334,4 +334,4 @@ class _NoEngine:
     )
 
     def __getattr__(self, name: str) -> Any:
-        raise InputError(f"a replay asks no engine for {name!r}")
+        raise InputError(f"a replay never samples {name!r}")

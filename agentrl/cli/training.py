@@ -78,7 +78,7 @@ def demo(options: argparse.Namespace) -> int:
 
 def _sample(options: argparse.Namespace) -> int:
     if options.overrides or options.dry_run:
-        raise InputError("--journal-only takes no settings: the sample run is as it is")
+        raise InputError("--journal-only takes no settings: the sample run is fixed")
     from agentrl.cli.sample_run import write_sample_run
 
     with waiting("writing runs/sample", sys.stderr):

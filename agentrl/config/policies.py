@@ -110,7 +110,7 @@ class RemotePolicy(_Sampled, ExternalPolicyConfig):
     def _check_url(cls, url: str) -> str:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no address of an endpoint, such as https://api.example.com/v1")
+            raise ValueError(f"{url!r} is not the address of an endpoint, such as https://api.example.com/v1")
         if parts.username is not None or parts.password is not None or parts.query:
             raise ValueError("an address is written into the run's files, so no key belongs in it: use api_key_env")
         return url.rstrip("/")

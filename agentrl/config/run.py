@@ -676,7 +676,7 @@ def _check_engine(config: RunConfig) -> None:
             "that goes on under a newer one is computed again. Set engine.refresh = 'token'"
         )
     if engine.replicas > 1 and config.deterministic:
-        raise ValueError("deterministic = true needs engine.replicas = 1: who shares a batch with whom must not vary")
+        raise ValueError("deterministic = true needs engine.replicas = 1: the members of a batch must not vary")
 
 
 def _check_vllm(config: RunConfig) -> None:

@@ -73,7 +73,7 @@ class ConnectionHandler:
             case wire.Score():
                 self._start(message.call, self._score(message))
             case wire.Load():
-                raise EngineError("an engine is loaded once")
+                raise EngineError("the engine is already loaded")
 
     async def report_busy(self) -> None:
         """Report for ever how long the engine has been computing, which also says that it does not hang."""

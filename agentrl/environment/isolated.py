@@ -150,7 +150,7 @@ class IsolatedObject:
         while len(content) < length:
             part = await loop.sock_recv(self._line, length - len(content))
             if not part:
-                raise ValueError("its line was closed")
+                raise ValueError("its connection was closed")
             content += part
         return bytes(content)
 

@@ -256,9 +256,9 @@ def _column(code: str, values: Sequence[float], where: str) -> bytes:
     try:
         column = array(code, values)
     except OverflowError as error:
-        raise InputError(f"{where}: a token id is a number of more than 32 bits") from error
+        raise InputError(f"{where}: a token id has more than 32 bits") from error
     if code == "f" and not all(map(math.isfinite, column)):
-        raise InputError(f"{where}: a log-probability is no number of 32 bits")
+        raise InputError(f"{where}: a log-probability is not a 32-bit number")
     if sys.byteorder == "big":
         column.byteswap()
     return column.tobytes()

@@ -84,7 +84,7 @@ def step_rows(run: Path, name: Any) -> list[RowColumns]:
     """
     path = run / str(name)
     if not isinstance(name, str) or not path.resolve().is_relative_to(run.resolve()):
-        raise JournalError(f"the columns of a step are said to lie in {str(name)[:200]!r}, which is not in the run")
+        raise JournalError(f"the record of a step places its columns in {str(name)[:200]!r}, which is not in the run")
     try:
         with open_regular(path) as file:
             size = int.from_bytes(file.read(8), "little")

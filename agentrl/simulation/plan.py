@@ -355,7 +355,7 @@ class Plan(Section):
         root = next(iter(self.environments))
         for name in self.environments:
             if name != root and not any(name in other.fan_out for other in self.environments.values()):
-                raise ValueError(f"environments.{name} is nobody's child: name it in the fan_out of {root!r}")
+                raise ValueError(f"environments.{name} has no parent: name it in the fan_out of {root!r}")
         episodes = sum(self.times().values())
         if episodes > MAX_EPISODES:
             raise ValueError(f"fan_out: a task comes to {episodes:,} episodes; at most {MAX_EPISODES:,}")

@@ -214,7 +214,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._drop_cancelled_timers()
         if self.steps >= self._max_steps:
             spent, self._max_steps = self._max_steps, 2 * self._max_steps  # as much again, to clean up
-            raise StepLimitError(f"{spent} steps taken by t={self._now:g}: does something spin?")
+            raise StepLimitError(f"{spent} steps taken by t={self._now:g}: is something spinning?")
         if not self._ready:
             if not self._scheduled:
                 if self._stopping:

@@ -343,7 +343,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
                 is_aborted = True
                 await self._llm.abort(call.name)
         if reason is None:
-            raise EngineLostError(f"call {request.request_id}: vLLM ended it without a reason")
+            raise EngineLostError(f"call {request.request_id}: vLLM ended it without giving a reason")
         if reason == "abort" and not call.ending:
             call.deliver()
         return reason
