@@ -31,7 +31,7 @@ def episode_list(reader: RunReader, options: argparse.Namespace) -> Answer | Non
     from agentrl.inspection.render import episode_table
 
     if options.limit < 0 or options.offset < 0:
-        raise InputError("--limit and --offset must not be negative")
+        raise InputError("--limit and --offset are not negative")
     columns = [name for name in re.split(r"[,\s]+", options.columns) if name]
     unknown = [name for name in columns if name not in COLUMNS]
     if unknown:
