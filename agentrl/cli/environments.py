@@ -286,7 +286,7 @@ def _check_name(name: str) -> None:
             "beginning with a letter, such as word_game"
         )
     if keyword.iskeyword(name) or keyword.issoftkeyword(name):
-        raise InputError(f"{name!r} is a keyword of Python; choose another name, such as {name}_game")
+        raise InputError(f"{name!r} is a word of Python; choose another name, such as {name}_game")
     from agentrl.environment.registry import registered
 
     is_module = name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None

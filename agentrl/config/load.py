@@ -125,7 +125,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ConfigError(f"{source}: there is no such file") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{source}: not UTF-8 text ({error.reason} at byte {error.start}); save it so") from error
+        raise ConfigError(
+            f"{source}: is not text in UTF-8 ({error.reason} at byte {error.start}); save it so"
+        ) from error
     except OSError as error:
         raise ConfigError(f"{source}: cannot be read ({error.strerror})") from error
     except tomllib.TOMLDecodeError as error:

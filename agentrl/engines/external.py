@@ -177,7 +177,7 @@ class Bot:
         except Exception as error:
             raise self._failed(where, f"raised {error_words(error)}") from error
         if not isinstance(said, str):
-            raise self._failed(where, f"said {said!r:.200}, which is not text")
+            raise self._failed(where, f"said {said!r:.200}, which is no text")
         if len(said) > MAX_CHARACTERS:
             raise self._failed(where, f"said {len(said)} characters; at most {MAX_CHARACTERS} are taken")
         line = json.dumps({"role": "assistant", "content": said}, ensure_ascii=False) + "\n"

@@ -109,9 +109,7 @@ class Endpoint:
             line = _line(self._stripped(message))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             told = self._without_key(repr(error))[:REFUSAL_SHOWN]
-            raise EpisodeError(
-                f"{here}: its answer is not a chat completion ({told})", reason="remote_answer"
-            ) from None
+            raise EpisodeError(f"{here}: its answer is no chat completion ({told})", reason="remote_answer") from None
         most = BYTES_PER_TOKEN * request.sampling.max_tokens + MORE_BYTES
         if len(line) > most:
             told = f"its answer has {len(line)} bytes, too many for the {request.sampling.max_tokens} tokens asked for"
@@ -200,7 +198,7 @@ def _answer(content: bytes) -> tuple[dict[str, Any], Any]:
     if message.get("tool_calls"):
         said["tool_calls"] = message["tool_calls"]
     if not isinstance(said["content"], str):
-        raise ValueError("its content is not text")
+        raise ValueError("its content is no text")
     if counts := usage_of(answer):
         said["usage"] = counts
     return said, choice.get("finish_reason")

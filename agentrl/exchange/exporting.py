@@ -103,7 +103,7 @@ def _settle(built: Path, target: Path, format: str, *, force: bool) -> None:
 def _check(target: Path, format: str, *, force: bool = False) -> None:
     """Refuse a target that exists; with `force`, a file may replace a file or a link."""
     if target.name in ("", ".."):
-        raise InputError(f"{target}: a directory; give a path inside it with --out")
+        raise InputError(f"{target}: is a directory; give a path inside it with --out")
     if not os.path.lexists(target):
         return
     is_file = target.is_symlink() or target.is_file()

@@ -151,9 +151,9 @@ def _check_values(played: PlayedEpisode) -> None:
         for item in (item for row in agent.rows for item in row):
             storable([call.arguments for call in item.calls] if isinstance(item, Reply) else item, played.where)
         if not all((turn or 0) in range(1 << 31) and abs(value) <= MAX_REWARD for turn, value in agent.rewards):
-            raise InputError(f"{played.where}: a reward of more than {MAX_REWARD:g}, or for a turn that does not exist")
+            raise InputError(f"{played.where}: a reward of more than {MAX_REWARD:g}, or for a turn that is none")
     if played.oldest_step not in range(-1, 1 << 31):
-        raise InputError(f"{played.where}: weights of an invalid step")
+        raise InputError(f"{played.where}: weights of a step that is none")
     replies = replies_of(played)
     times = [played.started, played.ended, *(time for reply in replies for time in (reply.started, reply.seconds))]
     times += [call.seconds for reply in replies for call in reply.calls]

@@ -86,7 +86,7 @@ def _row(turns: Sequence[TurnEntry]) -> Row:
             raise EntriesError(f"{_name(turn)} continues a row of {turn.parent_context} tokens, but {at} are here")
         if turn.temperature != turns[0].temperature:
             raise EntriesError(
-                f"{_name(turn)} was sampled at another temperature than the rest of its row; start a new row"
+                f"{_name(turn)} was sampled at another temperature than its row; give it a row of its own"
             )
         try:
             context = np.frombuffer(turn.context_ids, dtype="<i4")
