@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentrl.testing.playing import Played, play
+    from agentrl.testing.execution import Played, play
 
 __all__ = ["Played", "play"]
 
@@ -16,6 +16,6 @@ __all__ = ["Played", "play"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from agentrl.testing import playing
+    from agentrl.testing import execution
 
-    return getattr(playing, name)
+    return getattr(execution, name)

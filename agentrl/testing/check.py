@@ -42,10 +42,9 @@ from agentrl.journal.entries import (
 from agentrl.observe.blocked import watch_loop
 from agentrl.rollout.branches import REMEDY, shortened
 from agentrl.simulation.virtual_time import simulate
-from agentrl.testing.execution import POLICY, RESOURCE_LOST, Executed, execute
+from agentrl.testing.execution import POLICY, RESOURCE_LOST, Executed, execute, random_policy
 from agentrl.testing.format_check import TASKS as FORMAT_TASKS
 from agentrl.testing.format_check import Outcome, format_findings
-from agentrl.testing.random_policy import random_policy
 from agentrl.testing.side_effects import MODEL_ADVICE, asks_model, observed_side_effects
 
 MAX_CUTS = 64

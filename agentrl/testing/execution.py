@@ -1,19 +1,30 @@
-"""One execution of an episode for the checker: in memory, with a scripted policy, over a recorded prefix."""
+"""Episodes in memory with a scripted policy: `execute` for the checker, over a recorded prefix; `play` for tests.
+
+`random_policy` is a policy without a model; `play` takes the replies of a test.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import msgspec
+
 from agentrl.core.clock import LoopClock, SystemClock
-from agentrl.core.errors import AgentRLError, EpisodeError, GlobalRandomError
+from agentrl.core.errors import AgentRLError, CheckFailedError, EpisodeError, GlobalRandomError
+from agentrl.core.ids import stream
 from agentrl.core.ports import SamplingParams
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import Script, ScriptedEngine
 from agentrl.environment.base import Limits, described
-from agentrl.environment.registry import name_of
+from agentrl.environment.games import LEGAL_ACTIONS, PettingZooEnvironment
+from agentrl.environment.registry import name_of, resolve
+from agentrl.environment.tools import ToolEnvironment
+from agentrl.journal.entries import TurnEntry
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
 from agentrl.orchestrator.dispatch import Dispatcher, Signal
 from agentrl.orchestrator.metrics import Counts
@@ -25,7 +36,10 @@ from agentrl.simulation.virtual_time import SimLoop
 from agentrl.testing.memory_journal import MemoryJournal
 
 if TYPE_CHECKING:
-    from agentrl.core.ports import Engine
+    import random
+
+    from agentrl.core.ports import Engine, GenerateRequest
+    from agentrl.core.records import Task
     from agentrl.environment.base import Environment
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import JournalStore
@@ -38,6 +52,8 @@ MAX_TURNS = 8
 TIMEOUT_S = 30.0
 RESOURCE_LOST = "resource_lost: "
 """Prefix of the answer of `execute` if re-execution reached a pinned resource."""
+_FIRST_LINE = re.compile(r"\n|<\|")
+"""Ends with the line, or with the message."""
 
 
 class Executed(NamedTuple):
@@ -174,3 +190,108 @@ def wired(
     )
     dispatcher.fail = failures.append
     return dispatcher, runner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """The result of an episode."""
+
+    reward: float
+    """Summed over all agents."""
+    told: tuple[str, ...]
+    """Text of the new messages before each turn of the policy."""
+    stop_reason: str
+
+
+def play(environment: str | type, task: Task, replies: Sequence[str | Mapping[str, Any]], *, seed: int = 0) -> Played:
+    """Play one episode in which the policy gives `replies` in order, for all seats.
+
+    Args:
+        environment: a class, a registered name, `module:Class` or a path.
+        task: the task.
+        replies: text, or a tool call as `{"name": …, "arguments": {…}}`.
+        seed: seed of `ctx.rng`.
+
+    Raises:
+        CheckFailedError: the environment failed, or needed more replies than there are.
+    """
+    found = resolve(environment)
+    remaining = [_text(reply) for reply in replies]
+    asked = 0
+
+    def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        nonlocal asked
+        asked += 1
+        if asked > len(remaining):
+            raise CheckFailedError(f"the environment asked for reply {asked}, but only {len(remaining)} are given")
+        return [*remaining[asked - 1].encode(), STOP_TOKEN]
+
+    spec = EpisodeSpec(
+        episode_id="e0",
+        environment=name_of(found),
+        task=task,
+        seed=seed,
+        seats={seat: SeatBinding(POLICY) for seat in found.seats},
+        group_id="g0",
+    )
+    outcome = asyncio.run(execute(found, spec, script))
+    if isinstance(outcome, str):
+        raise CheckFailedError(f"{spec.environment}: {outcome}")
+    header = outcome.header
+    turns = [body for entry in outcome.entries if isinstance(body := entry.decode(), TurnEntry)]
+    told = tuple("\n".join(str(message["content"]) for message in turn.messages) for turn in turns)
+    return Played(reward=header.reward or 0.0, told=told, stop_reason=header.stop_reason or "")
+
+
+def _text(reply: str | Mapping[str, Any]) -> str:
+    return reply if isinstance(reply, str) else f"<tool_call>{msgspec.json.encode(dict(reply)).decode()}</tool_call>"
+
+
+def random_policy(environment: type[Environment]) -> Script:
+    """A policy that calls tools with arguments of their schemas, takes legal actions it was shown, or says something
+    short.
+
+    Its reply depends only on the request.
+    """
+    tools = list(environment.tool_table().values()) if issubclass(environment, ToolEnvironment) else []
+    is_told = issubclass(environment, PettingZooEnvironment)
+    chat_format = PlainFormat()
+
+    def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        draw = stream("check", request.seed)
+        text = draw.choice(["yes", "no", "0", "1", "2", "[0]", "left", "a", "hello world"])
+        if is_told and draw.random() < 0.9:
+            told = chat_format.decode(request.token_ids.tolist()).rpartition(LEGAL_ACTIONS)
+            text = draw.choice(_FIRST_LINE.split(told[2])[0].split(", ")) if told[1] else text
+        if tools and draw.random() < 0.7:
+            spec = draw.choice(tools).spec
+            schemas = spec.parameters.get("properties", {})
+            arguments = {name: _random_value(schema, draw) for name, schema in schemas.items()}
+            call = msgspec.json.encode({"name": spec.name, "arguments": arguments}).decode()
+            text = f"<tool_call>{call}</tool_call>"
+        return [*text.encode(), STOP_TOKEN]
+
+    return script
+
+
+def _random_value(schema: dict[str, Any], draw: random.Random) -> Any:
+    if "enum" in schema:
+        return draw.choice(schema["enum"])
+    if "const" in schema:
+        return schema["const"]
+    if "anyOf" in schema:
+        return _random_value(draw.choice(schema["anyOf"]), draw)
+    match schema.get("type"):
+        case "integer":
+            return draw.randint(0, 99)
+        case "number":
+            return float(draw.randint(0, 99))
+        case "boolean":
+            return draw.random() < 0.5
+        case "array":
+            return [_random_value(schema.get("items", {}), draw) for _ in range(2)]
+        case "object":
+            return {name: _random_value(inner, draw) for name, inner in schema.get("properties", {}).items()}
+        case "null":
+            return None
+    return draw.choice(["a", "b", "some text"])

@@ -16,10 +16,9 @@ from agentrl.journal.entries import SpawnEntry
 from agentrl.rollout.branches import ReplayOrder
 from agentrl.rollout.context import MAX_UNDECLARED
 from agentrl.simulation.virtual_time import simulate
-from agentrl.testing.execution import POLICY, execute
+from agentrl.testing.execution import POLICY, execute, random_policy
 from agentrl.testing.memory_journal import Admission, EpisodeEnd
 from agentrl.testing.plugin import SimulatedLoop
-from agentrl.testing.random_policy import random_policy
 from tests.replay.executions import Stage, resumed_everywhere
 from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
 

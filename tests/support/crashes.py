@@ -20,7 +20,7 @@ from agentrl.core.errors import CheckFailedError
 from agentrl.core.ids import key64, stream
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import resolve
-from agentrl.testing.random_policy import random_policy
+from agentrl.testing.execution import random_policy
 from tests.support import crash_oracle
 from tests.support.crash_scenario import EMPTY_TASKS, CrashScenario, Machine
 from tests.support.sim_disk import SimulatedCrashError

@@ -47,8 +47,7 @@ import msgspec
 from agentrl.environment.registry import resolve
 from agentrl.journal.entries import JournalEntry
 from agentrl.testing.check import _spec
-from agentrl.testing.execution import execute
-from agentrl.testing.random_policy import random_policy
+from agentrl.testing.execution import execute, random_policy
 
 name, kept = sys.argv[1], Path(sys.argv[2])
 found = resolve(name)

@@ -16,7 +16,7 @@ from agentrl.core.records import PolicyVersion, Task
 from agentrl.environment.games import LEGAL_ACTIONS, Game, GameEnvironment, GameEpisode, Position
 from agentrl.journal.entries import RewardEntry, TurnEntry
 from agentrl.rollout.byte_formats import PlainFormat
-from agentrl.testing.random_policy import random_policy
+from agentrl.testing.execution import random_policy
 from tests.unit.episodes import Played, play
 
 INSTALL = "the extra games is not installed"
