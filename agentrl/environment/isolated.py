@@ -1,8 +1,9 @@
-"""Objects in processes of their own: what they do to their process, a crash or a loop without end, is an error here.
+"""Objects in processes of their own: what they do to their process, a crash or an endless loop, is an error here.
 
-`isolated(factory)` is what `ctx.resource` makes its object of. Owns a nursery per module (a process that has imported
-it, and forks one child per object) and the line to each child. Speaks msgpack over socket pairs; nothing is pickled.
-Invariants: a call ends, within its time; a child ends with its object, with its nursery, and with this process.
+`isolated(factory)` is what `ctx.resource` makes its object of. This process starts a fork server per module
+(`python -m agentrl.environment.isolated FD MODULE PARENT`), which imports the module once and forks a child per object;
+`IsolatedObject` talks to its child in msgpack over a socket pair. Nothing is pickled.
+Invariants: a call ends, within its time; a child ends with its object, with its fork server, and with this process.
 Not a sandbox: a child has the operator's rights.
 """
 
@@ -11,34 +12,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import ctypes
 import os
 import random
+import resource
+import select
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
 
 import msgspec
 
 from agentrl.core.errors import EnvironmentDefinitionError, error_words
-from agentrl.environment.registry import module_of
+from agentrl.environment.base import valid_unicode
+from agentrl.environment.containment import GlobalRandom
+from agentrl.environment.registry import load_module, module_of
 
-LENGTH = struct.Struct("<I")
+_LENGTH = struct.Struct("<I")
 """Length prefix of every message."""
-LONGEST_BYTES = 64 << 20
+_LONGEST_BYTES = 64 << 20
 """Largest message."""
-
-_LONGEST_END_S = 2.0
-_STATES = ("get_state", "set_state")
-_nurseries: dict[tuple[int, str], _Nursery] = {}
-"""By process and module."""
-
 
 _START_S = 60.0
 """How long a process may take to import a module on a busy machine."""
+_LONGEST_END_S = 2.0
+_PR_SET_PDEATHSIG = 1
+_STATES = ("get_state", "set_state")
+_servers: dict[tuple[int, str], _ServerProcess] = {}
+"""By process and module."""
 
 
 class IsolatedError(Exception):
@@ -91,8 +99,8 @@ class IsolatedObject:
         # Asked of the global state, which is the resource's own while it is made.
         self._first: Any = [name, list(arguments), random.getrandbits(64), memory_bytes]
         # In a context of its own: no act of an environment's on the outside world, since it ends with the object.
-        self._line = contextvars.Context().run(lambda: _nursery(module).born())
-        self._end = weakref.finalize(self, self._line.close)  # which its nursery takes for its end
+        self._line = contextvars.Context().run(lambda: _server_of(module).fork())
+        self._end = weakref.finalize(self, self._line.close)  # which its server takes for its end
         self._one_at_a_time = asyncio.Lock()
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
@@ -121,7 +129,7 @@ class IsolatedObject:
             raise IsolatedError(f"the process of {self._name} is gone: {self._ended}")
         try:
             async with asyncio.timeout(self._timeout_s + more_s):
-                await asyncio.get_running_loop().sock_sendall(self._line, framed(message))
+                await asyncio.get_running_loop().sock_sendall(self._line, _framed(message))
                 kind, answer = await self._received()
         except TimeoutError:
             kind, answer = "ended", f"it took longer than {self._timeout_s:g} s and was killed"
@@ -140,9 +148,9 @@ class IsolatedObject:
         return answer
 
     async def _received(self) -> tuple[str, Any]:
-        (length,) = LENGTH.unpack(await self._exactly(LENGTH.size))
-        if length > LONGEST_BYTES:
-            raise ValueError(f"a message of {length} bytes; at most {LONGEST_BYTES} are read")
+        (length,) = _LENGTH.unpack(await self._exactly(_LENGTH.size))
+        if length > _LONGEST_BYTES:
+            raise ValueError(f"a message of {length} bytes; at most {_LONGEST_BYTES} are read")
         return msgspec.msgpack.decode(await self._exactly(length), type=tuple[str, Any])
 
     async def _exactly(self, length: int) -> bytes:
@@ -155,18 +163,18 @@ class IsolatedObject:
         return bytes(content)
 
 
-def framed(message: Any) -> bytes:
+def _framed(message: Any) -> bytes:
     """A message as it is sent."""
     body = msgspec.msgpack.encode(message)
-    return LENGTH.pack(len(body)) + body
+    return _LENGTH.pack(len(body)) + body
 
 
-class _Nursery:
-    """A process that has imported a module and forks a child per object; it ends with this one."""
+class _ServerProcess:
+    """A fork server as this process sees it; it ends with this process."""
 
     def __init__(self, module: str) -> None:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "agentrl.environment.isolated_host", str(theirs.fileno()), module]
+        command = [sys.executable, "-m", "agentrl.environment.isolated", str(theirs.fileno()), module]
         command.append(str(os.getpid()))
         # At every start of a run: the same order of sets, the same imports, and none from the working directory alone.
         paths = os.pathsep.join(map(os.path.abspath, sys.path))
@@ -186,7 +194,7 @@ class _Nursery:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def born(self) -> socket.socket:
+    def fork(self) -> socket.socket:
         """The line to a new child."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -195,12 +203,12 @@ class _Nursery:
         return ours
 
 
-def _nursery(module: str) -> _Nursery:
+def _server_of(module: str) -> _ServerProcess:
     key = (os.getpid(), module)
-    nursery = _nurseries.get(key)
-    if nursery is None or not nursery.is_alive:
-        nursery = _nurseries[key] = _Nursery(module)
-    return nursery
+    server = _servers.get(key)
+    if server is None or not server.is_alive:
+        server = _servers[key] = _ServerProcess(module)
+    return server
 
 
 def _end(process: subprocess.Popen[bytes], line: socket.socket) -> None:
@@ -211,3 +219,193 @@ def _end(process: subprocess.Popen[bytes], line: socket.socket) -> None:
         except subprocess.TimeoutExpired:  # a process that was forked from this one holds the line, too
             end()
     process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """A child as its fork server sees it."""
+
+    process: int
+    line: socket.socket
+    """Open here as well, to say how the child ended."""
+
+
+class _ForkServer:
+    """Runs in the server's process: forks a child per object, and reports on its socket how it ended.
+
+    It has one thread and only waits: for a request, the end of a child, the end of a socket, or SIGTERM.
+    """
+
+    def __init__(self, requests: socket.socket, module: str) -> None:
+        self._requests = requests
+        self._module: Any = None
+        self._problem = ""
+        self._poll = select.poll()
+        self._poll.register(requests, select.POLLIN)
+        self._children: dict[int, _Child] = {}
+        """By the descriptor that becomes readable when it ends."""
+        self._by_line: dict[int, int] = {}
+        try:
+            self._module = load_module(module)
+            with GlobalRandom(0).swapped_in():  # imports numpy, so that no child has to
+                pass
+        except BaseException as error:  # noqa: BLE001 - foreign code: whatever it raises is told to whom it concerns
+            self._problem = valid_unicode(f"{module} cannot be imported there: {type(error).__name__}: {error}")
+
+    def serve(self) -> None:
+        """Until the other side is gone, or SIGTERM comes."""
+        signals = _signals_received()
+        self._poll.register(signals, select.POLLIN)
+        while True:
+            for descriptor, _ in self._poll.poll():
+                if descriptor == signals.fileno():
+                    if signal.SIGTERM in signals.recv(select.PIPE_BUF):
+                        return
+                elif descriptor == self._requests.fileno():
+                    message, lines, _, _ = socket.recv_fds(self._requests, 16, 1)
+                    if not message:
+                        return
+                    self._fork(socket.socket(fileno=lines[0]))
+                elif descriptor in self._children:
+                    self._reap(descriptor)
+                elif descriptor in self._by_line:
+                    _kill(self._children[self._by_line[descriptor]].process)
+                    self._poll.unregister(descriptor)
+
+    def close(self) -> None:
+        """Kill every child and the processes it started."""
+        for child in self._children.values():
+            _kill(child.process)
+
+    def _fork(self, line: socket.socket) -> None:
+        if self._problem:
+            with line, contextlib.suppress(OSError):
+                line.sendall(_framed(("ended", self._problem)))
+            return
+        server = os.getpid()
+        process = os.fork()
+        if process == 0:
+            _serve_object(line, self._module, server)
+        watch = os.pidfd_open(process)
+        self._children[watch] = _Child(process, line)
+        self._by_line[line.fileno()] = watch
+        self._poll.register(watch, select.POLLIN)
+        self._poll.register(line, 0)  # when its other end is closed, and nothing else
+
+    def _reap(self, watch: int) -> None:
+        child = self._children.pop(watch)
+        _kill(child.process)  # and what it has left in its group
+        _, status = os.waitpid(child.process, 0)
+        self._poll.unregister(watch)
+        os.close(watch)
+        if self._by_line.pop(child.line.fileno(), None) is not None:
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(child.line)
+        with child.line, contextlib.suppress(OSError):
+            child.line.setblocking(False)
+            child.line.sendall(_framed(("ended", _exit_description(status))))
+
+
+def _signals_received() -> socket.socket:
+    """A socket that receives the numbers of signals: a handler that raised in the middle of `close` would leak
+    children."""
+    arrived, told = socket.socketpair()
+    told.setblocking(False)
+    signal.set_wakeup_fd(told.detach(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    return arrived
+
+
+def _kill(process: int) -> None:
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(process, signal.SIGKILL)
+
+
+def _exit_description(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+
+def _serve_object(line: socket.socket, module: Any, server: int) -> NoReturn:
+    """Runs in the child: make the object and answer calls until the line is closed."""
+    try:
+        os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _die_with(server, signal.SIGKILL)
+        os.dup2(line.fileno(), 3)
+        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+        _answer_all(3, module)
+    finally:
+        os._exit(0)
+
+
+def _answer_all(line: int, module: Any) -> None:
+    made: Any = None
+    with os.fdopen(line, "r+b", buffering=0, closefd=False) as stream:
+        name, arguments, seed, memory_bytes = _read(stream)
+        if memory_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        with GlobalRandom(seed).swapped_in():
+            factory: Any = module
+            for part in name.split("."):
+                factory = getattr(factory, part)
+            made = _answer(stream, factory, arguments, keep=True)
+            while True:
+                method, arguments = _read(stream)
+                _answer(stream, partial(_call, made, method), arguments)
+
+
+def _call(made: Any, method: str, *arguments: Any) -> Any:
+    return getattr(made, method)(*arguments)
+
+
+def _answer(stream: Any, function: Any, arguments: list[Any], *, keep: bool = False) -> Any:
+    """Call `function` and send its result or error; return the value if it stays here (`keep`)."""
+    try:
+        value = function(*arguments)
+        message = _framed(("returned", None if keep else value))
+    except BaseException as error:  # noqa: BLE001 - foreign code: whatever it raises is the answer
+        value, message = None, _framed((type(error).__name__, valid_unicode(str(error))[:2000]))
+    while message:
+        message = message[stream.write(message) :]
+    return value
+
+
+def _read(stream: Any) -> Any:
+    (length,) = _LENGTH.unpack(_exactly(stream, _LENGTH.size))
+    return msgspec.msgpack.decode(_exactly(stream, length))
+
+
+def _exactly(stream: Any, length: int) -> bytes:
+    content = b""
+    while len(content) < length:
+        part = stream.read(length - len(content))
+        if not part:
+            os._exit(0)  # nobody asks any more
+        content += part
+    return content
+
+
+def _die_with(parent: int, number: int) -> None:
+    """Have the kernel send a signal when the parent dies, which may have died already."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _serve_requests() -> None:
+    """Run the fork server of the command line until the other end of its socket is closed."""
+    _die_with(int(sys.argv[3]), signal.SIGTERM)
+    server = _ForkServer(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    try:
+        server.serve()
+    finally:
+        server.close()
+
+
+if __name__ == "__main__":
+    _serve_requests()
+    os._exit(0)

@@ -218,7 +218,7 @@ def told_again(group, number):
     os.kill(os.getpid(), signal.SIGTERM)
     kill(group, number)
 
-if "isolated_host" in sys.argv[0]:
+if sys.argv[0].endswith("environment/isolated.py"):
     os.killpg = told_again
 
 class Game(test_isolated.Game):
@@ -236,9 +236,9 @@ def test_told_to_end_while_it_ends_it_leaves_nothing_behind(tmp_path: Path, monk
     async def play() -> list[int]:
         games: list[Any] = [isolated(factory)() for _ in range(2)]
         forked = [await game.fork() for game in games]
-        nursery = await games[0].maker()
-        os.kill(nursery, signal.SIGTERM)
-        assert is_gone(nursery)
+        server = await games[0].maker()
+        os.kill(server, signal.SIGTERM)
+        assert is_gone(server)
         return forked
 
     assert all(map(is_gone, asyncio.run(play())))
