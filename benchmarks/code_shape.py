@@ -86,6 +86,7 @@ PRIVATE_WORDS = (
 FIELD_TERMS: Mapping[str, str] = {
     "ServedModel": "the copy of the model that an engine serves, as in vLLM's `served_model_name`",
     "ServedVersions": "the versions that an engine serves",
+    "VersionNotServedError": "the engine does not serve this version",
 }
 """Names that hold such a word in the field's own sense, and that sense."""
 OVERLOADED = ("take", "release", "leave", "ended")

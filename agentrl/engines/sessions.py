@@ -349,7 +349,7 @@ class VersionTable(Generic[LiveT]):
         if weights not in self._wanted.all:
             raise NotWantedError(f"weights {weights.version} are not wanted any more")
 
-    async def _wait_for_adapter_place(self, weights: WeightsRef, adapters: Collection[LiveT]) -> None:
+    async def _wait_for_adapter_slot(self, weights: WeightsRef, adapters: Collection[LiveT]) -> None:
         """Wait until one of the live `adapters`, which fill all places, may have gone.
 
         Raises:

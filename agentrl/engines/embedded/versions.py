@@ -285,7 +285,7 @@ class EmbeddedVersions(VersionTable[Serving]):
         canary = self._of_the_model(weights, adapter.canary)
         while True:
             while bank.free_slot() is None and not self._is_replaceable(weights):
-                await self._wait_for_adapter_place(weights, [s for s in self.live.values() if s.adapter != BASE])
+                await self._wait_for_adapter_slot(weights, [s for s in self.live.values() if s.adapter != BASE])
             if await asyncio.shield(self._swap_adapter(weights, adapter, canary)):
                 return
 

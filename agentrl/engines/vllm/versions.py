@@ -194,7 +194,7 @@ class VllmVersions(VersionTable[VllmVersion]):
                 moves = self._wanted.is_current(weights) and self.leases.refresh_of(old.version.policy) == "token"
                 if moves and not old.held and old.adapter:
                     break  # nothing holds the old version: it leaves when its calls have moved
-                await self._wait_for_adapter_place(weights, adapters)
+                await self._wait_for_adapter_slot(weights, adapters)
             adapter = LoRARequest(lora_name=f"{weights.version}/{number}", lora_int_id=number, lora_path=str(copy))
             await run_to_end(self._add_adapter(weights, adapter, canary))
         except BaseException:
