@@ -48,7 +48,7 @@ class Parts:
     """The parts that `assemble` wires together."""
 
     served: ServedVersions
-    """What the engine serves when the run begins: the published weights of all policies that learn."""
+    """Versions served when the run begins: the published weights of all policies that learn."""
     trainer: Trainer
     chat_format: ChatFormat
     store: JournalStore

@@ -1,4 +1,4 @@
-"""What a run will hold in memory, process by process, said before any weight is loaded."""
+"""Predicts the memory of a run, process by process, before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _DTYPE = "model.dtype = 'bfloat16'"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:
-    """One thing that a process holds."""
+    """One part of a process's memory."""
 
     process: str
     """`this process`, `engine` or `trainer rank`."""
     name: str
     bytes: int
-    """In one such process."""
+    """Bytes in one such process."""
     processes: int = 1
     setting: str = ""
-    """What makes it smaller; empty: nothing does."""
+    """The setting that reduces it; empty: none does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What a run holds at its peak, and what there is."""
+    """A run's peak memory, and the memory available."""
 
     parts: tuple[MemoryPart, ...]
     free: int
@@ -48,7 +48,7 @@ class MemoryPlan:
         return self.total <= self.free
 
     def settings_to_turn(self) -> list[str]:
-        """What makes the plan smaller, the largest part's setting first."""
+        """The settings that reduce it, those with the largest effect first."""
         saved: dict[str, int] = defaultdict(int)
         for part in self.parts:
             if part.setting:

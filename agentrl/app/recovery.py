@@ -1,6 +1,6 @@
-"""Where a start of a run begins, and what it takes over: the newest checkpoint, and the work the journal says is left.
+"""Finds the state a run starts from: its newest checkpoint, and the unfinished work in its journal.
 
-A first start and a resume are the same: `find_start` reads what is on disk, and finds nothing in a new run. Then the
+A first start and a resume are the same: `find_start` reads the disk, and finds nothing in a new run. Then the
 trainer starts from the checkpoint, and `Recovery.serve` publishes the first versions of this start and loads them into
 the engine. Only then does an episode run. `agentrl.app.supervisor` and the crash tests go this way.
 
@@ -67,16 +67,16 @@ class RunJournal(JournalStore, RunLog, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartPoint:
-    """Where a start of a run begins."""
+    """The state that a start of a run begins with."""
 
     recovery: Recovery
     versions: Mapping[str, PolicyVersion]
     """First version of each policy."""
     resume_state: ResumeState
     record: RunStart
-    """To be written to the journal before the first version is published."""
+    """Goes to the journal before the first version is published."""
     sentences: Sequence[str]
-    """What the start takes over and what has changed, for the user."""
+    """Sentences for the user: the state taken over, and the changes."""
 
 
 async def find_start(
@@ -89,7 +89,7 @@ async def find_start(
     clock: Clock,
     tell: Callable[[str], None],
 ) -> StartPoint:
-    """Read what is on disk, and decide where the run goes on. In this order:
+    """Read the disk and decide where the run continues, in this order:
 
     1. `checkpoints/`: the newest checkpoint whose files all have the digests of its manifest. Newer ones are left out,
        each with its reason. What dead processes left half built is removed; nothing else is written here.

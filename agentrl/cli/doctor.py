@@ -287,7 +287,7 @@ def plan(config: RunConfig | None = None) -> list[Check]:
 
 
 def memory_of(config: RunConfig) -> list[Check]:
-    """What each process of a run will hold at its peak, and whether there is so much."""
+    """Predict the peak memory of each process of a run, and compare it with the free memory."""
     from agentrl.app.memory import memory_plan
 
     try:

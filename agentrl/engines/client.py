@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 LOAD_BOUND = 1.25
 """An engine takes conversations that its cache suits up to this multiple of the mean."""
 LOSSES_OF_AN_UPDATE = 2
-"""So many processes may die in one update; then it is taken for what kills them."""
+"""Deaths in one update after which the update counts as their cause."""
 
 
 class Connection:
@@ -136,12 +136,12 @@ class Connection:
         await self.ask(call, wire.Serve(call=call, current=list(current), pinned=in_order((), pinned)))
 
     async def drain(self, error: AgentRLError) -> None:
-        """Read what a dead process had sent, then fail what it had not answered."""
+        """Read everything a dead process sent, then fail the calls it did not answer."""
         await asyncio.wait({self._reading})
         self.close(error)
 
     def close(self, error: AgentRLError) -> None:
-        """Send no more, and fail with `error` whatever was not answered. Idempotent."""
+        """Stop sending, and fail unanswered calls with `error`. Idempotent."""
         self._ended = self._ended or error
         self._writer.close()
         for future in self._calls.values():
@@ -213,7 +213,7 @@ class ConnectionSession:
 
 
 class SessionHost(Protocol):
-    """Where a conversation can be opened: the connection to a process, or one engine of a fleet."""
+    """Opens conversations: the connection to a process, or one engine of a fleet."""
 
     sessions: int
     """Conversations it has now."""
@@ -321,7 +321,7 @@ def pick_replica(loads: Sequence[int], policy: str, context: Int32Array) -> int:
     conversations (consistent hashing with bounded loads: Mirrokni et al., 2018, arXiv:1608.01350).
 
     Args:
-        loads: conversations that each replica has.
+        loads: number of conversations of each replica.
         policy: of the conversation.
         context: its token ids, `[n]`.
     """
@@ -336,10 +336,10 @@ class ProcessEngine:
         program: what the process runs.
         versions: the version each policy begins at.
         placement: where it runs; closed with the engine. None: a child of this process.
-        silence_s: how long it may give no sign of life, before it is taken to hang and is killed.
-        attempts: how often in a row the process may die with no call answered in between.
-        clock: where waits between attempts come from.
-        tell: takes a line for people when the process died; nobody is told where it is None.
+        silence_s: longest silence, in seconds, before the process counts as hung and is killed.
+        attempts: deaths in a row, without an answered call in between, that are allowed.
+        clock: times the waits between attempts.
+        tell: receives a line for people when the process dies, if given.
     """
 
     capabilities: EngineCapabilities
@@ -360,12 +360,12 @@ class ProcessEngine:
         self._placement = placement or LocalPlacement()
         self._first_versions = dict(versions)
         self._wanted = self._served = WantedVersions()
-        """What was asked for last, and what the process has been given of it: what the next one is given first."""
+        """The newest request, and the part that the process confirmed, which a new process receives first."""
         self._connection: Connection | None = None
         self._is_welcomed = False
         """The process has been given its versions; before, nothing else is sent to it."""
         self._address = ""
-        """Of the process, while it serves."""
+        """The process's address, while it serves."""
         self._moved: Callable[[], None] = lambda: None
         self._busy_before = 0.0
         self.supervisor = Supervisor(
@@ -563,7 +563,7 @@ class ProcessEngine:
             self._connection.send(message)
 
     async def _until_answered(self, ask: Callable[[Connection], Any]) -> Any:
-        """Ask this process or, where it dies meanwhile, the next one; all that is asked so can be asked twice."""
+        """Ask this process or, if it dies meanwhile, the next one; for requests that may be repeated."""
         while True:
             connection = await self._connected()
             try:
@@ -578,7 +578,7 @@ class SharedEngine(Protocol):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The Unix sockets of those that take calls now."""
+        """The Unix sockets of the processes that take calls now."""
         ...
 
     def on_move(self, moved: Callable[[], None]) -> None:
@@ -598,7 +598,7 @@ class EngineClient:
         """Conversations, by address, whose connection is being opened."""
 
     def moved(self, addresses: Sequence[str]) -> None:
-        """These processes take calls now; those that are gone end their connections themselves."""
+        """Use these processes from now on; the connections of processes that are gone end by themselves."""
         self._addresses = tuple(addresses)
         self._moved.set()
 

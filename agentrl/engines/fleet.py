@@ -38,11 +38,11 @@ class Replica:
     sessions: int = 0
     """Conversations it has."""
     asked: WantedVersions | None = None
-    """What it was asked to serve last; None where it was lost meanwhile."""
+    """The last request to it; None if it was lost meanwhile."""
     serves: WantedVersions = field(default_factory=WantedVersions)
-    """What it serves."""
+    """The versions it serves."""
     refusal: Exception | None = None
-    """Why it did not serve what it was asked for."""
+    """The error with which it refused the last request."""
     following: asyncio.Task[None] | None = None
     """Has it serve what is wanted."""
     is_fenced: bool = False
@@ -70,7 +70,7 @@ class ReplicatedEngine:
         self.capabilities = _together([engine.capabilities for engine in engines])
         self._replicas = [Replica(number, engine) for number, engine in enumerate(engines)]
         self._wanted = self._served = WantedVersions()
-        """What was asked for last, and what at least one replica has served of it."""
+        """The newest request, and the part of it that at least one replica has served."""
         self._forwarded: set[asyncio.Task[None]] = set()
         self._tell = tell or (lambda line: None)
         self._one_at_a_time = asyncio.Lock()
@@ -204,10 +204,10 @@ class ReplicatedEngine:
             self._served = self._wanted
 
     async def _in_turn(self, replica: Replica) -> None:
-        """Wait until a replica has followed, if it is not fenced; it is, where it does not.
+        """Wait until a replica serves the wanted versions, and fence it if it does not; skip fenced ones.
 
         Raises:
-            EngineError: it has refused, and no other has taken it.
+            EngineError: it refused, and no other replica accepted.
         """
         following = self._follow(replica)
         if replica.is_fenced:
@@ -246,7 +246,7 @@ class ReplicatedEngine:
         return serves.current != wanted.current or not wanted.pinned <= serves.pinned
 
     def _follow(self, replica: Replica) -> asyncio.Task[None]:
-        """The task that has a replica serve what is wanted, started where none runs."""
+        """The task that makes a replica serve the wanted versions; started if none runs."""
         if replica.following is None or replica.following.done():
             name = f"engine replica {replica.number}"
             replica.following = asyncio.get_running_loop().create_task(self._reconcile(replica), name=name)

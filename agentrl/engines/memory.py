@@ -1,4 +1,4 @@
-"""What an engine takes in memory, without a weight: arithmetic over the shapes in a model directory."""
+"""Predicts the memory of an engine from the shapes in a model directory, without loading weights."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from agentrl.engines.models import kv_bytes_per_token, model_dtype, read_shapes
 from agentrl.engines.weights import adaptable_layers
 
 VLLM_SHARE = 0.92
-"""Of a GPU's memory, which vLLM reserves when it starts."""
+"""Share of a GPU's memory that vLLM reserves when it starts."""
 _LOGIT_COPIES = 3
-"""Of a pass's logits, in float32, that exist at once while tokens are sampled."""
+"""Copies of a pass's logits, in float32, that exist at once during sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """What one engine holds, in bytes."""
+    """The memory of one engine, in bytes."""
 
     dtype: str
-    """What the model computes in, such as `bfloat16`."""
+    """Dtype that the model computes in, such as `bfloat16`."""
     weights: int
     adapters: int
     """All places for adapters, filled."""
     keys_and_values: int
-    """Of every slot with a context of full length."""
+    """KV of all slots with contexts of full length."""
     logits: int
-    """Of a pass over every slot."""
+    """Logits of a pass over all slots."""
 
 
 def engine_memory(
@@ -65,7 +65,7 @@ def engine_memory(
 
 
 def device_memory() -> tuple[Memory, bool]:
-    """What the device that a run computes on has, and whether that is a GPU."""
+    """The memory of the device that a run computes on, and whether it is a GPU."""
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return Memory(free, total), True

@@ -109,7 +109,7 @@ class ScriptedEngine:
         self._current = dict(versions)
         self._wanted = WantedVersions()
         self._loaded: frozenset[WeightsRef] = frozenset()
-        """Those of `_wanted` that can be sampled from."""
+        """The wanted versions that are loaded."""
         self._per_call = seconds_per_call
         self._per_token = seconds_per_token
         self._holding = hold

@@ -387,7 +387,7 @@ class VersionTable(Generic[LiveT]):
 
 
 class ModelEngine(Generic[LiveT]):
-    """What engines that compute in this process share: how sessions are opened and which calls are taken."""
+    """Base of the engines that compute in this process: opens sessions and checks calls."""
 
     capabilities: EngineCapabilities
     versions: VersionTable[LiveT]

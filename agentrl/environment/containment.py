@@ -62,7 +62,7 @@ class GlobalRandom:
         self._pending: Any = None
         """State of `numpy.random` while it holds the second variate of a pair, which no generator remembers."""
         self._others: Any = None
-        """What was there before, while it is swapped in."""
+        """The process's state, while this one is swapped in."""
 
     def enter(self) -> None:
         """Swap the object's own state in."""

@@ -97,7 +97,7 @@ class Tree:
             at = stop
 
     def mask(self, chunk: _Chunk, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """What is added to a chunk's scores: [1, 1, queries, keys], 0 or -inf; None where the kernel knows."""
+        """Additive mask of a chunk's scores: [1, 1, queries, keys], 0 or -inf; None if the kernel masks by itself."""
         if chunk.is_causal:
             return None
         if chunk.mask is not None and chunk.mask.dtype == dtype:

@@ -1,4 +1,4 @@
-"""What training takes in memory, without a weight: shapes are read, and a step is computed without data.
+"""Predicts the memory of training without loading weights: reads shapes, and computes a step without data.
 
 A forward and backward pass over the longest rows runs on tensors that have shapes and no data, and every allocation and
 release is counted. A test holds the result equal to that of a real step.
@@ -30,10 +30,10 @@ _OPTIMIZER_STATES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
-    """What one trainer process holds, in bytes."""
+    """The memory of one trainer process, in bytes."""
 
     dtype: str
-    """What the models compute in, such as `bfloat16`."""
+    """Dtype that the models compute in, such as `bfloat16`."""
     weights: int
     """Parameters that no optimizer changes, and the rounded copies of those that one does."""
     trained: int
@@ -41,7 +41,7 @@ class TrainerMemory:
     activations: int
     """The most that a step allocates besides these."""
     tokens: int
-    """Of the micro-batch that takes so much."""
+    """Tokens of the micro-batch with this peak."""
 
 
 def trainer_memory(config: RunConfig) -> TrainerMemory:

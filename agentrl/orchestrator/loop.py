@@ -170,7 +170,7 @@ class Orchestrator:
         self.signal.notify()
 
     def status(self) -> Status:
-        """Where the run stands between steps: counts, and who waits for whom. Cheap: asked every second."""
+        """The state of the run between steps: counts, and what waits for what. Cheap: read every second."""
         ledger = self.buffer.ledger
         evaluated, of = self.dispatcher.evaluated()
         return Status(

@@ -1,9 +1,9 @@
 """Versions of policies: which one is current, which are served, which serve as opponents, which were the best.
 
 `PolicyBoard` knows the current version of each policy and how old another one is; `publish` makes versions.
-`ServedVersions` is the one table of what the engine serves, and for whom. `Opponents` pins earlier versions to play
-against. `BestCheckpointTracker` remembers the versions at which a metric was
-best, and ends a run on its account.
+`ServedVersions` is the one table of the versions that the engine serves, and for whom. `Opponents` pins earlier
+versions to play against. `BestCheckpointTracker` remembers the versions at which a metric was best, and ends a run
+because of it.
 
 Invariants: weights are known to nobody but the trainer before the journal has their version on disk; steps of a lineage
 only grow; a version is current only after the engine serves it; lineages form a tree through the version each one
@@ -136,22 +136,22 @@ async def record_durably(
 
 
 BATCHES = "synchronous batches"
-"""Pins in `ServedVersions` the versions that the batches of a deterministic run play with."""
+"""The holder that pins the versions of a deterministic run's batches in `ServedVersions`."""
 
 
 class ServedVersions:
     """The one table of the versions that a run's engine serves: the current ones, and those that are pinned, by whom.
 
-    Every change hands the engine the whole table (`Engine.serve`), so it does not matter which changes it heard of
-    before: a replica that joins late and a process that was started again come to serve the same.
+    Every change sends the engine the whole table (`Engine.serve`), so it does not matter which changes it saw
+    before: a replica that joins late and a restarted process end up serving the same versions.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.current: dict[str, WeightsRef] = {}
-        """By policy; without those that serve the weights the engine was started with."""
+        """By policy; without policies that still use the weights the engine was started with."""
         self._pins: dict[str, dict[PolicyVersion, WeightsRef]] = {}
-        """By holder."""
+        """Pinned versions by holder."""
         self._unpinning: set[asyncio.Task[None]] = set()
 
     async def make_current(self, weights: WeightsRef, *, holder: str = "") -> None:
@@ -190,7 +190,7 @@ class ServedVersions:
             raise
 
     def unpin(self, holder: str, *versions: PolicyVersion) -> None:
-        """Serve versions no longer for `holder`; the engine hears of it in the background."""
+        """Stop serving versions for `holder`; a background task tells the engine."""
         for version in versions:
             del self._pins[holder][version]
         if versions:
@@ -228,7 +228,7 @@ def joined_by(step: int, every: int, size: int) -> range:
 
 
 def holder_of_pool(name: str) -> str:
-    """Who pins the versions of an opponent pool in `ServedVersions`."""
+    """The holder that pins the versions of an opponent pool in `ServedVersions`."""
     return f"opponents {name}"
 
 

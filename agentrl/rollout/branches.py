@@ -202,7 +202,7 @@ class RecordedCalls:
 
 
 NOTHING_RECORDED = RecordedCalls("", (0, 0), (), (), {}, ())
-"""Of every attempt that begins anew."""
+"""The recorded calls of an attempt that starts from the beginning."""
 
 _NO_QUEUE: deque[str] = deque()
 """The queue of every order with nothing recorded: an own one would take 760 bytes. Nothing is ever added to a queue."""

@@ -38,7 +38,7 @@ class Routing(NamedTuple):
 
 @dataclass(slots=True)
 class _CallRouting:
-    """How far the routing of a slot's call has come."""
+    """Recording state of a slot's call."""
 
     start: int
     """First position of the part in progress."""

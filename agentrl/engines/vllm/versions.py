@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from agentrl.engines.weights import Canary
 
 _FIRST_LABEL = "default"
-"""What vLLM calls the weights it was started with."""
+"""vLLM's name for the weights it was started with."""
 _FIRST = -(1 << 40)
 """The priority of a canary: before all conversations."""
 
