@@ -130,7 +130,7 @@ async def measure(model_path: Path, repeats: int) -> dict[str, list[tuple[float,
             directory = Path(scratch) / name
             digest = random_adapter(model, directory, seed)
             version = PolicyVersion(name, 0, 1)
-            await adapted.update(WeightsRef(version=version, path=str(directory), kind="adapter", sha256=digest))
+            await adapted.serve([WeightsRef(version=version, path=str(directory), kind="adapter", sha256=digest)])
     load, adapted_load = EngineLoad(engine, vocabulary), EngineLoad(adapted, vocabulary)
     random = np.random.default_rng(1)
 

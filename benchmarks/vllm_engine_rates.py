@@ -123,7 +123,7 @@ async def speed(report: Report, *, repeats: int) -> None:
         )
         try:
             for policy in POLICIES:
-                await mixed.update(published.publish(policy))
+                await mixed.serve([published.publish(policy)])
             await adapted.load([Path(scratch) / "a0", Path(scratch) / "a1"])
             contestants: dict[str, Ask] = {
                 "embedded": asking(embedded, 440),

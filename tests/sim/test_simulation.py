@@ -81,7 +81,7 @@ def test_tokens_are_of_the_weights_that_were_current() -> None:
         call = asyncio.ensure_future(served.open("e0", "solver").generate(request("r", 20)))
         await asyncio.sleep(0.55)
         newer = PolicyVersion("solver", 0, 1)
-        await served.update(WeightsRef(version=newer, path="", kind="full", sha256=""))
+        await served.serve([WeightsRef(version=newer, path="", kind="full", sha256="")])
         return await call
 
     old, new = VERSIONS["solver"], PolicyVersion("solver", 0, 1)

@@ -166,4 +166,4 @@ def test_a_step_is_computed_again_from_the_masters_of_a_checkpoint(
 def test_the_embedded_engine_computes_in_the_dtype_of_the_checkpoint(rounded: Path) -> None:
     versions = {"policy": PolicyVersion("policy", 0, 0)}
     engine = EmbeddedEngine.load(str(rounded), versions=versions, slots=2, max_context=32)
-    assert engine._versions.base.model.dtype is torch.bfloat16
+    assert engine.versions.base.model.dtype is torch.bfloat16
