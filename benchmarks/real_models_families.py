@@ -63,9 +63,9 @@ def figures(quick: bool) -> dict[str, float | None]:
     for name, each in seen.items():
         if each.refused:
             print(f"{name} is refused: {each.refused}")
-    print("| model | class | rows | largest difference, nats | default adapters |\n|---|---|---|---|---|")
+    print("| model | class | rows | largest difference, nats | a default adapter is on |\n|---|---|---|---|---|")
     for name, each in trained.items():
-        rows = "share prefixes" if "shared" in each.ways else "padded"
+        rows = "shared" if "shared" in each.ways else "padded"
         class_name = FAMILIES[name][0].removesuffix("Config")
         print(f"| {name} | `{class_name}` | {rows} | {each.difference:.0e} | {each.adapters} |")
     planted = sum(each.planted for each in trained.values())
@@ -106,9 +106,10 @@ def _loaded(path: Path, policy: PolicyConfig) -> PolicyModel:
 
 
 def _adapters(path: Path) -> str:
-    """What default adapters are on."""
+    """The layers that default adapters are on."""
     try:
         described = _loaded(path, PolicyConfig(lora=LoraConfig(rank=2))).described
-    except AgentRLError as error:
-        return f"refused: {error}"
-    return described
+    except AgentRLError:
+        return "none: all weights only"
+    layers = described.partition(" on ")[2].partition(":")[0]
+    return f"`{layers.replace(', ', '`, `')}`" if "; not on " in described else "all linear layers"

@@ -287,8 +287,24 @@ def _check_directory(path: str | Path) -> None:
         )
     if (Path(path) / "adapter_config.json").exists():  # transformers would load it too, unpickling adapter_model.bin
         raise ModelError(f"{path}: holds an adapter (adapter_config.json). Merge it into the model, or move it away")
+    _check_shards(Path(path))
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
+
+
+def _check_shards(path: Path) -> None:
+    """Refuse a directory without some of the files its index names; one that is no index is left to transformers."""
+    try:
+        index = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        named = {str(name) for name in index["weight_map"].values()}
+        missing = [name for name in named if not (path / name).is_file()]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return
+    if missing:
+        raise ModelError(
+            f"{path}: {len(missing)} of {len(named)} weight files are missing ({first_names(missing)}), though "
+            "model.safetensors.index.json names them. Copy the directory again, or finish its download"
+        )
 
 
 def _check_alone(path: Path) -> None:

@@ -29,6 +29,7 @@ from agentrl.rollout.chat_template import (
     ChatTemplate,
     ControlTokens,
     message_value,
+    read_json,
     stop_token_ids,
     tool_value,
     valid_unicode,
@@ -45,6 +46,8 @@ _THINK_END = "</think>"
 _ANCHOR = "\ue002"
 _FRAMES = 64
 """Openings kept for reuse; further ones are rendered each time."""
+_SPARE_ROWS = 2048
+"""Rows of an embedding that may stand for no token: models are padded to round sizes, the largest seen by 1,069."""
 _MAX_PROBE_CHARACTERS = 200_000
 """Text a template may put around a few words; the longest in use put some thousands."""
 
@@ -113,8 +116,9 @@ class TemplateFormat:
         """Read tokenizer and template of a local model directory.
 
         Raises:
-            ModelError: a file is missing or unusable, the template closes no turn with a special token, or it
-                rewrites former turns, so that a sampled conversation could not be continued token for token.
+            ModelError: a file is missing or unusable, the tokenizer is of another model, the template closes no turn
+                with a special token, or it rewrites former turns, so that a sampled conversation could not be
+                continued token for token.
         """
         directory = Path(model_dir)
         if not directory.is_dir():
@@ -133,6 +137,7 @@ class TemplateFormat:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises nothing narrower
             raise ModelError(f"{path} cannot be read: {error}") from error
+        _check_vocabulary(directory, tokenizer)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return cls(directory, tokenizer, ChatTemplate(directory), tool_call_format)
@@ -356,6 +361,33 @@ class TemplateFormat:
         if OPEN in rendered:
             return "hermes"
         return "llama" if '"parameters"' in rendered else "hermes"
+
+
+def _check_vocabulary(directory: Path, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer with tokens the embedding has no row for, or one that leaves much of the embedding unused.
+
+    Special tokens beyond the embedding are let pass, as those of images are in text models (Gemma 3): no text is
+    encoded to them, and a template that writes one fails in the engine.
+    """
+    config = read_json(directory / "config.json")
+    text = config.get("text_config")
+    rows = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    if type(rows) is not int:
+        return
+    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    tokens = set(tokenizer.get_vocab(with_added_tokens=True).values())
+    beyond = sorted(token for token in tokens - special if token >= rows)
+    mend = "Copy tokenizer.json and config.json from one model again, or resize the model's embeddings"
+    if beyond:
+        raise ModelError(
+            f"{directory}: the tokenizer has {len(tokens)} tokens, and the model's embeddings {rows} rows: token "
+            f"{beyond[0]} has none. {mend}"
+        )
+    if rows - len(tokens) > max(_SPARE_ROWS, rows // 10):
+        raise ModelError(
+            f"{directory}: the tokenizer has only {len(tokens)} tokens for {rows} rows of the model's embeddings, so "
+            f"it is another model's. {mend}"
+        )
 
 
 def _value(role: Role, content: str) -> dict[str, Any]:

@@ -290,6 +290,26 @@ def test_a_template_that_cannot_serve_is_refused(tmp_path: Path, template: str, 
         TemplateFormat.load(write_model(tmp_path, template, QWEN_SPECIAL))
 
 
+def test_a_tokenizer_of_another_model_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    """Unlike rows that pad the embedding, or special tokens no text becomes (those of images in Gemma 3)."""
+    write_model(tmp_path, QWEN, QWEN_SPECIAL, QWEN_MARKUP)
+    described = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokens, last = described.get_vocab_size(), described.get_vocab_size(with_added_tokens=False)
+    for rows in (tokens, tokens + 1000):
+        (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": rows}}))
+        TemplateFormat.load(tmp_path)
+    for rows, complaint in (
+        (last - 1, rf"has {tokens} tokens, and the model's embeddings {last - 1} rows: token {last - 1} has none"),
+        (tokens + 3000, rf"has only {tokens} tokens for {tokens + 3000} rows"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"vocab_size": rows}))
+        with pytest.raises(ModelError, match=complaint):
+            TemplateFormat.load(tmp_path)
+    write_model(tmp_path, QWEN, QWEN_SPECIAL)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": tokens - len(QWEN_MARKUP) - 1}))
+    TemplateFormat.load(tmp_path)
+
+
 def test_a_template_that_opens_the_thinking_itself_serves(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"

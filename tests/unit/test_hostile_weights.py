@@ -66,10 +66,21 @@ def configuration(path: Path, **values: object) -> None:
     (path / "config.json").write_text(json.dumps({**read, **values}))
 
 
+def lost_shard(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    shards = {name: f"model-0000{1 + at % 3}-of-00003.safetensors" for at, name in enumerate(sorted(tensors))}
+    for shard in sorted(set(shards.values()))[:2]:
+        kept = {name: tensors[name] for name in tensors if shards[name] == shard}
+        save_file(kept, path / shard, metadata={"format": "pt"})
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "pickled": (pickled, "safetensors"),
     "missing": (lambda path: change(path, lambda tensors: tensors.pop(NORM)), f"missing .'{NORM}'"),
     "shape": (lambda path: change(path, lambda tensors: tensors.update({NORM: torch.ones(7)})), "wrong shape"),
+    "shard": (lost_shard, r"1 of 3 weight files are missing \('model-00003-of-00003\.safetensors'\)"),
     "truncated": (truncated, "SafetensorError"),
     "header": (oversized_header, "SafetensorError"),
     "deep": (deep_configuration, "cannot be loaded"),
