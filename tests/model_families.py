@@ -155,6 +155,10 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "DeepSeek-V2": ("DeepseekV2Config", {**_ROUTED, **_LATENT, "topk_method": "group_limited_greedy"}),
     "DeepSeek-V3": ("DeepseekV3Config", {**_ROUTED, **_LATENT}),
+    "DeepSeek-V3.2": (  # with fewer index heads, keys score 0 alike, and which of them are attended to is chance
+        "DeepseekV32Config",
+        {**_ROUTED, **_LATENT, "index_n_heads": 32, "index_head_dim": 8, "index_topk": 8},
+    ),
     "Granite": (
         "GraniteConfig",
         {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "attention_multiplier": 0.2},
@@ -183,6 +187,11 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
         "FalconH1Config",
         {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": WINDOW},
     ),
+    "AFMoE": ("AfmoeConfig", {**_EXPERTS, "sliding_window": WINDOW, "num_dense_layers": 1}),
+    "Apertus": ("ApertusConfig", {}),
+    "Arcee": ("ArceeConfig", {}),
+    "Dots 1": ("Dots1Config", _ROUTED),
+    "ERNIE 4.5 MoE": ("Ernie4_5_MoeConfig", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}),
     "LFM2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
 }
 """Name, class of its configuration, what differs from the common shape."""

@@ -83,7 +83,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "shard": (lost_shard, r"1 of 3 weight files are missing \('model-00003-of-00003\.safetensors'\)"),
     "truncated": (truncated, "SafetensorError"),
     "header": (oversized_header, "SafetensorError"),
-    "deep": (deep_configuration, "cannot be loaded"),
+    "deep": (deep_configuration, "cannot be (loaded|read)"),
     "heads": (lambda path: configuration(path, num_attention_heads="x"), "cannot be loaded"),
     "layers": (lambda path: configuration(path, num_hidden_layers=3, layer_types=None), "missing"),
     "adapter": (lambda path: (path / "adapter_config.json").write_text("{}"), "holds an adapter"),
