@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 _COMPARED = 11
 """Tokens at the end of each row of the check whose log-probabilities are compared."""
 
-_ROUTERS = ("router", "gate", "shared_expert_gate")
-"""Linear layers that choose and weigh experts, by the last part of their names; an adapter is on them only if named."""
+_ROUTERS = {"router", "gate", "shared_expert_gate", "indexer"}
+"""Modules that choose experts or, in sparse attention, keys, by parts of their names; adapted only if they are named."""
 
 _FORWARD_ERRORS = (ModelError, TypeError, ValueError, LookupError, AttributeError, RuntimeError, AssertionError)
 """Errors of a model in a forward pass that it does not support."""
@@ -336,7 +336,7 @@ def _targets(key: str, lora: LoraConfig, can: Sequence[str], model: PreTrainedMo
             )
     chosen = {name for found in wanted.values() for name in found}
     if not wanted:
-        chosen = {name for name in can if _last(name) not in _ROUTERS}
+        chosen = {name for name in can if not _ROUTERS.intersection(name.split("."))}
     return [name for name in can if name in chosen]
 
 
