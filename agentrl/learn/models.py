@@ -47,7 +47,7 @@ _COMPARED = 11
 """Tokens at the end of each row of the check whose log-probabilities are compared."""
 
 _ROUTERS = {"router", "gate", "shared_expert_gate", "indexer"}
-"""Modules that choose experts or, in sparse attention, keys, by parts of their names; adapted only if they are named."""
+"""Modules that choose experts or the keys of sparse attention, by parts of their names; adapted only where named."""
 
 _FORWARD_ERRORS = (ModelError, TypeError, ValueError, LookupError, AttributeError, RuntimeError, AssertionError)
 """Errors of a model in a forward pass that it does not support."""
