@@ -366,6 +366,8 @@ CHECKED = (
     "pruned_files",
 )
 """Tables whose rows end with a checksum over all their other columns."""
+INDEXED = ("step_units", "proposals")
+"""Those with an index, which has no checksum."""
 
 
 _STEPS_WITH_HOLES = (
@@ -391,14 +393,16 @@ LINE = (
 
 
 def verify_tables(connection: sqlite3.Connection, path: Path) -> None:
-    """Every row of every checked table against its checksum, and the structure of the file.
+    """Every row of every checked table against its checksum, the structure of the file, and the indexes that a resume
+    reads by: a changed index entry would hide that a unit was trained.
 
     Raises:
         JournalError: a row or the file is damaged.
     """
-    found = all_rows(connection, path, "PRAGMA quick_check(1)")
-    if found != [("ok",)]:
-        raise JournalError(f"{path}: {str(found[0][0])[:200]}; the file is damaged, restore it from a copy")
+    for check in ("quick_check(1)", *(f"integrity_check({table})" for table in INDEXED)):
+        found = all_rows(connection, path, f"PRAGMA {check}")
+        if found != [("ok",)]:
+            raise JournalError(f"{path}: {str(found[0][0])[:200]}; the file is damaged, restore it from a copy")
     for table in CHECKED:
         try:
             if not _all_hold(connection, table):

@@ -20,7 +20,7 @@ from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.execution import POLICY, settings_of, wired
-from tests.journal_cases import one_episode, spec, write
+from tests.journal_cases import one_episode, spec, write, write_run
 
 
 @pytest.mark.parametrize("file", ["control.db", "turns-w0.db"])
@@ -155,6 +155,26 @@ def test_a_changed_control_row_is_found(tmp_path: Path) -> None:
     log = SqliteRunLog(tmp_path)
     with pytest.raises(JournalError, match="'e0': a record in `trajectories`"):
         list(log.ready_units({"policy": PolicyVersion("policy", 0, 0)}))
+    log.close()
+
+
+def test_a_changed_index_entry_is_found(tmp_path: Path) -> None:
+    """Else a unit that was trained would seem not to be, and be trained again."""
+    asyncio.run(write_run(tmp_path))
+    path = tmp_path / "journal" / "control.db"
+    with sqlite3.connect(path) as connection:
+        ((root,),) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'step_units_by_episode'")
+        ((size,),) = connection.execute("PRAGMA page_size")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
+    content = bytearray(path.read_bytes())
+    page = content[(root - 1) * size : root * size]
+    assert page.count(b"e3") == 1
+    content[(root - 1) * size : root * size] = page.replace(b"e3", b"e4")
+    path.write_bytes(content)
+    log = SqliteRunLog(tmp_path / "journal")
+    with pytest.raises(JournalError, match=r"control\.db: .*step_units_by_episode; the file is damaged"):
+        log.verify()
     log.close()
 
 
