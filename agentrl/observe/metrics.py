@@ -29,8 +29,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "evaluation/reward/<seat>",
         "reward",
-        "the same per agent of one seat, where the policy holds several; of `agentrl.evaluate`, where several policies "
-        "play: `<policy>` and `<policy>/<seat>`",
+        "`evaluation/reward` per agent of one seat, if the policy holds several; of `agentrl.evaluate`, if several "
+        "policies play: `<policy>` and `<policy>/<seat>`",
     ),
     Metric(
         "evaluation/reward_deviation",
@@ -39,37 +39,49 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("evaluation/turns", "turns", "mean turns of held-out episodes"),
     Metric("evaluation/tokens", "tokens", "mean sampled tokens of held-out episodes"),
-    Metric("evaluation/episodes", "episodes", "how many held-out episodes were committed"),
-    Metric("evaluation/dropped", "episodes", "how many were not, children included, and count for nothing"),
-    Metric("evaluation/seconds", "s", "how long an evaluation of a run took"),
-    Metric("evaluation/engine_busy_share", "fraction", "share of that time the engine spent in forward passes"),
-    Metric("staleness/mean", "steps", "mean over the step's units of current step minus oldest sampling step"),
-    Metric("staleness/max", "steps", "the largest of them"),
+    Metric("evaluation/episodes", "episodes", "held-out episodes that were committed"),
+    Metric(
+        "evaluation/dropped",
+        "episodes",
+        "held-out episodes that were dropped, including children; no other figure counts them",
+    ),
+    Metric("evaluation/seconds", "s", "duration of an evaluation during a run"),
+    Metric(
+        "evaluation/engine_busy_share",
+        "fraction",
+        "share of the evaluation's time that the engine spent in forward passes",
+    ),
+    Metric(
+        "staleness/mean",
+        "steps",
+        "mean staleness of the step's units: current step minus the step of the oldest weights that sampled them",
+    ),
+    Metric("staleness/max", "steps", "largest staleness of the step's units"),
     Metric(
         "staleness/exceeded",
         "trajectories",
-        "of the step's, those begun in this attempt of the run and older than max_lag, where that is set: 0",
+        "trajectories of the step that began in this attempt of the run and exceed `max_lag`, if set; should be 0",
     ),
     Metric("advantage/zero_share", "fraction", "units of the step whose advantages are all 0: they taught nothing"),
     Metric(
         "advantage/alone_share",
         "fraction",
-        "of them, those that no other episode could be compared with, as after `ctx.spawn` with n=1",
+        "units of the step that had no other episode to be compared with, as after `ctx.spawn` with n=1",
     ),
     Metric("step/units", "units", "units the step consumed"),
     Metric("step/tokens", "tokens", "sampled tokens the step trained on"),
     Metric("step/seconds", "s", "wall time since the policy's previous step"),
-    Metric("step/waited_s", "s", "how long the trainer waited for the step's units"),
+    Metric("step/waited_s", "s", "time that the trainer waited for the step's units"),
     Metric("run/seconds", "s", "wall time since training began"),
-    Metric("run/lineage", "lineages", "lineage of the step's version: where it grows the run was resumed"),
-    Metric("run/code_changes", "changes", "resumes so far with other code of the environment than before"),
+    Metric("run/lineage", "lineages", "lineage of the step's version; it grows when the run is resumed"),
+    Metric("run/code_changes", "changes", "resumes so far that met changed environment code"),
     Metric("engine/busy_share", "fraction", "share of the step's wall time the engine spent in forward passes"),
     Metric("trainer/busy_share", "fraction", "share of the step's wall time the trainer was busy"),
     Metric(
         "tokens/sampled_per_s",
         "tokens/s",
-        "sampled tokens of the episodes that have ended since the step before, whoever sampled them, per second since "
-        "then; absent where none has ended, and the next step looks back as far",
+        "sampled tokens, of all policies, of the episodes that ended since the previous step, per second since then; "
+        "absent if none has ended; the next step then covers both",
     ),
     Metric("episodes/per_s", "episodes/s", "episodes that ended during the step"),
     Metric(
@@ -82,31 +94,33 @@ METRICS: tuple[Metric, ...] = (
     Metric("episodes/trained", "episodes", "trained since the run began"),
     Metric("episodes/dropped", "episodes", "dropped since the run began, whatever the reason"),
     Metric("episodes/superseded", "episodes", "ends reported twice, or of an attempt that another replaced: ignored"),
-    Metric("episodes/tokens", "tokens", "mean tokens the policy sampled in these episodes"),
+    Metric("episodes/tokens", "tokens", "mean tokens the policy sampled in the episodes of `episodes/turns`"),
     Metric(
         "tool/<outcome>",
         "calls",
         "per episode: tool calls by outcome (ok, error, timeout, bad_arguments, unknown_tool)",
     ),
     Metric("turns/length", "turns", "per episode: turns cut by max_tokens"),
-    Metric("turns/interrupted", "turns", "per episode: turns that took more than one engine call, having been cut"),
-    Metric("parked", "times", "per episode: how often it was parked"),
+    Metric(
+        "turns/interrupted", "turns", "per episode: turns that were interrupted, and so took more than one engine call"
+    ),
+    Metric("parked", "times", "per episode: number of times it was parked"),
     Metric(
         "no_room_s",
         "s",
         "per episode: how long its turns waited for room in the engine's memory for keys and values "
         "(docs/scheduling.md)",
     ),
-    Metric("turns/illegal", "turns", "per episode: turns the environment could not read, as it counts them itself"),
+    Metric("turns/illegal", "turns", "per episode: turns that the environment itself counted as unreadable"),
     Metric("win_rate/<policy>", "fraction", "wins against this policy of kind `past`; draws count half"),
-    Metric("games/<policy>", "episodes", "how many were played against it"),
+    Metric("games/<policy>", "episodes", "games against this policy of kind `past`"),
     Metric("episodes/decided", "episodes", "games: one seat's reward was above 0, another's below"),
-    Metric("won/<seat>", "fraction", "of them, those in which this seat was given most"),
-    Metric("format/episodes", "episodes", "these episodes: the format figures of the step are about them"),
+    Metric("won/<seat>", "fraction", "decided games in which this seat had the largest reward"),
+    Metric("format/episodes", "episodes", "episodes that the other `format/` figures of the step cover"),
     Metric(
         "format/broken_turns",
         "fraction",
-        "turns of the policy that broke the format: cut, or illegal, or with a call no tool could take",
+        "turns of the policy that broke the format: cut, illegal, or with a call that fits no tool",
     ),
     Metric("format/broken_share", "fraction", "episodes with such a turn"),
     Metric("format/reward_broken", "reward", "mean reward of the episodes with such a turn"),
@@ -130,7 +144,11 @@ METRICS: tuple[Metric, ...] = (
         "mean tokens of the trained units over those of all, in the order of dispatch: the newest groups of which all "
         "were trained or dropped, 20 steps' worth of units (docs/scheduling.md)",
     ),
-    Metric("selection_bias/seconds_ratio", "1", "the same of the seconds that their episodes took"),
+    Metric(
+        "selection_bias/seconds_ratio",
+        "1",
+        "`selection_bias/length_ratio` for the duration of episodes instead of tokens",
+    ),
     Metric(
         "selection_bias/reward_shift",
         "deviations",
@@ -147,16 +165,20 @@ METRICS: tuple[Metric, ...] = (
         "steps",
         "the most that a unit of the step was trained after its turn in the order of dispatch",
     ),
-    Metric("gate/acceptance", "fraction", "answers of `agent.gate` that were yes"),
+    Metric("gate/acceptance", "fraction", "share of `agent.gate` calls that accepted"),
     Metric("proposals/made", "proposals", "passed to `ctx.remember` since the policy's previous step"),
-    Metric("proposals/repeated", "fraction", "of them, those the run remembered from before"),
+    Metric("proposals/repeated", "fraction", "share of proposals that the run remembered already"),
     Metric(
         "proposals/structure_entropy", "nats", "entropy of the structures of the newest 100 proposals that have one"
     ),
     Metric("pass_rate/groups", "groups", "groups of child episodes that ended, their rewards between 0 and 1"),
-    Metric("pass_rate/frontier", "fraction", "of them, those with a mean reward p from 0.2 to 0.8"),
-    Metric("pass_rate/<range>", "fraction", "of them, those with p in this range: the histogram of p (0 and 1 apart)"),
-    Metric("drift/<cause>", "turns", "per episode: turns whose sampled tokens the template would tokenise otherwise"),
+    Metric("pass_rate/frontier", "fraction", "share of these groups with a mean reward p from 0.2 to 0.8"),
+    Metric(
+        "pass_rate/<range>",
+        "fraction",
+        "share of these groups with p in this range: a histogram of p, with bins of their own for 0 and 1",
+    ),
+    Metric("drift/<cause>", "turns", "per episode: turns whose sampled tokens the template would tokenise differently"),
     Metric("step", "steps", "optimizer steps the policy has taken"),
     Metric("loss", "1", "the step's loss"),
     Metric("grad_norm", "1", "norm of the gradient before clipping"),
@@ -167,11 +189,13 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "mismatch/k3",
         "nats",
-        "the same over rows sampled by the very weights that were trained: the mismatch of engine and trainer alone",
+        "k3 over rows sampled by the very weights that were trained: the mismatch of engine and trainer alone",
     ),
-    Metric("mismatch/difference", "nats", "mean |trainer logprob - behavior logprob| over these rows"),
-    Metric("mismatch/max_difference", "nats", "the largest of them"),
-    Metric("mismatch/tokens", "tokens", "trained tokens of these rows"),
+    Metric("mismatch/difference", "nats", "mean |trainer logprob - behavior logprob| over the rows of `mismatch/k3`"),
+    Metric(
+        "mismatch/max_difference", "nats", "largest |trainer logprob - behavior logprob| over the rows of `mismatch/k3`"
+    ),
+    Metric("mismatch/tokens", "tokens", "trained tokens of the rows of `mismatch/k3`"),
     Metric(
         "seat_k3/<seat>",
         "nats",
@@ -179,9 +203,11 @@ METRICS: tuple[Metric, ...] = (
         "one that trains, not to a reference",
     ),
     Metric("lag_k3/<lag>", "nats", "k3 over the tokens sampled this many steps before (0, 1, 2, 3, 4+)"),
-    Metric("lag_difference/<lag>", "nats", "mean |trainer logprob - behavior logprob| over them"),
-    Metric("lag_max_difference/<lag>", "nats", "the largest of them"),
-    Metric("lag_tokens/<lag>", "tokens", "how many they are; of an earlier lineage: lag 1 or more"),
+    Metric(
+        "lag_difference/<lag>", "nats", "mean |trainer logprob - behavior logprob| over the tokens of `lag_k3/<lag>`"
+    ),
+    Metric("lag_max_difference/<lag>", "nats", "largest |trainer logprob - behavior logprob| over these tokens"),
+    Metric("lag_tokens/<lag>", "tokens", "number of these tokens; tokens of an earlier lineage have lag 1 or more"),
     Metric("unrouted_share", "fraction", "forwarded tokens without recorded experts, where routing is replayed"),
     Metric("abs_logprob_difference", "nats", "mean |trainer logprob - behavior logprob|"),
     Metric("mean_ratio", "1", "mean importance ratio trainer / behavior"),

@@ -50,7 +50,7 @@ class TicTacToe(agentrl.TextArenaEnvironment):
         for cell in task.data["opening"]:
             env.step(action=f"[{cell}]")
 
-    def render(self, player: int, told: str, env: textarena.Env) -> str:
+    def render(self, player: int, text: str, env: textarena.Env) -> str:
         """The eight lines of the board: free cells by number, one's own in capitals, the other's in small letters."""
         marks = [mark for row in env.state.game_state["board"] for mark in row]
         names = {"": FREE, "OX"[player]: OWN, "XO"[player]: OTHER}
