@@ -190,9 +190,9 @@ class ServedVersions:
             raise
 
     def unpin(self, holder: str, *versions: PolicyVersion) -> None:
-        """Stop serving versions for `holder`; a background task tells the engine."""
+        """Stop serving versions for `holder`; a background task tells the engine. Idempotent."""
         for version in versions:
-            del self._pins[holder][version]
+            self._pins.get(holder, {}).pop(version, None)
         if versions:
             task = asyncio.get_running_loop().create_task(self._serve(), name="unpin versions")
             self._unpinning.add(task)

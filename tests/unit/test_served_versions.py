@@ -1,0 +1,77 @@
+"""The table of the versions that a run's engine serves."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from agentrl.core.errors import EngineError
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.orchestrator.versions import ServedVersions
+
+
+class OnePlace(ScriptedEngine):
+    """Refuses one version; loads another when nothing else is pinned."""
+
+    refused: WeightsRef | None = None
+
+    async def load(self, weights: WeightsRef) -> None:
+        if weights == self.refused:
+            raise EngineError(f"{weights.version} refused")
+        while self._wanted.pinned - {weights}:
+            await asyncio.sleep(0)
+
+
+def weights(step: int) -> WeightsRef:
+    return WeightsRef(version=PolicyVersion("solver", 0, step), path="", kind="adapter", sha256="")
+
+
+def table() -> tuple[OnePlace, ServedVersions]:
+    engine = OnePlace([[3]], versions={"solver": PolicyVersion("solver", 0, 0)})
+    return engine, ServedVersions(engine)
+
+
+def test_a_version_that_the_engine_refuses_is_not_in_the_table() -> None:
+    async def main() -> None:
+        engine, served = table()
+        await served.make_current(weights(1), holder="batches")
+        engine.refused = weights(2)
+        for serve in (served.make_current(weights(2), holder="batches"), served.pin("evaluation", weights(2))):
+            with pytest.raises(EngineError, match=r"solver@0\.2 refused"):
+                await serve
+        assert (served.current["solver"], served.pinned()) == (weights(1), {weights(1).version})
+        assert served.pinned_by("evaluation") == []
+        served.unpin("batches", weights(1).version)
+        await served.make_current(weights(3))
+        assert not engine.has_pin(weights(1).version)
+
+    asyncio.run(main())
+
+
+def test_a_version_is_served_until_its_last_holder_unpins_it() -> None:
+    async def main() -> None:
+        engine, served = table()
+        for holder in ("batches", "evaluation", "evaluation"):
+            await served.pin(holder, weights(1))
+        for holder, stays in (("evaluation", True), ("evaluation", True), ("nobody", True), ("batches", False)):
+            served.unpin(holder, weights(1).version)
+            await asyncio.sleep(0.01)
+            assert engine.has_pin(weights(1).version) is stays
+
+    asyncio.run(main())
+
+
+def test_a_version_that_waits_for_a_place_gets_that_of_one_that_is_unpinned_meanwhile() -> None:
+    async def main() -> None:
+        engine, served = table()
+        await served.pin("evaluation", weights(1))
+        waiting = asyncio.ensure_future(served.make_current(weights(2)))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        served.unpin("evaluation", weights(1).version)
+        await waiting
+        engine.open("s", "solver", pin=weights(2).version).close()
+
+    asyncio.run(main())
