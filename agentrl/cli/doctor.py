@@ -25,7 +25,7 @@ from agentrl.core.errors import InputError
 from agentrl.core.machine import broken_builds, install_command
 from agentrl.core.machine import memory as memory_here
 from agentrl.core.text import safe_line
-from agentrl.observe.progress import waiting
+from agentrl.observe.progress import spinner
 
 if TYPE_CHECKING:
     import argparse
@@ -68,7 +68,7 @@ def doctor(options: argparse.Namespace) -> int:
             f"{options.file} will use": (partial(plan, config),),
             "memory": (partial(memory_of, config),),
         }
-    with waiting("looking at this machine", sys.stderr):  # importing torch takes seconds
+    with spinner("looking at this machine", sys.stderr):  # importing torch takes seconds
         report = {title: [check for probe in section for check in _run(probe)] for title, section in sections.items()}
     missing = [check for checks in report.values() for check in checks if check.level == "missing"]
     if options.json:

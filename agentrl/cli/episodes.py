@@ -165,10 +165,10 @@ def episode_forks(reader: RunReader, options: argparse.Namespace) -> Answer:
 @command
 def episode_diff(reader: RunReader, options: argparse.Namespace) -> Answer:
     """`agentrl episode diff [RUN] A [B]`: B is A's parent where A is a fork and B is left out."""
-    from agentrl.inspection.comparisons import compared
+    from agentrl.inspection.comparisons import compare_episodes
     from agentrl.inspection.render_episode import difference_page
 
-    found = compared(reader, options.id, options.other)
+    found = compare_episodes(reader, options.id, options.other)
     return Answer(found, lambda: difference_page(found))
 
 

@@ -287,9 +287,9 @@ def run_winrates(reader: RunReader, options: argparse.Namespace) -> Answer:
 def run_ledger(reader: RunReader, options: argparse.Namespace) -> Answer:
     """`agentrl run ledger [RUN]`; 1 if an equation does not hold, or something of a committed episode is missing."""
     from agentrl.inspection.render import ledger_view
-    from agentrl.observe.progress import waiting
+    from agentrl.observe.progress import spinner
 
-    with waiting("reading the control log", sys.stderr) as tell:
+    with spinner("reading the control log", sys.stderr) as tell:
 
         def on_read(read: int, of: int) -> None:
             if read % 1000 == 0:

@@ -107,10 +107,10 @@ def _measured(plan: Plan, asked: _Simulation) -> Measured:
 
 
 def _write(options: argparse.Namespace, name: str, measured: Measured) -> None:
-    from agentrl.simulation.page import picture
+    from agentrl.simulation.page import timelines_svg
 
     try:
-        options.timeline.write_text(picture([(name, measured.timeline)]), encoding="utf-8")
+        options.timeline.write_text(timelines_svg([(name, measured.timeline)]), encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{options.timeline}: cannot be written ({error.strerror})") from error
 

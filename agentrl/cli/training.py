@@ -14,7 +14,7 @@ from agentrl.cli.output import INTERRUPTED, print_json
 from agentrl.config.load import dump_toml, load
 from agentrl.core.errors import InputError
 from agentrl.core.text import plural, safe_line
-from agentrl.observe.progress import waiting
+from agentrl.observe.progress import spinner
 
 if TYPE_CHECKING:
     import argparse
@@ -81,7 +81,7 @@ def _sample(options: argparse.Namespace) -> int:
         raise InputError("--journal-only takes no settings: the sample run is fixed")
     from agentrl.cli.sample_run import write_sample_run
 
-    with waiting("writing runs/sample", sys.stderr):
+    with spinner("writing runs/sample", sys.stderr):
         path = str(write_sample_run().path)
     if options.json:
         print_json({"path": path})
@@ -97,7 +97,7 @@ def evaluate(options: argparse.Namespace) -> int:
     config = _config(options)
     from agentrl.app.evaluation import evaluate as run_evaluation
 
-    with waiting(f"evaluating on {plural(config.evaluation.tasks, 'task')}", sys.stderr):
+    with spinner(f"evaluating on {plural(config.evaluation.tasks, 'task')}", sys.stderr):
         metrics = run_evaluation(config, _weights(options.policy), journal=options.journal)
     if options.json:
         print_json(dict(metrics))

@@ -295,7 +295,7 @@ def _turns(ours: dict[str, EntryBody], theirs: dict[str, EntryBody]) -> list[tup
     return found
 
 
-def compared(reader: RunReader, a: str | None, b: str | None) -> EpisodeDifference:
+def compare_episodes(reader: RunReader, a: str | None, b: str | None) -> EpisodeDifference:
     """Episode `a` of a run with `b`, or with the one it was forked from where `b` is left out.
 
     A fork of the run is `forks/f0`.

@@ -202,7 +202,7 @@ class ProgressLine:
 
 
 @contextmanager
-def waiting(text: str, stream: TextIO) -> Iterator[Callable[[str], None]]:
+def spinner(text: str, stream: TextIO) -> Iterator[Callable[[str], None]]:
     """Show that something is being waited for, with a moving sign on a terminal; nothing elsewhere.
 
     Yields:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.text import plural, safe_line
 from agentrl.observe.alarms import alarms, write_alarm
-from agentrl.observe.progress import Display, display, waiting
+from agentrl.observe.progress import Display, display, spinner
 from agentrl.observe.run_state import RunPlan, RunState, Status, read_metrics, with_engine_share, write_status
 from agentrl.observe.sinks import JsonlSink, Sink
 from agentrl.observe.view import curve
@@ -174,7 +174,7 @@ class RunObserver:
         """Show what is being waited for when nothing else is shown any more."""
         if self._display is not None:
             self._display.close()
-        return nullcontext() if self._quiet else waiting(text, self._stream)
+        return nullcontext() if self._quiet else spinner(text, self._stream)
 
     # --- looking ----------------------------------------------------------------------------------------------------
 

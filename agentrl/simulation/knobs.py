@@ -24,7 +24,7 @@ WORTH = 0.03
 """A change of the throughput that is more than chance."""
 
 
-class Turned(msgspec.Struct, frozen=True):
+class KnobResult(msgspec.Struct, frozen=True):
     """A knob, and what the run was like with it turned."""
 
     knob: str
@@ -135,11 +135,11 @@ def check(plan: Plan) -> None:
     demands_of(plan.config(1), environment)
 
 
-def turn(plan: Plan, base: Measured, measure: Callable[[Plan], Measured]) -> Iterator[Turned]:
+def turn(plan: Plan, base: Measured, measure: Callable[[Plan], Measured]) -> Iterator[KnobResult]:
     """Simulate every knob turned."""
     for knob in knobs(plan):
         measured = measure(knob.plan)
-        yield Turned(
+        yield KnobResult(
             knob=knob.name,
             now=knob.now,
             then=knob.then,
@@ -170,7 +170,7 @@ def bottleneck(measured: Measured) -> str:
     return f"{idle}: for {part:.0%} of the time {reason} holds new episodes back until slow ones have been trained"
 
 
-def advice(turned: Sequence[Turned]) -> list[str]:
+def advice(turned: Sequence[KnobResult]) -> list[str]:
     """The best change of each kind that is worth making, as sentences."""
     told = []
     for costs, what in (
@@ -194,7 +194,7 @@ def advice(turned: Sequence[Turned]) -> list[str]:
     return told or ["No knob brings more than chance does."]
 
 
-def _is_less(turned: Turned) -> bool:
+def _is_less(turned: KnobResult) -> bool:
     """Whether it is less hardware."""
     return bool(turned.then > turned.now) == (turned.knob == "trainer.step_seconds")
 

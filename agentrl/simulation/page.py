@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from agentrl.inspection.render import Page, run_timeline_page
-from agentrl.simulation.knobs import Turned, advice, bottleneck, shown
+from agentrl.simulation.knobs import KnobResult, advice, bottleneck, shown
 
 if TYPE_CHECKING:
     from agentrl.inspection.timelines import RunTimeline
@@ -27,7 +27,7 @@ text { font: 12px "DejaVu Sans", sans-serif; fill: #475467; } .title { font-weig
 
 
 def simulation_page(
-    name: str, plan: Plan, measured: Measured, turned: Sequence[Turned], run: BusyShares | None = None
+    name: str, plan: Plan, measured: Measured, turned: Sequence[KnobResult], run: BusyShares | None = None
 ) -> Page:
     """Assumptions, busy shares, the timeline, and what each knob would bring.
 
@@ -111,7 +111,7 @@ def results(measured: Measured) -> list[tuple[str, str]]:
     return facts
 
 
-def _knob_row(turned: Turned) -> list[str]:
+def _knob_row(turned: KnobResult) -> list[str]:
     return [
         turned.knob,
         shown(turned.now),
@@ -124,7 +124,7 @@ def _knob_row(turned: Turned) -> list[str]:
     ]
 
 
-def picture(runs: Sequence[tuple[str, RunTimeline]], *, seconds: float | None = None) -> str:
+def timelines_svg(runs: Sequence[tuple[str, RunTimeline]], *, seconds: float | None = None) -> str:
     """An SVG document.
 
     Args:

@@ -24,7 +24,7 @@ from agentrl.journal.reader import TurnReader
 from agentrl.journal.run_log import RunStart, SettingChange, SqliteRunLog
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.alarms import Alarm, write_alarm
-from agentrl.observe.progress import waiting
+from agentrl.observe.progress import spinner
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
 from agentrl.observe.run_state import MAX_POLICIES, RunPlan, RunState, Status, read_metrics, read_status, write_status
@@ -241,7 +241,7 @@ def test_what_is_waited_for_is_no_markup(monkeypatch: pytest.MonkeyPatch) -> Non
             return True
 
     stream = Terminal()
-    with waiting("checking [/x] [bold]a\x1b[2J", stream):
+    with spinner("checking [/x] [bold]a\x1b[2J", stream):
         pass
     assert "checking [/x] [bold]a\\x1b[2J" in stream.getvalue()
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.text import safe
-from agentrl.inspection.comparisons import compared, difference, fork_tree
+from agentrl.inspection.comparisons import compare_episodes, difference, fork_tree
 from agentrl.inspection.conversation import EffectAct, RewardAct, ToolAct, TurnAct, conversation
 from agentrl.inspection.reader import EpisodeLine, RunReader
 from agentrl.inspection.reasons import Reason, reasons
@@ -168,7 +168,7 @@ def test_forks_are_a_tree_and_part_from_their_parents_at_the_fork(reader: RunRea
     forks = RunReader(reader.path / "forks")
     parted = 0
     for name in ("f0", "f1", "f2"):
-        found = compared(reader, f"forks/{name}", None)
+        found = compare_episodes(reader, f"forks/{name}", None)
         assert found.b.episode == tree[0].line.episode
         assert found.same_acts >= conversation(forks, name).inherited > 0
         parted += found.departure is not None
@@ -198,9 +198,9 @@ def test_an_episode_is_the_same_as_itself_and_names_are_told_apart(reader: RunRe
     assert same.departure is None
     assert "they are the same" in shown(difference_page(same))
     with pytest.raises(InputError, match="is no fork"):
-        compared(reader, line.episode, None)
+        compare_episodes(reader, line.episode, None)
     with pytest.raises(InputError, match="no episode 'e99999'"):
-        compared(reader, line.episode, "e99999")
+        compare_episodes(reader, line.episode, "e99999")
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
